@@ -1,0 +1,118 @@
+"""One preallocated KV for a whole prompt, and modules placed into it without intermediate copies.
+
+Prompt Cache's buffered concatenation (MLSys version, section 4): room for the prompt and for the
+tokens to come is taken once; each module's keys are rotated straight into their slots. Knows
+shapes and position rules; knows no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cached_rag.kv import ModuleKV
+from cached_rag.relocate import PositionRule
+
+_GROWTH = 1024
+
+
+@dataclass(frozen=True)
+class KVShapes:
+    """What a model's cache looks like: sizes, dtype and device."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes one token's keys and values take in all layers."""
+        width = self.num_kv_heads * (self.head_dim + self.value_dim)
+        return self.num_layers * width * self.dtype.itemsize
+
+
+class KVBuffer:
+    """Keys and values of `capacity` slots; slot i holds the token at position i.
+
+    Attributes:
+        keys: (num_layers, batch, num_kv_heads, capacity, head_dim).
+        values: (num_layers, batch, num_kv_heads, capacity, value_dim).
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys = keys
+        self.values = values
+
+    @classmethod
+    def like(cls, shapes: KVShapes, capacity: int, batch: int = 1) -> KVBuffer:
+        """A buffer with uninitialised content."""
+
+        def room(dim: int) -> torch.Tensor:
+            size = (shapes.num_layers, batch, shapes.num_kv_heads, capacity, dim)
+            return torch.empty(size, dtype=shapes.dtype, device=shapes.device)
+
+        return cls(room(shapes.head_dim), room(shapes.value_dim))
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots."""
+        return self.keys.shape[3]
+
+    def place(self, module: ModuleKV, position: int, rule: PositionRule) -> None:
+        """Copy a module to slots `position...`, its keys rotated to those positions.
+
+        Raises:
+            RelocationError: it has to be moved and the model's keys cannot be.
+        """
+        end = position + module.seq_len
+        delta = position - module.start
+        for row in range(self.keys.shape[1]):
+            rule.relocate(module.keys, delta, out=self.keys[:, row, :, position:end])
+            self.values[:, row, :, position:end].copy_(module.values)
+
+    def write(
+        self, layer: int, rows: slice | torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Put fresh (batch, num_kv_heads, num_rows, dim) keys and values into `rows`' slots."""
+        if isinstance(rows, slice):
+            self.keys[layer, :, :, rows] = keys
+            self.values[layer, :, :, rows] = values
+        else:
+            self.keys[layer].index_copy_(2, rows, keys)
+            self.values[layer].index_copy_(2, rows, values)
+
+    def read(self, begin: int, end: int, token_ids: tuple[int, ...], row: int = 0) -> ModuleKV:
+        """A compact copy of slots `begin` to `end` as a module that starts at `begin`."""
+        return ModuleKV(
+            token_ids,
+            begin,
+            self.keys[:, row, :, begin:end].clone(memory_format=torch.contiguous_format),
+            self.values[:, row, :, begin:end].clone(memory_format=torch.contiguous_format),
+        )
+
+
+class Workspace:
+    """Keeps the last buffer for the next request: fresh memory costs page faults, used memory none.
+
+    Not for two threads at once: `take` hands a buffer to one request, `give` returns it.
+    """
+
+    def __init__(self, shapes: KVShapes) -> None:
+        self._shapes = shapes
+        self._spare: KVBuffer | None = None
+
+    def take(self, capacity: int) -> KVBuffer:
+        """A buffer of at least `capacity` slots, content unspecified."""
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.capacity >= capacity:
+            return spare
+        rounded = -(-capacity // _GROWTH) * _GROWTH
+        return KVBuffer.like(self._shapes, rounded)
+
+    def give(self, buffer: KVBuffer) -> None:
+        """Return a buffer that nobody reads any more."""
+        self._spare = buffer

@@ -1,0 +1,113 @@
+"""Settings: frozen, checked when made. Knows names and ranges; knows no model."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from cached_rag.errors import ConfigError
+from cached_rag.selectors import SELECTORS, Selector
+
+# `auto` is what this name stands for; see docs/methods.md for why.
+AUTO = "cacheblend"
+METHODS = ("auto", "full", "prefix", *SELECTORS)
+_METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """How one prompt is prefilled and answered.
+
+    Attributes:
+        method: how cached modules are used, one of `METHODS`.
+        recompute_ratio: share of the reused tokens to recompute; None for the method's default.
+        check_layer, gradual: CacheBlend's; None for the method's default.
+        max_tokens: most tokens to generate.
+        temperature: 0 decodes greedily.
+        top_p, top_k: nucleus and top-k sampling; 1 and 0 switch them off.
+        stop: strings that end the answer; they are not part of it.
+        seed: makes sampling repeatable.
+        repetition_penalty: None for the model's own generation config.
+
+    Raises:
+        ConfigError: a value out of range, or an option its method does not have.
+    """
+
+    method: str = "auto"
+    recompute_ratio: float | None = None
+    check_layer: int | None = None
+    gradual: bool | None = None
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    repetition_penalty: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", _strings(self.stop))
+        _require(self.method in METHODS, f"method {self.method!r} is not one of {METHODS}")
+        _require(self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
+        _require(self.temperature >= 0, f"temperature cannot be negative: {self.temperature}")
+        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}")
+        _require(self.top_k >= 0, f"top_k cannot be negative: {self.top_k}")
+        penalty = self.repetition_penalty
+        _require(penalty is None or penalty > 0, f"repetition_penalty must be > 0, not {penalty}")
+        self.selector()
+
+    def selector(self) -> Selector | None:
+        """The method's selector with its options; None where nothing is chosen (full, prefix)."""
+        given = {n: getattr(self, n) for n in _METHOD_OPTIONS if getattr(self, n) is not None}
+        cls = SELECTORS.get(AUTO if self.method == "auto" else self.method)
+        if cls is None:
+            return None  # a recompute_ratio is harmless where nothing approximate is reused
+        known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        return cls(**{name: value for name, value in given.items() if name in known})
+
+    def replace(self, **options: Any) -> GenerationConfig:
+        """A copy with some settings changed.
+
+        Raises:
+            ConfigError: an unknown name or a bad value.
+        """
+        known = [field.name for field in dataclasses.fields(self)]
+        for name in options:
+            _require(name in known, f"unknown setting {name!r}; settings are {', '.join(known)}")
+        return dataclasses.replace(self, **options)
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """Where KV is kept and how much of it.
+
+    Attributes:
+        path: folder on disk; None keeps KV in memory only.
+        codec: "raw" keeps the model's dtype, "int8" halves it (see docs/store.md for the error).
+        memory_bytes: most bytes of KV in memory.
+        disk_bytes: most bytes of KV on disk; None for no bound.
+        namespace: tenants with different namespaces never share KV.
+    """
+
+    path: str | None = None
+    codec: str = "raw"
+    memory_bytes: int = 2 << 30
+    disk_bytes: int | None = None
+    namespace: str = ""
+
+    def __post_init__(self) -> None:
+        _require(self.memory_bytes > 0, f"memory_bytes must be positive: {self.memory_bytes}")
+        bound = self.disk_bytes
+        _require(bound is None or bound > 0, f"disk_bytes must be positive: {bound}")
+
+
+def _strings(stop: Any) -> tuple[str, ...]:
+    found = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    _require(all(isinstance(s, str) and s for s in found), "stop strings must not be empty")
+    return found
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)

@@ -1,0 +1,67 @@
+"""Every error this library raises on purpose, and nothing else.
+
+    CachedRAGError
+    ├── ConfigError            a setting that cannot be (also a ValueError)
+    ├── MissingExtraError      an optional package is not installed (also an ImportError)
+    ├── ModelError
+    │   ├── ModelNotFoundError     no weights under that name
+    │   └── RelocationError        this model's keys cannot be moved to other positions
+    ├── ContextOverflowError   the prompt does not fit the model's context
+    ├── StoreError
+    │   ├── CorruptBlobError       a KV file that is damaged, or belongs to something else
+    │   └── StoreFullError         no room left on the disk
+    ├── DocumentError          a document that cannot be read, or has no text
+    └── IndexMismatchError     an index made with other settings than the ones asked for
+
+A message says what happened, why, and the remedy.
+"""
+
+from __future__ import annotations
+
+
+class CachedRAGError(Exception):
+    """Base of all errors raised by this library."""
+
+
+class ConfigError(CachedRAGError, ValueError):
+    """A setting is unknown or out of range."""
+
+
+class MissingExtraError(CachedRAGError, ImportError):
+    """An optional package is needed and not installed."""
+
+
+class ModelError(CachedRAGError):
+    """Something about the language model."""
+
+
+class ModelNotFoundError(ModelError):
+    """No weights were found under the name given."""
+
+
+class RelocationError(ModelError):
+    """The model's keys cannot be moved to other positions by any known rule."""
+
+
+class ContextOverflowError(CachedRAGError):
+    """The prompt and the tokens to be generated exceed the model's context."""
+
+
+class StoreError(CachedRAGError):
+    """Something about the KV store."""
+
+
+class CorruptBlobError(StoreError):
+    """A stored KV file is damaged, or holds another module than its name says."""
+
+
+class StoreFullError(StoreError):
+    """The disk (or the byte bound) leaves no room for a module."""
+
+
+class DocumentError(CachedRAGError):
+    """A document cannot be read, or holds no text."""
+
+
+class IndexMismatchError(CachedRAGError):
+    """An index on disk was made with other settings than those asked for."""

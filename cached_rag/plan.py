@@ -1,0 +1,120 @@
+"""Decides, for one tokenised prompt, which tokens come from which cached module.
+
+Knows tokens and the library; computes nothing. Exact reuse first: the longest known prefix of the
+prompt, and the module right behind it if it was encoded behind just that. Then approximate reuse
+of the other modules. What is left is live, and so is always the text after the last module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cached_rag.kv import ModuleKV
+from cached_rag.library import Library
+from cached_rag.match import Alignment, Occurrence, align
+from cached_rag.prompt import Tokens
+from cached_rag.selectors import Layout
+
+# A template head can share all but its last tokens with a prompt (they merged with what follows).
+_HEAD_SLACK = 4
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Cached KV for prompt tokens `begin` to `begin + kv.seq_len`; `is_exact` if lossless."""
+
+    begin: int
+    kv: ModuleKV
+    is_exact: bool
+
+    @property
+    def end(self) -> int:
+        """The token after the last."""
+        return self.begin + self.kv.seq_len
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to assemble, and what to compute.
+
+    Attributes:
+        placements: ascending, without overlaps.
+        missed: modules that the prompt contains and that have no KV.
+        num_tokens: of the prompt.
+    """
+
+    placements: tuple[Placement, ...]
+    missed: tuple[Alignment, ...]
+    num_tokens: int
+
+    def exact_only(self) -> Plan:
+        """The plan without what is only approximate."""
+        exact = tuple(place for place in self.placements if place.is_exact)
+        return Plan(exact, self.missed, self.num_tokens)
+
+    def layout(self, num_layers: int) -> Layout:
+        """The plan as masks over tokens."""
+        live = torch.ones(self.num_tokens, dtype=torch.bool)
+        exact = torch.zeros(self.num_tokens, dtype=torch.bool)
+        for place in self.placements:
+            live[place.begin : place.end] = False
+            if place.is_exact:
+                exact[place.begin : place.end] = True
+        spans = tuple((p.begin, p.end) for p in self.placements if not p.is_exact)
+        return Layout(live, exact, spans, num_layers)
+
+
+def make_plan(
+    library: Library, tokens: Tokens, occurrences: Sequence[Occurrence], sink_ids: tuple[int, ...]
+) -> Plan:
+    """Choose the best encoding of everything the prompt contains.
+
+    Args:
+        occurrences: the modules found in its text.
+        sink_ids: what modules encoded alone stand behind.
+    """
+    ids = tuple(tokens.ids)
+    prefixes = [p for p in library.prefixes() if _shared(p, ids) >= max(1, len(p) - _HEAD_SLACK)]
+    placements = _head(library, prefixes, ids)
+    aligned = [found for found in (align(o, tokens) for o in occurrences) if found]
+    behind = [*prefixes, *({sink_ids, ()} - set(prefixes))]
+    missed = []
+    for found in aligned:
+        encoding = library.best_encoding(behind, found.module.token_ids)
+        if encoding is None:
+            missed.append(found)
+            continue
+        done = placements[-1].end if placements else 0
+        begin = max(found.begin, done)
+        # The last token's logits are wanted, so it is always computed.
+        end = min(found.end, len(ids) - 1)
+        if end <= begin:
+            continue
+        offset = found.offset + begin - found.begin
+        kv = encoding.kv.slice(offset, offset + end - begin)
+        own_context = offset == 0 and kv.start == begin and encoding.prefix_ids == ids[:begin]
+        placements.append(Placement(begin, kv, own_context))
+    return Plan(tuple(placements), tuple(missed), len(ids))
+
+
+def _head(
+    library: Library, prefixes: Sequence[tuple[int, ...]], ids: tuple[int, ...]
+) -> list[Placement]:
+    """The longest known prefix's own KV: exact, also where only its beginning is shared."""
+    for prefix_ids in prefixes:
+        length = min(_shared(prefix_ids, ids), len(ids) - 1)
+        kv = library.fetch((), prefix_ids) if length else None
+        if kv is not None:
+            return [Placement(0, kv.slice(0, length), True)]
+    return []
+
+
+def _shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    for index, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return index
+    return min(len(first), len(second))

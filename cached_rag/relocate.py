@@ -1,0 +1,182 @@
+"""Moving rotated keys to other positions. Knows position rules; knows no model and no store.
+
+RoPE rotates pairs of key dimensions by `position * inv_freq`, so keys rotated for one position
+become keys for another by one further rotation by the difference (CacheBlend, appendix A). Which
+dimensions pair up, how many rotate, and with which frequencies differs by model and even by layer;
+`match_rule` finds the rule that explains two observations of the same tokens, and never guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from cached_rag.errors import RelocationError
+
+Style = Literal["none", "half", "interleaved"]
+# Keys are rotated in slices of about this many elements: the fp32 intermediates then stay in L2.
+_SLICE_ELEMENTS = 1 << 18
+
+
+@dataclass(frozen=True)
+class LayerRule:
+    """How one layer's keys depend on position.
+
+    Attributes:
+        style: `none` (ALiBi, NoPE), `half` (dimension i pairs with i + rotary_dim / 2) or
+            `interleaved` (2i pairs with 2i + 1).
+        inv_freq: (rotary_dim / 2,) radians per position; empty for `none`. Dimensions beyond
+            rotary_dim do not rotate.
+    """
+
+    style: Style
+    inv_freq: tuple[float, ...] = ()
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of leading dimensions that rotate."""
+        return 2 * len(self.inv_freq)
+
+    def __str__(self) -> str:
+        if self.style == "none":
+            return "position-free"
+        return f"{self.style} rotary over {self.rotary_dim} dimensions"
+
+
+@dataclass(frozen=True)
+class PositionRule:
+    """The whole model's rule.
+
+    Attributes:
+        layers: one rule a layer; empty if keys cannot be moved.
+        reason: why they cannot be moved, in words; empty if they can.
+        limit: sequence length beyond which the model switches frequencies (longrope, dynamic NTK);
+            keys from either side of the switch do not mix.
+    """
+
+    layers: tuple[LayerRule, ...] = ()
+    reason: str = ""
+    limit: int | None = None
+    _groups: dict[LayerRule, list[int]] = field(
+        default_factory=dict, repr=False, compare=False, hash=False
+    )
+
+    def __post_init__(self) -> None:
+        for layer, rule in enumerate(self.layers):
+            self._groups.setdefault(rule, []).append(layer)
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"not relocatable: {self.reason}"
+        parts = [f"{rule} in {len(layers)} layers" for rule, layers in self._groups.items()]
+        switch = f", up to {self.limit} tokens" if self.limit else ""
+        return "; ".join(parts) + switch
+
+    def check(self, delta: int, seq_len: int) -> None:
+        """Refuse what would be wrong.
+
+        Args:
+            delta: how far the keys are to be moved.
+            seq_len: length of the prompt they are moved into.
+
+        Raises:
+            RelocationError: the model has no rule, or the prompt crosses its frequency switch.
+        """
+        if delta and self.reason:
+            raise RelocationError(
+                f"this model's keys cannot be moved to other positions: {self.reason}. "
+                'Use method="prefix" (exact prefixes) or "full".'
+            )
+        if self.limit is not None and seq_len > self.limit:
+            raise RelocationError(
+                f"a prompt of {seq_len} tokens crosses this model's rotary switch at {self.limit} "
+                "tokens, where all keys change; cached keys were computed below it. "
+                'Shorten the prompt or use method="full".'
+            )
+
+    def relocate(self, keys: torch.Tensor, delta: int, out: torch.Tensor) -> torch.Tensor:
+        """Write keys moved by `delta` positions into `out`.
+
+        Args:
+            keys: (num_layers, num_kv_heads, seq_len, head_dim), rotated; not modified.
+            delta: new position minus old position, the same for all tokens.
+            out: same shape, any strides.
+
+        Raises:
+            RelocationError: the model has no rule.
+        """
+        if delta == 0:
+            return out.copy_(keys)
+        self.check(delta, 0)
+        for rule, layers in self._groups.items():
+            if len(layers) == keys.shape[0]:
+                _rotate(keys, rule, delta, out)
+                continue
+            for layer in layers:
+                _rotate(keys[layer : layer + 1], rule, delta, out[layer : layer + 1])
+        return out
+
+
+def _angles(rule: LayerRule, delta: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of the turn, (rotary_dim / 2,) fp32; the angle itself is taken in fp64."""
+    angle = torch.tensor(rule.inv_freq, dtype=torch.float64) * delta
+    return angle.cos().float().to(device), angle.sin().float().to(device)
+
+
+def _rotate(keys: torch.Tensor, rule: LayerRule, delta: int, out: torch.Tensor) -> None:
+    """Rotate (layers, heads, seq_len, head_dim) in fp32, rounding once, a few layers at a time."""
+    if rule.style == "none":
+        out.copy_(keys)
+        return
+    cos, sin = _angles(rule, delta, keys.device)
+    step = max(1, _SLICE_ELEMENTS // keys[0].numel())
+    for begin in range(0, keys.shape[0], step):
+        source, target = keys[begin : begin + step], out[begin : begin + step]
+        first, second = _pairs(source.float(), rule)
+        to_first, to_second = _pairs(target, rule)
+        to_first.copy_((first * cos).addcmul_(second, sin, value=-1))
+        to_second.copy_((second * cos).addcmul_(first, sin))
+        if rule.rotary_dim < keys.shape[-1]:
+            target[..., rule.rotary_dim :].copy_(source[..., rule.rotary_dim :])
+
+
+def _pairs(keys: torch.Tensor, rule: LayerRule) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two views, (..., rotary_dim / 2) each, of the dimensions that turn together."""
+    width = rule.rotary_dim
+    if rule.style == "interleaved":
+        return keys[..., 0:width:2], keys[..., 1:width:2]
+    return keys[..., : width // 2], keys[..., width // 2 : width]
+
+
+def match_rule(
+    at_zero: torch.Tensor,
+    at_delta: torch.Tensor,
+    delta: int,
+    candidates: Iterable[tuple[float, ...]],
+    tolerance: float,
+) -> LayerRule | None:
+    """The rule that turns one observation into the other, or None.
+
+    Args:
+        at_zero, at_delta: (num_kv_heads, seq_len, head_dim) keys of one layer, same tokens.
+        delta: how far apart the observations are.
+        candidates: frequency sets to try.
+        tolerance: largest error allowed, as a share of the largest key.
+    """
+    before, after = at_zero.float()[None], at_delta.float()[None]
+    scale = float(after.abs().max())
+    rules = [LayerRule("none")]
+    for inv_freq in candidates:
+        rules += [LayerRule("half", inv_freq), LayerRule("interleaved", inv_freq)]
+    errors = []
+    for rule in rules:
+        if rule.rotary_dim > before.shape[-1]:
+            continue
+        moved = torch.empty_like(before)
+        _rotate(before, rule, delta, moved)
+        errors.append((float((moved - after).abs().max()), rule))
+    error, best = min(errors, key=lambda pair: pair[0])
+    return best if error <= tolerance * scale else None

@@ -1,0 +1,83 @@
+"""What a method decides: which rows are computed, layer by layer. Knows tensors; knows no model.
+
+To add a method: one file with a frozen dataclass that has these members, one line in the table of
+`selectors/__init__.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the prompt is covered, one entry a token.
+
+    Attributes:
+        live: (seq_len,) bool; no cached KV, or it must be fresh (the question). Always computed.
+        exact: (seq_len,) bool; cached KV is what full prefill would compute. Never recomputed.
+        modules: (begin, end) of the reused runs that are neither; their KV is approximate.
+        num_layers: of the model.
+    """
+
+    live: torch.Tensor
+    exact: torch.Tensor
+    modules: tuple[tuple[int, int], ...]
+    num_layers: int
+
+    @property
+    def reused(self) -> torch.Tensor:
+        """(seq_len,) bool: approximate tokens, the ones a method may choose to recompute."""
+        return ~(self.live | self.exact)
+
+
+@dataclass(frozen=True)
+class LayerCheck:
+    """What is known at a check layer, for the rows computed so far.
+
+    Attributes:
+        layer: index of the layer.
+        slots: (num_rows,) the rows' slots.
+        reused: (num_rows,) bool; rows that may be dropped (the others are live).
+        fresh_keys, cached_keys: (num_kv_heads, num_rows, head_dim), rotated for the rows' slots.
+        fresh_values, cached_values: (num_kv_heads, num_rows, value_dim).
+    """
+
+    layer: int
+    slots: torch.Tensor
+    reused: torch.Tensor
+    fresh_keys: torch.Tensor
+    fresh_values: torch.Tensor
+    cached_keys: torch.Tensor
+    cached_values: torch.Tensor
+
+
+class Selector(Protocol):
+    """A method. Pure: the same inputs give the same rows, nothing is kept."""
+
+    def first_rows(self, layout: Layout) -> torch.Tensor:
+        """(seq_len,) bool: rows computed in layer 0; must contain `layout.live`."""
+        ...
+
+    def check_layers(self, layout: Layout) -> tuple[int, ...]:
+        """Layers before whose attention `narrow` is asked, ascending, each >= 1."""
+        ...
+
+    def narrow(self, check: LayerCheck, layout: Layout) -> torch.Tensor:
+        """(num_rows,) bool: rows to go on with; must contain the rows that are not reused."""
+        ...
+
+
+class StaticSelector:
+    """Base of methods that choose their rows before the first layer."""
+
+    def check_layers(self, layout: Layout) -> tuple[int, ...]:
+        """None: the choice is made once."""
+        return ()
+
+    def narrow(self, check: LayerCheck, layout: Layout) -> torch.Tensor:
+        """Never asked; keeps every row."""
+        return torch.ones_like(check.reused)
