@@ -62,6 +62,7 @@ def encode_modules(
 
     Raises:
         ContextOverflowError: a module and the prefix exceed the model's context.
+        RelocationError: they exceed the length at which the model's frequencies switch.
     """
     start = prefix.seq_len if prefix else 0
     for batch in _batches(modules):
@@ -70,6 +71,7 @@ def encode_modules(
                 f"a module of {len(batch[0])} tokens behind a prefix of {start} exceeds the model's "
                 f"context of {model.context_length}; split it into smaller chunks"
             )
+        model.rule.check(0, start + len(batch[0]))
         yield from _encode_batch(model, prefix, batch)
         progress(sum(map(len, batch)))
 

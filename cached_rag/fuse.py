@@ -24,6 +24,7 @@ from transformers import Cache
 
 from cached_rag.assemble import KVBuffer
 from cached_rag.attention import Rows, attending
+from cached_rag.errors import ModelError
 from cached_rag.selectors.base import LayerCheck, Layout, Selector
 
 
@@ -268,6 +269,10 @@ class _Pass:
         """Per-row tensors cut to the rows kept; what already has that many rows stays."""
         if self.kept is None:
             return inputs
+        if not self.decoder.is_fast and inputs.get("attention_mask") is None:
+            raise ModelError(
+                "the model gave its layers no mask, so scattered rows would see later tokens"
+            )
         narrowed = dict(inputs)
         for name, dim in (("hidden_states", 1), ("position_ids", 1), ("attention_mask", 2)):
             narrowed[name] = self._cut(inputs.get(name), dim)

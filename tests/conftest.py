@@ -1,0 +1,178 @@
+"""Tiny random models of every family, a tokenizer trained on the spot, and the real small model."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from cached_rag import Engine, LanguageModel, StoreConfig, load_model, wrap_model
+
+logging.disable_progress_bar()
+logging.set_verbosity_error()  # tiny vocabularies make configurations complain
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+VOCAB = 512
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+_MHA = {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}
+_OLD = {"vocab_size": VOCAB, "hidden_size": 64}
+_WINDOW = 9
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+}
+_SWITCH = {"original_max_position_embeddings": 64}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _SIZES),
+    "qwen2": ("qwen2", _SIZES),
+    "qwen3": ("qwen3", _SIZES | {"head_dim": 16}),
+    "mistral": ("mistral", _SIZES | {"head_dim": 16, "sliding_window": _WINDOW}),
+    "gemma3": (
+        "gemma3_text",
+        _SIZES
+        | {
+            "head_dim": 16,
+            "sliding_window": _WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "gemma2": ("gemma2", _SIZES | {"head_dim": 16, "sliding_window": _WINDOW}),
+    "phi3": ("phi3", _SIZES | {"pad_token_id": 0}),
+    "gpt_neox": ("gpt_neox", _MHA),
+    "gptj": (
+        "gptj",
+        {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 4, "n_head": 4, "rotary_dim": 8},
+    ),
+    "cohere": ("cohere", _SIZES),
+    "smollm3": ("smollm3", _SIZES | {"pad_token_id": 0}),
+    "falcon": (
+        "falcon",
+        _OLD | {"num_hidden_layers": 4, "num_attention_heads": 4, "alibi": False},
+    ),
+    "falcon_alibi": (
+        "falcon",
+        _OLD | {"num_hidden_layers": 4, "num_attention_heads": 4, "alibi": True},
+    ),
+    "mpt": (
+        "mpt",
+        {"vocab_size": VOCAB, "d_model": 64, "n_heads": 4, "n_layers": 4, "max_seq_len": 1024},
+    ),
+    "bloom": ("bloom", _OLD | {"n_layer": 4, "n_head": 4}),
+    "gpt2": (
+        "gpt2",
+        {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 1024},
+    ),
+    "longrope": ("phi3", _SIZES | {"pad_token_id": 0, "rope_parameters": _LONGROPE} | _SWITCH),
+}
+UNMOVABLE = {"gpt2"}
+RELOCATABLE = sorted(set(FAMILIES) - UNMOVABLE - {"longrope"})
+
+CHUNKS = [
+    "The lighthouse keeper of Bishop Rock lit the lamp every evening for thirty-one years.",
+    "Copper turns green because it reacts with oxygen, water and carbon dioxide in the air.",
+    "In 1911 a small party reached the South Pole with fifty-two dogs and four sledges.",
+]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@functools.cache
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `VOCAB` tokens with a chat template."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CHUNKS * 3, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@functools.cache
+def tiny_model(family: str) -> LanguageModel:
+    """A random 4-layer model in fp32, its weights the same in every run."""
+    kind, sizes = FAMILIES[family]
+    torch.manual_seed(sum(map(ord, family)))
+    special = {"bos_token_id": 0, "eos_token_id": 1}
+    config = AutoConfig.for_model(kind, **(sizes | special))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and "embed" not in name:
+                parameter.mul_(4)  # else attention is nearly uniform and masks hardly matter
+    model.generation_config.eos_token_id = 1
+    return wrap_model(model, tiny_tokenizer(), name=family, revision=family)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    """An engine on the tiny llama with an empty store in memory."""
+    return Engine(tiny_model("llama"), StoreConfig())
+
+
+@functools.cache
+def smollm2(dtype: str = "float32") -> LanguageModel:
+    """The packaged SmolLM2-135M-Instruct."""
+    return load_model("smollm2-135m", dtype=dtype, device="cpu")
+
+
+def random_ids(count: int, seed: int = 0) -> list[int]:
+    """Token ids without control tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCAB - 100, (count,), generator=generator).tolist()
+
+
+def plain_logits(model: LanguageModel, token_ids: list[int]) -> torch.Tensor:
+    """(seq_len, vocab) logits of transformers' own forward pass."""
+    with torch.inference_mode():
+        return model.decoder.model(input_ids=torch.tensor([token_ids])).logits[0]
+
+
+def plain_cache(
+    model: LanguageModel, token_ids: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values, (layers, heads, seq_len, dim), of transformers' own forward pass.
+
+    Sliding layers of a dynamic cache drop old tokens, so they are caught on the way in.
+    """
+    from transformers import DynamicCache
+
+    class Recording(DynamicCache):  # type: ignore[misc]
+        def update(self, keys: Any, values: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+            seen[layer_idx] = (keys[0], values[0])
+            return super().update(keys, values, layer_idx, *args, **kwargs)
+
+    seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    with torch.inference_mode():
+        model.decoder.model(
+            input_ids=torch.tensor([token_ids]), past_key_values=Recording(), use_cache=True
+        )
+    layers = [seen[i] for i in range(len(seen))]
+    return torch.stack([k for k, _ in layers]), torch.stack([v for _, v in layers])

@@ -1,0 +1,203 @@
+"""Every fast path against its slow twin, over all families, fp32; each with a negative control."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cached_rag import RelocationError
+from cached_rag.assemble import KVBuffer
+from cached_rag.attention import IMPLEMENTATION
+from cached_rag.encode import encode_modules, encode_prefix
+from cached_rag.fuse import prefill_rows, prefill_selected
+from cached_rag.selectors import CacheBlend, Layout, Reuse
+from conftest import FAMILIES, RELOCATABLE, UNMOVABLE, plain_cache, plain_logits, random_ids, tiny_model
+
+TOLERANCE = 1e-4
+PREFIX, MODULE, QUESTION = 5, 20, 6
+
+
+def garbage(model, length):
+    buffer = KVBuffer.like(model.shapes, length)
+    buffer.keys.uniform_(-3, 3)
+    buffer.values.uniform_(-3, 3)
+    return buffer
+
+
+def layout_of(model, length, reused=(), exact=()):
+    live = torch.ones(length, dtype=torch.bool)
+    lossless = torch.zeros(length, dtype=torch.bool)
+    for begin, end in (*reused, *exact):
+        live[begin:end] = False
+    for begin, end in exact:
+        lossless[begin:end] = True
+    return Layout(live, lossless, tuple(reused), model.shapes.num_layers)
+
+
+def three_modules(model):
+    """Prefix, three modules encoded behind it, a question; and all their ids."""
+    prefix_ids, question = random_ids(PREFIX, 1), random_ids(QUESTION, 2)
+    modules = [tuple(random_ids(MODULE, seed)) for seed in (3, 4, 5)]
+    prefix = encode_prefix(model, prefix_ids)
+    by_ids = {kv.token_ids: kv for kv in encode_modules(model, prefix, modules)}
+    ids = [*prefix_ids, *(t for m in modules for t in m), *question]
+    return prefix, [by_ids[m] for m in modules], ids
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recomputing_everything_over_garbage_equals_full_prefill(family):
+    model = tiny_model(family)
+    ids = random_ids(48)
+    plain = plain_logits(model, ids)[-1]
+    tokens = torch.tensor([ids])
+    layout = layout_of(model, 48, reused=[(4, 40)])
+    for selector in (CacheBlend(1.0), CacheBlend(1.0, gradual=True)):
+        done = prefill_selected(model.decoder, garbage(model, 60), tokens, layout, selector)
+        assert torch.allclose(done.logits[0], plain, atol=TOLERANCE)
+        assert done.computed == 48 * model.shapes.num_layers
+    stale = prefill_selected(model.decoder, garbage(model, 60), tokens, layout, Reuse())
+    assert not torch.allclose(stale.logits[0], plain, atol=1e-2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scattered_rows_over_true_kv_equal_full_prefill(family):
+    """Garbage exactly at the recomputed rows is repaired; garbage elsewhere is not."""
+    model = tiny_model(family)
+    ids = random_ids(48, seed=7)
+    tokens, plain = torch.tensor([ids]), plain_logits(model, ids)[-1]
+    rows = torch.tensor([0, 3, 4, 17, 18, 30, 46, 47])
+    buffer = KVBuffer.like(model.shapes, 60)
+    prefill_rows(model.decoder, buffer, tokens)
+    buffer.keys[:, :, :, rows] = 5.0
+    buffer.values[:, :, :, rows] = 5.0
+    repaired = prefill_rows(model.decoder, buffer, tokens, rows).logits[0]
+    assert torch.allclose(repaired, plain, atol=TOLERANCE)
+    buffer.values[:, :, :, 41] = 5.0
+    spoilt = prefill_rows(model.decoder, buffer, tokens, rows).logits[0]
+    assert not torch.allclose(spoilt, plain, atol=1e-2)
+
+
+@pytest.mark.parametrize("family", RELOCATABLE)
+def test_relocated_keys_equal_keys_computed_there(family):
+    """Twin: the same tokens computed alone at the far positions, by explicit position ids."""
+    model, delta = tiny_model(family), 333
+    ids = random_ids(MODULE, seed=8)
+    tokens, here = torch.tensor([ids]), torch.arange(MODULE)
+    near, far = (KVBuffer.like(model.shapes, MODULE) for _ in range(2))
+    prefill_rows(model.decoder, near, tokens, position_ids=here)
+    prefill_rows(model.decoder, far, tokens, position_ids=here + delta)
+    moved = model.rule.relocate(near.keys[:, 0], delta, torch.empty_like(near.keys[:, 0]))
+    assert torch.allclose(moved, far.keys[:, 0], atol=TOLERANCE)
+    assert torch.allclose(near.values, far.values, atol=TOLERANCE)
+    if any(rule.style != "none" for rule in model.rule.layers):
+        wrong = model.rule.relocate(near.keys[:, 0], delta + 1, torch.empty_like(moved))
+        assert not torch.allclose(wrong, far.keys[:, 0], atol=1e-2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_true_prefix_and_module_behind_it_are_lossless(family):
+    model = tiny_model(family)
+    prefix, (first, *_), _ = three_modules(model)
+    ids = [*prefix.token_ids, *first.token_ids, *random_ids(QUESTION, 9)]
+    buffer, end = garbage(model, 60), PREFIX + MODULE
+    buffer.place(prefix, 0, model.rule)
+    buffer.place(first, PREFIX, model.rule)
+    layout = layout_of(model, len(ids), exact=[(0, end)])
+    tokens = torch.tensor([ids])
+    done = prefill_selected(model.decoder, buffer, tokens, layout, CacheBlend(0.15))
+    assert torch.allclose(done.logits[0], plain_logits(model, ids)[-1], atol=TOLERANCE)
+    assert done.computed == QUESTION * model.shapes.num_layers
+    keys, values = plain_cache(model, ids)
+    assert torch.allclose(buffer.keys[:, 0, :, : len(ids)], keys, atol=TOLERANCE)
+    assert torch.allclose(buffer.values[:, 0, :, : len(ids)], values, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", RELOCATABLE)
+def test_layer_0_of_relocated_modules_equals_full_prefill(family):
+    model = tiny_model(family)
+    prefix, modules, ids = three_modules(model)
+    buffer = garbage(model, len(ids))
+    buffer.place(prefix, 0, model.rule)
+    for i, module in enumerate(modules):
+        buffer.place(module, PREFIX + i * MODULE, model.rule)
+    keys, values = plain_cache(model, ids)
+    covered = slice(0, PREFIX + 3 * MODULE)
+    assert torch.allclose(buffer.keys[0, 0, :, covered], keys[0, :, covered], atol=TOLERANCE)
+    assert torch.allclose(buffer.values[0, 0, :, covered], values[0, :, covered], atol=TOLERANCE)
+    later = slice(PREFIX + MODULE, PREFIX + 3 * MODULE)
+    deep = model.shapes.num_layers - 1
+    assert not torch.allclose(buffer.values[deep, 0, :, later], values[deep, :, later], atol=1e-2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batched_encoding_equals_encoding_one_by_one(family):
+    model = tiny_model(family)
+    prefix = encode_prefix(model, random_ids(PREFIX, 1))
+    modules = [tuple(random_ids(length, length)) for length in (20, 7, 13)]
+    together = list(encode_modules(model, prefix, modules))
+    assert [kv.seq_len for kv in together] == [20, 13, 7]
+    for kv in together:
+        ids = [*prefix.token_ids, *kv.token_ids]
+        keys, values = plain_cache(model, ids)
+        assert kv.start == PREFIX
+        assert torch.allclose(kv.keys, keys[:, :, PREFIX:], atol=TOLERANCE)
+        assert torch.allclose(kv.values, values[:, :, PREFIX:], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2", "gpt_neox"])
+def test_fast_attention_equals_the_models_own_masks(family):
+    """The dense way, in which the model builds its own masks, is the fast way's twin."""
+    model = tiny_model(family)
+    assert model.decoder.is_fast
+    ids = random_ids(150, seed=11)
+    tokens = torch.tensor([ids])
+    rows = torch.tensor(sorted({*range(0, 149, 2), 149}))
+    start = garbage(model, 150)
+
+    def run(decoder):
+        buffer = KVBuffer(start.keys.clone(), start.values.clone())
+        return prefill_rows(decoder, buffer, tokens, rows).logits, buffer.values
+
+    fast, fast_kv = run(model.decoder)
+    model.decoder.model.set_attn_implementation("eager")
+    try:
+        dense, dense_kv = run(replace(model.decoder, is_fast=False))
+    finally:
+        model.decoder.model.set_attn_implementation(IMPLEMENTATION)
+    assert torch.allclose(fast, dense, atol=TOLERANCE)
+    assert torch.allclose(fast_kv, dense_kv, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", sorted(UNMOVABLE))
+def test_models_with_learned_positions_refuse_relocation(family):
+    model = tiny_model(family)
+    _, (module, *_), _ = three_modules(model)
+    with pytest.raises(RelocationError, match="learned positions"):
+        garbage(model, 90).place(module, module.start + 1, model.rule)
+    garbage(model, 90).place(module, module.start, model.rule)  # where it was computed
+
+
+def test_longrope_refuses_prompts_across_its_switch():
+    rule = tiny_model("longrope").rule
+    assert rule.limit == 64
+    rule.check(10, 64)
+    with pytest.raises(RelocationError, match="switch at 64"):
+        rule.check(0, 65)
+
+
+def test_cacheblend_computes_what_it_charges():
+    model = tiny_model("llama")
+    prefix, modules, ids = three_modules(model)
+    buffer = garbage(model, len(ids))
+    buffer.place(prefix, 0, model.rule)
+    for i, module in enumerate(modules):
+        buffer.place(module, PREFIX + i * MODULE, model.rule)
+    end = PREFIX + MODULE
+    layout = layout_of(model, len(ids), reused=[(end, end + 2 * MODULE)], exact=[(0, end)])
+    done = prefill_selected(model.decoder, buffer, torch.tensor([ids]), layout, CacheBlend(0.25))
+    chosen = int(0.25 * 2 * MODULE)
+    everything, narrowed = 2 * MODULE + QUESTION, chosen + QUESTION
+    assert done.final_rows == narrowed
+    assert done.computed == 2 * everything + 2 * narrowed  # layers 0 and 1 in full, 2 and 3 not
