@@ -77,28 +77,37 @@ class Detokenizer:
     """Token ids to text, piece by piece; holds back what may still become a stop string."""
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
-        self._backend = tokenizer.backend_tokenizer
+        self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._stop = stop
+        self._token_ids: list[int] = []
+        self._decoded = 0
         self._held = ""
         self.is_stopped = False
 
     def push(self, token: int) -> str:
         """The text that is certain after one more token."""
-        self._held += self._stream.step(self._backend, token) or ""
+        self._token_ids.append(token)
+        return self._release(self._stream.step(self._tokenizer.backend_tokenizer, token) or "")
+
+    def flush(self) -> str:
+        """What was held back, once no more tokens come: half characters, half stop strings."""
+        whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
+        text = self._release(whole[self._decoded :])
+        if not self.is_stopped:
+            text, self._held = text + self._held, ""
+        return text
+
+    def _release(self, new: str) -> str:
+        self._decoded += len(new)
+        self._held += new
         hits = [at for at in (self._held.find(s) for s in self._stop) if at >= 0]
         if hits:
             self.is_stopped = True
             text, self._held = self._held[: min(hits)], ""
             return text
-        keep = max((_overlap(self._held, s) for s in self._stop), default=0)
-        cut = len(self._held) - keep
+        cut = len(self._held) - max((_overlap(self._held, s) for s in self._stop), default=0)
         text, self._held = self._held[:cut], self._held[cut:]
-        return text
-
-    def flush(self) -> str:
-        """What was held back, once no more tokens come."""
-        text, self._held = self._held, ""
         return text
 
 

@@ -99,7 +99,9 @@ def find_rule(decoder: Decoder, shapes: KVShapes) -> PositionRule:
         # ALiBi families: a bias linear in the key's position, the same for a whole row up to a
         # constant that softmax ignores. Keys and values hold no position at all.
         return match_all(decoder, shapes, 0)
-    return match_all(decoder, shapes, _PROBE_DELTA)
+    limit = _switch(decoder.model.config)
+    delta = min(_PROBE_DELTA, limit - _PROBE_TOKENS) if limit else _PROBE_DELTA
+    return match_all(decoder, shapes, delta)
 
 
 def match_all(decoder: Decoder, shapes: KVShapes, delta: int) -> PositionRule:

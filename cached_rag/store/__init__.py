@@ -1,0 +1,20 @@
+"""Where modules' KV is kept: tiers, codecs, and the catalog of what text is a module."""
+
+from cached_rag.store.base import KVStore, Problem
+from cached_rag.store.catalog import Catalog, ModuleRecord
+from cached_rag.store.codecs import Codec, codec_by_name
+from cached_rag.store.disk import DiskStore
+from cached_rag.store.memory import MemoryStore
+from cached_rag.store.tiered import TieredStore
+
+__all__ = [
+    "Catalog",
+    "Codec",
+    "DiskStore",
+    "KVStore",
+    "MemoryStore",
+    "ModuleRecord",
+    "Problem",
+    "TieredStore",
+    "codec_by_name",
+]

@@ -1,0 +1,131 @@
+"""Remembers which texts are modules, so that prompts can be searched for them after a restart.
+
+Rows belong to one model and one tenant. Knows SQLite; knows no KV.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cached_rag.fingerprint import ids_digest
+from cached_rag.store.database import Database
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS modules (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT NOT NULL, namespace TEXT NOT NULL,
+    text_digest TEXT NOT NULL, anchor TEXT NOT NULL, length INTEGER NOT NULL,
+    token_ids BLOB NOT NULL, token_starts BLOB NOT NULL, UNIQUE (model, namespace, text_digest)
+);
+CREATE TABLE IF NOT EXISTS prefixes (
+    model TEXT NOT NULL, namespace TEXT NOT NULL, digest TEXT NOT NULL, token_ids BLOB NOT NULL,
+    PRIMARY KEY (model, namespace, digest)
+);
+CREATE TABLE IF NOT EXISTS removals (count INTEGER NOT NULL);
+INSERT INTO removals SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM removals);
+"""
+
+
+@dataclass(frozen=True)
+class ModuleRecord:
+    """A text that is a module.
+
+    Attributes:
+        text_digest: digest of the text.
+        anchor: its first 32 characters.
+        length: in characters.
+        token_ids: its tokens, tokenised by itself.
+        token_starts: the character at which each token begins.
+    """
+
+    text_digest: str
+    anchor: str
+    length: int
+    token_ids: tuple[int, ...]
+    token_starts: tuple[int, ...]
+
+
+class Catalog:
+    """Modules and prefixes of one model (by fingerprint) and tenant, in a shared file."""
+
+    def __init__(self, path: Path | str, model: str, namespace: str = "") -> None:
+        self._scope = (model, namespace)
+        self._database = Database(Path(path), _SCHEMA)
+        self._version = self._database.version()
+
+    def close(self) -> None:
+        """Release the file."""
+        self._database.close()
+
+    def add_modules(self, records: Iterable[ModuleRecord]) -> None:
+        """Remember texts; those that are known change nothing."""
+        rows = [
+            (
+                *self._scope,
+                record.text_digest,
+                record.anchor,
+                record.length,
+                _pack(record.token_ids),
+                _pack(record.token_starts),
+            )
+            for record in records
+        ]
+        columns = "model, namespace, text_digest, anchor, length, token_ids, token_starts"
+        sql = f"INSERT OR IGNORE INTO modules ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)"
+        with self._database.transaction() as connection:
+            connection.executemany(sql, rows)
+
+    def modules(self, after: int = 0) -> Iterator[tuple[int, ModuleRecord]]:
+        """(row, record) of all modules added after a row, in order."""
+        rows = self._database.rows(
+            "SELECT id, text_digest, anchor, length, token_ids, token_starts FROM modules"
+            " WHERE model = ? AND namespace = ? AND id > ? ORDER BY id",
+            *self._scope,
+            after,
+        )
+        for row, text_digest, anchor, length, ids, starts in rows:
+            record = ModuleRecord(
+                str(text_digest), str(anchor), int(str(length)), _unpack(ids), _unpack(starts)
+            )
+            yield int(str(row)), record
+
+    def remove_modules(self, text_digests: Sequence[str]) -> None:
+        """Forget texts."""
+        rows = [(*self._scope, text_digest) for text_digest in text_digests]
+        sql = "DELETE FROM modules WHERE model = ? AND namespace = ? AND text_digest = ?"
+        with self._database.transaction() as connection:
+            connection.executemany(sql, rows)
+            connection.execute("UPDATE removals SET count = count + 1")
+
+    def add_prefix(self, token_ids: Sequence[int]) -> None:
+        """Remember a prefix that modules stand behind."""
+        row = (*self._scope, ids_digest(token_ids), _pack(token_ids))
+        with self._database.transaction() as connection:
+            connection.execute("INSERT OR IGNORE INTO prefixes VALUES (?, ?, ?, ?)", row)
+
+    def prefixes(self) -> list[tuple[int, ...]]:
+        """All known prefixes."""
+        query = "SELECT token_ids FROM prefixes WHERE model = ? AND namespace = ?"
+        return [_unpack(ids) for (ids,) in self._database.rows(query, *self._scope)]
+
+    def generation(self) -> int:
+        """A number that grows whenever something was removed."""
+        ((count,),) = self._database.rows("SELECT count FROM removals")
+        return int(str(count))
+
+    def changed(self) -> bool:
+        """Whether another connection has written since the last call."""
+        before, self._version = self._version, self._database.version()
+        return before != self._version
+
+
+def _pack(numbers: Sequence[int]) -> bytes:
+    return array("i", numbers).tobytes()
+
+
+def _unpack(data: object) -> tuple[int, ...]:
+    numbers = array("i")
+    numbers.frombytes(bytes(data))  # type: ignore[call-overload]
+    return tuple(numbers)

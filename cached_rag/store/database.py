@@ -1,0 +1,62 @@
+"""A SQLite file shared by threads and processes. Knows connections; knows no table."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cached_rag.errors import StoreError, StoreFullError
+
+
+class Database:
+    """One connection behind a lock: WAL mode, waits for other processes, commits or rolls back."""
+
+    def __init__(self, path: Path, schema: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = threading.RLock()
+        try:
+            self._connection = sqlite3.connect(path, timeout=60, check_same_thread=False)
+            self._connection.execute("PRAGMA journal_mode=WAL")
+            self._connection.execute("PRAGMA synchronous=NORMAL")
+            self._connection.executescript(schema)
+        except sqlite3.DatabaseError as error:
+            raise StoreError(
+                f"{path} is not a usable index ({error}); delete it and ingest again, or choose "
+                "another folder"
+            ) from error
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Reads and writes that happen together or not at all.
+
+        Raises:
+            StoreFullError: the disk is full.
+        """
+        with self._lock:
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                with self._connection:
+                    yield self._connection
+            except sqlite3.OperationalError as error:
+                if "full" in str(error):
+                    raise StoreFullError(f"no room for the index: {error}; free some space") from error
+                raise
+
+    def rows(self, query: str, *parameters: object) -> list[tuple[object, ...]]:
+        """All rows of one query."""
+        with self._lock:
+            return self._connection.execute(query, parameters).fetchall()
+
+    def version(self) -> int:
+        """A number that changes when another connection has written."""
+        with self._lock:
+            (version,) = self._connection.execute("PRAGMA data_version").fetchone()
+            return int(version)
+
+    def close(self) -> None:
+        """Close the connection; doing it again changes nothing."""
+        with self._lock:
+            self._connection.close()
