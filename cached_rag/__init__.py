@@ -17,6 +17,7 @@ from cached_rag.errors import (
     StoreFullError,
 )
 from cached_rag.model import LanguageModel, load_model, wrap_model
+from cached_rag.rag import Answer, AnswerStream, CachedRAG, IngestSummary
 from cached_rag.report import Report
 
 __version__ = "0.1.0"

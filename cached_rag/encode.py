@@ -58,7 +58,7 @@ def encode_modules(
     Args:
         prefix: KV of the prefix, starting at 0; None for none.
         modules: token ids of each.
-        progress: called with the number of tokens done after each batch.
+        progress: called with the number of modules done, after each batch.
 
     Raises:
         ContextOverflowError: a module and the prefix exceed the model's context.
@@ -73,7 +73,7 @@ def encode_modules(
             )
         model.rule.check(0, start + len(batch[0]))
         yield from _encode_batch(model, prefix, batch)
-        progress(sum(map(len, batch)))
+        progress(len(batch))
 
 
 def _encode_batch(

@@ -115,7 +115,7 @@ class Engine:
             texts: each becomes a module, found later wherever a prompt contains it verbatim
                 (surrounding white space aside).
             prefix: what they will stand behind (see `head`); None for BOS alone.
-            progress: called with the number of tokens prefilled, after each batch.
+            progress: called with the number of modules prefilled, after each batch.
 
         Raises:
             ContextOverflowError: a text exceeds the context.

@@ -1,0 +1,19 @@
+"""Documents: loading, splitting, embedding, and an index to search them."""
+
+from cached_rag.documents.embedding import DEFAULT_EMBEDDING, Embedder, Embeddings
+from cached_rag.documents.index import DocumentIndex, Hit
+from cached_rag.documents.loading import Document, find_documents, load_document
+from cached_rag.documents.splitting import Chunk, Splitter
+
+__all__ = [
+    "DEFAULT_EMBEDDING",
+    "Chunk",
+    "Document",
+    "DocumentIndex",
+    "Embedder",
+    "Embeddings",
+    "Hit",
+    "Splitter",
+    "find_documents",
+    "load_document",
+]

@@ -1,0 +1,182 @@
+"""Files to plain text, one library a format. Knows formats; knows no model.
+
+Documents are untrusted: nothing in them is executed, included or fetched. Markdown and
+reStructuredText become HTML, and HTML becomes text with its layout kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cached_rag.errors import DocumentError
+
+MAX_BYTES = 50 << 20
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_BLANK_LINES = re.compile(r"\n(?:[ \t]*\n){2,}")
+_TITLE = re.compile(r"^Title: *(.+)$", re.MULTILINE)
+_INVISIBLE = re.compile(r"<(script|style|template)\b.*?</\1\s*>", re.IGNORECASE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document's text.
+
+    Attributes:
+        source: the file's path, as given.
+        title: its `Title:` line if it opens with one, else its first line.
+        text: without control characters, never empty.
+    """
+
+    source: str
+    title: str
+    text: str
+
+
+def find_documents(path: Path | str) -> list[Path]:
+    """Readable files at a path: itself, or all below a folder, hidden ones aside, sorted.
+
+    Raises:
+        DocumentError: nothing is there.
+    """
+    root = Path(path).expanduser()
+    if root.is_file():
+        return [root]
+    if not root.is_dir():
+        raise DocumentError(f"there is no file or folder at {root}")
+    files = (p for p in root.rglob("*") if p.is_file() and p.suffix.lower() in READERS)
+    return sorted(p for p in files if not _is_hidden(p.relative_to(root)))
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def load_document(path: Path | str) -> Document:
+    """Read one file.
+
+    Raises:
+        DocumentError: unknown format, too large, unreadable, encrypted, or without text.
+    """
+    path = Path(path)
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        known = ", ".join(sorted(READERS))
+        raise DocumentError(f"{path}: no reader for {path.suffix or 'no suffix'}; known: {known}")
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise DocumentError(f"{path}: {size} bytes exceed {MAX_BYTES}; split the file")
+        text = _clean(reader(path))
+    except DocumentError:
+        raise
+    except Exception as error:  # whatever a parser makes of a broken file
+        raise DocumentError(
+            f"{path}: cannot be read ({type(error).__name__}: {error}); repair or remove it"
+        ) from error
+    if not text:
+        raise DocumentError(f"{path}: holds no text (a scan, or an empty file); remove it or run OCR")
+    return Document(str(path), _title(text), text)
+
+
+def _title(text: str) -> str:
+    named = _TITLE.search(text, 0, 1000)
+    return (named.group(1) if named else text.partition("\n")[0])[:200].strip()
+
+
+def _clean(text: str) -> str:
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return _BLANK_LINES.sub("\n\n", _CONTROL.sub("", text)).strip()
+
+
+def _decode(path: Path) -> str:
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        from charset_normalizer import from_bytes
+
+        best = from_bytes(data).best()
+        if best is None or b"\x00" in data[:4096] and not data.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise DocumentError(f"{path}: is not text in any known encoding") from None
+        return str(best)
+
+
+def _html_to_text(html: str) -> str:
+    from inscriptis import get_text
+    from inscriptis.model.config import ParserConfig
+
+    if not html.strip():
+        return ""
+    return str(get_text(_INVISIBLE.sub("", html), ParserConfig(display_links=False)))
+
+
+def _read_html(path: Path) -> str:
+    return _html_to_text(_decode(path))
+
+
+def _read_markdown(path: Path) -> str:
+    from markdown_it import MarkdownIt
+
+    return _html_to_text(MarkdownIt("commonmark").enable("table").render(_decode(path)))
+
+
+def _read_rst(path: Path) -> str:
+    from docutils.core import publish_parts
+
+    settings = {
+        "file_insertion_enabled": False,
+        "raw_enabled": False,
+        "report_level": 5,
+        "halt_level": 6,
+        "_disable_config": True,
+        "syntax_highlight": "none",
+        "math_output": "LaTeX",
+        "input_encoding": "unicode",
+        "toc_backlinks": False,
+        "sectnum_xform": False,
+    }
+    source = _decode(path)
+    header = _HEADER.match(source)
+    body = source[header.end() :] if header else source
+    parts = publish_parts(
+        _ROLE.sub(_spell_role, body), writer="html5", settings_overrides=settings
+    )
+    return (header.group() if header else "") + _html_to_text(parts["html_body"])
+
+
+# Mail-style lines that open a Python Enhancement Proposal; as markup they would run together.
+_HEADER = re.compile(r"\A(?:[A-Z][\w-]*:[^\n]*\n(?:[ \t]+[^\n]+\n)*){2,}\n")
+# Python's documents use Sphinx roles, which docutils alone would print as errors.
+_ROLE = re.compile(r":(?:\w+:)?([a-z]+):`(?:([^`<]+?)\s*<[^`>]*>|[~!]?([^`]+))`")
+
+
+def _spell_role(match: re.Match[str]) -> str:
+    role, label, target = match.groups()
+    text = label or target
+    if label is None and role in ("pep", "rfc"):
+        return f"{role.upper()} {text}"
+    return f"``{text}``"
+
+
+def _read_pdf(path: Path) -> str:
+    from pypdf import PdfReader
+
+    reader = PdfReader(path)
+    if reader.is_encrypted and not reader.decrypt(""):
+        raise DocumentError(f"{path}: is encrypted; remove its password")
+    return "\n\n".join(page.extract_text() for page in reader.pages)
+
+
+READERS: dict[str, Callable[[Path], str]] = {
+    ".txt": _decode,
+    ".text": _decode,
+    ".md": _read_markdown,
+    ".markdown": _read_markdown,
+    ".rst": _read_rst,
+    ".html": _read_html,
+    ".htm": _read_html,
+    ".pdf": _read_pdf,
+}

@@ -1,0 +1,399 @@
+"""Documents in, answers out: the index of a folder joined with the engine.
+
+Knows the order of things; every step is somebody else's. No framework is imported here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from cached_rag.config import GenerationConfig, StoreConfig
+from cached_rag.documents import (
+    DEFAULT_EMBEDDING,
+    DocumentIndex,
+    Embedder,
+    Embeddings,
+    Hit,
+    Splitter,
+    find_documents,
+    load_document,
+)
+from cached_rag.engine import Engine, Stream
+from cached_rag.errors import ConfigError, ContextOverflowError, DocumentError, IndexMismatchError
+from cached_rag.fingerprint import digest
+from cached_rag.prompt import Rendered
+from cached_rag.report import Report
+
+_log = logging.getLogger(__name__)
+
+SYSTEM = "Answer the question with the help of the documents. Be brief and exact."
+_DEFAULTS = {
+    "model": "smollm2-135m",
+    "embedding": DEFAULT_EMBEDDING,
+    "chunk_tokens": "256",
+    "codec": "raw",
+    "system": SYSTEM,
+}
+# Documents are encoded together until their chunks fill a few batches.
+_GROUP_CHUNKS = 32
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer, the chunks it was given (best first), and the engine's report."""
+
+    text: str
+    sources: tuple[Hit, ...]
+    report: Report
+
+
+@dataclass(frozen=True)
+class IngestSummary:
+    """What an ingestion did.
+
+    Attributes:
+        added: documents that are new or had changed.
+        unchanged: documents that were there already.
+        deleted: documents that are gone.
+        skipped: (path, reason) of files that could not be read.
+        chunks: in the index now.
+        encoded: chunks prefilled now.
+        tokens, seconds: of that prefill.
+    """
+
+    added: int
+    unchanged: int
+    deleted: int
+    skipped: tuple[tuple[str, str], ...]
+    chunks: int
+    encoded: int
+    tokens: int
+    seconds: float
+
+
+class AnswerStream(Iterator[str]):
+    """Pieces of an answer; `answer` is complete at its end."""
+
+    def __init__(self, stream: Stream, sources: tuple[Hit, ...]) -> None:
+        self.sources = sources
+        self._stream = stream
+        self._text: list[str] = []
+
+    def __next__(self) -> str:
+        piece = next(self._stream)
+        self._text.append(piece)
+        return piece
+
+    @property
+    def answer(self) -> Answer:
+        """What there is so far."""
+        return Answer("".join(self._text), self.sources, self._stream.report)
+
+    def close(self) -> None:
+        """Stop generating."""
+        self._stream.close()
+
+
+class CachedRAG:
+    """A folder of documents that can be asked. Models load when first needed."""
+
+    def __init__(
+        self,
+        path: Path,
+        settings: dict[str, str],
+        store: StoreConfig,
+        engine_options: dict[str, Any],
+        embedder: Embeddings | None,
+    ) -> None:
+        self.path = path
+        self.settings = settings
+        self.index = DocumentIndex(path / "documents.sqlite")
+        self._agree(settings)
+        self._store = store
+        self._engine_options = engine_options
+        self._engine: Engine | None = None
+        self._embedder = embedder
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        model: str | None = None,
+        *,
+        embedding: str | Embeddings | None = None,
+        chunk_tokens: int | None = None,
+        codec: str | None = None,
+        system: str | None = None,
+        memory_bytes: int = 2 << 30,
+        disk_bytes: int | None = None,
+        engine: Engine | None = None,
+        dtype: str | None = None,
+        device: str | None = None,
+    ) -> CachedRAG:
+        """Open an index folder, or make one.
+
+        Args:
+            model: alias, hub id, folder or GGUF file; with the next four, kept in the index. None
+                takes what the index was made with, or the default.
+            embedding: a sentence-transformers name, or an object that embeds.
+            chunk_tokens: most tokens of a chunk, counted by the model's tokenizer.
+            codec: how KV is kept on disk, "raw" or "int8".
+            system: the system prompt that questions are asked under.
+            memory_bytes, disk_bytes: bounds on the KV kept in memory and on disk.
+            engine: one that exists already, instead of loading `model`; it keeps its own store.
+            dtype, device: see `load_model`.
+
+        Raises:
+            IndexMismatchError: the index was made with other settings.
+            ConfigError: a bad setting.
+        """
+        named = embedding if isinstance(embedding, str) or embedding is None else embedding.name
+        asked = {
+            "model": engine.model.name if engine else model,
+            "embedding": named,
+            "chunk_tokens": None if chunk_tokens is None else str(chunk_tokens),
+            "codec": codec,
+            "system": system,
+        }
+        root = Path(path).expanduser()
+        settings = {name: value for name, value in asked.items() if value is not None}
+        store = StoreConfig(str(root / "kv"), codec or "raw", memory_bytes, disk_bytes)
+        embedder = None if isinstance(embedding, str) else embedding
+        rag = cls(root, settings, store, {"dtype": dtype, "device": device}, embedder)
+        rag._engine = engine
+        return rag
+
+    def _agree(self, asked: dict[str, str]) -> None:
+        """Take over the index's settings; refuse others; write them into a new index."""
+        for name, default in _DEFAULTS.items():
+            kept = self.index.setting(name)
+            if kept is None:
+                kept = asked.get(name, default)
+                self.index.set_setting(name, kept)
+            elif name in asked and asked[name] != kept:
+                self.index.close()
+                raise IndexMismatchError(
+                    f"the index at {self.path} was made with {name} {kept!r}, not {asked[name]!r}; "
+                    "open it without that setting, or ingest into another folder"
+                )
+            self.settings[name] = kept
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, loaded on first use."""
+        if self._engine is None:
+            store = StoreConfig(
+                self._store.path,
+                self.settings["codec"],
+                self._store.memory_bytes,
+                self._store.disk_bytes,
+            )
+            model = self.settings["model"]
+            self._engine = Engine.load(model, store=store, **self._engine_options)
+        return self._engine
+
+    @property
+    def embedder(self) -> Embeddings:
+        """The embedding model, loaded on first use."""
+        if self._embedder is None:
+            self._embedder = Embedder(self.settings["embedding"])
+        return self._embedder
+
+    def close(self) -> None:
+        """Write what is pending and release files."""
+        self.index.close()
+        if self._engine is not None:
+            self._engine.close()
+
+    def __enter__(self) -> CachedRAG:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Ingestion -------------------------------------------------------------------------------
+
+    def ingest(
+        self, path: str | Path, *, delete_missing: bool = False, progress: bool = True
+    ) -> IngestSummary:
+        """Bring a file, or all files below a folder, into the index, and prefill their chunks.
+
+        Doing it again costs little: what is unchanged is kept, what changed replaces its chunks
+        and their KV, and an interrupted run goes on where it stopped.
+
+        Args:
+            delete_missing: drop documents that were ingested from below `path` and are gone.
+            progress: show bars on the terminal.
+
+        Raises:
+            DocumentError: nothing is at `path`. Unreadable files are skipped and reported.
+            StoreFullError: the disk is full; what was ingested before is kept.
+        """
+        splitter = Splitter(self._count_tokens, int(self.settings["chunk_tokens"]))
+        files = [file.resolve() for file in find_documents(path)]
+        added, skipped = [], []
+        for file in tqdm(files, "reading", unit="file", disable=not progress):
+            try:
+                if self._update(file, splitter):
+                    added.append(str(file))
+            except DocumentError as error:
+                skipped.append((str(file), str(error)))
+        deleted = self._delete_missing(Path(path), files) if delete_missing else 0
+        failed = {source for source, _ in skipped}
+        sources = [str(file) for file in files if str(file) not in failed]
+        encoded, tokens, seconds = self._encode(sources, progress)
+        return IngestSummary(
+            added=len(added),
+            unchanged=len(sources) - len(added),
+            deleted=deleted,
+            skipped=tuple(skipped),
+            chunks=self.index.count()[1],
+            encoded=encoded,
+            tokens=tokens,
+            seconds=seconds,
+        )
+
+    def delete(self, source: str | Path) -> None:
+        """Drop a document, its chunks, and KV that no other document needs."""
+        self.engine.forget(self.index.delete(str(source)))
+
+    def _update(self, file: Path, splitter: Splitter) -> bool:
+        """Index a file unless just this content is; says whether it had to."""
+        document = load_document(file)
+        content = digest(document.title, document.text)
+        if self.index.holds(str(file), content):
+            return False
+        chunks = splitter.split(document)
+        vectors = self.embedder.embed([chunk.text for chunk in chunks])
+        self.engine.forget(self.index.replace(str(file), content, chunks, vectors))
+        return True
+
+    def _delete_missing(self, root: Path, files: Sequence[Path]) -> int:
+        below, present = str(root.expanduser().resolve()), set(map(str, files))
+        gone = [
+            source
+            for source in self.index.sources()
+            if source not in present and (source == below or source.startswith(below + "/"))
+        ]
+        for source in gone:
+            self.delete(source)
+        return len(gone)
+
+    def _encode(self, sources: Sequence[str], progress: bool) -> tuple[int, int, float]:
+        """See that every chunk of the documents has KV; documents are marked as they are done."""
+        texts = {source: self.index.texts(source) for source in sources}
+        total = sum(map(len, texts.values()))
+        encoded, tokens, seconds = 0, 0, 0.0
+        with tqdm(total=total, desc="prefilling", unit="chunk", disable=not progress) as bar:
+            for group in _groups(texts):
+                chunks = [text for source in group for text in texts[source]]
+                summary = self.engine.encode(chunks, prefix=self._head(), progress=bar.update)
+                bar.update(len(chunks) - summary.encoded)
+                for source in group:
+                    self.index.mark_encoded(source)
+                encoded += summary.encoded
+                tokens += summary.tokens
+                seconds += summary.seconds if summary.encoded else 0.0
+        return encoded, tokens, seconds
+
+    def _count_tokens(self, text: str) -> int:
+        return len(self.engine.tokenization.literal(text))
+
+    # Questions -------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        question: str,
+        *,
+        k: int = 6,
+        config: GenerationConfig | None = None,
+        **options: Any,
+    ) -> Answer:
+        """Answer a question from the k nearest chunks; options are `GenerationConfig`'s.
+
+        Raises:
+            ConfigError: an empty index, an empty question, or a bad setting.
+            ContextOverflowError: the question alone does not fit the model's context.
+        """
+        stream = self.stream(question, k=k, config=config, **options)
+        for _ in stream:
+            pass
+        return stream.answer
+
+    def stream(
+        self,
+        question: str,
+        *,
+        k: int = 6,
+        config: GenerationConfig | None = None,
+        **options: Any,
+    ) -> AnswerStream:
+        """As `ask`, piece by piece."""
+        config = (config or GenerationConfig()).replace(**options)
+        hits = self.search(question, k)
+        hits, messages = self._fitting(question, hits, config)
+        return AnswerStream(self.engine.stream(messages, config), tuple(hits))
+
+    def search(self, question: str, k: int = 6) -> list[Hit]:
+        """The k chunks nearest to a question, best first.
+
+        Raises:
+            ConfigError: an empty index or question, or k < 1.
+        """
+        if not question.strip() or k < 1:
+            raise ConfigError("a question needs some text, and k must be at least 1")
+        hits = self.index.search(self.embedder.embed([question])[0], k)
+        if not hits:
+            raise ConfigError(f"the index at {self.path} is empty; ingest documents first")
+        return hits
+
+    def _fitting(
+        self, question: str, hits: list[Hit], config: GenerationConfig
+    ) -> tuple[list[Hit], list[dict[str, str]]]:
+        """As many of the best chunks as the model's context holds, and the messages with them."""
+        room = self.engine.model.context_length - config.max_tokens
+        for count in range(len(hits), 0, -1):
+            messages = self._messages(question, [hit.text for hit in hits[:count]])
+            if self._length(messages) <= room:
+                return hits[:count], messages
+        raise ContextOverflowError(
+            f"the question and one chunk exceed the model's context of "
+            f"{self.engine.model.context_length} tokens less {config.max_tokens} for the answer; "
+            "ask a shorter question, or lower max_tokens"
+        )
+
+    def _length(self, messages: list[dict[str, str]]) -> int:
+        rendered = self.engine.tokenization.render(messages)
+        return len(self.engine.tokenization.tokenize(rendered))
+
+    def _messages(self, question: str, texts: Sequence[str]) -> list[dict[str, str]]:
+        context = "\n\n".join(texts)
+        return [
+            {"role": "system", "content": self.settings["system"]},
+            {"role": "user", "content": f"{context}\n\nQuestion: {question.strip()}"},
+        ]
+
+    def _head(self) -> Rendered:
+        """What every prompt says before its first chunk."""
+        mark = "the first chunk"
+        return self.engine.head(self._messages("?", [mark]), mark)
+
+
+def _groups(texts: dict[str, list[str]]) -> Iterator[list[str]]:
+    """Documents together until they have enough chunks for a few batches."""
+    group: list[str] = []
+    size = 0
+    for source, chunks in texts.items():
+        group.append(source)
+        size += len(chunks)
+        if size >= _GROUP_CHUNKS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
