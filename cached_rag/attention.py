@@ -119,10 +119,10 @@ class Rows:
     ) -> torch.Tensor:
         query = query[:, :, block.rows]
         keys, values = keys[:, :, block.keys], values[:, :, block.keys]
-        by_matmul = prefers_matmul(query) and not block.causal
-        mask_dtype = torch.float32 if by_matmul else query.dtype
-        mask = self._mask(block, window, mask_dtype) if block.masked else None
-        if by_matmul:
+        mask = self._mask(block, window, query.dtype) if block.masked else None
+        if prefers_matmul(query) and not block.causal:
+            if mask is not None and window is None:  # keys up to the first row's are seen by all
+                mask = mask[:, int(self.slots[block.rows.start]) + 1 :]
             return matmul_attention(query, keys, values, mask, scale)
         groups = query.shape[1] // keys.shape[1]
         grouped = groups > 1 and query.device.type == "cpu"

@@ -122,8 +122,8 @@ class Engine:
             StoreFullError: no room left; what was encoded before is kept.
         """
         started = time.perf_counter()
-        prefix_ids = self._prefix_ids(prefix)
         records, skipped = self._records(texts)
+        prefix_ids = self._prefix_ids(prefix, next((t for t in map(str.strip, texts) if t), ""))
         with self.lock:
             head = self._ensure_prefix(prefix_ids)
             wanted = {
@@ -162,10 +162,15 @@ class Engine:
         literal = tuple(span for span in rendered.literal if span[1] <= at)
         return Rendered(rendered.text[:at], literal, is_chat=True)
 
-    def _prefix_ids(self, prefix: Prompt | None) -> tuple[int, ...]:
+    def _prefix_ids(self, prefix: Prompt | None, following: str) -> tuple[int, ...]:
+        """The prefix's tokens where a module follows: its last characters may merge differently."""
         if prefix is None:
             return self.tokenization.sink_ids
-        return tuple(self.tokenization.tokenize(self._rendered(prefix)).ids)
+        head = self._rendered(prefix)
+        whole = Rendered(head.text + following[:ANCHOR], head.literal, head.is_chat)
+        tokens = self.tokenization.tokenize(whole)
+        count = sum(end <= len(head.text) for end in tokens.ends)
+        return tuple(tokens.ids[:count])
 
     def _ensure_prefix(self, prefix_ids: tuple[int, ...]) -> ModuleKV | None:
         """The prefix's own KV, computed if need be, and known as a prefix from now on."""

@@ -167,7 +167,6 @@ class _Pass:
     layout: Layout
     selector: Selector
     checks: frozenset[int] = frozenset()
-    _is_hooked = False
 
     def __init__(
         self,
@@ -191,7 +190,7 @@ class _Pass:
             self.entering, self.positions, self.kept = token_ids, positions, slots
         self.num_entering = self.entering.shape[1]
         self.cache = RowCache(buffer, rows, self.num_entering, decoder.windows)
-        self.computed = 0
+        self.computed = self.final_rows = 0
 
     def forward(self) -> Prefilled:
         """Run the model once."""
@@ -211,25 +210,33 @@ class _Pass:
         with attending(self.cache) if self.decoder.is_fast else ExitStack():
             output = model(**inputs)
         logits = output.logits[:, -1] if self.wants_logits else self.positions.new_empty(0)
-        if not self._is_hooked:
-            self.computed = len(self.cache.rows) * len(self.decoder.layers)
-        return Prefilled(logits, self.computed, len(self.cache.rows))
+        return Prefilled(logits, self.computed, self.final_rows)
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Hooks on all layers if any narrows; none otherwise."""
-        handles = []
-        self._is_hooked = self.kept is not None or bool(self.checks)
+        """Hooks from the first layer that narrows to the last; none if no layer does."""
+        layers, handles = self.decoder.layers, []
+        first = self._first_narrowing()
+        self.computed = first * len(self.cache.rows)
+        self.final_rows = len(self.cache.rows)
         try:
-            if self._is_hooked:
-                for index, layer in enumerate(self.decoder.layers):
-                    hook = _pre_hook(self, index)
-                    handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-                handles.append(self.decoder.layers[-1].register_forward_hook(self._widen))
+            for index in range(first, len(layers)):
+                hook = _pre_hook(self, index)
+                handles.append(layers[index].register_forward_pre_hook(hook, with_kwargs=True))
+            if handles:
+                handles.append(layers[-1].register_forward_hook(self._widen))
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _first_narrowing(self) -> int:
+        count = len(self.decoder.layers)
+        if self.kept is not None:
+            return 0
+        if self.checks:
+            return min(self.checks)
+        return count - 1 if self.wants_logits and len(self.cache.rows) > 1 else count
 
     def before_layer(
         self, index: int, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -240,9 +247,15 @@ class _Pass:
         inputs = self._narrowed(named)
         if index in self.checks:
             self._peek(layer, inputs)
-            self._choose(index, inputs)
-            inputs = self._narrowed(named | {"hidden_states": inputs["hidden_states"]})
+            inputs = self._narrowed(named | self._choose(index, inputs["hidden_states"]))
         self.computed += len(self.cache.rows)
+        self.final_rows = len(self.cache.rows)
+        if index == len(self.decoder.layers) - 1 and self.wants_logits and self.final_rows > 1:
+            # Only the last token's logits are wanted, so of the last layer's rows only its own;
+            # the others leave their keys and values.
+            self._peek(layer, inputs)
+            last = torch.tensor([self.final_rows - 1], device=self.cache.rows.slots.device)
+            inputs = self._narrowed(named | self._keep(last, inputs["hidden_states"]))
         return (), inputs
 
     def _peek(self, layer: torch.nn.Module, inputs: dict[str, Any]) -> None:
@@ -255,15 +268,21 @@ class _Pass:
         finally:
             self.cache.is_peeking = False
 
-    def _choose(self, index: int, inputs: dict[str, Any]) -> None:
+    def _choose(self, index: int, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Ask the method which rows to go on with."""
         rows = self.cache.rows
         reused = self.layout.reused.to(rows.slots.device)[rows.slots]
         check = LayerCheck(index, rows.slots, reused, *self.cache.peeked)
         keep = self.selector.narrow(check, self.layout).nonzero().squeeze(1)
-        self.computed += len(rows) - len(keep)
+        self.computed += len(rows) - len(keep)  # peeked at, so charged in full
+        return self._keep(keep, hidden)
+
+    def _keep(self, keep: torch.Tensor, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Go on with some of the current rows; returns their hidden states."""
+        rows = self.cache.rows
         self.kept = keep if self.kept is None else self.kept[keep]
         self.cache.rows = Rows(rows.slots[keep], rows.length)
-        inputs["hidden_states"] = inputs["hidden_states"][:, keep]
+        return {"hidden_states": hidden[:, keep]}
 
     def _narrowed(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Per-row tensors cut to the rows kept; what already has that many rows stays."""

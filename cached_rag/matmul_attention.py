@@ -2,8 +2,8 @@
 
 In bf16 the CPU's flash kernel of torch 2.13 reaches a third of the speed of the matrix product it
 is made of. For few rows the scores fit the cache, so the plain form is the faster one: products in
-bf16, softmax in fp32, in scratch memory that is kept (fresh memory would cost more in page faults
-than the arithmetic).
+bf16, softmax in fp32, as transformers' eager attention, in scratch memory that is kept (fresh memory
+would cost more in page faults than the arithmetic).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def matmul_attention(
     Args:
         query: (1, num_heads, num_rows, head_dim).
         keys, values: (1, num_kv_heads, num_keys, dim).
-        mask: (num_rows, num_keys) fp32, additive; None for none.
+        mask: (num_rows, num_masked), additive, for the last `num_masked` keys; None for none.
         scale: None for 1 / sqrt(head_dim).
 
     Returns:
@@ -58,19 +58,16 @@ def matmul_attention(
     """
     _, heads, rows, head_dim = query.shape
     kv_heads, count = keys.shape[1], keys.shape[2]
-    scale = head_dim**-0.5 if scale is None else scale
-    folded = query.reshape(kv_heads, -1, head_dim)
-    rounded = _scratch.take((folded.shape[1], count), query.dtype)
-    scores = _scratch.take((folded.shape[1], count), torch.float32)
+    scaled = query * (head_dim**-0.5 if scale is None else scale)
+    folded = scaled.reshape(kv_heads, -1, head_dim)
+    scores = _scratch.take((folded.shape[1], count), query.dtype)
     by_head = scores.view(heads // kv_heads, rows, count)
     output = query.new_empty(kv_heads, folded.shape[1], values.shape[3])
     # One head at a time: its scores stay in cache, and a strided batch would be copied.
     for head in range(kv_heads):
-        scores.copy_(torch.mm(folded[head], keys[0, head].T, out=rounded))
-        if mask is None:
-            scores.mul_(scale)
-        else:
-            torch.add(mask, by_head, alpha=scale, out=by_head)
-        torch.softmax(scores, dim=-1, out=scores)
-        torch.mm(rounded.copy_(scores), values[0, head], out=output[head])
+        torch.mm(folded[head], keys[0, head].T, out=scores)
+        if mask is not None:
+            by_head[:, :, count - mask.shape[1] :] += mask
+        torch.softmax(scores, dim=-1, out=scores)  # in fp32 inside, whatever the dtype
+        torch.mm(scores, values[0, head], out=output[head])
     return output.view(1, heads, rows, -1)

@@ -172,12 +172,16 @@ class Tokenization:
         encoded = self.tokenizer(
             text, return_offsets_mapping=True, return_attention_mask=False, verbose=False, **options
         )
-        offsets = encoded["offset_mapping"]
-        starts, ends = [a for a, _ in offsets], [b for _, b in offsets]
-        for i in range(1, len(ends)):  # tokens added at the end have offset 0; keep offsets ascending
-            if ends[i] == 0 < ends[i - 1]:
-                starts[i] = ends[i] = ends[i - 1]
-        return Tokens(list(encoded["input_ids"]), starts, ends)
+        starts, ends = map(list, zip(*encoded["offset_mapping"], strict=True)) if text else ([], [])
+        ids = list(encoded["input_ids"])
+        if not text:
+            return Tokens(ids, [0] * len(ids), [0] * len(ids))
+        for i in range(len(ends) - 1, 0, -1):
+            # Tokens added at the end have offset 0; offsets must ascend.
+            if ends[i]:
+                break
+            starts[i] = ends[i] = len(text)
+        return Tokens(ids, starts, ends)
 
 
 def _checked(message: Message) -> dict[str, Any]:

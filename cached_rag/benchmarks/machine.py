@@ -1,0 +1,37 @@
+"""What machine a figure was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+import transformers
+
+from cached_rag.model import LanguageModel
+
+
+def machine(model: LanguageModel | None = None) -> dict[str, object]:
+    """Processor, threads, accelerator, versions; and the model's dtype and device."""
+    facts: dict[str, object] = {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    if model is not None:
+        facts |= {"model": model.name, "dtype": str(model.dtype), "device": str(model.device)}
+    return facts
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,322 @@
+"""The command line: parses, calls the library, prints. Holds no logic of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cached_rag import __version__
+from cached_rag.errors import CachedRAGError
+
+app = typer.Typer(
+    help="Retrieval-augmented generation without prefilling the same text twice.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+store_app = typer.Typer(help="Look after the KV store of an index.", no_args_is_help=True)
+app.add_typer(store_app, name="store")
+out, err = Console(), Console(stderr=True)
+
+Index = Annotated[Path, typer.Option("--index", help="Folder of the index.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Model = Annotated[
+    str | None, typer.Option(help="Alias, hub id, folder or .gguf file; kept in a new index.")
+]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps.")]
+Method = Annotated[str, typer.Option(help="auto, full, prefix, reuse or cacheblend.")]
+Ratio = Annotated[float | None, typer.Option(help="Share of cached tokens to recompute.")]
+
+DEFAULT_INDEX = Path("cached-rag-index")
+
+
+@app.command()
+def ingest(
+    path: Annotated[Path, typer.Argument(help="File or folder.")],
+    index: Index = DEFAULT_INDEX,
+    model: Model = None,
+    chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens of a chunk.")] = None,
+    codec: Annotated[str | None, typer.Option(help="raw, or int8 for half the disk.")] = None,
+    delete_missing: Annotated[bool, typer.Option(help="Drop documents gone from PATH.")] = False,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Read, split, embed, index and prefill documents; again does only what is new."""
+    from cached_rag import CachedRAG
+
+    options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "codec": codec}
+    with CachedRAG.open(index, model, dtype=dtype, device=device, **options) as rag:
+        summary = rag.ingest(path, delete_missing=delete_missing, progress=not as_json)
+    if as_json:
+        _print_json(dataclasses.asdict(summary))
+        return
+    rate = f", {summary.tokens / summary.seconds:.0f} tokens/s" if summary.encoded else ""
+    out.print(
+        f"{summary.added} documents added, {summary.unchanged} unchanged, {summary.deleted} deleted; "
+        f"{summary.chunks} chunks, {summary.encoded} prefilled now ({summary.tokens} tokens{rate})"
+    )
+    for file, reason in summary.skipped:
+        err.print(f"skipped {file}: {reason}", style="yellow", markup=False)
+
+
+@app.command()
+def ask(
+    question: str,
+    index: Index = DEFAULT_INDEX,
+    k: Annotated[int, typer.Option("-k", help="Chunks to retrieve.")] = 6,
+    method: Method = "auto",
+    ratio: Ratio = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 decodes greedily.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    compare: Annotated[bool, typer.Option(help="Answer with full prefill, too.")] = False,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Ask the documents of an index; the answer streams."""
+    from cached_rag import CachedRAG, GenerationConfig
+
+    _require_index(index)
+    config = GenerationConfig(
+        method=method,
+        recompute_ratio=ratio,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+    with CachedRAG.open(index, dtype=dtype, device=device) as rag:
+        stream = rag.stream(question, k=k, config=config)
+        for piece in stream:
+            if not as_json:
+                out.print(piece, end="", markup=False, highlight=False)
+        answer = stream.answer
+        full = rag.ask(question, k=k, config=config.replace(method="full")) if compare else None
+    if as_json:
+        found = {
+            "text": answer.text,
+            "sources": [dataclasses.asdict(hit) for hit in answer.sources],
+            "report": answer.report.to_dict(),
+        }
+        if full is not None:
+            found["full"] = {"text": full.text, "report": full.report.to_dict()}
+        _print_json(found)
+        return
+    out.print("\n")
+    _print_sources(answer.sources)
+    rows = [("cached", answer.report)] + ([("full prefill", full.report)] if full else [])
+    _print_reports(rows)
+    if full is not None:
+        out.print(f"Full prefill's answer: {full.text}", markup=False)
+
+
+@app.command()
+def demo(
+    index: Index = Path("demo-index"),
+    model: Model = None,
+    codec: Annotated[str | None, typer.Option(help="raw or int8.")] = None,
+) -> None:
+    """Ingest sixty PEPs that come with the package, ask three questions, compare with full prefill."""
+    from cached_rag.demo import run_demo
+
+    run_demo(index, model, codec, out)
+
+
+@app.command()
+def doctor(
+    model: Model = None,
+    index: Annotated[Path | None, typer.Option("--index", help="Also look at this index.")] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """What this machine and model can do, with a self-test of exactness."""
+    from cached_rag import CachedRAG, Engine
+    from cached_rag.doctor import examine
+
+    if index is not None:
+        _require_index(index)
+        with CachedRAG.open(index, model, dtype=dtype, device=device) as rag:
+            facts = examine(rag.engine)
+    else:
+        with Engine.load(model or "smollm2-135m", dtype=dtype, device=device) as engine:
+            facts = examine(engine)
+    tests: Any = facts["self_test"]
+    if as_json:
+        _print_json(facts)
+    else:
+        table = Table("what", "found")
+        for name, value in facts.items():
+            if name != "self_test":
+                table.add_row(name, str(value))
+        for test in tests:
+            verdict = "passed" if test["passed"] else "FAILED"
+            table.add_row(f"self-test: {test['name']}", f"{verdict}, error {test['error']:.1e}")
+        out.print(table)
+    if not all(test["passed"] for test in tests):
+        raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    model: Model = None,
+    modules: Annotated[int, typer.Option(help="Modules in the prompt.")] = 8,
+    module_tokens: Annotated[int, typer.Option(help="Tokens of each.")] = 512,
+    question_tokens: Annotated[int, typer.Option(help="Tokens of the question.")] = 32,
+    methods: Annotated[str, typer.Option(help="Comma-separated.")] = "reuse,cacheblend",
+    ratio: Annotated[float, typer.Option(help="Share to recompute.")] = 0.15,
+    repeats: Annotated[int, typer.Option(help="Timed rounds.")] = 5,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Time to first token of each method against full prefill, in one run."""
+    from cached_rag import Engine
+    from cached_rag.benchmarks import bench_ttft, machine
+
+    with Engine.load(model or "smollm2-135m", dtype=dtype, device=device) as engine:
+        rows = bench_ttft(
+            engine,
+            modules=modules,
+            module_tokens=module_tokens,
+            question_tokens=question_tokens,
+            methods=methods.split(","),
+            ratio=ratio,
+            repeats=repeats,
+        )
+        facts = machine(engine.model)
+    if as_json:
+        _print_json({"rows": [dataclasses.asdict(row) for row in rows], "machine": facts})
+        return
+    table = Table("method", "tokens", "TTFT ms", "speed-up", "charged", "overhead ms")
+    for row in rows:
+        table.add_row(
+            row.method,
+            str(row.prompt_tokens),
+            f"{row.ttft_ms:.1f}",
+            f"{row.speedup:.1f}x",
+            f"{row.charged_recompute:.3f}",
+            f"{row.overhead_ms:.1f}",
+        )
+    out.print(table)
+    out.print(json.dumps(facts), style="dim", markup=False)
+
+
+@store_app.command()
+def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
+    """How much KV an index holds."""
+    with _disk_store(index) as store:
+        facts = {
+            "path": str(store.path),
+            "codec": store.codec.name,
+            "modules": len(store),
+            "bytes": store.nbytes,
+        }
+    if as_json:
+        _print_json(facts)
+    else:
+        gib = int(str(facts["bytes"])) / 2**30
+        out.print(f"{facts['modules']} modules, {gib:.2f} GiB, codec {facts['codec']}, in {facts['path']}")
+
+
+@store_app.command()
+def verify(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
+    """Read every KV file and report damage; exits 1 if there is any."""
+    with _disk_store(index) as store:
+        problems = store.check()
+    if as_json:
+        _print_json({"problems": [dataclasses.asdict(problem) for problem in problems]})
+    else:
+        for problem in problems:
+            out.print(f"{problem.key}: {problem.reason}", markup=False)
+        out.print(f"{len(problems)} problems")
+    if problems:
+        raise typer.Exit(1)
+
+
+@store_app.command()
+def prune(
+    index: Index = DEFAULT_INDEX,
+    max_bytes: Annotated[int | None, typer.Option(help="Bytes to keep at most.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Remove litter, and the least recently used KV beyond a bound."""
+    with _disk_store(index) as store:
+        count, freed = store.prune(max_bytes)
+    if as_json:
+        _print_json({"files": count, "bytes": freed})
+    else:
+        out.print(f"{count} files removed, {freed / 2**20:.1f} MiB freed")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    out.print(__version__)
+
+
+def main() -> None:
+    """Run, turning this library's errors into one line and exit code 1."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app()
+    except CachedRAGError as error:
+        err.print(f"error: {error}", style="red", markup=False, highlight=False)
+        sys.exit(1)
+
+
+def _disk_store(index: Path) -> Any:
+    from contextlib import closing
+
+    from cached_rag.documents import DocumentIndex
+    from cached_rag.store import DiskStore
+
+    _require_index(index)
+    with closing(DocumentIndex(index / "documents.sqlite")) as documents:
+        codec = documents.setting("codec") or "raw"
+    return closing(DiskStore(index / "kv", codec))
+
+
+def _require_index(index: Path) -> None:
+    if not (index / "documents.sqlite").is_file():
+        raise CachedRAGError(
+            f"there is no index at {index}; make one with: cached-rag ingest PATH --index {index}"
+        )
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(value, default=str) + "\n")
+
+
+def _print_sources(sources: Any) -> None:
+    for hit in sources:
+        name = Path(hit.source).name
+        out.print(f"  {hit.score:.2f}  {name} #{hit.ordinal}  {hit.title}", style="dim", markup=False)
+
+
+def _print_reports(rows: list[tuple[str, Any]]) -> None:
+    table = Table("", "method", "prompt", "cached", "recomputed", "TTFT ms", "total ms")
+    for name, report in rows:
+        table.add_row(
+            name,
+            report.method,
+            str(report.prompt_tokens),
+            str(report.cached_tokens),
+            str(report.recomputed_tokens),
+            f"{report.ttft_ms:.0f}",
+            f"{report.total_ms:.0f}",
+        )
+    out.print(table)
+    if len(rows) == 2:
+        ratio = rows[1][1].ttft_ms / rows[0][1].ttft_ms
+        out.print(f"first token {ratio:.1f}x sooner than full prefill")

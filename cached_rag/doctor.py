@@ -1,0 +1,75 @@
+"""What this machine and this model can do, and a self-test that the two agree on exactness."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cached_rag.assemble import KVBuffer
+from cached_rag.benchmarks.machine import machine
+from cached_rag.engine import Engine
+from cached_rag.fuse import prefill_rows, prefill_selected
+from cached_rag.selectors import CacheBlend, Layout
+
+_TOKENS = 64
+# What rounding may do to logits, as a share of the largest.
+_ROUNDING = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """Largest difference of logits, as a share of the largest logit, and what is allowed."""
+
+    name: str
+    error: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.error <= self.allowed
+
+
+def examine(engine: Engine) -> dict[str, object]:
+    """Facts about the machine, the model and the store."""
+    model = engine.model
+    disk = engine.library.disk
+    return machine(model) | {
+        "context_length": model.context_length,
+        "position_rule": str(model.rule),
+        "attention": "scattered rows" if model.decoder.is_fast else "the model's own, dense masks",
+        "kv_bytes_per_token": model.shapes.bytes_per_token,
+        "store": str(disk.path) if disk else "memory only",
+        "store_bytes": engine.library.store.nbytes,
+        "modules": len(engine.library.table),
+        "self_test": [vars(test) | {"passed": test.passed} for test in self_test(engine)],
+    }
+
+
+def self_test(engine: Engine) -> list[SelfTest]:
+    """Partial prefill against transformers' own forward pass, on random tokens."""
+    model = engine.model
+    generator = torch.Generator().manual_seed(0)
+    size = model.decoder.model.config.get_text_config().vocab_size
+    ids = torch.randint(0, size, (1, _TOKENS), generator=generator).to(model.device)
+    with torch.inference_mode():
+        plain = model.decoder.model(input_ids=ids).logits[:, -1].float()
+    allowed = _ROUNDING[model.dtype]
+
+    def error(logits: torch.Tensor) -> float:
+        return float((logits.float() - plain).abs().max() / plain.abs().max())
+
+    buffer = KVBuffer.like(model.shapes, _TOKENS)
+    tests = [SelfTest("full prefill", error(prefill_rows(model.decoder, buffer, ids).logits), allowed)]
+    rows = torch.tensor([*range(3, _TOKENS - 1, 5), _TOKENS - 1])
+    logits = prefill_rows(model.decoder, buffer, ids, rows).logits
+    tests.append(SelfTest("scattered rows over true KV", error(logits), allowed))
+    buffer.keys.fill_(1.0)
+    buffer.values.fill_(1.0)
+    live = torch.zeros(_TOKENS, dtype=torch.bool)
+    live[-1] = True
+    layout = Layout(live, torch.zeros_like(live), ((0, _TOKENS - 1),), model.shapes.num_layers)
+    logits = prefill_selected(model.decoder, buffer, ids, layout, CacheBlend(1.0)).logits
+    tests.append(SelfTest("everything recomputed over garbage", error(logits), allowed))
+    return tests

@@ -1,0 +1,42 @@
+"""The CPU's matmul attention against scaled_dot_product_attention in fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from cached_rag.attention import Rows
+from cached_rag.matmul_attention import matmul_attention
+
+
+@pytest.mark.parametrize("window", [None, 11])
+@pytest.mark.parametrize("slots", [[49], [10, 11, 30, 49], list(range(30, 50))])
+def test_scattered_rows_in_bf16_match_masked_attention_in_fp32(slots, window):
+    torch.manual_seed(0)
+    rows = Rows(torch.tensor(slots), 50)
+    query = torch.randn(1, 6, len(slots), 16)
+    keys, values = torch.randn(1, 2, 50, 16), torch.randn(1, 2, 50, 16)
+    key, slot = torch.arange(50)[None], torch.tensor(slots)[:, None]
+    visible = key <= slot
+    if window is not None:
+        visible &= key > slot - window
+    expected = F.scaled_dot_product_attention(
+        query, keys, values, attn_mask=visible, enable_gqa=True
+    )
+    exact = rows.attend(query, keys, values, None, window)
+    assert torch.allclose(exact, expected, atol=1e-5)
+    half = [tensor.bfloat16() for tensor in (query, keys, values)]
+    rounded = Rows(torch.tensor(slots), 50).attend(*half, None, window)
+    assert torch.allclose(rounded.float(), expected, atol=3e-2)
+
+
+def test_a_wrong_mask_is_noticed():
+    torch.manual_seed(0)
+    query, keys, values = (torch.randn(1, 2, 4, 16).bfloat16() for _ in range(3))
+    causal = torch.full((4, 4), float("-inf")).triu(1).bfloat16()
+    masked = matmul_attention(query, keys, values, causal, None)
+    unmasked = matmul_attention(query, keys, values, None, None)
+    expected = F.scaled_dot_product_attention(query, keys, values, is_causal=True)
+    assert torch.allclose(masked.float(), expected.float(), atol=3e-2)
+    assert not torch.allclose(unmasked.float(), expected.float(), atol=3e-2)
