@@ -1,23 +1,72 @@
-"""Retrieval-augmented generation without prefilling the same text twice."""
+"""Retrieval-augmented generation without prefilling the same text twice.
 
-from cached_rag.config import METHODS, GenerationConfig, StoreConfig
-from cached_rag.engine import Engine, Generation, Stream
-from cached_rag.errors import (
-    CachedRAGError,
-    ConfigError,
-    ContextOverflowError,
-    CorruptBlobError,
-    DocumentError,
-    IndexMismatchError,
-    MissingExtraError,
-    ModelError,
-    ModelNotFoundError,
-    RelocationError,
-    StoreError,
-    StoreFullError,
-)
-from cached_rag.model import LanguageModel, load_model, wrap_model
-from cached_rag.rag import Answer, AnswerStream, CachedRAG, IngestSummary
-from cached_rag.report import Report
+Names are loaded when first used, so that the command line answers at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cached_rag.config import METHODS, GenerationConfig, StoreConfig
+    from cached_rag.engine import Engine, Generation, Stream
+    from cached_rag.errors import (
+        CachedRAGError,
+        ConfigError,
+        ContextOverflowError,
+        CorruptBlobError,
+        DocumentError,
+        IndexMismatchError,
+        MissingExtraError,
+        ModelError,
+        ModelNotFoundError,
+        RelocationError,
+        StoreError,
+        StoreFullError,
+    )
+    from cached_rag.model import LanguageModel, load_model, wrap_model
+    from cached_rag.rag import Answer, AnswerStream, CachedRAG, IngestSummary
+    from cached_rag.report import Report
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "METHODS",
+    "Answer",
+    "AnswerStream",
+    "CachedRAG",
+    "CachedRAGError",
+    "ConfigError",
+    "ContextOverflowError",
+    "CorruptBlobError",
+    "DocumentError",
+    "Engine",
+    "Generation",
+    "GenerationConfig",
+    "IndexMismatchError",
+    "IngestSummary",
+    "LanguageModel",
+    "MissingExtraError",
+    "ModelError",
+    "ModelNotFoundError",
+    "RelocationError",
+    "Report",
+    "StoreConfig",
+    "StoreError",
+    "StoreFullError",
+    "Stream",
+    "load_model",
+    "wrap_model",
+]
+
+_MODULES = ("errors", "config", "report", "model", "engine", "rag")
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        for module in _MODULES:
+            found = getattr(import_module(f"{__name__}.{module}"), name, None)
+            if found is not None:
+                return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -62,8 +62,9 @@ def ingest(
         return
     rate = f", {summary.tokens / summary.seconds:.0f} tokens/s" if summary.encoded else ""
     out.print(
-        f"{summary.added} documents added, {summary.unchanged} unchanged, {summary.deleted} deleted; "
-        f"{summary.chunks} chunks, {summary.encoded} prefilled now ({summary.tokens} tokens{rate})"
+        f"{summary.added} documents added, {summary.unchanged} unchanged, "
+        f"{summary.deleted} deleted; {summary.chunks} chunks, "
+        f"{summary.encoded} prefilled now ({summary.tokens} tokens{rate})"
     )
     for file, reason in summary.skipped:
         err.print(f"skipped {file}: {reason}", style="yellow", markup=False)
@@ -126,7 +127,7 @@ def demo(
     model: Model = None,
     codec: Annotated[str | None, typer.Option(help="raw or int8.")] = None,
 ) -> None:
-    """Ingest sixty PEPs that come with the package, ask three questions, compare with full prefill."""
+    """Ingest the sixty PEPs in the package, ask three questions, compare with full prefill."""
     from cached_rag.demo import run_demo
 
     run_demo(index, model, codec, out)
@@ -226,7 +227,9 @@ def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
         _print_json(facts)
     else:
         gib = int(str(facts["bytes"])) / 2**30
-        out.print(f"{facts['modules']} modules, {gib:.2f} GiB, codec {facts['codec']}, in {facts['path']}")
+        out.print(
+            f"{facts['modules']} modules, {gib:.2f} GiB, codec {facts['codec']}, in {facts['path']}"
+        )
 
 
 @store_app.command()
@@ -301,7 +304,9 @@ def _print_json(value: dict[str, Any]) -> None:
 def _print_sources(sources: Any) -> None:
     for hit in sources:
         name = Path(hit.source).name
-        out.print(f"  {hit.score:.2f}  {name} #{hit.ordinal}  {hit.title}", style="dim", markup=False)
+        out.print(
+            f"  {hit.score:.2f}  {name} #{hit.ordinal}  {hit.title}", style="dim", markup=False
+        )
 
 
 def _print_reports(rows: list[tuple[str, Any]]) -> None:

@@ -28,8 +28,8 @@ def run_demo(index: Path, model: str | None, codec: str | None, console: Console
     with CachedRAG.open(index, model, codec=codec) as rag:
         summary = rag.ingest(CORPUS)
         console.print(
-            f"{summary.added} documents added, {summary.unchanged} unchanged; {summary.chunks} chunks,"
-            f" {summary.encoded} prefilled now in {summary.seconds:.0f} s\n"
+            f"{summary.added} documents added, {summary.unchanged} unchanged; "
+            f"{summary.chunks} chunks, {summary.encoded} prefilled now in {summary.seconds:.0f} s\n"
         )
         table = Table("question", "prompt tokens", *(f"{m}, TTFT ms" for m in _METHODS), "speed-up")
         for number, question in enumerate(QUESTIONS, 1):

@@ -61,7 +61,9 @@ def self_test(engine: Engine) -> list[SelfTest]:
         return float((logits.float() - plain).abs().max() / plain.abs().max())
 
     buffer = KVBuffer.like(model.shapes, _TOKENS)
-    tests = [SelfTest("full prefill", error(prefill_rows(model.decoder, buffer, ids).logits), allowed)]
+    tests = [
+        SelfTest("full prefill", error(prefill_rows(model.decoder, buffer, ids).logits), allowed)
+    ]
     rows = torch.tensor([*range(3, _TOKENS - 1, 5), _TOKENS - 1])
     logits = prefill_rows(model.decoder, buffer, ids, rows).logits
     tests.append(SelfTest("scattered rows over true KV", error(logits), allowed))

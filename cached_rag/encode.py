@@ -1,4 +1,7 @@
-"""Prefills modules ahead of time, in batches, each behind a prefix. Knows no prompt and no method."""
+"""Prefills modules ahead of time, in batches, each behind a prefix.
+
+Knows no prompt, no method and no store.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def encode_modules(
     model: LanguageModel,
     prefix: ModuleKV | None,
     modules: Sequence[tuple[int, ...]],
-    progress: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int], object] = lambda _: None,
 ) -> Iterator[ModuleKV]:
     """KV of each module behind the prefix, longest modules first.
 
@@ -68,8 +71,8 @@ def encode_modules(
     for batch in _batches(modules):
         if start + len(batch[0]) > model.context_length:
             raise ContextOverflowError(
-                f"a module of {len(batch[0])} tokens behind a prefix of {start} exceeds the model's "
-                f"context of {model.context_length}; split it into smaller chunks"
+                f"a module of {len(batch[0])} tokens behind a prefix of {start} exceeds the "
+                f"model's context of {model.context_length}; split it into smaller chunks"
             )
         model.rule.check(0, start + len(batch[0]))
         yield from _encode_batch(model, prefix, batch)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +107,7 @@ class Engine:
         self,
         texts: Sequence[str],
         prefix: Prompt | None = None,
-        progress: Callable[[int], None] = lambda _: None,
+        progress: Callable[[int], object] = lambda _: None,
     ) -> EncodeSummary:
         """Prefill texts once and keep their KV; those that are there already cost nothing.
 
@@ -301,8 +301,8 @@ class Engine:
         room = self.model.context_length
         if prompt_tokens + max_tokens > room:
             raise ContextOverflowError(
-                f"a prompt of {prompt_tokens} tokens and an answer of up to {max_tokens} exceed the "
-                f"model's context of {room}; retrieve fewer or smaller chunks, or lower max_tokens"
+                f"a prompt of {prompt_tokens} tokens and an answer of up to {max_tokens} exceed "
+                f"the model's context of {room}; retrieve fewer or smaller chunks, or lower max_tokens"
             )
 
 
@@ -313,7 +313,7 @@ class Stream(Iterator[str]):
         self.report = Report(config.method)
         self.token_ids: list[int] = []
         self.finish_reason = "length"
-        self._pieces = self._run(engine, prompt, config)
+        self._pieces: Generator[str, None, None] = self._run(engine, prompt, config)
 
     def __next__(self) -> str:
         return next(self._pieces)
@@ -322,7 +322,9 @@ class Stream(Iterator[str]):
         """Stop generating."""
         self._pieces.close()
 
-    def _run(self, engine: Engine, prompt: Prompt, config: GenerationConfig) -> Iterator[str]:
+    def _run(
+        self, engine: Engine, prompt: Prompt, config: GenerationConfig
+    ) -> Generator[str, None, None]:
         clock = _Clock()
         with engine.lock:
             prefill = engine.prefill(prompt, config)

@@ -39,7 +39,7 @@ class Decoder:
         is_fast: attention goes through `attention.py`; else the dense way is taken.
     """
 
-    model: torch.nn.Module
+    model: Any
     layers: tuple[torch.nn.Module, ...]
     windows: tuple[int | None, ...]
     is_fast: bool
@@ -73,7 +73,12 @@ class RowCache(Cache):  # type: ignore[misc]
         self._entering = entering
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scatter (batch, num_kv_heads, num_rows, dim) into the buffer; return all slots."""
         index = self.rows.index
@@ -162,7 +167,7 @@ def prefill_selected(
 
 
 class _Pass:
-    """One forward pass. `kept` are the rows still computed, as indices of what entered the model."""
+    """One forward pass. `kept` are the rows still computed, as indices of what entered."""
 
     layout: Layout
     selector: Selector
@@ -179,7 +184,9 @@ class _Pass:
     ) -> None:
         length = token_ids.shape[1]
         self.decoder, self.wants_logits = decoder, wants_logits
-        positions = torch.arange(length, device=slots.device) if position_ids is None else position_ids
+        positions = (
+            torch.arange(length, device=slots.device) if position_ids is None else position_ids
+        )
         rows = Rows(slots, length)
         # A model's own masks are right for the last rows of a prompt, so these alone may enter.
         is_tail = rows.is_contiguous and rows.last == length - 1
@@ -203,7 +210,7 @@ class _Pass:
         }
         model = self.decoder.model
         if not self.wants_logits:
-            model = model.base_model  # type: ignore[assignment]
+            model = model.base_model
             del wanted["logits_to_keep"]
         known = self.decoder.parameters
         inputs = {k: v for k, v in wanted.items() if k in known or k == "past_key_values"}

@@ -16,7 +16,8 @@ class ModuleKV:
     Attributes:
         token_ids: the tokens, `seq_len` of them.
         start: position of the first token when the keys were computed (>= 0).
-        keys: (num_layers, num_kv_heads, seq_len, head_dim), rotated for positions `start`, `start + 1`, ...
+        keys: (num_layers, num_kv_heads, seq_len, head_dim), rotated for
+            positions `start`, `start + 1`, ...
         values: (num_layers, num_kv_heads, seq_len, value_dim).
 
     Raises:

@@ -2,8 +2,8 @@
 
 In bf16 the CPU's flash kernel of torch 2.13 reaches a third of the speed of the matrix product it
 is made of. For few rows the scores fit the cache, so the plain form is the faster one: products in
-bf16, softmax in fp32, as transformers' eager attention, in scratch memory that is kept (fresh memory
-would cost more in page faults than the arithmetic).
+bf16, softmax in fp32 inside, as in transformers' eager attention. The memory for scores is kept:
+fresh memory would cost more in page faults than the arithmetic.
 """
 
 from __future__ import annotations

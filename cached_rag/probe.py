@@ -164,10 +164,10 @@ def _decoder_layers(model: Any) -> tuple[torch.nn.Module, ...]:
 def _windows(config: Any) -> tuple[int | None, ...]:
     """Each layer's sliding window; empty where the configuration is not understood."""
     text = config.get_text_config()
-    window = getattr(text, "sliding_window", None)
+    window: int | None = getattr(text, "sliding_window", None)
     types = getattr(text, "layer_types", None)
     if types is None:
-        return (window,) * text.num_hidden_layers
+        return (window,) * int(text.num_hidden_layers)
     if not set(types) <= {"full_attention", "sliding_attention"}:
         return ()
     return tuple(window if kind == "sliding_attention" else None for kind in types)

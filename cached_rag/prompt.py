@@ -102,7 +102,9 @@ class Tokenization:
         except TemplateError as error:
             merged = _merged(messages)
             if len(merged) == len(messages):
-                raise ConfigError(f"the model's chat template refuses the messages: {error}") from error
+                raise ConfigError(
+                    f"the model's chat template refuses the messages: {error}"
+                ) from error
             return self._apply_template(merged, open_answer)
 
     def _mark_specials(

@@ -157,9 +157,7 @@ def plain_logits(model: LanguageModel, token_ids: list[int]) -> torch.Tensor:
         return model.decoder.model(input_ids=torch.tensor([token_ids])).logits[0]
 
 
-def plain_cache(
-    model: LanguageModel, token_ids: list[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def plain_cache(model: LanguageModel, token_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values, (layers, heads, seq_len, dim), of transformers' own forward pass.
 
     Sliding layers of a dynamic cache drop old tokens, so they are caught on the way in.

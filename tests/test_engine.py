@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import CHUNKS, plain_logits, tiny_model, tiny_tokenizer
 
 from cached_rag import ConfigError, ContextOverflowError, Engine, RelocationError, StoreConfig
-from conftest import CHUNKS, plain_logits, tiny_model, tiny_tokenizer
 
 QUESTION = "What happened?"
 
@@ -61,7 +61,12 @@ def test_sampling_equals_generate_with_the_same_seed(engine, sampling):
     messages = ask(CHUNKS[1])
     torch.manual_seed(11)
     expected = plain_generate(
-        engine.model, plain_ids(messages), 16, do_sample=True, temperature=0.7, **{"top_k": 0} | sampling
+        engine.model,
+        plain_ids(messages),
+        16,
+        do_sample=True,
+        temperature=0.7,
+        **{"top_k": 0} | sampling,
     )
     answer = engine.generate(
         messages, method="full", temperature=0.7, seed=11, max_tokens=16, **sampling

@@ -6,6 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import (
+    FAMILIES,
+    RELOCATABLE,
+    UNMOVABLE,
+    plain_cache,
+    plain_logits,
+    random_ids,
+    tiny_model,
+)
 
 from cached_rag import RelocationError
 from cached_rag.assemble import KVBuffer
@@ -13,7 +22,6 @@ from cached_rag.attention import IMPLEMENTATION
 from cached_rag.encode import encode_modules, encode_prefix
 from cached_rag.fuse import prefill_rows, prefill_selected
 from cached_rag.selectors import CacheBlend, Layout, Reuse
-from conftest import FAMILIES, RELOCATABLE, UNMOVABLE, plain_cache, plain_logits, random_ids, tiny_model
 
 TOLERANCE = 1e-4
 PREFIX, MODULE, QUESTION = 5, 20, 6

@@ -77,7 +77,9 @@ def load_document(path: Path | str) -> Document:
             f"{path}: cannot be read ({type(error).__name__}: {error}); repair or remove it"
         ) from error
     if not text:
-        raise DocumentError(f"{path}: holds no text (a scan, or an empty file); remove it or run OCR")
+        raise DocumentError(
+            f"{path}: holds no text (a scan, or an empty file); remove it or run OCR"
+        )
     return Document(str(path), _title(text), text)
 
 
@@ -99,7 +101,9 @@ def _decode(path: Path) -> str:
         from charset_normalizer import from_bytes
 
         best = from_bytes(data).best()
-        if best is None or b"\x00" in data[:4096] and not data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        if best is None or (
+            b"\x00" in data[:4096] and not data.startswith((b"\xff\xfe", b"\xfe\xff"))
+        ):
             raise DocumentError(f"{path}: is not text in any known encoding") from None
         return str(best)
 
@@ -141,9 +145,7 @@ def _read_rst(path: Path) -> str:
     source = _decode(path)
     header = _HEADER.match(source)
     body = source[header.end() :] if header else source
-    parts = publish_parts(
-        _ROLE.sub(_spell_role, body), writer="html5", settings_overrides=settings
-    )
+    parts = publish_parts(_ROLE.sub(_spell_role, body), writer="html5", settings_overrides=settings)
     return (header.group() if header else "") + _html_to_text(parts["html_body"])
 
 

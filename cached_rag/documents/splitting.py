@@ -38,7 +38,7 @@ class Splitter:
     ) -> None:
         from langchain_text_splitters import RecursiveCharacterTextSplitter
 
-        if not 16 <= chunk_tokens or not 0 <= overlap < chunk_tokens:
+        if not chunk_tokens >= 16 or not 0 <= overlap < chunk_tokens:
             raise ConfigError(
                 f"chunk_tokens ({chunk_tokens}) must be at least 16 and overlap ({overlap}) smaller"
             )

@@ -41,7 +41,7 @@ class KVStore(Protocol):
         """The module, or None if it is not held. The caller must not write into its tensors.
 
         Raises:
-            CorruptBlobError: held, but damaged or with other token ids; the entry is gone afterwards.
+            CorruptBlobError: held, but damaged or with other token ids; the entry is gone then.
         """
         ...
 

@@ -102,7 +102,7 @@ def checksum(tensors: Tensors) -> str:
     state = xxhash.xxh3_128()
     for name in sorted(tensors):
         state.update(name.encode())
-        state.update(tensors[name].contiguous().view(torch.uint8).numpy())
+        state.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
     return str(state.hexdigest())
 
 

@@ -83,9 +83,7 @@ def _quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return steps.round_().clamp_(-127, 127).to(torch.int8).contiguous(), scales.contiguous()
 
 
-def _dequantize(
-    integers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def _dequantize(integers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return integers.float().mul_(scales).to(dtype)
 
 

@@ -42,7 +42,9 @@ class Database:
                     yield self._connection
             except sqlite3.OperationalError as error:
                 if "full" in str(error):
-                    raise StoreFullError(f"no room for the index: {error}; free some space") from error
+                    raise StoreFullError(
+                        f"no room for the index: {error}; free some space"
+                    ) from error
                 raise
 
     def rows(self, query: str, *parameters: object) -> list[tuple[object, ...]]:

@@ -33,9 +33,7 @@ _USES_KEPT = 64
 class DiskStore:
     """A `KVStore` in a folder. Checksums are verified at a module's first load in this process."""
 
-    def __init__(
-        self, path: Path | str, codec: str = "raw", max_bytes: int | None = None
-    ) -> None:
+    def __init__(self, path: Path | str, codec: str = "raw", max_bytes: int | None = None) -> None:
         self.path = Path(path)
         self.codec = codec_by_name(codec)
         self.max_bytes = max_bytes

@@ -60,7 +60,7 @@ class TieredStore:
 
     def delete(self, key: str) -> bool:
         """Forget an entry in all tiers; says whether any had it."""
-        return any([tier.delete(key) for tier in self.tiers])
+        return sum(tier.delete(key) for tier in self.tiers) > 0
 
     def check(self) -> list[Problem]:
         """Problems of all tiers."""

