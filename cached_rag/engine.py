@@ -301,8 +301,9 @@ class Engine:
         room = self.model.context_length
         if prompt_tokens + max_tokens > room:
             raise ContextOverflowError(
-                f"a prompt of {prompt_tokens} tokens and an answer of up to {max_tokens} exceed "
-                f"the model's context of {room}; retrieve fewer or smaller chunks, or lower max_tokens"
+                f"a prompt of {prompt_tokens} tokens and an answer of up to {max_tokens} "
+                f"exceed the model's context of {room}; retrieve fewer or smaller chunks, or lower "
+                "max_tokens"
             )
 
 

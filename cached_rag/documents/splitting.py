@@ -55,6 +55,10 @@ class Splitter:
         texts = (text.strip() for text in self._splitter.split_text(document.text))
         kept = [text for text in texts if text]
         return [
-            Chunk(document.source, document.title, ordinal, f"{document.title}\n\n{text}")
+            Chunk(document.source, document.title, ordinal, _headed(document.title, text))
             for ordinal, text in enumerate(kept)
         ]
+
+
+def _headed(title: str, text: str) -> str:
+    return text if text.startswith(title) else f"{title}\n\n{text}"

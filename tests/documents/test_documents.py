@@ -1,0 +1,190 @@
+"""Formats, bad files, hostile files, splitting, and the index."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from pypdf import PdfWriter
+
+from cached_rag import ConfigError, DocumentError
+from cached_rag.demo import CORPUS
+from cached_rag.documents import Chunk, Document, DocumentIndex, Splitter, find_documents
+from cached_rag.documents.loading import load_document
+
+PDF = b"""%PDF-1.4
+1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj
+2 0 obj<</Type/Pages/Kids[3 0 R]/Count 1>>endobj
+3 0 obj<</Type/Page/Parent 2 0 R/MediaBox[0 0 300 200]/Contents 4 0 R
+/Resources<</Font<</F1 5 0 R>>>>>>endobj
+4 0 obj<</Length 47>>stream
+BT /F1 12 Tf 20 100 Td (Copper turns green) Tj ET
+endstream endobj
+5 0 obj<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>endobj
+trailer<</Root 1 0 R>>
+startxref
+0
+%%EOF
+"""
+FILES = {
+    "a.txt": ("Copper turns green", "Copper turns green"),
+    "b.md": ("# Copper\n\nIt *turns* [green](http://x.y).", "It turns green."),
+    "c.rst": ("Copper\n======\n\nSee :pep:`8`. It ``turns`` green.", "See PEP 8. It turns green."),
+    "d.html": ("<h1>Copper</h1><script>evil()</script><p>turns &amp; green</p>", "turns & green"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_format_becomes_its_text(tmp_path, name):
+    source, expected = FILES[name]
+    (tmp_path / name).write_text(source)
+    document = load_document(tmp_path / name)
+    assert expected in document.text
+    assert document.title.startswith("Copper")
+    assert "evil" not in document.text
+
+
+def test_pdf_becomes_its_text(tmp_path, caplog):
+    (tmp_path / "e.pdf").write_bytes(PDF)
+    assert load_document(tmp_path / "e.pdf").text == "Copper turns green"
+
+
+def test_old_encodings_are_recognised(tmp_path):
+    text = "Der Leuchtturmwärter zündete jeden Abend die Lampe an, für über dreißig Jahre. " * 4
+    (tmp_path / "l.txt").write_bytes(text.encode("cp1252"))
+    assert load_document(tmp_path / "l.txt").text == text.strip()
+
+
+def _encrypted(path):
+    writer = PdfWriter()
+    writer.add_blank_page(100, 100)
+    writer.encrypt("secret")
+    writer.write(path)
+
+
+BAD = {
+    "empty.txt": (b"", "no text"),
+    "blank.md": (b" \n\n ", "no text"),
+    "broken.pdf": (b"%PDF-1.4 nonsense", "cannot be read|no text"),
+    "binary.txt": (bytes(range(256)) * 20, "not text"),
+    "table.xlsx": (b"PK", "no reader"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_say_what_is_wrong(tmp_path, name, caplog):
+    data, reason = BAD[name]
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DocumentError, match=reason):
+        load_document(tmp_path / name)
+
+
+def test_encrypted_and_huge_files_are_refused(tmp_path, monkeypatch):
+    _encrypted(tmp_path / "x.pdf")
+    with pytest.raises(DocumentError, match="password"):
+        load_document(tmp_path / "x.pdf")
+    monkeypatch.setattr("cached_rag.documents.loading.MAX_BYTES", 10)
+    (tmp_path / "y.txt").write_text("more than ten bytes")
+    with pytest.raises(DocumentError, match="split the file"):
+        load_document(tmp_path / "y.txt")
+
+
+def test_hostile_documents_reach_no_file_and_expand_nothing(tmp_path):
+    (tmp_path / "secret.txt").write_text("TOP SECRET")
+    hostile = {
+        "a.rst": ".. include:: secret.txt\n\n.. raw:: html\n   :file: secret.txt\n\nharmless text",
+        "b.html": "<!DOCTYPE x [<!ENTITY e SYSTEM 'secret.txt'>]><p>harmless text &e;</p>",
+        "c.md": "harmless text ![x](secret.txt) <script src=secret.txt>TOP</script>",
+    }
+    for name, source in hostile.items():
+        (tmp_path / name).write_text(source)
+        text = load_document(tmp_path / name).text
+        assert "harmless text" in text
+        assert "SECRET" not in text
+    bomb = "<!DOCTYPE l [<!ENTITY a 'lol'>" + "".join(
+        f"<!ENTITY {chr(98 + i)} '{f'&{chr(97 + i)};' * 10}'>" for i in range(9)
+    )
+    (tmp_path / "bomb.html").write_text(bomb + "]><p>text &j;</p>")
+    assert len(load_document(tmp_path / "bomb.html").text) < 5000
+
+
+def test_folders_are_searched_and_hidden_files_are_not(tmp_path):
+    for name in ("b.txt", "a.md", ".hidden.txt", "x.bin", "deep/c.rst", ".git/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    found = [str(p.relative_to(tmp_path)) for p in find_documents(tmp_path)]
+    assert found == ["a.md", "b.txt", "deep/c.rst"]
+    with pytest.raises(DocumentError, match="no file or folder"):
+        find_documents(tmp_path / "nowhere")
+
+
+def test_the_demo_corpus_reads_cleanly():
+    files = find_documents(CORPUS)
+    assert len(files) == 60
+    for file in files:
+        document = load_document(file)
+        assert document.text.startswith("PEP: ")
+        assert not document.title.startswith("PEP:")
+        for leak in ("system-message", "Unknown interpreted text role", ":pep:`"):
+            assert leak not in document.text
+
+
+def test_chunks_are_bounded_ordered_and_headed_by_the_title():
+    text = "\n\n".join(f"Paragraph {i} says something about number {i}." for i in range(40))
+    chunks = Splitter(lambda t: len(t.split()), 30).split(Document("s", "A title", text))
+    bodies = [chunk.text.removeprefix("A title\n\n") for chunk in chunks]
+    assert [chunk.ordinal for chunk in chunks] == list(range(len(chunks)))
+    assert all(len(body.split()) <= 30 for body in bodies)
+    assert "\n\n".join(bodies) == text
+    with pytest.raises(ConfigError, match="chunk_tokens"):
+        Splitter(len, 3)
+
+
+# The index --------------------------------------------------------------------------------------
+
+
+def vectors(*numbers):
+    rows = np.eye(4, dtype=np.float32)
+    return rows[list(numbers)]
+
+
+def chunks(source, *texts):
+    return [Chunk(source, "title", i, text) for i, text in enumerate(texts)]
+
+
+@pytest.fixture
+def index(tmp_path):
+    with_files = DocumentIndex(tmp_path / "d.sqlite")
+    yield with_files
+    with_files.close()
+
+
+def test_search_finds_the_nearest_and_other_connections_see_it(index, tmp_path):
+    assert index.search(vectors(0)[0], 3) == []
+    index.replace("a", "1", chunks("a", "zero", "one"), vectors(0, 1))
+    other = DocumentIndex(tmp_path / "d.sqlite")
+    assert [hit.text for hit in other.search(vectors(1)[0], 1)] == ["one"]
+    index.replace("b", "1", chunks("b", "two"), vectors(2))
+    assert other.search(vectors(2)[0], 1)[0].source == "b"
+    assert len(other.search(vectors(2)[0], 99)) == 3
+    only_a = other.search(vectors(2)[0], 1, where=lambda source: source == "a")
+    assert only_a[0].source == "a"
+    index.delete("b")
+    assert other.search(vectors(2)[0], 1)[0].source == "a"
+    other.close()
+
+
+def test_replacing_gives_back_texts_that_nobody_has(index):
+    assert index.replace("a", "1", chunks("a", "x", "y"), vectors(0, 1)) == []
+    assert index.replace("b", "1", chunks("b", "y"), vectors(1)) == []
+    assert index.replace("a", "2", chunks("a", "z"), vectors(2)) == ["x"]
+    assert index.delete("b") == ["y"]
+    assert index.holds("a", "2")
+    assert not index.holds("a", "1")
+    assert index.count() == (1, 1)
+
+
+def test_documents_are_pending_until_marked(index):
+    index.replace("a", "1", chunks("a", "x"), vectors(0))
+    assert index.pending() == ["a"]
+    index.mark_encoded("a")
+    assert index.pending() == []

@@ -1,0 +1,61 @@
+"""The catalog: idempotent, incremental, scoped, seen across processes' connections."""
+
+from __future__ import annotations
+
+import pytest
+
+from cached_rag.store import Catalog, ModuleRecord
+
+
+def record(n):
+    return ModuleRecord(f"digest {n}", f"anchor {n}", n, (n, n + 1), (0, 3))
+
+
+@pytest.fixture
+def catalogs(tmp_path):
+    made = [Catalog(tmp_path / "c.sqlite", "model") for _ in range(2)]
+    yield made
+    for catalog in made:
+        catalog.close()
+
+
+def test_modules_come_in_order_and_once(catalogs):
+    writer, reader = catalogs
+    writer.add_modules([record(1), record(2), record(1)])
+    rows = list(reader.modules())
+    assert [r for _, r in rows] == [record(1), record(2)]
+    writer.add_modules([record(3)])
+    assert [r for _, r in reader.modules(after=rows[-1][0])] == [record(3)]
+
+
+def test_changes_by_others_are_noticed_once(catalogs):
+    writer, reader = catalogs
+    assert not reader.changed()
+    writer.add_modules([record(1)])
+    assert reader.changed()
+    assert not reader.changed()
+    assert not writer.changed()  # its own writes are known to it
+
+
+def test_removals_change_the_generation(catalogs):
+    writer, reader = catalogs
+    writer.add_modules([record(1), record(2)])
+    before = reader.generation()
+    writer.remove_modules(["digest 1"])
+    assert reader.generation() != before
+    assert [r for _, r in reader.modules()] == [record(2)]
+
+
+def test_prefixes_are_a_set(catalogs):
+    writer, reader = catalogs
+    for prefix in ((1, 2), (3,), (1, 2)):
+        writer.add_prefix(prefix)
+    assert sorted(reader.prefixes()) == [(1, 2), (3,)]
+
+
+def test_models_and_tenants_see_only_their_own(tmp_path, catalogs):
+    catalogs[0].add_modules([record(1)])
+    for scope in (("other model", ""), ("model", "tenant")):
+        stranger = Catalog(tmp_path / "c.sqlite", *scope)
+        assert list(stranger.modules()) == []
+        stranger.close()

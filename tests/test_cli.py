@@ -1,0 +1,123 @@
+"""The command line as a user has it, on the tiny model saved to a folder."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import CHUNKS, tiny_model, tiny_tokenizer
+from test_rag import WordEmbedding
+from typer.testing import CliRunner
+
+from cached_rag import cli
+from cached_rag.documents import Embedder
+
+run = CliRunner().invoke
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama").decoder.model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def words(monkeypatch, tmp_path):
+    monkeypatch.setattr(Embedder, "embed", WordEmbedding.embed)
+    monkeypatch.setenv("CACHED_RAG_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def index(tmp_path, model_folder):
+    for name, chunk in zip("abc", CHUNKS, strict=True):
+        (tmp_path / "docs").mkdir(exist_ok=True)
+        (tmp_path / "docs" / f"{name}.txt").write_text(chunk)
+    path = tmp_path / "index"
+    options = ["--index", str(path), "--model", model_folder, "--dtype", "float32", "--json"]
+    result = run(cli.app, ["ingest", str(tmp_path / "docs"), *options])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["encoded"] == 3
+    return path
+
+
+def test_ask_prints_one_object_with_text_sources_and_report(index):
+    arguments = ["ask", "copper green?", "--index", str(index), "-k", "2", "--max-tokens", "5"]
+    result = run(cli.app, [*arguments, "--dtype", "float32", "--json", "--compare"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert set(answer) == {"text", "sources", "report", "full"}
+    assert answer["report"]["modules_hit"] == 2
+    assert answer["full"]["report"]["method"] == "full"
+    shown = run(cli.app, [*arguments, "--dtype", "float32", "--compare"])
+    assert "sooner than full prefill" in shown.stdout
+
+
+def test_store_commands_count_verify_and_prune(index):
+    where = ["--index", str(index), "--json"]
+    stats = json.loads(run(cli.app, ["store", "stats", *where]).stdout)
+    assert stats["modules"] == 4  # three chunks and their prefix
+    assert run(cli.app, ["store", "verify", *where]).exit_code == 0
+    victim = next((index / "kv" / "blobs").glob("*/*"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    found = run(cli.app, ["store", "verify", *where])
+    assert found.exit_code == 1
+    assert len(json.loads(found.stdout)["problems"]) == 1
+    pruned = json.loads(run(cli.app, ["store", "prune", *where, "--max-bytes", "0"]).stdout)
+    assert pruned["files"] == 4
+
+
+def test_doctor_reports_the_rule_and_passes_its_self_test(model_folder):
+    result = run(cli.app, ["doctor", "--model", model_folder, "--dtype", "float32", "--json"])
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert "half rotary" in facts["position_rule"]
+    assert all(test["passed"] for test in facts["self_test"])
+
+
+def test_bench_prints_rows_and_the_machine(model_folder):
+    sizes = ["--modules", "3", "--module-tokens", "64", "--question-tokens", "8", "--repeats", "2"]
+    result = run(
+        cli.app, ["bench", "--model", model_folder, *sizes, "--dtype", "float32", "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [row["method"] for row in found["rows"]] == [
+        "transformers",
+        "full",
+        "reuse",
+        "cacheblend",
+    ]
+    assert {"method", "prompt_tokens", "ttft_ms", "speedup"} <= set(found["rows"][0])
+    assert found["rows"][2]["charged_recompute"] < 0.3
+    assert found["machine"]["cores"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ask", "q", "--index", "nowhere"], "there is no index at nowhere"),
+        (["store", "stats", "--index", "nowhere"], "there is no index at nowhere"),
+        (["doctor", "--model", "./no-model"], "there is no model folder"),
+        (["doctor", "--model", "x.gguf"], "there is no GGUF file"),
+        (["doctor", "--model", "smollm2-135m", "--dtype", "int7"], "dtype 'int7' is not one of"),
+    ],
+)
+def test_errors_are_one_line_and_exit_1(arguments, message, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["cached-rag", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["", "ingest", "ask", "demo", "doctor", "bench", "store stats", "store verify", "store prune"],
+)
+def test_every_command_has_help(command):
+    result = run(cli.app, [*command.split(), "--help"])
+    assert result.exit_code == 0
+    assert "Usage" in result.stdout

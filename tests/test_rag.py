@@ -1,0 +1,179 @@
+"""CachedRAG on the tiny model with a word-count embedding: ingest, ask, change, fail, resume."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from conftest import CHUNKS, tiny_model
+
+from cached_rag import (
+    CachedRAG,
+    ConfigError,
+    ContextOverflowError,
+    DocumentError,
+    Engine,
+    IndexMismatchError,
+    StoreConfig,
+    StoreFullError,
+)
+from cached_rag.library import Library
+
+
+class WordEmbedding:
+    """Hashed word counts: texts that share words are near."""
+
+    name = "words"
+
+    def embed(self, texts):
+        rows = np.zeros((len(texts), 64), np.float32)
+        for row, text in zip(rows, texts, strict=True):
+            for word in text.lower().split():
+                row[sum(map(ord, word.strip("?.,"))) % 64] += 1
+        return rows / np.linalg.norm(rows, axis=1, keepdims=True).clip(1)
+
+
+@pytest.fixture
+def docs(tmp_path):
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for name, chunk in zip("abc", CHUNKS, strict=True):
+        (folder / f"{name}.txt").write_text(f"About {name}\n\n{chunk}")
+    return folder
+
+
+@pytest.fixture
+def opened(tmp_path):
+    made = []
+
+    def open_it(index="index", **options):
+        store = StoreConfig(path=str(tmp_path / index / "kv"))
+        engine = Engine(tiny_model("llama"), store)
+        rag = CachedRAG.open(
+            tmp_path / index, engine=engine, embedding=WordEmbedding(), chunk_tokens=128, **options
+        )
+        made.append(rag)
+        return rag
+
+    yield open_it
+    for rag in made:
+        rag.close()
+
+
+def ingest(rag, path, **options):
+    return rag.ingest(path, progress=False, **options)
+
+
+def test_ingest_ask_and_ask_again(opened, docs):
+    rag = opened()
+    summary = ingest(rag, docs)
+    assert (summary.added, summary.encoded, summary.skipped) == (3, 3, ())
+    answer = rag.ask("Why does copper turn green in the air?", k=2, max_tokens=6)
+    assert answer.sources[0].source.endswith("b.txt")
+    assert answer.report.modules_hit == 2
+    exact = rag.ask("Why does copper turn green in the air?", k=2, max_tokens=6, method="full")
+    repaired = rag.ask(
+        "Why does copper turn green in the air?", k=2, max_tokens=6, recompute_ratio=1
+    )
+    assert repaired.text == exact.text
+    stream = rag.stream("Why does copper turn green in the air?", k=2, max_tokens=6)
+    assert "".join(stream) == answer.text == stream.answer.text
+    first = rag.ask("Why does copper turn green in the air?", k=1, max_tokens=6, method="prefix")
+    assert first.report.modules_hit == 1  # the best chunk stands behind its own prefix: lossless
+    assert first.report.charged_recompute < 0.7
+
+
+def test_ingesting_again_does_only_what_is_new(opened, docs):
+    rag = opened()
+    ingest(rag, docs)
+    again = ingest(rag, docs)
+    assert (again.added, again.unchanged, again.encoded) == (0, 3, 0)
+    (docs / "b.txt").write_text("About b\n\nSilver does not turn green, it turns black in the air.")
+    (docs / "d.txt").write_text("About d\n\nA fourth document arrives here, about nothing much.")
+    changed = ingest(rag, docs)
+    assert (changed.added, changed.unchanged, changed.encoded) == (2, 2, 2)
+    assert "Silver" in rag.search("silver turns black", 1)[0].text
+    assert all("Copper" not in hit.text for hit in rag.search("copper", 10))
+    assert len(rag.engine.library.table) == 4
+    (docs / "a.txt").unlink()
+    assert ingest(rag, docs).deleted == 0
+    assert ingest(rag, docs, delete_missing=True).deleted == 1
+    assert len(rag.engine.library.table) == 3
+
+
+def test_bad_files_are_skipped_and_the_rest_ingested(opened, docs):
+    (docs / "empty.txt").write_text("")
+    (docs / "broken.pdf").write_bytes(b"%PDF-nonsense")
+    summary = ingest(opened(), docs)
+    assert summary.added == 3
+    assert sorted(path.rpartition("/")[2] for path, _ in summary.skipped) == [
+        "broken.pdf",
+        "empty.txt",
+    ]
+    with pytest.raises(DocumentError, match="no file or folder"):
+        ingest(opened(), docs / "nowhere")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, StoreFullError("the disk is full")])
+def test_an_interrupted_ingest_resumes(opened, docs, monkeypatch, error):
+    rag = opened()
+    original, count = Library.put, []
+
+    def failing(self, prefix_ids, kv):
+        count.append(1)
+        if len(count) == 4:  # the prefix and two chunks are in
+            raise error
+        original(self, prefix_ids, kv)
+
+    monkeypatch.setattr(Library, "put", failing)
+    with pytest.raises(error if isinstance(error, type) else StoreFullError):
+        ingest(rag, docs)
+    monkeypatch.undo()
+    assert rag.index.pending()
+    rag.close()
+    again = opened()
+    summary = ingest(again, docs)
+    assert (summary.added, summary.unchanged, summary.encoded) == (0, 3, 1)
+    assert not again.index.pending()
+
+
+def test_damaged_kv_is_recomputed_and_mended_by_the_next_ingest(opened, docs, tmp_path, caplog):
+    rag = opened()
+    ingest(rag, docs)
+    whole = rag.ask("copper green", k=3, max_tokens=4, method="full").text
+    rag.close()
+    for path in (tmp_path / "index" / "kv").glob("blobs/*/*"):
+        path.write_bytes(path.read_bytes()[:-9])
+    again = opened()
+    with caplog.at_level(logging.WARNING):
+        answer = again.ask("copper green", k=3, max_tokens=4)
+    assert answer.text == whole
+    assert answer.report.modules_missed == 3
+    assert "computed anew" in caplog.text
+    assert ingest(again, docs).encoded == 3
+
+
+def test_two_processes_worth_of_engines_share_an_index(opened, docs):
+    writer, reader = opened(), opened()
+    ingest(writer, docs)
+    assert reader.ask("copper green", k=3, max_tokens=2).report.modules_hit == 3
+
+
+def test_other_settings_are_refused(opened, docs):
+    ingest(opened(), docs)
+    with pytest.raises(IndexMismatchError, match="was made with codec 'raw', not 'int8'"):
+        opened(codec="int8")
+
+
+def test_questions_that_cannot_be_answered_say_why(opened, docs):
+    rag = opened()
+    with pytest.raises(ConfigError, match="is empty; ingest"):
+        rag.ask("anything")
+    ingest(rag, docs)
+    with pytest.raises(ConfigError, match="needs some text"):
+        rag.ask("  ")
+    with pytest.raises(ContextOverflowError, match="shorter question"):
+        rag.ask("why " * 2000)
+    fitting = rag.ask("copper " * 10, k=3, max_tokens=850)  # room for fewer chunks than asked
+    assert len(fitting.sources) < 3
