@@ -70,8 +70,9 @@ class KVBuffer:
         """
         end = position + module.seq_len
         delta = position - module.start
+        keys = module.keys.to(self.keys.device, non_blocking=True)
         for row in range(self.keys.shape[1]):
-            rule.relocate(module.keys, delta, out=self.keys[:, row, :, position:end])
+            rule.relocate(keys, delta, out=self.keys[:, row, :, position:end])
             self.values[:, row, :, position:end].copy_(module.values)
 
     def write(

@@ -18,7 +18,7 @@ from cached_rag.model import LanguageModel
 from cached_rag.relocate import PositionRule
 
 # A batch is large enough to keep the cores busy and small enough to stay in their caches.
-_BATCH_TOKENS = 2048
+BATCH_TOKENS = 2048
 _IN_PLACE = PositionRule()
 
 
@@ -101,7 +101,7 @@ def _batches(modules: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...
     """Modules of like length together, longest first."""
     batch: list[tuple[int, ...]] = []
     for ids in sorted(modules, key=len, reverse=True):
-        if batch and (len(batch) + 1) * len(batch[0]) > _BATCH_TOKENS:
+        if batch and (len(batch) + 1) * len(batch[0]) > BATCH_TOKENS:
             yield batch
             batch = []
         batch.append(ids)

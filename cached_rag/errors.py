@@ -2,7 +2,6 @@
 
     CachedRAGError
     ├── ConfigError            a setting that cannot be (also a ValueError)
-    ├── MissingExtraError      an optional package is not installed (also an ImportError)
     ├── ModelError
     │   ├── ModelNotFoundError     no weights under that name
     │   └── RelocationError        this model's keys cannot be moved to other positions
@@ -25,10 +24,6 @@ class CachedRAGError(Exception):
 
 class ConfigError(CachedRAGError, ValueError):
     """A setting is unknown or out of range."""
-
-
-class MissingExtraError(CachedRAGError, ImportError):
-    """An optional package is needed and not installed."""
 
 
 class ModelError(CachedRAGError):
