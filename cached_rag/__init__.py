@@ -9,8 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cached_rag.answer import Answer, AnswerStream
     from cached_rag.config import METHODS, GenerationConfig, StoreConfig
-    from cached_rag.engine import Engine, Generation, Stream
+    from cached_rag.engine import Engine
     from cached_rag.errors import (
         CachedRAGError,
         ConfigError,
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
         StoreError,
         StoreFullError,
     )
+    from cached_rag.ingest import IngestSummary
     from cached_rag.model import LanguageModel, load_model, wrap_model
-    from cached_rag.rag import Answer, AnswerStream, CachedRAG, IngestSummary
+    from cached_rag.rag import CachedRAG
     from cached_rag.report import Report
+    from cached_rag.stream import Generation, Stream
 
 __version__ = "0.1.0"
 
@@ -58,7 +61,7 @@ __all__ = [
     "wrap_model",
 ]
 
-_MODULES = ("errors", "config", "report", "model", "engine", "rag")
+_MODULES = ("errors", "config", "report", "model", "stream", "engine", "answer", "ingest", "rag")
 
 
 def __getattr__(name: str) -> object:

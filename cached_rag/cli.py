@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from cached_rag import __version__
+from cached_rag.cli_store import store_app
 from cached_rag.errors import CachedRAGError
+from cached_rag.terminal import DEFAULT_INDEX, Index, Json, err, out, print_json, require_index
 
 app = typer.Typer(
     help="Retrieval-augmented generation without prefilling the same text twice.",
@@ -22,12 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-store_app = typer.Typer(help="Look after the KV store of an index.", no_args_is_help=True)
 app.add_typer(store_app, name="store")
-out, err = Console(), Console(stderr=True)
-
-Index = Annotated[Path, typer.Option("--index", help="Folder of the index.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Model = Annotated[
     str | None, typer.Option(help="Alias, hub id, folder or .gguf file; kept in a new index.")
 ]
@@ -35,8 +31,6 @@ Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps.")]
 Method = Annotated[str, typer.Option(help="auto, full, prefix, reuse or cacheblend.")]
 Ratio = Annotated[float | None, typer.Option(help="Share of cached tokens to recompute.")]
-
-DEFAULT_INDEX = Path("cached-rag-index")
 
 
 @app.command()
@@ -58,7 +52,7 @@ def ingest(
     with CachedRAG.open(index, model, dtype=dtype, device=device, **options) as rag:
         summary = rag.ingest(path, delete_missing=delete_missing, progress=not as_json)
     if as_json:
-        _print_json(dataclasses.asdict(summary))
+        print_json(dataclasses.asdict(summary))
         return
     rate = f", {summary.tokens / summary.seconds:.0f} tokens/s" if summary.encoded else ""
     out.print(
@@ -88,7 +82,7 @@ def ask(
     """Ask the documents of an index; the answer streams."""
     from cached_rag import CachedRAG, GenerationConfig
 
-    _require_index(index)
+    require_index(index)
     config = GenerationConfig(
         method=method,
         recompute_ratio=ratio,
@@ -111,7 +105,7 @@ def ask(
         }
         if full is not None:
             found["full"] = {"text": full.text, "report": full.report.to_dict()}
-        _print_json(found)
+        print_json(found)
         return
     out.print("\n")
     _print_sources(answer.sources)
@@ -146,7 +140,7 @@ def doctor(
     from cached_rag.doctor import examine
 
     if index is not None:
-        _require_index(index)
+        require_index(index)
         with CachedRAG.open(index, model, dtype=dtype, device=device) as rag:
             facts = examine(rag.engine)
     else:
@@ -154,7 +148,7 @@ def doctor(
             facts = examine(engine)
     tests: Any = facts["self_test"]
     if as_json:
-        _print_json(facts)
+        print_json(facts)
     else:
         table = Table("what", "found")
         for name, value in facts.items():
@@ -200,7 +194,7 @@ def bench(
     if as_json:
         table_rows = [dataclasses.asdict(row) for row in rows]
         ingestion = dataclasses.asdict(encoding)
-        _print_json({"rows": table_rows, "ingest": ingestion, "machine": facts})
+        print_json({"rows": table_rows, "ingest": ingestion, "machine": facts})
         return
     table = Table("method", "tokens", "TTFT ms", "speed-up", "charged", "overhead ms")
     for row in rows:
@@ -220,55 +214,6 @@ def bench(
     out.print(json.dumps(facts), style="dim", markup=False)
 
 
-@store_app.command()
-def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
-    """How much KV an index holds."""
-    with _disk_store(index) as store:
-        facts = {
-            "path": str(store.path),
-            "codec": store.codec.name,
-            "modules": len(store),
-            "bytes": store.nbytes,
-        }
-    if as_json:
-        _print_json(facts)
-    else:
-        gib = int(str(facts["bytes"])) / 2**30
-        out.print(
-            f"{facts['modules']} modules, {gib:.2f} GiB, codec {facts['codec']}, in {facts['path']}"
-        )
-
-
-@store_app.command()
-def verify(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
-    """Read every KV file and report damage; exits 1 if there is any."""
-    with _disk_store(index) as store:
-        problems = store.check()
-    if as_json:
-        _print_json({"problems": [dataclasses.asdict(problem) for problem in problems]})
-    else:
-        for problem in problems:
-            out.print(f"{problem.key}: {problem.reason}", markup=False)
-        out.print(f"{len(problems)} problems")
-    if problems:
-        raise typer.Exit(1)
-
-
-@store_app.command()
-def prune(
-    index: Index = DEFAULT_INDEX,
-    max_bytes: Annotated[int | None, typer.Option(help="Bytes to keep at most.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Remove litter, and the least recently used KV beyond a bound."""
-    with _disk_store(index) as store:
-        count, freed = store.prune(max_bytes)
-    if as_json:
-        _print_json({"files": count, "bytes": freed})
-    else:
-        out.print(f"{count} files removed, {freed / 2**20:.1f} MiB freed")
-
-
 @app.command()
 def version() -> None:
     """Print the version."""
@@ -283,29 +228,6 @@ def main() -> None:
     except CachedRAGError as error:
         err.print(f"error: {error}", style="red", markup=False, highlight=False)
         sys.exit(1)
-
-
-def _disk_store(index: Path) -> Any:
-    from contextlib import closing
-
-    from cached_rag.documents import DocumentIndex
-    from cached_rag.store import DiskStore
-
-    _require_index(index)
-    with closing(DocumentIndex(index / "documents.sqlite")) as documents:
-        codec = documents.setting("codec") or "raw"
-    return closing(DiskStore(index / "kv", codec))
-
-
-def _require_index(index: Path) -> None:
-    if not (index / "documents.sqlite").is_file():
-        raise CachedRAGError(
-            f"there is no index at {index}; make one with: cached-rag ingest PATH --index {index}"
-        )
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(value, default=str) + "\n")
 
 
 def _print_sources(sources: Any) -> None:

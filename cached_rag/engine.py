@@ -9,15 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from cached_rag.assemble import KVBuffer, Workspace
 from cached_rag.config import AUTO, GenerationConfig, StoreConfig
-from cached_rag.decode import Detokenizer, Sampler, step
 from cached_rag.encode import EncodeSummary, encode_modules, encode_prefix
 from cached_rag.errors import ConfigError, ContextOverflowError, RelocationError
 from cached_rag.fuse import Prefilled, prefill_rows, prefill_selected
@@ -30,35 +28,10 @@ from cached_rag.prompt import Message, Rendered, Tokenization, Tokens
 from cached_rag.report import Report
 from cached_rag.selectors import Reuse, Selector
 from cached_rag.store import ModuleRecord
+from cached_rag.stream import Clock, Generation, Prefill, Stream
 
 _log = logging.getLogger(__name__)
 Prompt = str | Sequence[Message] | Rendered
-
-
-@dataclass(frozen=True)
-class Generation:
-    """An answer: its text, its tokens, why it ended ("stop" or "length"), and the report."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    report: Report
-
-
-@dataclass
-class Prefill:
-    """A prompt whose KV is complete. `release` it, so that the next request can use its memory.
-
-    Attributes:
-        logits: (1, vocab_size) after the last prompt token.
-        buffer: KV of all `tokens`, with room for the answer.
-    """
-
-    tokens: Tokens
-    logits: torch.Tensor
-    buffer: KVBuffer
-    report: Report
-    release: Callable[[], None]
 
 
 class Engine:
@@ -214,7 +187,8 @@ class Engine:
         self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any
     ) -> Stream:
         """The answer piece by piece, as it is made. Errors as `generate`, at the first piece."""
-        return Stream(self, prompt, (config or GenerationConfig()).replace(**options))
+        config = (config or GenerationConfig()).replace(**options)
+        return Stream(self.model, self.lock, lambda: self.prefill(prompt, config), config)
 
     def prefill(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any
@@ -225,7 +199,7 @@ class Engine:
         report = Report(method)
         with torch.inference_mode():
             # 1) The prompt's tokens, as plain generation would have them.
-            clock = _Clock()
+            clock = Clock()
             self.library.refresh()
             tokens, plan = self._plan(self._rendered(prompt), method, report)
             report.prompt_tokens = len(tokens)
@@ -248,7 +222,7 @@ class Engine:
         found = list(self.library.table.find(rendered.text))
         literal = (*rendered.literal, *((match.begin, match.end) for match in found))
         tokens = self.tokenization.tokenize(Rendered(rendered.text, literal, rendered.is_chat))
-        clock = _Clock()
+        clock = Clock()
         plan = make_plan(self.library, tokens, found, self.tokenization.sink_ids)
         report.load_ms = clock.lap()
         report.modules_missed = len(plan.missed)
@@ -305,70 +279,3 @@ class Engine:
                 f"exceed the model's context of {room}; retrieve fewer or smaller chunks, or lower "
                 "max_tokens"
             )
-
-
-class Stream(Iterator[str]):
-    """Pieces of an answer. `report` and `token_ids` grow with it and are complete at its end."""
-
-    def __init__(self, engine: Engine, prompt: Prompt, config: GenerationConfig) -> None:
-        self.report = Report(config.method)
-        self.token_ids: list[int] = []
-        self.finish_reason = "length"
-        self._pieces: Generator[str, None, None] = self._run(engine, prompt, config)
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    def close(self) -> None:
-        """Stop generating."""
-        self._pieces.close()
-
-    def _run(
-        self, engine: Engine, prompt: Prompt, config: GenerationConfig
-    ) -> Generator[str, None, None]:
-        clock = _Clock()
-        with engine.lock:
-            prefill = engine.prefill(prompt, config)
-        self.report = report = prefill.report
-        try:
-            # 4) Token after token; the model is free for others in between.
-            sampler = Sampler(engine.model, config)
-            text = Detokenizer(engine.model.tokenizer, config.stop)
-            ids = list(prefill.tokens.ids)
-            token = sampler(ids, prefill.logits)
-            report.ttft_ms = clock.total()
-            self.finish_reason = "stop"
-            while token not in engine.model.eos_ids:
-                self.token_ids.append(token)
-                ids.append(token)
-                if piece := text.push(token):
-                    yield piece
-                if text.is_stopped:
-                    return
-                if len(self.token_ids) == config.max_tokens:
-                    self.finish_reason = "length"
-                    break
-                with engine.lock:
-                    logits = step(engine.model, prefill.buffer, token, len(ids) - 1)
-                token = sampler(ids, logits)
-            if piece := text.flush():
-                yield piece
-        finally:
-            report.output_tokens = len(self.token_ids)
-            report.total_ms = clock.total()
-            prefill.release()
-
-
-class _Clock:
-    """Milliseconds since it was made, and since the last lap."""
-
-    def __init__(self) -> None:
-        self._start = self._lap = time.perf_counter()
-
-    def lap(self) -> float:
-        now = time.perf_counter()
-        passed, self._lap = now - self._lap, now
-        return passed * 1000
-
-    def total(self) -> float:
-        return (time.perf_counter() - self._start) * 1000

@@ -6,13 +6,11 @@ Knows the order of things; every step is somebody else's. No framework is import
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
+from cached_rag.answer import Answer, AnswerStream
 from cached_rag.config import GenerationConfig, StoreConfig
 from cached_rag.documents import (
     DEFAULT_EMBEDDING,
@@ -21,14 +19,11 @@ from cached_rag.documents import (
     Embeddings,
     Hit,
     Splitter,
-    find_documents,
-    load_document,
 )
-from cached_rag.engine import Engine, Stream
-from cached_rag.errors import ConfigError, ContextOverflowError, DocumentError, IndexMismatchError
-from cached_rag.fingerprint import digest
+from cached_rag.engine import Engine
+from cached_rag.errors import ConfigError, ContextOverflowError, IndexMismatchError
+from cached_rag.ingest import Ingestion, IngestSummary
 from cached_rag.prompt import Rendered
-from cached_rag.report import Report
 
 _log = logging.getLogger(__name__)
 
@@ -40,64 +35,6 @@ _DEFAULTS = {
     "codec": "raw",
     "system": SYSTEM,
 }
-# Documents are encoded together until their chunks fill a few batches.
-_GROUP_CHUNKS = 32
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer, the chunks it was given (best first), and the engine's report."""
-
-    text: str
-    sources: tuple[Hit, ...]
-    report: Report
-
-
-@dataclass(frozen=True)
-class IngestSummary:
-    """What an ingestion did.
-
-    Attributes:
-        added: documents that are new or had changed.
-        unchanged: documents that were there already.
-        deleted: documents that are gone.
-        skipped: (path, reason) of files that could not be read.
-        chunks: in the index now.
-        encoded: chunks prefilled now.
-        tokens, seconds: of that prefill.
-    """
-
-    added: int
-    unchanged: int
-    deleted: int
-    skipped: tuple[tuple[str, str], ...]
-    chunks: int
-    encoded: int
-    tokens: int
-    seconds: float
-
-
-class AnswerStream(Iterator[str]):
-    """Pieces of an answer; `answer` is complete at its end."""
-
-    def __init__(self, stream: Stream, sources: tuple[Hit, ...]) -> None:
-        self.sources = sources
-        self._stream = stream
-        self._text: list[str] = []
-
-    def __next__(self) -> str:
-        piece = next(self._stream)
-        self._text.append(piece)
-        return piece
-
-    @property
-    def answer(self) -> Answer:
-        """What there is so far."""
-        return Answer("".join(self._text), self.sources, self._stream.report)
-
-    def close(self) -> None:
-        """Stop generating."""
-        self._stream.close()
 
 
 class CachedRAG:
@@ -235,72 +172,18 @@ class CachedRAG:
             DocumentError: nothing is at `path`. Unreadable files are skipped and reported.
             StoreFullError: the disk is full; what was ingested before is kept.
         """
-        splitter = Splitter(self._count_tokens, int(self.settings["chunk_tokens"]))
-        files = [file.resolve() for file in find_documents(path)]
-        added, skipped = [], []
-        for file in tqdm(files, "reading", unit="file", disable=not progress):
-            try:
-                if self._update(file, splitter):
-                    added.append(str(file))
-            except DocumentError as error:
-                skipped.append((str(file), str(error)))
-        deleted = self._delete_missing(Path(path), files) if delete_missing else 0
-        failed = {source for source, _ in skipped}
-        sources = [str(file) for file in files if str(file) not in failed]
-        encoded, tokens, seconds = self._encode(sources, progress)
-        return IngestSummary(
-            added=len(added),
-            unchanged=len(sources) - len(added),
-            deleted=deleted,
-            skipped=tuple(skipped),
-            chunks=self.index.count()[1],
-            encoded=encoded,
-            tokens=tokens,
-            seconds=seconds,
+        ingestion = Ingestion(
+            self.index,
+            self.engine,
+            self.embedder,
+            Splitter(self._count_tokens, int(self.settings["chunk_tokens"])),
+            self._head(),
         )
+        return ingestion.run(Path(path), delete_missing=delete_missing, progress=progress)
 
     def delete(self, source: str | Path) -> None:
         """Drop a document, its chunks, and KV that no other document needs."""
         self.engine.forget(self.index.delete(str(source)))
-
-    def _update(self, file: Path, splitter: Splitter) -> bool:
-        """Index a file unless just this content is; says whether it had to."""
-        document = load_document(file)
-        content = digest(document.title, document.text)
-        if self.index.holds(str(file), content):
-            return False
-        chunks = splitter.split(document)
-        vectors = self.embedder.embed([chunk.text for chunk in chunks])
-        self.engine.forget(self.index.replace(str(file), content, chunks, vectors))
-        return True
-
-    def _delete_missing(self, root: Path, files: Sequence[Path]) -> int:
-        below, present = str(root.expanduser().resolve()), set(map(str, files))
-        gone = [
-            source
-            for source in self.index.sources()
-            if source not in present and (source == below or source.startswith(below + "/"))
-        ]
-        for source in gone:
-            self.delete(source)
-        return len(gone)
-
-    def _encode(self, sources: Sequence[str], progress: bool) -> tuple[int, int, float]:
-        """See that every chunk of the documents has KV; documents are marked as they are done."""
-        texts = {source: self.index.texts(source) for source in sources}
-        total = sum(map(len, texts.values()))
-        encoded, tokens, seconds = 0, 0, 0.0
-        with tqdm(total=total, desc="prefilling", unit="chunk", disable=not progress) as bar:
-            for group in _groups(texts):
-                chunks = [text for source in group for text in texts[source]]
-                summary = self.engine.encode(chunks, prefix=self._head(), progress=bar.update)
-                bar.update(len(chunks) - summary.encoded)
-                for source in group:
-                    self.index.mark_encoded(source)
-                encoded += summary.encoded
-                tokens += summary.tokens
-                seconds += summary.seconds if summary.encoded else 0.0
-        return encoded, tokens, seconds
 
     def _count_tokens(self, text: str) -> int:
         return len(self.engine.tokenization.literal(text))
@@ -383,17 +266,3 @@ class CachedRAG:
         """What every prompt says before its first chunk."""
         mark = "the first chunk"
         return self.engine.head(self._messages("?", [mark]), mark)
-
-
-def _groups(texts: dict[str, list[str]]) -> Iterator[list[str]]:
-    """Documents together until they have enough chunks for a few batches."""
-    group: list[str] = []
-    size = 0
-    for source, chunks in texts.items():
-        group.append(source)
-        size += len(chunks)
-        if size >= _GROUP_CHUNKS:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group

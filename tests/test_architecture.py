@@ -15,9 +15,20 @@ ROOT = Path(cached_rag.__file__).parent
 # A module may import what stands before it.
 ORDER = (
     *("errors", "selectors", "config", "fingerprint", "kv", "relocate", "assemble", "resolve"),
-    *("matmul_attention", "attention", "store", "fuse", "probe", "model", "prompt", "match"),
-    *("library", "plan", "encode", "decode", "report", "engine", "documents", "rag"),
-    *("benchmarks", "doctor", "demo", "cli"),
+    *(
+        "matmul_attention",
+        "attention",
+        "row_cache",
+        "store",
+        "fuse",
+        "probe",
+        "model",
+        "prompt",
+        "match",
+    ),
+    *("library", "plan", "encode", "decode", "report", "stream", "engine", "documents"),
+    *("answer", "ingest", "rag", "benchmarks", "doctor", "demo", "terminal", "cli_store"),
+    "cli",
 )
 FRAMEWORKS = ("langchain_core", "langchain", "llama_index", "langchain_cached_rag")
 
