@@ -197,7 +197,7 @@ class Engine:
         config = (config or GenerationConfig()).replace(**options)
         method = AUTO if config.method == "auto" else config.method
         report = Report(method)
-        with torch.inference_mode():
+        with self.lock, torch.inference_mode():
             # 1) The prompt's tokens, as plain generation would have them.
             clock = Clock()
             self.library.refresh()
@@ -257,7 +257,7 @@ class Engine:
         ids = torch.tensor([tokens.ids], device=self.model.device)
         layout = plan.layout(self.model.shapes.num_layers)
         cached = int((~layout.live).sum())
-        report.modules_hit = sum(place.begin > 0 for place in plan.placements)
+        report.modules_hit = sum(place.is_module for place in plan.placements)
         if not cached:
             done = prefill_rows(self.model.decoder, buffer, ids)
         else:

@@ -24,11 +24,17 @@ _HEAD_SLACK = 4
 
 @dataclass(frozen=True)
 class Placement:
-    """Cached KV for prompt tokens `begin` to `begin + kv.seq_len`; `is_exact` if lossless."""
+    """Cached KV for prompt tokens from `begin` on.
+
+    Attributes:
+        is_exact: what full prefill would compute.
+        is_module: else it is the prompt's prefix.
+    """
 
     begin: int
     kv: ModuleKV
     is_exact: bool
+    is_module: bool = True
 
     @property
     def end(self) -> int:
@@ -108,7 +114,7 @@ def _head(
         length = min(_shared(prefix_ids, ids), len(ids) - 1)
         kv = library.fetch((), prefix_ids) if length else None
         if kv is not None:
-            return [Placement(0, kv.slice(0, length), True)]
+            return [Placement(0, kv.slice(0, length), is_exact=True, is_module=False)]
     return []
 
 

@@ -73,8 +73,7 @@ class Stream(Iterator[str]):
         config: GenerationConfig,
     ) -> Generator[str, None, None]:
         clock = Clock()
-        with lock:
-            prefill = start()
+        prefill = start()
         self.report = report = prefill.report
         try:
             # 4) Token after token; the model is free for others in between.

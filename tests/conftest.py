@@ -6,6 +6,8 @@ import functools
 import os
 from typing import Any
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -16,7 +18,6 @@ from cached_rag import Engine, LanguageModel, StoreConfig, load_model, wrap_mode
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()  # tiny vocabularies make configurations complain
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 VOCAB = 240
 _SIZES = {

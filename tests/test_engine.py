@@ -94,6 +94,7 @@ def test_a_prompt_that_is_all_module_still_computes_its_last_token(engine):
     engine.encode([CHUNKS[0]])
     done = engine.prefill(CHUNKS[0], method="reuse", max_tokens=4)
     assert done.report.cached_tokens == len(done.tokens) - 1
+    assert done.report.modules_hit == 1
 
 
 def test_prefix_and_first_module_are_exact(engine):
