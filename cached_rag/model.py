@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from cached_rag import attention, fingerprint
 from cached_rag.assemble import KVShapes
@@ -82,7 +85,8 @@ def load_model(
     path = _converted(source) if source.is_gguf else source.path
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype)
+        with _without_bars() if Path(path).is_dir() else nullcontext():
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype)
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(
             f"cannot load a causal language model from {name!r}: {error}. Give a Hugging Face id, "
@@ -131,6 +135,18 @@ def wrap_model(model: Any, tokenizer: Any, *, name: str, revision: str) -> Langu
         context_length=_context_length(model.config),
         eos_ids=_eos_ids(model),
     )
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """No bar for the second that reading local weights takes; downloads keep theirs."""
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
 
 
 def best_device() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import CHUNKS, plain_logits, tiny_model, tiny_tokenizer
+from conftest import CHUNKS, RELOCATABLE, plain_logits, tiny_model, tiny_tokenizer
 
 from cached_rag import ConfigError, ContextOverflowError, Engine, RelocationError, StoreConfig
 
@@ -54,6 +54,17 @@ def test_full_ratio_generates_what_transformers_generates(engine):
     assert answer.text == tiny_tokenizer().decode(kept, skip_special_tokens=True)
     reuse = engine.generate(messages, method="reuse", max_tokens=24)
     assert reuse.token_ids != answer.token_ids  # control: without repair a random model differs
+
+
+@pytest.mark.parametrize("family", RELOCATABLE)
+def test_full_ratio_generates_what_transformers_generates_in_every_family(family):
+    engine = Engine(tiny_model(family), StoreConfig())
+    engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]))
+    messages = ask(CHUNKS[1], CHUNKS[2])
+    answer = engine.generate(messages, method="cacheblend", recompute_ratio=1, max_tokens=8)
+    assert answer.report.modules_hit == 2
+    expected = plain_generate(engine.model, plain_ids(messages), 8)
+    assert list(answer.token_ids) == [t for t in expected if t not in engine.model.eos_ids]
 
 
 @pytest.mark.parametrize("sampling", [{"top_k": 20}, {"top_p": 0.8}, {"top_k": 40, "top_p": 0.9}])
