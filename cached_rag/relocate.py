@@ -17,8 +17,8 @@ import torch
 from cached_rag.errors import RelocationError
 
 Style = Literal["none", "half", "interleaved"]
-# Keys are rotated in slices of about this many elements: the fp32 intermediates then stay in L2.
-_SLICE_ELEMENTS = 1 << 18
+# Keys are rotated in slices of about this many elements: the fp32 intermediates then stay in cache.
+_SLICE_ELEMENTS = 1 << 19
 
 
 @dataclass(frozen=True)

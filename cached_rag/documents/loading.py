@@ -85,7 +85,8 @@ def load_document(path: Path | str) -> Document:
 
 def _title(text: str) -> str:
     named = _TITLE.search(text, 0, 1000)
-    return (named.group(1) if named else text.partition("\n")[0])[:200].strip()
+    title = named.group(1) if named else text.partition("\n")[0]
+    return title.replace("``", "")[:200].strip()
 
 
 def _clean(text: str) -> str:
