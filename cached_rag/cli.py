@@ -60,8 +60,8 @@ def ingest(
         f"{summary.deleted} deleted; {summary.chunks} chunks, "
         f"{summary.encoded} prefilled now ({summary.tokens} tokens{rate})"
     )
-    for file, reason in summary.skipped:
-        err.print(f"skipped {file}: {reason}", style="yellow", markup=False)
+    for _, reason in summary.skipped:
+        err.print(f"skipped {reason}", style="yellow", markup=False)
 
 
 @app.command()
