@@ -1,12 +1,11 @@
 """The model-facing half: prompt in, text out, with cached modules wherever they occur in it.
 
-`Engine.stream` is the main flow; its numbered steps are the library in one screen. Knows no
+`Engine.prefill` is the main flow; its numbered steps are the library in one screen. Knows no
 document and no framework.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +29,6 @@ from cached_rag.selectors import Reuse, Selector
 from cached_rag.store import ModuleRecord
 from cached_rag.stream import Clock, Generation, Prefill, Stream
 
-_log = logging.getLogger(__name__)
 Prompt = str | Sequence[Message] | Rendered
 
 
@@ -245,9 +243,9 @@ class Engine:
             if config.method != "auto":
                 raise
             report.notes.append(str(error))
-            report.method = "prefix"
             in_place = plan.exact_only()
             switched = rule.limit is not None and plan.num_tokens > rule.limit
+            report.method = "full" if switched else "prefix"
             return (Plan((), (), plan.num_tokens) if switched else in_place), Reuse()
         return plan, selector
 

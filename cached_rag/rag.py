@@ -5,7 +5,6 @@ Knows the order of things; every step is somebody else's. No framework is import
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ from cached_rag.engine import Engine
 from cached_rag.errors import ConfigError, ContextOverflowError, IndexMismatchError
 from cached_rag.ingest import Ingestion, IngestSummary
 from cached_rag.prompt import Rendered
-
-_log = logging.getLogger(__name__)
 
 SYSTEM = "Answer the question with the help of the documents. Be brief and exact."
 _DEFAULTS = {

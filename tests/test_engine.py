@@ -229,6 +229,7 @@ def test_longrope_across_its_switch_is_refused_by_name_and_full_if_left_to_us():
     with pytest.raises(RelocationError, match="switch at 64"):
         engine.prefill(ask(*CHUNKS), method="reuse", max_tokens=2)
     done = engine.prefill(ask(*CHUNKS), max_tokens=2)
+    assert done.report.method == "full"
     plain = plain_logits(engine.model, done.tokens.ids)[-1]
     assert torch.allclose(done.logits[0], plain, atol=1e-4)
     short = engine.prefill(f"{CHUNKS[0]} Why?", method="reuse", max_tokens=2)
