@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cached_rag.answer import Answer, AnswerStream
     from cached_rag.config import METHODS, GenerationConfig, StoreConfig
+    from cached_rag.context import Context
     from cached_rag.engine import Engine
     from cached_rag.errors import (
         CachedRAGError,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
         ContextOverflowError,
         CorruptBlobError,
         DocumentError,
+        EvaluationError,
         IndexMismatchError,
         ModelError,
         ModelNotFoundError,
@@ -40,10 +42,12 @@ __all__ = [
     "CachedRAG",
     "CachedRAGError",
     "ConfigError",
+    "Context",
     "ContextOverflowError",
     "CorruptBlobError",
     "DocumentError",
     "Engine",
+    "EvaluationError",
     "Generation",
     "GenerationConfig",
     "IndexMismatchError",
@@ -61,7 +65,10 @@ __all__ = [
     "wrap_model",
 ]
 
-_MODULES = ("errors", "config", "report", "model", "stream", "engine", "answer", "ingest", "rag")
+_MODULES = (
+    *("errors", "config", "context", "report", "model", "stream", "engine", "answer", "ingest"),
+    "rag",
+)
 
 
 def __getattr__(name: str) -> object:

@@ -55,6 +55,15 @@ class Rows:
     def __post_init__(self) -> None:
         self.first, self.last = int(self.slots[0]), int(self.slots[-1])
         self.is_contiguous = self.last - self.first + 1 == len(self)
+        self.sees = self.visible()
+
+    def visible(self) -> torch.Tensor:
+        """(num_rows,) the last slot that each row sees: its own."""
+        return self.slots
+
+    def narrowed(self, keep: torch.Tensor) -> Rows:
+        """Some of the rows, by index or mask."""
+        return type(self)(self.slots[keep], self.length)
 
     def __len__(self) -> int:
         return self.slots.shape[0]
@@ -102,7 +111,7 @@ class Rows:
         blocks = []
         for begin in range(0, len(self), _BLOCK_ROWS):
             end = min(begin + _BLOCK_ROWS, len(self))
-            low, high = int(self.slots[begin]), int(self.slots[end - 1])
+            low, high = int(self.sees[begin]), int(self.sees[end - 1])
             oldest = 0 if window is None else max(0, low - window + 1)
             keys = slice(oldest, high + 1)
             blocks.append(_Block(slice(begin, end), keys, masked=end - begin > 1))
@@ -122,7 +131,7 @@ class Rows:
         mask = self._mask(block, window, query.dtype) if block.masked else None
         if prefers_matmul(query) and not block.causal:
             if mask is not None and window is None:  # keys up to the first row's are seen by all
-                mask = mask[:, int(self.slots[block.rows.start]) + 1 :]
+                mask = mask[:, int(self.sees[block.rows.start]) + 1 :]
             return matmul_attention(query, keys, values, mask, scale)
         groups = query.shape[1] // keys.shape[1]
         grouped = groups > 1 and query.device.type == "cpu"
@@ -148,7 +157,7 @@ class Rows:
         kept = self._masks.get(name)
         if kept is not None:
             return kept
-        slots = self.slots[block.rows, None]
+        slots = self.sees[block.rows, None]
         keys = torch.arange(block.keys.start, block.keys.stop, device=slots.device)[None]
         hidden = keys > slots
         if window is not None:
@@ -171,6 +180,17 @@ class Attending(Protocol):
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Each layer's sliding window."""
+        ...
+
+    def observe(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        scale: float | None,
+        window: int | None,
+    ) -> None:
+        """Told of every layer's query and keys before they meet."""
         ...
 
 
@@ -203,6 +223,7 @@ def _attention(
         )
         return output, None
     window = state.windows[module.layer_idx]  # type: ignore[index]
+    state.observe(module.layer_idx, query, key, scaling, window)  # type: ignore[arg-type]
     output = state.rows.attend(query, key, value, scaling, window)
     return output.transpose(1, 2), None
 

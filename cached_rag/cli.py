@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 from cached_rag import __version__
+from cached_rag.cli_eval import evaluate_command
 from cached_rag.cli_store import store_app
 from cached_rag.errors import CachedRAGError
 from cached_rag.terminal import DEFAULT_INDEX, Index, Json, err, out, print_json, require_index
@@ -24,12 +25,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(store_app, name="store")
+app.command("eval")(evaluate_command)
 Model = Annotated[
     str | None, typer.Option(help="Alias, hub id, folder or .gguf file; kept in a new index.")
 ]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps.")]
-Method = Annotated[str, typer.Option(help="auto, full, prefix, reuse or cacheblend.")]
+Method = Annotated[str, typer.Option(help="auto, full, prefix, reuse, cacheblend, epic, ...")]
 Ratio = Annotated[float | None, typer.Option(help="Share of cached tokens to recompute.")]
 
 
@@ -40,6 +42,9 @@ def ingest(
     model: Model = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens of a chunk.")] = None,
     codec: Annotated[str | None, typer.Option(help="raw, or int8 for half the disk.")] = None,
+    context: Annotated[
+        str | None, typer.Option(help="Encode chunks behind: primer, none, neighbours:N.")
+    ] = None,
     delete_missing: Annotated[bool, typer.Option(help="Drop documents gone from PATH.")] = False,
     dtype: Dtype = None,
     device: Device = None,
@@ -48,7 +53,7 @@ def ingest(
     """Read, split, embed, index and prefill documents; again does only what is new."""
     from cached_rag import CachedRAG
 
-    options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "codec": codec}
+    options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "codec": codec, "context": context}
     with CachedRAG.open(index, model, dtype=dtype, device=device, **options) as rag:
         summary = rag.ingest(path, delete_missing=delete_missing, progress=not as_json)
     if as_json:

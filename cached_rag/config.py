@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from cached_rag.errors import ConfigError
-from cached_rag.selectors import SELECTORS, Selector
+from cached_rag.selectors import SELECTORS, Selector, parse_method
 
-# `auto` is what this name stands for; see docs/methods.md for why.
-AUTO = "cacheblend"
+# `auto` is this method at this ratio; docs/quality.md has the figures that chose it.
+AUTO = "prophetkv"
+AUTO_RATIO = 0.08
 METHODS = ("auto", "full", "prefix", *SELECTORS)
 _METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")
 
@@ -20,7 +21,8 @@ class GenerationConfig:
     """How one prompt is prefilled and answered.
 
     Attributes:
-        method: how cached modules are used, one of `METHODS`.
+        method: how cached modules are used: one of `METHODS`, with options as in
+            "epic:anchor_tokens=32", several as in "epic+prophetkv", or a selector.
         recompute_ratio: share of the reused tokens to recompute; None for the method's default.
         check_layer, gradual: CacheBlend's; None for the method's default.
         max_tokens: most tokens to generate.
@@ -34,9 +36,9 @@ class GenerationConfig:
         ConfigError: a value out of range, or an option its method does not have.
     """
 
-    method: str = "auto"
+    method: str | Selector = "auto"
     recompute_ratio: float | None = None
-    check_layer: int | None = None
+    check_layer: int | tuple[int, ...] | None = None
     gradual: bool | None = None
     max_tokens: int = 256
     temperature: float = 0.0
@@ -48,7 +50,6 @@ class GenerationConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _strings(self.stop))
-        _require(self.method in METHODS, f"method {self.method!r} is not one of {METHODS}")
         _require(self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
         _require(self.temperature >= 0, f"temperature cannot be negative: {self.temperature}")
         _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}")
@@ -57,14 +58,26 @@ class GenerationConfig:
         _require(penalty is None or penalty > 0, f"repetition_penalty must be > 0, not {penalty}")
         self.selector()
 
+    @property
+    def method_name(self) -> str:
+        """The method, after `auto` was resolved."""
+        if not isinstance(self.method, str):
+            return type(self.method).__name__.lower()
+        return AUTO if self.method == "auto" else self.method
+
     def selector(self) -> Selector | None:
         """The method's selector with its options; None where nothing is chosen (full, prefix)."""
+        if not isinstance(self.method, str):
+            return self.method
+        if self.method in ("full", "prefix"):
+            return None
         given = {n: getattr(self, n) for n in _METHOD_OPTIONS if getattr(self, n) is not None}
-        cls = SELECTORS.get(AUTO if self.method == "auto" else self.method)
-        if cls is None:
-            return None  # a recompute_ratio is harmless where nothing approximate is reused
-        known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        return cls(**{name: value for name, value in given.items() if name in known})
+        if self.method == "auto":
+            given = {"recompute_ratio": AUTO_RATIO} | given
+        found = parse_method(self.method_name, SELECTORS, given)
+        for name in given.keys() - {"recompute_ratio"}:  # a ratio is harmless to any method
+            _require(hasattr(found, name), f"{self.method_name} has no option {name!r}")
+        return found
 
     def replace(self, **options: Any) -> GenerationConfig:
         """A copy with some settings changed.

@@ -46,8 +46,24 @@ def encode_prefix(model: LanguageModel, prefix_ids: Sequence[int]) -> ModuleKV:
     ids = tuple(prefix_ids)
     buffer = KVBuffer.like(model.shapes, len(ids))
     tokens = torch.tensor([ids], device=model.device)
-    prefill_rows(model.decoder, buffer, tokens, wants_logits=False)
+    prefill_rows(model.decoder, buffer, tokens, num_logits=0)
     return buffer.read(0, len(ids), ids)
+
+
+def join(model: LanguageModel, base: ModuleKV | None, module: ModuleKV) -> ModuleKV:
+    """A KV and, moved right behind it, another: what a prompt of both would be assembled to.
+
+    Raises:
+        RelocationError: the module has to be moved and the model's keys cannot be.
+    """
+    if base is None:
+        return module
+    length = base.seq_len + module.seq_len
+    model.rule.check(base.seq_len - module.start, length)
+    buffer = KVBuffer.like(model.shapes, length)
+    buffer.place(base, 0, _IN_PLACE)
+    buffer.place(module, base.seq_len, model.rule)
+    return buffer.read(0, length, base.token_ids + module.token_ids)
 
 
 def encode_modules(
@@ -92,7 +108,7 @@ def _encode_batch(
     if prefix:
         buffer.place(prefix, 0, _IN_PLACE)
     slots = torch.arange(start, length, device=model.device)
-    prefill_rows(model.decoder, buffer, tokens.to(model.device), slots, wants_logits=False)
+    prefill_rows(model.decoder, buffer, tokens.to(model.device), slots, num_logits=0)
     for row, ids in enumerate(batch):
         yield buffer.read(start, start + len(ids), ids, row)
 

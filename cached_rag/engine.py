@@ -7,26 +7,24 @@ document and no framework.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from cached_rag.assemble import KVBuffer, Workspace
-from cached_rag.config import AUTO, GenerationConfig, StoreConfig
-from cached_rag.encode import EncodeSummary, encode_modules, encode_prefix
+from cached_rag.config import GenerationConfig, StoreConfig
+from cached_rag.context import Context
+from cached_rag.encode import EncodeSummary
+from cached_rag.encoder import Encoder
 from cached_rag.errors import ConfigError, ContextOverflowError, RelocationError
 from cached_rag.fuse import Prefilled, prefill_rows, prefill_selected
-from cached_rag.kv import ModuleKV
 from cached_rag.library import Library
-from cached_rag.match import ANCHOR, record_of
 from cached_rag.model import LanguageModel, load_model
 from cached_rag.plan import Plan, make_plan
 from cached_rag.prompt import Message, Rendered, Tokenization, Tokens
 from cached_rag.report import Report
-from cached_rag.selectors import Reuse, Selector
-from cached_rag.store import ModuleRecord
+from cached_rag.selectors import CacheBlend, Reuse, Selector
 from cached_rag.stream import Clock, Generation, Prefill, Stream
 
 Prompt = str | Sequence[Message] | Rendered
@@ -42,6 +40,7 @@ class Engine:
         self.model = model
         self.library = Library(store or StoreConfig(), model.fingerprint)
         self.tokenization = Tokenization(model.tokenizer)
+        self._encoder = Encoder(model, self.library, self.tokenization)
         self._workspace = Workspace(model.shapes)
         self.lock = threading.Lock()
 
@@ -79,6 +78,8 @@ class Engine:
         texts: Sequence[str],
         prefix: Prompt | None = None,
         progress: Callable[[int], object] = lambda _: None,
+        *,
+        context: Context | None = None,
     ) -> EncodeSummary:
         """Prefill texts once and keep their KV; those that are there already cost nothing.
 
@@ -87,33 +88,15 @@ class Engine:
                 (surrounding white space aside).
             prefix: what they will stand behind (see `head`); None for BOS alone.
             progress: called with the number of modules prefilled, after each batch.
+            context: what stands between prefix and text while it is prefilled; None for nothing.
 
         Raises:
-            ContextOverflowError: a text exceeds the context.
+            ContextOverflowError: a text exceeds the model's context.
             StoreFullError: no room left; what was encoded before is kept.
         """
-        started = time.perf_counter()
-        records, skipped = self._records(texts)
-        prefix_ids = self._prefix_ids(prefix, next((t for t in map(str.strip, texts) if t), ""))
+        rendered = None if prefix is None else self._rendered(prefix)
         with self.lock:
-            head = self._ensure_prefix(prefix_ids)
-            wanted = {
-                record.token_ids: record
-                for record in records
-                if not self.library.holds(prefix_ids, record.token_ids)
-            }
-            present = [record for record in records if record.token_ids not in wanted]
-            self.library.add_modules(present)
-            for kv in encode_modules(self.model, head, list(wanted), progress):
-                self.library.put(prefix_ids, kv)
-                self.library.add_modules([wanted[kv.token_ids]])
-        return EncodeSummary(
-            encoded=len(wanted),
-            present=len(present),
-            skipped=tuple(skipped),
-            tokens=sum(map(len, wanted)),
-            seconds=time.perf_counter() - started,
-        )
+            return self._encoder.encode(texts, rendered, context, progress)
 
     def forget(self, texts: Sequence[str]) -> int:
         """Drop modules and their KV; says how many KVs went."""
@@ -132,38 +115,6 @@ class Engine:
             raise ConfigError(f"the rendered messages do not contain {before!r}")
         literal = tuple(span for span in rendered.literal if span[1] <= at)
         return Rendered(rendered.text[:at], literal, is_chat=True)
-
-    def _prefix_ids(self, prefix: Prompt | None, following: str) -> tuple[int, ...]:
-        """The prefix's tokens where a module follows: its last characters may merge differently."""
-        if prefix is None:
-            return self.tokenization.sink_ids
-        head = self._rendered(prefix)
-        whole = Rendered(head.text + following[:ANCHOR], head.literal, head.is_chat)
-        tokens = self.tokenization.tokenize(whole)
-        count = sum(end <= len(head.text) for end in tokens.ends)
-        return tuple(tokens.ids[:count])
-
-    def _ensure_prefix(self, prefix_ids: tuple[int, ...]) -> ModuleKV | None:
-        """The prefix's own KV, computed if need be, and known as a prefix from now on."""
-        if not prefix_ids:
-            return None
-        kv = self.library.fetch((), prefix_ids)
-        if kv is None:
-            kv = encode_prefix(self.model, prefix_ids)
-            self.library.put((), kv)
-        self.library.add_prefix(prefix_ids)
-        return kv
-
-    def _records(self, texts: Sequence[str]) -> tuple[list[ModuleRecord], list[tuple[str, str]]]:
-        records: dict[str, ModuleRecord] = {}
-        skipped = []
-        for text in (text.strip() for text in texts):
-            if len(text) < ANCHOR:
-                skipped.append((text, f"shorter than {ANCHOR} characters, cheaper to prefill"))
-                continue
-            record = record_of(text, self.tokenization.literal(text))
-            records[record.text_digest] = record
-        return list(records.values()), skipped
 
     # Generation ------------------------------------------------------------------------------
 
@@ -193,13 +144,13 @@ class Engine:
     ) -> Prefill:
         """Everything up to the logits of the first answer token. Errors as `generate`."""
         config = (config or GenerationConfig()).replace(**options)
-        method = AUTO if config.method == "auto" else config.method
+        method = config.method_name
         report = Report(method)
         with self.lock, torch.inference_mode():
             # 1) The prompt's tokens, as plain generation would have them.
             clock = Clock()
             self.library.refresh()
-            tokens, plan = self._plan(self._rendered(prompt), method, report)
+            tokens, plan = self.plan(prompt, method, report)
             report.prompt_tokens = len(tokens)
             self._check_fits(len(tokens), config.max_tokens)
             report.match_ms = clock.lap() - report.load_ms
@@ -213,7 +164,9 @@ class Engine:
             report.fuse_ms = clock.lap()
         return Prefill(tokens, done.logits, buffer, report, lambda: self._workspace.give(buffer))
 
-    def _plan(self, rendered: Rendered, method: str, report: Report) -> tuple[Tokens, Plan]:
+    def plan(self, prompt: Prompt, method: str, report: Report) -> tuple[Tokens, Plan]:
+        """The prompt's tokens, and which of them come from which module; computes nothing."""
+        rendered = self._rendered(prompt)
         if method == "full":
             tokens = self.tokenization.tokenize(rendered)
             return tokens, Plan((), (), len(tokens))
@@ -247,6 +200,9 @@ class Engine:
             switched = rule.limit is not None and plan.num_tokens > rule.limit
             report.method = "full" if switched else "prefix"
             return (Plan((), (), plan.num_tokens) if switched else in_place), Reuse()
+        if config.method == "auto" and not self.model.decoder.is_fast:
+            report.method, selector = "cacheblend", CacheBlend()
+            report.notes.append("this model's attention cannot be watched, so cacheblend is used")
         return plan, selector
 
     def _compute(

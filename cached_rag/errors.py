@@ -10,7 +10,8 @@
     │   ├── CorruptBlobError       a KV file that is damaged, or belongs to something else
     │   └── StoreFullError         no room left on the disk
     ├── DocumentError          a document that cannot be read, or has no text
-    └── IndexMismatchError     an index made with other settings than the ones asked for
+    ├── IndexMismatchError     an index made with other settings than the ones asked for
+    └── EvaluationError        a question-answering set or a journal that cannot be used
 
 A message says what happened, why, and the remedy.
 """
@@ -60,3 +61,7 @@ class DocumentError(CachedRAGError):
 
 class IndexMismatchError(CachedRAGError):
     """An index on disk was made with other settings than those asked for."""
+
+
+class EvaluationError(CachedRAGError):
+    """A question-answering set or an evaluation's earlier results cannot be used."""

@@ -36,6 +36,7 @@ def module_key(
     prefix_ids: Sequence[int],
     token_ids: Sequence[int],
     namespace: str = "",
+    context: str = "",
 ) -> str:
     """The store key of one module, encoded behind one prefix, for one tenant.
 
@@ -44,5 +45,7 @@ def module_key(
         prefix_ids: the tokens the module was encoded behind (may be empty).
         token_ids: the module's own tokens.
         namespace: tenants never see each other's entries.
+        context: name of what stood between prefix and module; empty for nothing.
     """
-    return digest(fingerprint, namespace, ids_digest(prefix_ids), ids_digest(token_ids))
+    parts = (fingerprint, namespace, context, ids_digest(prefix_ids), ids_digest(token_ids))
+    return digest(*parts)

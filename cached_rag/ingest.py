@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from cached_rag.context import Context
 from cached_rag.documents import DocumentIndex, Embeddings, Splitter, find_documents, load_document
 from cached_rag.engine import Engine
 from cached_rag.errors import DocumentError
@@ -47,13 +48,14 @@ class IngestSummary:
 
 @dataclass(frozen=True)
 class Ingestion:
-    """What an ingestion works with; `head` is what chunks are encoded behind."""
+    """What an ingestion works with; `head` and `context` are what chunks are encoded behind."""
 
     index: DocumentIndex
     engine: Engine
     embedder: Embeddings
     splitter: Splitter
     head: Rendered
+    context: Context | None
 
     def run(self, path: Path, *, delete_missing: bool, progress: bool) -> IngestSummary:
         """Read, index, delete, encode; see `CachedRAG.ingest`."""
@@ -110,7 +112,9 @@ class Ingestion:
         with tqdm(total=total, desc="prefilling", unit="chunk", disable=not progress) as bar:
             for group in _groups(texts):
                 chunks = [text for source in group for text in texts[source]]
-                summary = self.engine.encode(chunks, prefix=self.head, progress=bar.update)
+                summary = self.engine.encode(
+                    chunks, self.head, progress=bar.update, context=self.context
+                )
                 bar.update(len(chunks) - summary.encoded)
                 for source in group:
                     self.index.mark_encoded(source)

@@ -23,10 +23,18 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """A module's KV and the prefix it was computed behind."""
+class Behind:
+    """What modules were encoded behind: a prefix, and the name of a context that followed it."""
 
     prefix_ids: tuple[int, ...]
+    context: str = ""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """A module's KV and what it was computed behind."""
+
+    behind: Behind
     kv: ModuleKV
 
 
@@ -47,7 +55,7 @@ class Library:
             self.disk = DiskStore(root, codec=config.codec, max_bytes=config.disk_bytes)
             self.store = TieredStore([memory, self.disk])
             self._catalog = Catalog(root / "catalog.sqlite", fingerprint, config.namespace)
-        self._prefixes: list[tuple[int, ...]] = []
+        self._behinds: list[Behind] = []
         self._last_row = 0
         self._generation = 0
         self._lock = threading.Lock()
@@ -72,18 +80,18 @@ class Library:
             for row, module in self._catalog.modules(after=self._last_row):
                 self.table.add(module)
                 self._last_row = row
-            self._prefixes = _longest_first(self._catalog.prefixes())
+            self._behinds = _longest_first(Behind(*row) for row in self._catalog.prefixes())
 
-    def prefixes(self) -> list[tuple[int, ...]]:
-        """Known prefixes, longest first."""
-        return self._prefixes
+    def behinds(self) -> list[Behind]:
+        """What modules may stand behind: longest prefix first, with a context before without."""
+        return self._behinds
 
-    def add_prefix(self, prefix_ids: tuple[int, ...]) -> None:
-        """Know one more prefix that modules may stand behind."""
+    def add_behind(self, behind: Behind) -> None:
+        """Know one more thing that modules may stand behind."""
         with self._lock:
-            self._prefixes = _longest_first({*self._prefixes, prefix_ids})
+            self._behinds = _longest_first({*self._behinds, behind})
         if self._catalog is not None:
-            self._catalog.add_prefix(prefix_ids)
+            self._catalog.add_prefix(behind.prefix_ids, behind.context)
 
     def add_modules(self, modules: Sequence[ModuleRecord]) -> None:
         """Know texts as modules, so that they are found in prompts."""
@@ -94,10 +102,10 @@ class Library:
             self._catalog.add_modules(modules)
 
     def remove(self, modules: Iterable[ModuleRecord]) -> int:
-        """Forget modules and their KV behind every known prefix; says how many KVs went."""
+        """Forget modules and all their KV; says how many KVs went."""
         modules = list(modules)
-        behind = [(), *self._prefixes]
-        keys = [self.key(prefix, module.token_ids) for module in modules for prefix in behind]
+        behinds = {Behind(()), *self._behinds}
+        keys = [self.key(behind, module.token_ids) for module in modules for behind in behinds]
         gone = sum(self.store.delete(key) for key in keys)
         if self._catalog is not None:
             self._catalog.remove_modules([module.text_digest for module in modules])
@@ -106,40 +114,40 @@ class Library:
             self.table.discard(modules)
         return gone
 
-    def key(self, prefix_ids: Sequence[int], token_ids: Sequence[int]) -> str:
-        """The store key of a module behind a prefix."""
-        return module_key(self.fingerprint, prefix_ids, token_ids, self.namespace)
+    def key(self, behind: Behind, token_ids: Sequence[int]) -> str:
+        """The store key of a module in one encoding."""
+        return module_key(
+            self.fingerprint, behind.prefix_ids, token_ids, self.namespace, behind.context
+        )
 
-    def holds(self, prefix_ids: Sequence[int], token_ids: Sequence[int]) -> bool:
-        """Whether there is KV for a module behind a prefix."""
-        return self.key(prefix_ids, token_ids) in self.store
+    def holds(self, behind: Behind, token_ids: Sequence[int]) -> bool:
+        """Whether there is KV for a module behind that."""
+        return self.key(behind, token_ids) in self.store
 
-    def put(self, prefix_ids: Sequence[int], kv: ModuleKV) -> None:
+    def put(self, behind: Behind, kv: ModuleKV) -> None:
         """Keep a module's KV.
 
         Raises:
             StoreFullError: there is no room.
         """
-        self.store.put(self.key(prefix_ids, kv.token_ids), kv)
+        self.store.put(self.key(behind, kv.token_ids), kv)
 
-    def fetch(self, prefix_ids: Sequence[int], token_ids: Sequence[int]) -> ModuleKV | None:
+    def fetch(self, behind: Behind, token_ids: Sequence[int]) -> ModuleKV | None:
         """A module's KV, or None if there is none or it is damaged (which is logged)."""
         try:
-            return self.store.get(self.key(prefix_ids, token_ids), token_ids)
+            return self.store.get(self.key(behind, token_ids), token_ids)
         except CorruptBlobError as error:
             _log.warning("%s The module is computed anew.", error)
             return None
 
-    def best_encoding(
-        self, prefixes: Sequence[tuple[int, ...]], token_ids: Sequence[int]
-    ) -> Encoding | None:
-        """The module's KV behind the first of `prefixes` for which there is any."""
-        for prefix_ids in prefixes:
-            kv = self.fetch(prefix_ids, token_ids)
+    def best_encoding(self, behinds: Sequence[Behind], token_ids: Sequence[int]) -> Encoding | None:
+        """The module's KV behind the first of `behinds` for which there is any."""
+        for behind in behinds:
+            kv = self.fetch(behind, token_ids)
             if kv is not None:
-                return Encoding(prefix_ids, kv)
+                return Encoding(behind, kv)
         return None
 
 
-def _longest_first(prefixes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    return sorted(prefixes, key=len, reverse=True)
+def _longest_first(behinds: Iterable[Behind]) -> list[Behind]:
+    return sorted(behinds, key=lambda b: (len(b.prefix_ids), b.context != ""), reverse=True)

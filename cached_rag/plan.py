@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from cached_rag.kv import ModuleKV
-from cached_rag.library import Library
+from cached_rag.library import Behind, Library
 from cached_rag.match import Alignment, Occurrence, align
 from cached_rag.prompt import Tokens
 from cached_rag.selectors import Layout
@@ -83,13 +83,18 @@ def make_plan(
         sink_ids: what modules encoded alone stand behind.
     """
     ids = tuple(tokens.ids)
-    prefixes = [p for p in library.prefixes() if _shared(p, ids) >= max(1, len(p) - _HEAD_SLACK)]
-    placements = _head(library, prefixes, ids)
+    known = library.behinds()
+    behinds = [b for b in known if _is_before(b.prefix_ids, ids)]
+    placements = _head(library, [behind.prefix_ids for behind in behinds], ids)
     aligned = [found for found in (align(o, tokens) for o in occurrences) if found]
-    behind = [*prefixes, *({sink_ids, ()} - set(prefixes))]
+    alone = [Behind(sink_ids), Behind(())]
+    behinds += [behind for behind in alone if behind not in behinds]
     missed = []
     for found in aligned:
-        encoding = library.best_encoding(behind, found.module.token_ids)
+        # Right behind its own prefix a module without context is exact, which beats all else.
+        in_place = Behind(ids[: found.begin])
+        first = [in_place] if in_place in behinds and not found.offset else []
+        encoding = library.best_encoding([*first, *behinds], found.module.token_ids)
         if encoding is None:
             missed.append(found)
             continue
@@ -101,7 +106,7 @@ def make_plan(
             continue
         offset = found.offset + begin - found.begin
         kv = encoding.kv.slice(offset, offset + end - begin)
-        own_context = offset == 0 and kv.start == begin and encoding.prefix_ids == ids[:begin]
+        own_context = offset == 0 and kv.start == begin and encoding.behind == in_place
         placements.append(Placement(begin, kv, own_context))
     return Plan(tuple(placements), tuple(missed), len(ids))
 
@@ -112,10 +117,14 @@ def _head(
     """The longest known prefix's own KV: exact, also where only its beginning is shared."""
     for prefix_ids in prefixes:
         length = min(_shared(prefix_ids, ids), len(ids) - 1)
-        kv = library.fetch((), prefix_ids) if length else None
+        kv = library.fetch(Behind(()), prefix_ids) if length else None
         if kv is not None:
             return [Placement(0, kv.slice(0, length), is_exact=True, is_module=False)]
     return []
+
+
+def _is_before(prefix_ids: Sequence[int], ids: Sequence[int]) -> bool:
+    return _shared(prefix_ids, ids) >= max(1, len(prefix_ids) - _HEAD_SLACK)
 
 
 def _shared(first: Sequence[int], second: Sequence[int]) -> int:

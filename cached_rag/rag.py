@@ -11,6 +11,7 @@ from typing import Any
 
 from cached_rag.answer import Answer, AnswerStream
 from cached_rag.config import GenerationConfig, StoreConfig
+from cached_rag.context import PRIMER, Context
 from cached_rag.documents import (
     DEFAULT_EMBEDDING,
     DocumentIndex,
@@ -30,6 +31,7 @@ _DEFAULTS = {
     "embedding": DEFAULT_EMBEDDING,
     "chunk_tokens": "256",
     "codec": "raw",
+    "context": "primer",
     "system": SYSTEM,
 }
 
@@ -63,6 +65,7 @@ class CachedRAG:
         embedding: str | Embeddings | None = None,
         chunk_tokens: int | None = None,
         codec: str | None = None,
+        context: str | None = None,
         system: str | None = None,
         memory_bytes: int = 2 << 30,
         disk_bytes: int | None = None,
@@ -78,6 +81,9 @@ class CachedRAG:
             embedding: a sentence-transformers name, or an object that embeds.
             chunk_tokens: most tokens of a chunk, counted by the model's tokenizer.
             codec: how KV is kept on disk, "raw" or "int8".
+            context: what chunks are encoded behind, besides the prompt's head: "primer" (some
+                neutral text), "none", or "neighbours:n" (the n nearest chunks, which takes two
+                passes and twice the disk); see docs/quality.md.
             system: the system prompt that questions are asked under.
             memory_bytes, disk_bytes: bounds on the KV kept in memory and on disk.
             engine: one that exists already, instead of loading `model`; it keeps its own store.
@@ -93,8 +99,11 @@ class CachedRAG:
             "embedding": named,
             "chunk_tokens": None if chunk_tokens is None else str(chunk_tokens),
             "codec": codec,
+            "context": context,
             "system": system,
         }
+        if context is not None:
+            _context_kind(context)
         root = Path(path).expanduser()
         settings = {name: value for name, value in asked.items() if value is not None}
         store = StoreConfig(str(root / "kv"), codec or "raw", memory_bytes, disk_bytes)
@@ -175,6 +184,7 @@ class CachedRAG:
             self.embedder,
             Splitter(self._count_tokens, int(self.settings["chunk_tokens"])),
             self._head(),
+            self._context(),
         )
         return ingestion.run(Path(path), delete_missing=delete_missing, progress=progress)
 
@@ -259,7 +269,28 @@ class CachedRAG:
             {"role": "user", "content": f"{context}\n\nQuestion: {question.strip()}"},
         ]
 
+    def _context(self) -> Context | None:
+        """What chunks are encoded behind, besides the head."""
+        kind, count = _context_kind(self.settings["context"])
+        if kind != "neighbours":
+            return PRIMER if kind == "primer" else None
+
+        def nearest(text: str) -> list[str]:
+            hits = self.index.search(self.embedder.embed([text])[0], count + 1)
+            return [hit.text for hit in reversed(hits) if hit.text != text][-count:]
+
+        return Context(f"neighbours:{count}", nearest)
+
     def _head(self) -> Rendered:
         """What every prompt says before its first chunk."""
         mark = "the first chunk"
         return self.engine.head(self._messages("?", [mark]), mark)
+
+
+def _context_kind(text: str) -> tuple[str, int]:
+    """("none" | "primer" | "neighbours", how many)."""
+    kind, _, count = text.partition(":")
+    is_counted = kind == "neighbours" and count.isdigit() and int(count) > 0
+    if not is_counted and text not in ("none", "primer"):
+        raise ConfigError(f"context {text!r} is not one of none, primer, neighbours:n")
+    return kind, int(count or 0)

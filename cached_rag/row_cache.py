@@ -12,6 +12,7 @@ from transformers import Cache
 
 from cached_rag.assemble import KVBuffer
 from cached_rag.attention import Rows
+from cached_rag.observe import Observed, Observer
 
 
 class Peeked(Exception):  # noqa: N818 (a signal, not an error)
@@ -34,6 +35,7 @@ class RowCache(Cache):  # type: ignore[misc]
         self.windows = windows
         self.is_peeking = False
         self.peeked: tuple[torch.Tensor, ...] = ()
+        self.observer: Observer | None = None
         self._entering = entering
 
     def update(
@@ -54,6 +56,25 @@ class RowCache(Cache):  # type: ignore[misc]
         if self.is_peeking:
             raise Peeked
         return keys[:, :, : self.rows.length], values[:, :, : self.rows.length]
+
+    def observe(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        scale: float | None,
+        window: int | None,
+    ) -> None:
+        """Pass on what a layer's attention is about to do.
+
+        Raises:
+            Observed: this is the last layer, so there is nothing more to see.
+        """
+        if self.observer is None:
+            return
+        self.observer(layer, self.rows, query, keys, scale, window)
+        if layer == len(self.windows) - 1:
+            raise Observed
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Slots before the tokens that enter the model, were they the last ones."""

@@ -53,7 +53,7 @@ class Stream(Iterator[str]):
         prefill: Callable[[], Prefill],
         config: GenerationConfig,
     ) -> None:
-        self.report = Report(config.method)
+        self.report = Report(config.method_name)
         self.token_ids: list[int] = []
         self.finish_reason = "length"
         self._pieces: Generator[str, None, None] = self._run(model, lock, prefill, config)

@@ -18,7 +18,9 @@ ORDER = (
     *(
         "matmul_attention",
         "attention",
+        "observe",
         "row_cache",
+        "row_pass",
         "store",
         "fuse",
         "probe",
@@ -26,8 +28,9 @@ ORDER = (
         "prompt",
         "match",
     ),
-    *("library", "plan", "encode", "decode", "report", "stream", "engine", "documents"),
-    *("answer", "ingest", "rag", "benchmarks", "doctor", "demo", "terminal", "cli_store"),
+    *("context", "library", "plan", "encode", "encoder", "decode", "report", "stream", "engine"),
+    *("documents", "answer", "ingest", "rag", "benchmarks", "evaluation", "doctor", "demo"),
+    *("terminal", "cli_store", "cli_eval"),
     "cli",
 )
 FRAMEWORKS = ("langchain_core", "langchain", "llama_index", "langchain_cached_rag")

@@ -18,6 +18,7 @@ from cached_rag import (
     StoreConfig,
     StoreFullError,
 )
+from cached_rag.context import PRIMER
 from cached_rag.library import Library
 
 
@@ -66,7 +67,7 @@ def ingest(rag, path, **options):
 
 
 def test_ingest_ask_and_ask_again(opened, docs):
-    rag = opened()
+    rag = opened(context="none")
     summary = ingest(rag, docs)
     assert (summary.added, summary.encoded, summary.skipped) == (3, 3, ())
     answer = rag.ask("Why does copper turn green in the air?", k=2, max_tokens=6)
@@ -177,3 +178,12 @@ def test_questions_that_cannot_be_answered_say_why(opened, docs):
         rag.ask("why " * 2000)
     fitting = rag.ask("copper " * 10, k=3, max_tokens=850)  # room for fewer chunks than asked
     assert len(fitting.sources) < 3
+
+
+@pytest.mark.parametrize("context", ["primer", "none", "neighbours:1"])
+def test_an_index_keeps_how_it_encodes(context, opened, docs):
+    rag = opened(context=context)
+    rag.ingest(docs, progress=False)
+    names = {behind.context for behind in rag.engine.library.behinds()}
+    assert names == {{"primer": PRIMER.name, "none": "", "neighbours:1": "neighbours:1"}[context]}
+    assert rag.ask("What turns green?", k=2, method="reuse", max_tokens=2).report.modules_hit == 2

@@ -10,6 +10,7 @@ import torch
 
 from cached_rag.encode import BATCH_TOKENS, encode_modules
 from cached_rag.engine import Engine
+from cached_rag.library import Behind
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def bench_ingest(
     for _ in range(repeats + 1):
         began = time.perf_counter()
         for kv in encode_modules(engine.model, None, rows):
-            engine.library.put((0,), kv)
+            engine.library.put(Behind((0,)), kv)
         own.append(time.perf_counter() - began)
         began = time.perf_counter()
         with torch.inference_mode():

@@ -33,6 +33,12 @@ class Layout:
         """(seq_len,) bool: approximate tokens, the ones a method may choose to recompute."""
         return ~(self.live | self.exact)
 
+    @property
+    def question(self) -> int:
+        """Where the question begins: behind the last token that has cached KV."""
+        covered = (~self.live).nonzero()
+        return int(covered[-1]) + 1 if len(covered) else 0
+
 
 @dataclass(frozen=True)
 class LayerCheck:

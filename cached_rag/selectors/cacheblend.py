@@ -14,55 +14,79 @@ import torch
 from cached_rag.errors import ConfigError
 from cached_rag.selectors.base import LayerCheck, Layout
 
-# The gradual schedule falls from 1.5 r at the check layer to 0.5 r at the last: r on average.
-_GRADUAL_SPAN = 0.5
+# Schedules start at 1.5 r. The gradual one falls to 0.5 r at the last layer: r on average.
+_SPAN = 0.5
+_SCORES = ("values", "keys")
 
 
 @dataclass(frozen=True)
 class CacheBlend:
-    """Top-r by squared deviation of the values.
+    """Top-r by squared deviation.
 
     Attributes:
         recompute_ratio: share r of the reused tokens that is recomputed.
-        check_layer: where deviations are measured (>= 1: values of layer 0 never deviate).
-        gradual: the paper's gradual filtering (Figure 9): measured again at every later layer,
-            keeping fewer and fewer rows, r on average.
+        check_layer: where deviations are measured (>= 1: those of layer 0 are none); of several
+            layers each keeps fewer rows, the last one r.
+        gradual: the paper's gradual filtering (Figure 9): measured again at every layer from the
+            check layer on, r on average.
+        score: deviation of the "values" (the paper) or of the "keys" (LMCache).
     """
 
     recompute_ratio: float = 0.15
-    check_layer: int = 1
+    check_layer: int | tuple[int, ...] = 1
     gradual: bool = False
+    score: str = "values"
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.recompute_ratio <= 1.0:
             raise ConfigError(f"recompute_ratio is a share, 0 to 1, not {self.recompute_ratio}")
-        if self.check_layer < 1:
-            raise ConfigError("check_layer must be >= 1: layer 0's values depend on no other token")
+        if self.score not in _SCORES:
+            raise ConfigError(f"score is one of {', '.join(_SCORES)}, not {self.score!r}")
+        layers = self.check_layer
+        layers = (layers,) if isinstance(layers, int) else tuple(layers)
+        if not layers or min(layers) < 1 or list(layers) != sorted(set(layers)):
+            raise ConfigError(
+                "check_layer is one layer or several, ascending, and >= 1: layer 0's keys and "
+                "values depend on no other token"
+            )
+        if isinstance(self.check_layer, list):  # as it comes from text
+            object.__setattr__(self, "check_layer", layers)
+
+    @property
+    def _layers(self) -> tuple[int, ...]:
+        return (self.check_layer,) if isinstance(self.check_layer, int) else self.check_layer
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """Every row that is not exact."""
         return ~layout.exact
 
     def check_layers(self, layout: Layout) -> tuple[int, ...]:
-        """The check layer, and with `gradual` all after it."""
-        if self.recompute_ratio == 1.0 or self.check_layer >= layout.num_layers:
+        """The check layers, and with `gradual` all after the first."""
+        if self.recompute_ratio == 1.0:
             return ()
-        last = layout.num_layers if self.gradual else self.check_layer + 1
-        return tuple(range(self.check_layer, last))
+        if self.gradual:
+            return tuple(range(self._layers[0], layout.num_layers))
+        return tuple(layer for layer in self._layers if layer < layout.num_layers)
 
     def narrow(self, check: LayerCheck, layout: Layout) -> torch.Tensor:
         """The rows that deviate most, within this layer's share of all reused tokens."""
-        share = self._ratio(check.layer, layout.num_layers)
+        share = self._share(check.layer, self.check_layers(layout))
         budget = min(int(share * int(layout.reused.sum())), int(check.reused.sum()))
-        difference = check.fresh_values.float() - check.cached_values.float()
-        deviation = difference.square().sum(dim=(0, 2))
-        deviation = deviation.masked_fill(~check.reused, float("-inf"))
+        deviation = self.deviation(check).masked_fill(~check.reused, float("-inf"))
         keep = ~check.reused
         keep[deviation.topk(budget).indices] = True
         return keep
 
-    def _ratio(self, layer: int, num_layers: int) -> float:
-        if not self.gradual:
+    def deviation(self, check: LayerCheck) -> torch.Tensor:
+        """(num_rows,) squared distance of fresh to cached, over heads and dimensions."""
+        pair = (check.fresh_values, check.cached_values)
+        if self.score == "keys":
+            pair = (check.fresh_keys, check.cached_keys)
+        return (pair[0].float() - pair[1].float()).square().sum(dim=(0, 2))
+
+    def _share(self, layer: int, layers: tuple[int, ...]) -> float:
+        if len(layers) == 1:
             return self.recompute_ratio
-        done = (layer - self.check_layer) / max(1, num_layers - 1 - self.check_layer)
-        return min(1.0, self.recompute_ratio * (1 + _GRADUAL_SPAN - 2 * _GRADUAL_SPAN * done))
+        done = layers.index(layer) / (len(layers) - 1)
+        last = 1 - _SPAN if self.gradual else 1.0
+        return min(1.0, self.recompute_ratio * (1 + _SPAN + (last - 1 - _SPAN) * done))

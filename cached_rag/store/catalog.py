@@ -19,9 +19,9 @@ CREATE TABLE IF NOT EXISTS modules (
     text_digest TEXT NOT NULL, anchor TEXT NOT NULL, length INTEGER NOT NULL,
     token_ids BLOB NOT NULL, token_starts BLOB NOT NULL, UNIQUE (model, namespace, text_digest)
 );
-CREATE TABLE IF NOT EXISTS prefixes (
+CREATE TABLE IF NOT EXISTS encodings (
     model TEXT NOT NULL, namespace TEXT NOT NULL, digest TEXT NOT NULL, token_ids BLOB NOT NULL,
-    PRIMARY KEY (model, namespace, digest)
+    context TEXT NOT NULL, PRIMARY KEY (model, namespace, digest, context)
 );
 CREATE TABLE IF NOT EXISTS removals (count INTEGER NOT NULL);
 INSERT INTO removals SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM removals);
@@ -99,16 +99,17 @@ class Catalog:
             connection.executemany(sql, rows)
             connection.execute("UPDATE removals SET count = count + 1")
 
-    def add_prefix(self, token_ids: Sequence[int]) -> None:
-        """Remember a prefix that modules stand behind."""
-        row = (*self._scope, ids_digest(token_ids), _pack(token_ids))
+    def add_prefix(self, token_ids: Sequence[int], context: str = "") -> None:
+        """Remember a prefix that modules stand behind, and what followed it, by name."""
+        row = (*self._scope, ids_digest(token_ids), _pack(token_ids), context)
         with self._database.transaction() as connection:
-            connection.execute("INSERT OR IGNORE INTO prefixes VALUES (?, ?, ?, ?)", row)
+            connection.execute("INSERT OR IGNORE INTO encodings VALUES (?, ?, ?, ?, ?)", row)
 
-    def prefixes(self) -> list[tuple[int, ...]]:
-        """All known prefixes."""
-        query = "SELECT token_ids FROM prefixes WHERE model = ? AND namespace = ?"
-        return [_unpack(ids) for (ids,) in self._database.rows(query, *self._scope)]
+    def prefixes(self) -> list[tuple[tuple[int, ...], str]]:
+        """All known prefixes, each with the name of its context."""
+        query = "SELECT token_ids, context FROM encodings WHERE model = ? AND namespace = ?"
+        rows = self._database.rows(query, *self._scope)
+        return [(_unpack(ids), str(context)) for ids, context in rows]
 
     def generation(self) -> int:
         """A number that grows whenever something was removed."""

@@ -50,7 +50,7 @@ def test_prefixes_are_a_set(catalogs):
     writer, reader = catalogs
     for prefix in ((1, 2), (3,), (1, 2)):
         writer.add_prefix(prefix)
-    assert sorted(reader.prefixes()) == [(1, 2), (3,)]
+    assert sorted(reader.prefixes()) == [((1, 2), ""), ((3,), "")]
 
 
 def test_models_and_tenants_see_only_their_own(tmp_path, catalogs):

@@ -1,0 +1,148 @@
+"""From texts to modules in the library: what is missing is prefilled, the rest costs nothing.
+
+Knows prefixes and contexts; knows no request. Not locked: the engine sees to it that the model
+does one thing at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from cached_rag.context import Context
+from cached_rag.encode import EncodeSummary, encode_modules, encode_prefix, join
+from cached_rag.kv import ModuleKV
+from cached_rag.library import Behind, Library
+from cached_rag.match import ANCHOR, record_of
+from cached_rag.model import LanguageModel
+from cached_rag.prompt import Rendered, Tokenization
+from cached_rag.store import ModuleRecord
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes texts with one model into one library."""
+
+    model: LanguageModel
+    library: Library
+    tokenization: Tokenization
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        prefix: Rendered | None,
+        context: Context | None,
+        progress: Callable[[int], object],
+    ) -> EncodeSummary:
+        """See `Engine.encode`."""
+        started = time.perf_counter()
+        records, skipped = self._records(texts)
+        following = next((t for t in map(str.strip, texts) if t), "")
+        behind = Behind(self.prefix_ids(prefix, following), context.name if context else "")
+        wanted, present = self._sorted_out(behind, records)
+        self.library.add_modules(present)
+        if wanted or behind not in self.library.behinds():
+            head = self._ensure_prefix(behind)
+            self.library.add_behind(behind)
+            for kv in self._encoded(behind, head, context, wanted, progress):
+                self.library.put(behind, kv)
+                self.library.add_modules([wanted[kv.token_ids][0]])
+        return EncodeSummary(
+            encoded=len(wanted),
+            present=len(present),
+            skipped=tuple(skipped),
+            tokens=sum(map(len, wanted)),
+            seconds=time.perf_counter() - started,
+        )
+
+    def prefix_ids(self, prefix: Rendered | None, following: str) -> Ids:
+        """The prefix's tokens where a module follows: its last characters may merge differently."""
+        if prefix is None:
+            return self.tokenization.sink_ids
+        whole = Rendered(prefix.text + following[:ANCHOR], prefix.literal, prefix.is_chat)
+        tokens = self.tokenization.tokenize(whole)
+        count = sum(end <= len(prefix.text) for end in tokens.ends)
+        return tuple(tokens.ids[:count])
+
+    def _records(
+        self, texts: Sequence[str]
+    ) -> tuple[list[tuple[ModuleRecord, str]], list[tuple[str, str]]]:
+        """Each text's record, with the text; and (text, reason) of those that cannot be modules."""
+        records: dict[str, tuple[ModuleRecord, str]] = {}
+        skipped = []
+        for text in (text.strip() for text in texts):
+            if len(text) < ANCHOR:
+                skipped.append((text, f"shorter than {ANCHOR} characters, cheaper to prefill"))
+                continue
+            record = record_of(text, self.tokenization.literal(text))
+            records[record.text_digest] = (record, text)
+        return list(records.values()), skipped
+
+    def _sorted_out(
+        self, behind: Behind, records: list[tuple[ModuleRecord, str]]
+    ) -> tuple[dict[Ids, tuple[ModuleRecord, str]], list[ModuleRecord]]:
+        """What has no KV behind that, by token ids; and what has."""
+        holds = {r.token_ids: self.library.holds(behind, r.token_ids) for r, _ in records}
+        wanted = {r.token_ids: (r, text) for r, text in records if not holds[r.token_ids]}
+        return wanted, [r for r, _ in records if holds[r.token_ids]]
+
+    def _ensure_prefix(self, behind: Behind) -> ModuleKV | None:
+        """The prefix's own KV, computed if need be."""
+        if not behind.prefix_ids:
+            return None
+        kv = self.library.fetch(Behind(()), behind.prefix_ids)
+        if kv is None:
+            kv = encode_prefix(self.model, behind.prefix_ids)
+            self.library.put(Behind(()), kv)
+        return kv
+
+    def _encoded(
+        self,
+        behind: Behind,
+        head: ModuleKV | None,
+        context: Context | None,
+        wanted: dict[Ids, tuple[ModuleRecord, str]],
+        progress: Callable[[int], object],
+    ) -> Iterator[ModuleKV]:
+        """KV of what is wanted, those with the same texts before them together."""
+        groups: dict[tuple[Ids, ...], list[Ids]] = {}
+        for ids, (_, text) in wanted.items():
+            before = context.before(text) if context else ()
+            texts = [tuple(self.tokenization.literal(p).ids) for p in before if p != text]
+            room = self._room - len(behind.prefix_ids) - len(ids)
+            groups.setdefault(_fitting(texts, room), []).append(ids)
+        for passages, modules in groups.items():
+            base = self._standing_before(behind, head, passages)
+            yield from encode_modules(self.model, base, modules, progress)
+
+    @property
+    def _room(self) -> int:
+        """Tokens that a module and all before it may have."""
+        limit = self.model.rule.limit
+        return min(self.model.context_length, self.model.context_length if limit is None else limit)
+
+    def _standing_before(
+        self, behind: Behind, head: ModuleKV | None, passages: tuple[Ids, ...]
+    ) -> ModuleKV | None:
+        """Prefix and passages as one KV; a passage known as a module is moved, not computed."""
+        base = head
+        for ids in passages:
+            kv = self.library.fetch(Behind(behind.prefix_ids), ids)
+            if kv is None:
+                (kv,) = encode_modules(self.model, base, [ids])
+            base = join(self.model, base, kv)
+        return base
+
+
+def _fitting(passages: Sequence[Ids], room: int) -> tuple[Ids, ...]:
+    """The last passages that have room together."""
+    fitting: list[Ids] = []
+    for ids in reversed(passages):
+        room -= len(ids)
+        if room < 0:
+            break
+        fitting.insert(0, ids)
+    return tuple(fitting)

@@ -1,0 +1,69 @@
+"""Question-answering sets: one JSON object a line. Knows files; knows no model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cached_rag.errors import EvaluationError
+
+
+@dataclass(frozen=True)
+class Example:
+    """A question over several chunks.
+
+    Attributes:
+        id: unique in its set.
+        answers: acceptable ones, the first taken as reference for NLL; may be empty.
+        chunks: texts, each headed by its title where it has one, in the set's order.
+    """
+
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    chunks: tuple[str, ...]
+
+
+def load_examples(path: Path, limit: int | None = None) -> list[Example]:
+    """The first `limit` examples of a .jsonl file.
+
+    Raises:
+        EvaluationError: no such file, no example in it, or a line that is none (with its number).
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise EvaluationError(f"cannot read {path}: {error}") from error
+    found: list[Example] = []
+    for number, line in enumerate(lines, 1):
+        if limit is not None and len(found) == limit:
+            break
+        if line.strip():
+            found.append(_example(line, f"{path}, line {number}"))
+    if not found:
+        raise EvaluationError(f"{path} has no examples; it needs one JSON object a line")
+    return found
+
+
+def _example(line: str, where: str) -> Example:
+    try:
+        row = json.loads(line)
+        chunks = tuple(_chunk(chunk) for chunk in row["chunks"])
+        answers = tuple(str(answer) for answer in row.get("answers", ()))
+        example = Example(str(row["id"]), str(row["question"]), answers, chunks)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EvaluationError(
+            f"{where}: not an example ({error}); it needs id, question, answers and chunks "
+            "with a title and a text each"
+        ) from error
+    if not all(chunk for chunk in example.chunks) or not example.chunks:
+        raise EvaluationError(f"{where}: an example needs chunks, and none of them empty")
+    return example
+
+
+def _chunk(chunk: Mapping[str, Any]) -> str:
+    title, text = str(chunk.get("title") or "").strip(), str(chunk["text"]).strip()
+    return f"{title}\n{text}" if title else text

@@ -1,0 +1,62 @@
+"""What was measured so far, so that an interrupted evaluation goes on where it stopped.
+
+One JSON object a line, appended as it is measured. The first line says of which run; a journal of
+another run is refused, not mixed in. Knows no metric.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from cached_rag.errors import EvaluationError
+
+Key = tuple[str, str, str, float]
+
+
+class Journal:
+    """Measurements by (data, example, method, ratio)."""
+
+    def __init__(self, path: Path, run: Mapping[str, Any]) -> None:
+        self.path = path
+        self._rows: dict[Key, dict[str, Any]] = {}
+        head = json.dumps({"run": run}, sort_keys=True)
+        if path.exists():
+            self._load(head)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(head + "\n", encoding="utf-8")
+
+    def _load(self, head: str) -> None:
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        if not lines or lines[0].strip() != head:
+            raise EvaluationError(
+                f"{self.path} was written by a run with another model or other settings; "
+                "delete it, or give another --journal"
+            )
+        for number, line in enumerate(lines[1:], 2):
+            try:
+                self._keep(json.loads(line))
+            except (ValueError, KeyError) as error:
+                if number < len(lines) or line.endswith("\n"):
+                    raise EvaluationError(f"{self.path}, line {number}: {error}") from error
+                # The last line was being written when the run was interrupted.
+                self.path.write_text("".join(lines[:-1]), encoding="utf-8")
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        self._rows[row["data"], row["id"], row["method"], row["ratio"]] = row
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._rows
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keep one measurement, on disk too."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        self._keep(row)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """All measurements, in the order they were made."""
+        yield from self._rows.values()

@@ -1,0 +1,131 @@
+"""One example, one method: the answer, its likelihood, and what it cost. Knows the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cached_rag.config import GenerationConfig
+from cached_rag.engine import Engine
+from cached_rag.evaluation.metrics import exact_match, f1, rouge_l
+from cached_rag.fuse import prefill_rows
+from cached_rag.prompt import Message
+from cached_rag.stream import Prefill, Stream
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a method makes of one prompt.
+
+    Attributes:
+        text: the answer it generates; None if none was asked for.
+        nll: mean negative log likelihood of the reference answer's tokens; None without one.
+        own_nll: the same of the answer it generated; None without one.
+        log_probs: (vocab_size,) float32 of the first token.
+        charged_recompute, ttft_ms, total_ms: as in the report.
+    """
+
+    text: str | None
+    nll: float | None
+    own_nll: float | None
+    log_probs: torch.Tensor
+    charged_recompute: float
+    ttft_ms: float
+    total_ms: float
+
+
+def read(
+    engine: Engine,
+    prompt: Sequence[Message],
+    config: GenerationConfig,
+    reference: str | None,
+    *,
+    generates: bool = True,
+) -> Reading:
+    """Prefill a prompt, generate an answer, and score the reference under teacher forcing."""
+    return read_on(
+        engine, lambda: engine.prefill(prompt, config), config, reference, generates=generates
+    )
+
+
+def read_on(
+    engine: Engine,
+    prefill_prompt: Callable[[], Prefill],
+    config: GenerationConfig,
+    reference: str | None,
+    *,
+    generates: bool = True,
+) -> Reading:
+    """As `read`, for a prompt that is prefilled in another way."""
+    done: list[Prefill] = []
+
+    def start() -> Prefill:
+        done.append(prefill_prompt())
+        # The buffer is still needed when the answer is complete.
+        return dataclasses.replace(done[0], release=lambda: None)
+
+    shown = config if generates else config.replace(max_tokens=1)
+    stream = Stream(engine.model, engine.lock, start, shown)
+    text = "".join(stream)
+    prefill, report = done[0], stream.report
+    try:
+        nll = answer_nll(engine, prefill, reference, config) if reference else None
+        own_nll = answer_nll(engine, prefill, text, config) if text and generates else None
+        log_probs = prefill.logits[0].float().log_softmax(-1)
+    finally:
+        prefill.release()
+    return Reading(
+        text if generates else None,
+        nll,
+        own_nll,
+        log_probs,
+        report.charged_recompute,
+        report.ttft_ms,
+        report.total_ms,
+    )
+
+
+@torch.inference_mode()
+def answer_nll(
+    engine: Engine, prefill: Prefill, reference: str, config: GenerationConfig
+) -> float | None:
+    """Mean NLL per token of a reference answer behind a prompt, cut to `max_tokens`."""
+    answer = engine.tokenization.literal(reference.strip()).ids[: config.max_tokens]
+    if not answer:
+        return None
+    scores = [prefill.logits]
+    if len(answer) > 1:
+        begin = len(prefill.tokens)
+        ids = torch.tensor([[*prefill.tokens.ids, *answer[:-1]]], device=engine.model.device)
+        slots = torch.arange(begin, ids.shape[1])
+        rest = prefill_rows(
+            engine.model.decoder, prefill.buffer, ids, slots, num_logits=len(answer) - 1
+        )
+        scores.append(rest.tail[0])
+    log_probs = torch.cat(scores).float().log_softmax(-1)
+    wanted = torch.tensor(answer, device=log_probs.device)[:, None]
+    return -float(log_probs.gather(1, wanted).mean())
+
+
+def figures(reading: Reading, full: Reading, answers: Sequence[str]) -> dict[str, float | None]:
+    """A reading as numbers, against full prefill's of the same prompt.
+
+    Keys: f1, em, rouge_l, nll, kl, agreement, charged_recompute, ttft_ms; None where there is no
+    reference or no answer.
+    """
+    scored = reading.text is not None and bool(answers)
+    text = reading.text or ""
+    gap = full.log_probs - reading.log_probs
+    return {
+        "f1": f1(text, answers) if scored else None,
+        "em": exact_match(text, answers) if scored else None,
+        "rouge_l": rouge_l(text, answers) if scored else None,
+        "nll": reading.nll,
+        "kl": max(0.0, float((full.log_probs.exp() * gap).sum())),
+        "agreement": float(reading.log_probs.argmax() == full.log_probs.argmax()),
+        "charged_recompute": reading.charged_recompute,
+        "ttft_ms": reading.ttft_ms,
+    }

@@ -1,0 +1,72 @@
+"""Scores of answers, and intervals of paired differences. Knows strings and numbers only.
+
+F1 and EM are SQuAD's (v1.1): lower case, no punctuation, no articles, best over the references.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cached_rag.errors import EvaluationError
+
+try:
+    from rouge_score.rouge_scorer import RougeScorer
+except ImportError as error:
+    raise EvaluationError(
+        "evaluation needs rouge-score: pip install 'cached-rag[bench]'"
+    ) from error
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ROUGE = RougeScorer(["rougeL"], use_stemmer=True)
+_RESAMPLES = 10_000
+
+
+def normalise(text: str) -> list[str]:
+    """An answer's words, as SQuAD compares them."""
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def exact_match(answer: str, references: Sequence[str]) -> float:
+    """1 if the answer is one of the references, else 0."""
+    return float(any(normalise(answer) == normalise(reference) for reference in references))
+
+
+def f1(answer: str, references: Sequence[str]) -> float:
+    """Harmonic mean of word precision and recall, best over the references."""
+    return max(_overlap(normalise(answer), normalise(reference)) for reference in references)
+
+
+def _overlap(answer: list[str], reference: list[str]) -> float:
+    common = sum((Counter(answer) & Counter(reference)).values())
+    if not common:
+        return float(answer == reference)
+    return 2 * common / (len(answer) + len(reference))
+
+
+def rouge_l(answer: str, references: Sequence[str]) -> float:
+    """ROUGE-L F-measure, best over the references."""
+    return float(max(_ROUGE.score(r, answer)["rougeL"].fmeasure for r in references))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def bootstrap(differences: Sequence[float], seed: int = 0) -> Interval:
+    """Mean of paired differences with a percentile bootstrap interval; the same every time."""
+    values = np.asarray(differences, dtype=np.float64)
+    draws = np.random.default_rng(seed).integers(0, len(values), (_RESAMPLES, len(values)))
+    low, high = np.quantile(values[draws].mean(axis=1), (0.025, 0.975))
+    return Interval(float(values.mean()), float(low), float(high))

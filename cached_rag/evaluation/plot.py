@@ -1,0 +1,52 @@
+"""The frontier: quality lost against time saved, one point a method and ratio."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cached_rag.errors import EvaluationError
+
+
+def plot_frontier(rows: Sequence[dict[str, Any]], path: Path, loss: str = "kl") -> None:
+    """Draw mean `loss` over the data sets against TTFT as a share of full prefill's.
+
+    Args:
+        rows: from `summarise`.
+        path: an image file; its suffix says which format.
+
+    Raises:
+        EvaluationError: matplotlib is missing, or does not know the format.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise EvaluationError("plots need matplotlib: pip install 'cached-rag[bench]'") from error
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for method in dict.fromkeys(row["method"] for row in rows):
+        points = sorted(_points([row for row in rows if row["method"] == method], loss))
+        times, losses, _ = zip(*points, strict=True)
+        axes.plot(times, losses, marker="o", label=method)
+        for time, lost, ratio in points:
+            axes.annotate(f"{ratio:g}", (time, lost), fontsize=7)
+    axes.set(xlabel="TTFT / full prefill's TTFT", ylabel=f"{loss} against full prefill")
+    axes.legend(fontsize=8)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise EvaluationError(f"cannot write the plot to {path}: {error}") from error
+
+
+def _points(rows: Sequence[dict[str, Any]], loss: str) -> list[tuple[float, float, float]]:
+    """(time, loss, ratio) of one method, each ratio's data sets averaged."""
+    return [
+        (
+            statistics.fmean(1 / row["speedup"] for row in rows if row["ratio"] == ratio),
+            statistics.fmean(row[loss] or 0.0 for row in rows if row["ratio"] == ratio),
+            ratio,
+        )
+        for ratio in dict.fromkeys(row["ratio"] for row in rows)
+    ]

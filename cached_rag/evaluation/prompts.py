@@ -1,0 +1,33 @@
+"""What the model is asked. Knows messages; knows no model and no method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cached_rag.evaluation.data import Example
+from cached_rag.prompt import Message
+
+_BRIEF = "Answer the question with the help of the documents. Answer with a few words only."
+_LONG = "Answer the question with the help of the documents."
+_LONG_ANSWER_WORDS = 15
+
+
+def is_long(examples: Sequence[Example]) -> bool:
+    """Whether a set's answers are sentences rather than names."""
+    lengths = sorted(len(e.answers[0].split()) for e in examples if e.answers)
+    return bool(lengths) and lengths[len(lengths) // 2] > _LONG_ANSWER_WORDS
+
+
+def messages(chunks: Sequence[str], question: str, *, long: bool) -> list[Message]:
+    """The documents, then the question, under a system prompt."""
+    context = "\n\n".join(chunks)
+    return [
+        {"role": "system", "content": _LONG if long else _BRIEF},
+        {"role": "user", "content": f"{context}\n\nQuestion: {question.strip()}"},
+    ]
+
+
+def combine(partial_answers: Sequence[str], question: str, *, long: bool) -> list[Message]:
+    """MapReduce's second step: one answer from the answers that single documents gave."""
+    lines = "\n".join(f"- {answer.strip()}" for answer in partial_answers)
+    return messages([f"Answers from single documents:\n{lines}"], question, long=long)

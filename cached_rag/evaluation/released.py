@@ -1,0 +1,92 @@
+"""CacheBlend as its authors' released scripts run it, faults included, to put a price on them.
+
+Three of the four scripts compute only the prompt's last token for certain: the question's KV comes,
+like a module's, from a pass of its own and is repaired only where its values deviate most. And the
+rows' mask is aligned to the bottom right: m scattered rows see what the last m rows would. Nothing
+else in the library does either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cached_rag.assemble import KVBuffer
+from cached_rag.attention import Rows
+from cached_rag.config import GenerationConfig
+from cached_rag.encode import encode_modules, encode_prefix
+from cached_rag.engine import Engine
+from cached_rag.evaluation.measure import Reading, read_on
+from cached_rag.fuse import prefill_selected
+from cached_rag.plan import Placement
+from cached_rag.prompt import Message, Tokens
+from cached_rag.report import Report
+from cached_rag.selectors import CacheBlend, Layout
+from cached_rag.stream import Prefill
+
+
+class BottomRightRows(Rows):
+    """Rows that see as if they were the prompt's last ones."""
+
+    def visible(self) -> torch.Tensor:
+        """(num_rows,) the last slot each row is let see; too late a one for all but the last."""
+        first = self.length - len(self.slots)
+        return torch.arange(first, self.length, device=self.slots.device)
+
+
+def read_released(
+    engine: Engine,
+    prompt: Sequence[Message],
+    ratio: float,
+    max_tokens: int,
+    reference: str | None,
+    generates: bool,
+) -> Reading:
+    """What CacheBlend makes of a prompt in that way; modules as the engine has them encoded."""
+    tokens, plan = engine.plan(prompt, "cacheblend", Report("cacheblend"))
+    live = plan.layout(engine.model.shapes.num_layers).live
+    places = [*plan.placements, *_stale(engine, tokens, live)]
+    config = GenerationConfig(method="full", max_tokens=max_tokens)
+
+    def prefill() -> Prefill:
+        return _prefill(engine, tokens, places, CacheBlend(ratio), max_tokens)
+
+    return read_on(engine, prefill, config, reference, generates=generates)
+
+
+def _stale(engine: Engine, tokens: Tokens, live: torch.Tensor) -> list[Placement]:
+    """KV of the runs between and behind modules, each from a pass of its own."""
+    sink = engine.tokenization.sink_ids
+    head = encode_prefix(engine.model, sink) if sink else None
+    wanted = live.clone()
+    wanted[-1] = False
+    begins = (wanted & ~torch.cat([wanted.new_zeros(1), wanted[:-1]])).nonzero().flatten().tolist()
+    places = []
+    for begin in begins:
+        end = begin
+        while wanted[end]:
+            end += 1
+        (kv,) = encode_modules(engine.model, head, [tuple(tokens.ids[begin:end])])
+        places.append(Placement(begin, kv, is_exact=False))
+    return places
+
+
+def _prefill(
+    engine: Engine, tokens: Tokens, places: list[Placement], selector: CacheBlend, max_tokens: int
+) -> Prefill:
+    model, length = engine.model, len(tokens)
+    buffer = KVBuffer.like(model.shapes, length + max_tokens)
+    for place in places:
+        buffer.place(place.kv, place.begin, model.rule)
+    exact = torch.zeros(length, dtype=torch.bool)
+    for place in places:
+        exact[place.begin : place.end] = place.is_exact
+    live = torch.arange(length) == length - 1
+    spans = tuple((place.begin, place.end) for place in places if not place.is_exact)
+    layout = Layout(live, exact, spans, model.shapes.num_layers)
+    ids = torch.tensor([tokens.ids], device=model.device)
+    done = prefill_selected(model.decoder, buffer, ids, layout, selector, BottomRightRows)
+    report = Report("cacheblend-released", length)
+    report.charged_recompute = done.computed / (length * model.shapes.num_layers)
+    return Prefill(tokens, done.logits, buffer, report, lambda: None)

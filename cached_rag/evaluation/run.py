@@ -1,0 +1,143 @@
+"""The evaluation: every trial on every example, against full prefill of the same prompt.
+
+Examples come one after another, all trials of one before the next, so that what disturbs timing
+disturbs all alike and an interrupted run has complete examples. Knows the order of things only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cached_rag.config import GenerationConfig
+from cached_rag.engine import Engine
+from cached_rag.evaluation.data import Example, load_examples
+from cached_rag.evaluation.encodings import Encodings
+from cached_rag.evaluation.journal import Journal
+from cached_rag.evaluation.measure import Reading, figures, read
+from cached_rag.evaluation.prompts import is_long, messages
+from cached_rag.evaluation.released import read_released
+from cached_rag.evaluation.several import SEVERAL
+from cached_rag.evaluation.trial import RELEASED, Trial
+from cached_rag.fingerprint import digest
+
+_ANSWER_TOKENS, _LONG_ANSWER_TOKENS = 16, 64
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured.
+
+    Attributes:
+        data: .jsonl files.
+        trials: from `make_trials`.
+        limit: most examples of a file; None for all.
+        generates: answers too (F1, EM, ROUGE-L); else likelihoods alone, in a third of the time.
+    """
+
+    data: tuple[Path, ...]
+    trials: tuple[Trial, ...]
+    limit: int | None = None
+    generates: bool = True
+
+    def facts(self, engine: Engine) -> dict[str, Any]:
+        """What a journal's measurements have in common. Limits and methods may grow."""
+        return {
+            "model": engine.model.fingerprint,
+            "name": engine.model.name,
+            "generates": self.generates,
+            "tokens": [_ANSWER_TOKENS, _LONG_ANSWER_TOKENS],
+        }
+
+    def digest(self, engine: Engine) -> str:
+        """Names the journal that fits, where the user names none."""
+        return digest(json.dumps(self.facts(engine), sort_keys=True))
+
+    def chosen(self, journal: Journal) -> Iterator[dict[str, Any]]:
+        """The journal's measurements of these sets, up to the limit."""
+        wanted = {
+            (path.stem, example.id)
+            for path in self.data
+            for example in load_examples(path, self.limit)
+        }
+        return (row for row in journal.rows() if (row["data"], row["id"]) in wanted)
+
+
+def evaluate(
+    engine: Engine,
+    settings: Settings,
+    journal: Journal,
+    progress: Callable[[str, int, int], object] = lambda *_: None,
+) -> None:
+    """Measure what the journal does not have yet; results are in the journal.
+
+    Args:
+        engine: its model is used; its store is not.
+        progress: called with (data, examples done, examples) after each example.
+
+    Raises:
+        EvaluationError: a data file is no set of examples.
+        ContextOverflowError: an example exceeds the model's context.
+    """
+    sets = {path: load_examples(path, settings.limit) for path in settings.data}
+    for path, examples in sets.items():
+        long = is_long(examples)
+        encodings = Encodings(engine.model, load_examples(path), long=long)
+        for done, example in enumerate(examples, 1):
+            _evaluate_example(path.stem, example, settings, encodings, journal, long=long)
+            progress(path.stem, done, len(examples))
+
+
+def _evaluate_example(
+    data: str,
+    example: Example,
+    settings: Settings,
+    encodings: Encodings,
+    journal: Journal,
+    *,
+    long: bool,
+) -> None:
+    def key(trial: Trial) -> tuple[str, str, str, float]:
+        return data, example.id, trial.name, trial.ratio
+
+    missing = [trial for trial in settings.trials if key(trial) not in journal]
+    if not missing:
+        return
+    asked = _Asked(example, long, settings.generates)
+    plain = encodings.engine("", ())
+    full = asked.read(plain, Trial("full", "full", "", 1.0))
+    for trial in missing:
+        if trial.name == "full":
+            reading = full
+        else:
+            reading = asked.read(encodings.engine(trial.encoding, example.chunks), trial)
+        row = figures(reading, full, example.answers)
+        names = {"data": data, "id": example.id, "method": trial.name, "ratio": trial.ratio}
+        journal.add({**names, **row, "text": reading.text})
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One example's question, ready to be put."""
+
+    example: Example
+    long: bool
+    generates: bool
+
+    def read(self, engine: Engine, trial: Trial) -> Reading:
+        """What a trial makes of it."""
+        example = self.example
+        tokens = _LONG_ANSWER_TOKENS if self.long else _ANSWER_TOKENS
+        reference = example.answers[0] if example.answers else None
+        prompt = messages(example.chunks, example.question, long=self.long)
+        method = trial.name.partition("@")[0]
+        if method in SEVERAL:
+            plain = GenerationConfig(method="full", max_tokens=tokens)
+            return SEVERAL[method](engine, example, plain, reference, self.long)
+        if method == RELEASED:
+            return read_released(engine, prompt, trial.ratio, tokens, reference, self.generates)
+        config = trial.config(tokens)
+        return read(engine, prompt, config, reference, generates=self.generates)

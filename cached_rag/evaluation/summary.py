@@ -1,0 +1,75 @@
+"""From measurements to the table: means, paired differences to full prefill, medians of times.
+
+Knows numbers; knows no model.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from cached_rag.evaluation.metrics import bootstrap
+
+# Below this many questions a set shows large differences only.
+SMALL = 30
+Row = dict[str, Any]
+
+
+def summarise(measurements: Iterable[Row], wanted: Iterable[tuple[str, float]]) -> list[Row]:
+    """One row a data set, method and ratio, in the order of `wanted` (method, ratio) pairs.
+
+    Only examples that `full` was measured on count. Intervals are paired bootstraps, 95 %.
+    """
+    groups: dict[tuple[str, str, float], dict[str, Row]] = {}
+    for row in measurements:
+        groups.setdefault((row["data"], row["method"], row["ratio"]), {})[row["id"]] = row
+    sets = dict.fromkeys(data for data, _, _ in groups)
+    pairs = list(wanted)
+    return [
+        _row(data, method, ratio, groups[data, method, ratio], groups[data, "full", 1.0])
+        for data in sets
+        for method, ratio in pairs
+        if (data, method, ratio) in groups and (data, "full", 1.0) in groups
+    ]
+
+
+def _row(data: str, method: str, ratio: float, found: dict[str, Row], full: dict[str, Row]) -> Row:
+    ids = [name for name in found if name in full]
+    own, base = [found[i] for i in ids], [full[i] for i in ids]
+    nll, f1 = _difference(own, base, "nll"), _difference(own, base, "f1")
+    right = [(a, b) for a, b in zip(own, base, strict=True) if b["f1"] and b["f1"] >= 0.5]
+    times = [statistics.median(row["ttft_ms"] for row in rows) for rows in (own, base)]
+    return {
+        "method": method,
+        "ratio": ratio,
+        "data": data,
+        "n": len(ids),
+        **{name: _mean(own, name) for name in ("f1", "em", "rouge_l", "nll")},
+        "nll_diff": nll[0],
+        "nll_diff_ci": nll[1],
+        "f1_diff": f1[0],
+        "f1_diff_ci": f1[1],
+        "f1_where_full_is_right": _mean([a for a, _ in right], "f1"),
+        "full_is_right": len(right),
+        **{name: _mean(own, name) for name in ("kl", "agreement", "charged_recompute")},
+        "ttft_ms": round(times[0], 2),
+        "speedup": round(times[1] / times[0], 3),
+        "small": len(ids) < SMALL,
+    }
+
+
+def _mean(rows: Sequence[Row], name: str) -> float | None:
+    values = [row[name] for row in rows if row[name] is not None]
+    return round(statistics.fmean(values), 5) if values else None
+
+
+def _difference(
+    own: Sequence[Row], base: Sequence[Row], name: str
+) -> tuple[float | None, list[float] | None]:
+    pairs = zip(own, base, strict=True)
+    found = [a[name] - b[name] for a, b in pairs if None not in (a[name], b[name])]
+    if not found:
+        return None, None
+    interval = bootstrap(found)
+    return round(interval.mean, 5), [round(interval.low, 5), round(interval.high, 5)]

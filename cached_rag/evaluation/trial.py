@@ -1,0 +1,79 @@
+"""What is compared: methods as they are written, with their encodings and ratios.
+
+`method@encoding`: how modules were encoded stands behind an @; without it, as `auto` has them.
+Knows names; knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cached_rag.config import GenerationConfig
+from cached_rag.errors import ConfigError
+
+ENCODINGS = ("alone", "prefix", "primer", "neighbours", "strangers")
+DEFAULT_ENCODING = "primer"
+# Not methods of the engine: ways to ask, run through it (CacheBlend paper, section 7), and the
+# authors' released code with its faults.
+ASKED_OTHERWISE = ("mapreduce", "maprerank")
+RELEASED = "cacheblend-released"
+_WITHOUT_RATIO = {"full": 1.0, "prefix": 1.0, "reuse": 0.0, "mapreduce": 1.0, "maprerank": 1.0}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One method at one ratio.
+
+    Attributes:
+        name: as written.
+        method: what the engine is told; empty for those it does not know.
+        encoding: one of `ENCODINGS`, with a number behind a colon where it takes one.
+        ratio: recompute ratio.
+    """
+
+    name: str
+    method: str
+    encoding: str
+    ratio: float
+
+    def config(self, max_tokens: int) -> GenerationConfig:
+        """The engine's settings for it: greedy, at its ratio unless its name says another."""
+        ratio = None if self.method == "auto" else self.ratio
+        return GenerationConfig(method=self.method, recompute_ratio=ratio, max_tokens=max_tokens)
+
+
+def make_trials(names: Sequence[str], ratios: Sequence[float]) -> list[Trial]:
+    """Every method at every ratio, `full` first; methods without a ratio once.
+
+    Raises:
+        ConfigError: an unknown method, option or encoding, or a ratio out of range.
+    """
+    trials = {("full", 1.0): Trial("full", "full", "", 1.0)}
+    for name in names:
+        method, _, encoding = name.partition("@")
+        _check_encoding(encoding or DEFAULT_ENCODING)
+        for ratio in _ratios(method, ratios):
+            trial = Trial(name, method, encoding or DEFAULT_ENCODING, ratio)
+            if method not in (*ASKED_OTHERWISE, RELEASED):
+                trial.config(1)
+            trials.setdefault((name, ratio), trial)
+    return list(trials.values())
+
+
+def _ratios(method: str, ratios: Sequence[float]) -> Sequence[float]:
+    fixed = _WITHOUT_RATIO.get(method)
+    if fixed is not None:
+        return [fixed]
+    if method == RELEASED:
+        return ratios
+    own = GenerationConfig(method=method).selector()
+    if method != "auto" and GenerationConfig(method=method, recompute_ratio=1.0).selector() != own:
+        return ratios
+    return [getattr(own, "recompute_ratio", None) or 0.0]
+
+
+def _check_encoding(text: str) -> None:
+    kind, _, count = text.partition(":")
+    if kind not in ENCODINGS or (count and not count.isdigit()):
+        raise ConfigError(f"encoding {text!r} is not one of {', '.join(ENCODINGS)} (neighbours:2)")

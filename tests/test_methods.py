@@ -1,0 +1,270 @@
+"""Every method: which rows it takes, and that the rows it takes are computed right."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+import torch
+from conftest import RELOCATABLE, plain_logits, tiny_model
+from test_exactness import (
+    MODULE,
+    PREFIX,
+    TOLERANCE,
+    garbage,
+    layout_of,
+    random_ids,
+    three_modules,
+)
+
+from cached_rag import ConfigError, GenerationConfig, ModelError
+from cached_rag.assemble import KVBuffer
+from cached_rag.fuse import prefill_rows, prefill_selected
+from cached_rag.selectors import (
+    SELECTORS,
+    CacheBlend,
+    Epic,
+    InfoFlow,
+    Layout,
+    ProphetKV,
+    Random,
+    Reuse,
+    Union,
+    parse_method,
+)
+from cached_rag.selectors.base import LayerCheck, StaticSelector
+
+WATCHED = [name for name in RELOCATABLE if tiny_model(name).decoder.is_fast]
+RATIOED = sorted(set(SELECTORS) - {"reuse"})
+
+
+@dataclass(frozen=True)
+class Chosen(StaticSelector):
+    """The slow twin: the rows another method chose, computed in one pass from layer 0."""
+
+    rows: torch.Tensor
+
+    def first_rows(self, layout):
+        return layout.live | self.rows
+
+
+def small_layout(layers=4):
+    live = torch.zeros(40, dtype=torch.bool)
+    live[[16, 27]] = live[34:] = True
+    exact = torch.arange(40) < 6
+    return Layout(live, exact, ((6, 16), (17, 27), (28, 34)), layers)
+
+
+def assembled(family):
+    """A tiny model, its three modules assembled behind a prefix, and the prompt."""
+    model = tiny_model(family)
+    prefix, modules, ids = three_modules(model)
+    buffer = garbage(model, len(ids))
+    buffer.place(prefix, 0, model.rule)
+    for i, module in enumerate(modules):
+        buffer.place(module, PREFIX + i * MODULE, model.rule)
+    layout = layout_of(model, len(ids), exact=[(0, PREFIX)], reused=_spans())
+    return model, buffer, torch.tensor([ids]), layout
+
+
+def _spans():
+    return [(PREFIX + i * MODULE, PREFIX + (i + 1) * MODULE) for i in range(3)]
+
+
+def copy(buffer):
+    return KVBuffer(buffer.keys.clone(), buffer.values.clone())
+
+
+@pytest.mark.parametrize("name", RATIOED)
+def test_r_1_equals_full_prefill_and_r_0_is_reuse(name):
+    model, buffer, tokens, layout = assembled("llama")
+    plain = plain_logits(model, tokens[0].tolist())[-1]
+
+    def logits(selector):
+        return prefill_selected(model.decoder, copy(buffer), tokens, layout, selector).logits[0]
+
+    whole, nothing = (parse_method(name, SELECTORS, {"recompute_ratio": r}) for r in (1.0, 0.0))
+    assert torch.allclose(logits(whole), plain, atol=TOLERANCE)
+    assert not torch.allclose(logits(nothing), plain, atol=1e-2)
+    if name != "cacheblend":  # which recomputes its first layers whatever the ratio
+        assert torch.equal(logits(nothing), logits(Reuse()))
+
+
+@pytest.mark.parametrize("family", WATCHED)
+@pytest.mark.parametrize("selector", [ProphetKV(0.2), InfoFlow(0.2), Epic(4)], ids=repr)
+def test_what_the_question_pass_computed_is_used_again_without_harm(family, selector):
+    """Twin: the same rows in a single pass from layer 0, all of them."""
+    model, buffer, tokens, layout = assembled(family)
+    seen = []
+
+    class Recording(type(selector)):
+        def choose(self, scores, layout):
+            seen.append(super().choose(scores, layout))
+            return seen[0]
+
+    recording = Recording(**dataclasses.asdict(selector))
+    ours, twin = copy(buffer), copy(buffer)
+    done = prefill_selected(model.decoder, ours, tokens, layout, recording)
+    rows = seen[0] if seen else selector.first_rows(layout)
+    plain = prefill_selected(model.decoder, twin, tokens, layout, Chosen(rows))
+    assert torch.allclose(done.logits, plain.logits, atol=TOLERANCE)
+    assert torch.allclose(ours.keys, twin.keys, atol=TOLERANCE)
+    assert torch.allclose(ours.values, twin.values, atol=TOLERANCE)
+    stale = prefill_selected(model.decoder, copy(buffer), tokens, layout, Reuse())
+    if model.decoder.windows[0] is None:  # control; tiny windows end before what was repaired
+        assert not torch.allclose(done.logits, stale.logits, atol=1e-3)
+
+
+def test_the_question_pass_is_charged_and_layer_0_only_once():
+    model, buffer, tokens, layout = assembled("llama")
+    live, layers = int(layout.live.sum()), layout.num_layers
+    chosen = int(0.2 * int(layout.reused.sum()))
+    done = prefill_selected(model.decoder, copy(buffer), tokens, layout, ProphetKV(0.2))
+    assert done.computed == live * layers + chosen * layers + live * (layers - 1)
+    first_only = parse_method("a3", SELECTORS, {"recompute_ratio": 0.2})
+    done = prefill_selected(model.decoder, copy(buffer), tokens, layout, first_only)
+    assert done.computed == (live + chosen) * layers
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "qwen3"])
+def test_observed_weights_are_the_models_own(family):
+    """Twin: the attention weights that the model itself returns in eager mode, all fresh."""
+    model = tiny_model(family)
+    ids, question = random_ids(90, seed=5), 70
+    tokens = torch.tensor([ids])
+    live = torch.arange(90) >= question
+    layout = Layout(live, torch.zeros(90, dtype=torch.bool), ((0, question),), 4)
+    shown = []
+
+    class Showing(ProphetKV):
+        def score(self, weights):
+            shown.append(weights)
+            return super().score(weights)
+
+    buffer = KVBuffer.like(model.shapes, 90)
+    prefill_rows(model.decoder, buffer, tokens)
+    prefill_selected(model.decoder, buffer, tokens, layout, Showing(0.5))
+    model.decoder.model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            own = model.decoder.model(tokens, output_attentions=True).attentions
+    finally:
+        model.decoder.model.set_attn_implementation("cached_rag")
+    assert len(shown) == len(own) == 4
+    for ours, theirs in zip(shown, own, strict=True):
+        assert torch.allclose(ours, theirs[0, :, question:].mean(dim=0), atol=1e-5)
+        assert torch.allclose(ours.sum(dim=1), torch.ones(20), atol=1e-5)
+
+
+def test_models_that_cannot_be_watched_are_refused_by_name():
+    model, buffer, tokens, layout = assembled("falcon")
+    assert not model.decoder.is_fast
+    with pytest.raises(ModelError, match="cannot be watched"):
+        prefill_selected(model.decoder, buffer, tokens, layout, ProphetKV(0.2))
+
+
+@pytest.mark.parametrize("name", sorted(SELECTORS))
+def test_live_rows_are_always_computed_and_exact_ones_never(name):
+    layout = small_layout()
+    rows = parse_method(name, SELECTORS, {"recompute_ratio": 0.3}).first_rows(layout)
+    assert bool((rows | ~layout.live).all())
+    assert not bool((rows & layout.exact).any())
+
+
+def test_epic_takes_the_first_tokens_of_every_module():
+    layout = small_layout()
+    rows = (Epic(3).first_rows(layout) & layout.reused).nonzero().flatten().tolist()
+    assert rows == [6, 7, 8, 17, 18, 19, 28, 29, 30]
+    assert int((Epic(recompute_ratio=0.5).first_rows(layout) & layout.reused).sum()) == 13
+
+
+def test_random_is_the_same_every_time_and_differs_by_seed():
+    layout = small_layout()
+    first = Random(0.5).first_rows(layout)
+    assert torch.equal(first, Random(0.5).first_rows(layout))
+    assert not torch.equal(first, Random(0.5, seed=1).first_rows(layout))
+    assert int((first & layout.reused).sum()) == 13
+
+
+def test_question_methods_take_the_highest_scores():
+    layout = small_layout()
+    scores = torch.zeros(2, 40)
+    scores[0, 8], scores[1, 30], scores[:, 3], scores[:, 35] = 1.0, 2.0, 9.0, 9.0
+    chosen = ProphetKV(2 / 26).choose(scores, layout)
+    assert chosen.nonzero().flatten().tolist() == [8, 30]  # neither exact nor live rows
+
+
+def test_infoflow_looks_at_late_layers_and_takes_the_norm():
+    assert InfoFlow(0.2).observed_layers(small_layout(10)) == (5, 6, 7, 8, 9)
+    assert InfoFlow(0.2, depth=0.8).observed_layers(small_layout(10)) == (8, 9)
+    weights = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]])
+    assert torch.allclose(InfoFlow(0.2).score(weights), 2**0.5 * weights[0])
+
+
+def test_a_union_takes_what_any_member_takes():
+    layout = small_layout()
+    union = parse_method("epic:anchor_tokens=1+prophetkv:recompute_ratio=0.04", SELECTORS, {})
+    scores = torch.zeros(4, 40)
+    scores[:, 22] = 1.0
+    assert union.observed_layers(layout) == (0, 1, 2, 3)
+    assert union.choose(scores, layout).nonzero().flatten().tolist() == [6, 17, 22, 28]
+    model, buffer, tokens, layout = assembled("llama")
+    done = prefill_selected(model.decoder, copy(buffer), tokens, layout, union)
+    alone = prefill_selected(model.decoder, copy(buffer), tokens, layout, Epic(1))
+    assert not torch.allclose(done.logits, alone.logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("text", ["cacheblend+epic", "prophetkv+infoflow"])
+def test_what_cannot_be_joined_is_refused(text):
+    with pytest.raises(ConfigError, match="joined"):
+        parse_method(text, SELECTORS, {})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nope",
+        "epic:nope=1",
+        "epic:anchor_tokens",
+        "epic:anchor_tokens=-1",
+    ],
+)
+def test_bad_methods_are_refused(text):
+    with pytest.raises(ConfigError):
+        GenerationConfig(method=text).selector()
+
+
+def test_methods_as_text_and_as_selectors():
+    assert GenerationConfig(method="epic:anchor_tokens=4").selector() == Epic(4)
+    assert GenerationConfig(method="epic:anchor_tokens=4", recompute_ratio=0.5).selector() == Epic(
+        4
+    )
+    joined = Union(members=(Epic(8), InfoFlow(0.04)))
+    text = "epic:anchor_tokens=8+infoflow:recompute_ratio=0.04"
+    assert GenerationConfig(method=text).selector() == joined
+    own = CacheBlend(0.3, score="keys")
+    assert GenerationConfig(method=own).selector() is own
+    assert GenerationConfig(method=own).method_name == "cacheblend"
+
+
+def check(layer, fresh_values, fresh_keys=None):
+    zeros = torch.zeros(1, 6, 2)
+    slots, reused = torch.arange(6), torch.tensor([True] * 5 + [False])
+    keys = zeros if fresh_keys is None else fresh_keys
+    return LayerCheck(layer, slots, reused, keys, fresh_values, zeros, zeros)
+
+
+def test_cacheblend_by_values_by_keys_and_over_several_layers():
+    layout = Layout(
+        torch.tensor([False] * 5 + [True]), torch.zeros(6, dtype=torch.bool), ((0, 5),), 8
+    )
+    values, keys = torch.zeros(1, 6, 2), torch.zeros(1, 6, 2)
+    values[0, 1], keys[0, 3] = 5.0, 7.0
+    for score, token in (("values", 1), ("keys", 3)):
+        kept = CacheBlend(0.2, score=score).narrow(check(1, values, keys), layout)
+        assert kept.nonzero().flatten().tolist() == [token, 5]
+    several = CacheBlend(0.4, check_layer=(1, 3, 5))
+    assert several.check_layers(layout) == (1, 3, 5)
+    kept = [int(several.narrow(check(layer, values), layout).sum()) for layer in (1, 3, 5)]
+    assert kept[0] > kept[-1] == 3  # narrower and narrower, down to the ratio
