@@ -1,0 +1,210 @@
+"""The evaluation: scores, pairing, resuming, and that its references are what they should be."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from conftest import CHUNKS, plain_logits, tiny_model
+
+from cached_rag import ConfigError, Engine, EvaluationError, GenerationConfig
+from cached_rag.evaluation import Journal, Settings, evaluate, make_trials, summarise
+from cached_rag.evaluation.data import load_examples
+from cached_rag.evaluation.encodings import Encodings
+from cached_rag.evaluation.measure import read
+from cached_rag.evaluation.metrics import bootstrap, exact_match, f1, rouge_l
+from cached_rag.evaluation.plot import plot_frontier
+from cached_rag.evaluation.prompts import is_long, messages
+from cached_rag.evaluation.released import BottomRightRows
+
+QUESTIONS = ["What turns green?", "Who lit the lamp?", "When was the South Pole reached?"]
+ANSWERS = ["Copper", "The lighthouse keeper", "1911"]
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "small.jsonl"
+    rows = [
+        {
+            "id": str(i),
+            "question": question,
+            "answers": [answer],
+            "chunks": [{"title": "", "text": chunk} for chunk in CHUNKS],
+        }
+        for i, (question, answer) in enumerate(zip(QUESTIONS, ANSWERS, strict=True))
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(data, tmp_path, methods, ratios=(0.2,), limit=None, name="journal.jsonl"):
+    engine = Engine(tiny_model("llama"))
+    trials = make_trials(methods, ratios)
+    settings = Settings((data,), tuple(trials), limit)
+    journal = Journal(tmp_path / name, settings.facts(engine))
+    evaluate(engine, settings, journal)
+    return summarise(settings.chosen(journal), [(t.name, t.ratio) for t in trials]), journal
+
+
+def test_scores_are_squads():
+    assert (
+        f1("The Eiffel Tower!", ["eiffel tower"])
+        == exact_match("The Eiffel Tower!", ["eiffel tower"])
+        == 1
+    )
+    assert f1("the tall tower", ["eiffel tower", "a tall building"]) == pytest.approx(0.5)
+    assert f1("", ["tower"]) == exact_match("towers", ["tower"]) == 0
+    assert rouge_l("a b c d", ["a b x d"]) == pytest.approx(0.75)
+
+
+def test_intervals_are_of_the_mean_and_the_same_every_time():
+    differences = [0.1, -0.2, 0.3, 0.0, 0.5, 0.2, 0.1, -0.1]
+    found = bootstrap(differences)
+    assert found == bootstrap(differences)
+    assert found.mean == pytest.approx(0.1125)
+    assert found.low < found.mean < found.high
+    assert bootstrap([0.2] * 5).low == pytest.approx(0.2) == bootstrap([0.2] * 9).high
+
+
+def test_rows_have_the_keys_that_are_promised(data, tmp_path):
+    rows, _ = run(data, tmp_path, ["full", "reuse", "prophetkv", "cacheblend@alone"])
+    assert [row["method"] for row in rows] == ["full", "reuse", "prophetkv", "cacheblend@alone"]
+    promised = "method ratio data n f1 em rouge_l nll nll_diff nll_diff_ci kl agreement"
+    for row in rows:
+        assert set(f"{promised} charged_recompute ttft_ms speedup".split()) <= set(row)
+        assert row["n"] == 3
+        assert row["small"]
+    full, reuse = rows[:2]
+    assert (full["kl"], full["nll_diff"], full["nll_diff_ci"], full["speedup"]) == (0, 0, [0, 0], 1)
+    assert reuse["kl"] > 0.001  # control: a random model without repair differs
+    assert reuse["charged_recompute"] < rows[2]["charged_recompute"] < 1
+
+
+def test_r_1_has_no_loss(data, tmp_path):
+    methods = ["cacheblend", "prophetkv", "epic@prefix", "infoflow@neighbours:1", "a3@strangers:1"]
+    encodings = [name for name in methods if "neighbours" not in name]  # those need an embedder
+    rows, _ = run(data, tmp_path, encodings, [1.0])
+    for row in rows:
+        assert row["kl"] == pytest.approx(0, abs=1e-6)
+        assert row["nll_diff"] == pytest.approx(0, abs=1e-4)
+        assert row["agreement"] == 1
+
+
+def test_answers_and_likelihoods_are_the_models_own():
+    """Twin: the reference's NLL from one plain forward pass over prompt and answer."""
+    engine = Engine(tiny_model("llama"))
+    prompt, config = (
+        messages(CHUNKS, QUESTIONS[0], long=False),
+        GenerationConfig("full", max_tokens=8),
+    )
+    reading = read(engine, prompt, config, ANSWERS[0])
+    ids = engine.prefill(prompt, config).tokens.ids
+    answer = engine.tokenization.literal(ANSWERS[0]).ids[:8]
+    log_probs = plain_logits(engine.model, [*ids, *answer]).log_softmax(-1)[len(ids) - 1 : -1]
+    nll = -log_probs.gather(1, torch.tensor(answer)[:, None]).mean()
+    assert reading.nll == pytest.approx(float(nll), abs=1e-4)
+    assert torch.allclose(reading.log_probs, log_probs[0], atol=1e-4)
+    assert reading.text == engine.generate(prompt, config).text
+    assert read(engine, prompt, config, ANSWERS[1]).nll != pytest.approx(float(nll), abs=1e-3)
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(data, tmp_path):
+    _, journal = run(data, tmp_path, ["reuse"], limit=2)
+    before = list(journal.rows())
+    with journal.path.open("a") as file:
+        file.write('{"data": "small", "id')  # killed while writing
+    rows, journal = run(data, tmp_path, ["reuse", "epic"])
+    assert list(journal.rows())[: len(before)] == before
+    assert [row["n"] for row in rows] == [3, 3, 3]
+    fresh, _ = run(data, tmp_path, ["reuse", "epic"], name="other.jsonl")
+    for resumed, whole in zip(rows, fresh, strict=True):
+        for name in ("f1", "nll", "kl", "nll_diff_ci"):
+            assert resumed[name] == whole[name]
+
+
+def test_a_journal_of_another_run_is_refused(tmp_path):
+    Journal(tmp_path / "j.jsonl", {"model": "one"})
+    with pytest.raises(EvaluationError, match="another model"):
+        Journal(tmp_path / "j.jsonl", {"model": "two"})
+    with (tmp_path / "j.jsonl").open("a") as file:
+        file.write("nonsense\n")
+    with pytest.raises(EvaluationError, match="line 2"):
+        Journal(tmp_path / "j.jsonl", {"model": "one"})
+
+
+def test_baselines_run_and_are_no_better_than_their_faults(data, tmp_path):
+    rows, _ = run(data, tmp_path, ["cacheblend-released", "cacheblend", "mapreduce", "maprerank"])
+    by = {row["method"]: row for row in rows}
+    assert by["cacheblend-released"]["kl"] > by["cacheblend"]["kl"]
+    assert by["mapreduce"]["n"] == by["maprerank"]["n"] == 3
+    assert by["mapreduce"]["charged_recompute"] == 1
+
+
+def test_the_released_mask_lets_rows_see_later_tokens():
+    rows = BottomRightRows(torch.tensor([2, 5, 9]), 10)
+    assert rows.sees.tolist() == [7, 8, 9]
+    assert rows.narrowed(torch.tensor([0, 2])).sees.tolist() == [8, 9]
+
+
+@pytest.mark.parametrize(
+    "line", ["{", '{"id": 1}', '{"id": 1, "question": "?", "chunks": []}', '{"chunks": "x"}', "[]"]
+)
+def test_bad_data_is_named_with_its_line(line, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n" + line)
+    with pytest.raises(EvaluationError, match="line 2"):
+        load_examples(path)
+    with pytest.raises(EvaluationError, match="cannot read"):
+        load_examples(tmp_path / "none.jsonl")
+    path.write_text("\n")
+    with pytest.raises(EvaluationError, match="no examples"):
+        load_examples(path)
+
+
+def test_sets_without_answers_have_no_scores(data, tmp_path):
+    rows = [json.loads(line) | {"answers": []} for line in data.read_text().splitlines()]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    (full, reuse), _ = run(data, tmp_path, ["reuse"])
+    assert full["f1"] is full["nll"] is full["nll_diff"] is reuse["nll_diff_ci"] is None
+    assert reuse["kl"] > 0
+    assert not is_long(load_examples(data))
+
+
+def test_trials():
+    names = ["reuse", "epic", "epic:anchor_tokens=8", "auto", "mapreduce", "full"]
+    trials = make_trials(names, [0.1, 0.2])
+    found = [(trial.name, trial.ratio) for trial in trials]
+    assert found[:4] == [("full", 1.0), ("reuse", 0.0), ("epic", 0.1), ("epic", 0.2)]
+    assert found[4][0] == "epic:anchor_tokens=8"
+    assert [name for name, _ in found[5:]] == ["auto", "mapreduce"]
+    for bad in (["nope"], ["reuse@nowhere"], ["epic:no=1"]):
+        with pytest.raises(ConfigError):
+            make_trials(bad, [0.1])
+    with pytest.raises(ConfigError):
+        make_trials(["epic"], [1.5])
+
+
+def test_neighbours_are_the_nearest_and_strangers_are_not_oneself(data):
+    class Letters:
+        name = "letters"
+
+        def embed(self, texts):
+            return [[text.count(c) + 0.01 for c in "abcdefghijklmnop"] for text in texts]
+
+    examples = load_examples(data)
+    encodings = Encodings(tiny_model("llama"), examples, long=False, embedder=Letters())
+    context = encodings._context("neighbours", 2)
+    assert set(context.before(CHUNKS[0])) == set(CHUNKS[1:])
+    strangers = encodings._context("strangers", 1)
+    assert strangers.before(CHUNKS[0]) == strangers.before(CHUNKS[0]) != [CHUNKS[0]]
+    engine = encodings.engine("neighbours:2", CHUNKS)
+    assert {b.context for b in engine.library.behinds()} == {"", "neighbours:2"}
+
+
+def test_the_frontier_is_drawn(data, tmp_path):
+    rows, _ = run(data, tmp_path, ["reuse", "epic"], [0.1, 0.3])
+    plot_frontier(rows, tmp_path / "frontier.png")
+    assert (tmp_path / "frontier.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(EvaluationError, match="cannot write"):
+        plot_frontier(rows, tmp_path / "frontier.nope")
