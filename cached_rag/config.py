@@ -10,7 +10,7 @@ from cached_rag.errors import ConfigError
 from cached_rag.selectors import SELECTORS, Selector, parse_method
 
 # `auto` is this method at this ratio; docs/quality.md has the figures that chose it.
-AUTO = "prophetkv"
+AUTO = "infoflow"
 AUTO_RATIO = 0.08
 METHODS = ("auto", "full", "prefix", *SELECTORS)
 _METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")
@@ -101,6 +101,9 @@ class StoreConfig:
         memory_bytes: most bytes of KV in memory.
         disk_bytes: most bytes of KV on disk; None for no bound.
         namespace: tenants with different namespaces never share KV.
+        sequence_bytes: most bytes of KV of whole module sequences, as prompts left them; 0 keeps
+            none. A prompt that begins as an earlier one did takes its repaired KV as it is.
+        write_back: encode in the background what a request missed.
     """
 
     path: str | None = None
@@ -108,8 +111,11 @@ class StoreConfig:
     memory_bytes: int = 2 << 30
     disk_bytes: int | None = None
     namespace: str = ""
+    sequence_bytes: int = 0
+    write_back: bool = True
 
     def __post_init__(self) -> None:
+        _require(self.sequence_bytes >= 0, f"sequence_bytes is negative: {self.sequence_bytes}")
         _require(self.memory_bytes > 0, f"memory_bytes must be positive: {self.memory_bytes}")
         bound = self.disk_bytes
         _require(bound is None or bound > 0, f"disk_bytes must be positive: {bound}")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from cached_rag.context import Context
+from cached_rag.context import PRIMER, Context
 from cached_rag.encode import EncodeSummary, encode_modules, encode_prefix, join
 from cached_rag.kv import ModuleKV
 from cached_rag.library import Behind, Library
@@ -24,11 +24,16 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes texts with one model into one library."""
+    """Encodes texts with one model into one library.
+
+    Attributes:
+        contexts: by name, those that can be had again: the primer, and what `encode` was given.
+    """
 
     model: LanguageModel
     library: Library
     tokenization: Tokenization
+    contexts: dict[str, Context] = field(default_factory=lambda: {PRIMER.name: PRIMER})
 
     def encode(
         self,
@@ -39,17 +44,15 @@ class Encoder:
     ) -> EncodeSummary:
         """See `Engine.encode`."""
         started = time.perf_counter()
+        if context is not None:
+            self.contexts[context.name] = context
         records, skipped = self._records(texts)
         following = next((t for t in map(str.strip, texts) if t), "")
         behind = Behind(self.prefix_ids(prefix, following), context.name if context else "")
         wanted, present = self._sorted_out(behind, records)
         self.library.add_modules(present)
         if wanted or behind not in self.library.behinds():
-            head = self._ensure_prefix(behind)
-            self.library.add_behind(behind)
-            for kv in self._encoded(behind, head, context, wanted, progress):
-                self.library.put(behind, kv)
-                self.library.add_modules([wanted[kv.token_ids][0]])
+            self._encode_wanted(behind, wanted, progress)
         return EncodeSummary(
             encoded=len(wanted),
             present=len(present),
@@ -57,6 +60,29 @@ class Encoder:
             tokens=sum(map(len, wanted)),
             seconds=time.perf_counter() - started,
         )
+
+    def recover(self, module: ModuleRecord, text: str, behind: Behind) -> None:
+        """Encode one module that is known but has no KV; no-op if it has by now.
+
+        Behind a context that this process does not know it is encoded without one.
+        """
+        if behind.context and behind.context not in self.contexts:
+            behind = Behind(behind.prefix_ids)
+        if not self.library.holds(behind, module.token_ids):
+            self._encode_wanted(behind, {module.token_ids: (module, text)}, lambda _: None)
+
+    def _encode_wanted(
+        self,
+        behind: Behind,
+        wanted: dict[Ids, tuple[ModuleRecord, str]],
+        progress: Callable[[int], object],
+    ) -> None:
+        head = self._ensure_prefix(behind)
+        self.library.add_behind(behind)
+        context = self.contexts[behind.context] if behind.context else None
+        for kv in self._encoded(behind, head, context, wanted, progress):
+            self.library.put(behind, kv)
+            self.library.add_modules([wanted[kv.token_ids][0]])
 
     def prefix_ids(self, prefix: Rendered | None, following: str) -> Ids:
         """The prefix's tokens where a module follows: its last characters may merge differently."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +20,16 @@ from cached_rag.encode import EncodeSummary
 from cached_rag.encoder import Encoder
 from cached_rag.errors import ConfigError, ContextOverflowError, RelocationError
 from cached_rag.fuse import Prefilled, prefill_rows, prefill_selected
+from cached_rag.kv import ModuleKV
 from cached_rag.library import Library
 from cached_rag.model import LanguageModel, load_model
-from cached_rag.plan import Plan, make_plan
+from cached_rag.plan import Missed, Plan, make_plan
 from cached_rag.prompt import Message, Rendered, Tokenization, Tokens
 from cached_rag.report import Report
 from cached_rag.selectors import CacheBlend, Reuse, Selector
+from cached_rag.sequences import EXACT, SequenceTree
 from cached_rag.stream import Clock, Generation, Prefill, Stream
+from cached_rag.write_back import Activity, WriteBack
 
 Prompt = str | Sequence[Message] | Rendered
 
@@ -38,10 +42,14 @@ class Engine:
 
     def __init__(self, model: LanguageModel, store: StoreConfig | None = None) -> None:
         self.model = model
-        self.library = Library(store or StoreConfig(), model.fingerprint)
+        settings = store or StoreConfig()
+        self.library = Library(settings, model.fingerprint)
         self.tokenization = Tokenization(model.tokenizer)
         self._encoder = Encoder(model, self.library, self.tokenization)
         self._workspace = Workspace(model.shapes)
+        self.sequences = SequenceTree(settings.sequence_bytes)
+        self._activity = Activity()
+        self.write_back = WriteBack(self._activity) if settings.write_back else None
         self.lock = threading.Lock()
 
     @classmethod
@@ -63,6 +71,8 @@ class Engine:
 
     def close(self) -> None:
         """Write what is pending and release files."""
+        if self.write_back is not None:
+            self.write_back.close()
         self.library.close()
 
     def __enter__(self) -> Engine:
@@ -144,25 +154,66 @@ class Engine:
     ) -> Prefill:
         """Everything up to the logits of the first answer token. Errors as `generate`."""
         config = (config or GenerationConfig()).replace(**options)
-        method = config.method_name
-        report = Report(method)
+        report = Report(config.method_name)
+        is_over = self._activity.begin()
+        try:
+            return self._prefill(prompt, config, report, is_over)
+        except BaseException:
+            is_over()
+            raise
+
+    def _prefill(
+        self,
+        prompt: Prompt,
+        config: GenerationConfig,
+        report: Report,
+        is_over: Callable[[], None],
+    ) -> Prefill:
         with self.lock, torch.inference_mode():
             # 1) The prompt's tokens, as plain generation would have them.
             clock = Clock()
             self.library.refresh()
-            tokens, plan = self.plan(prompt, method, report)
+            tokens, plan = self.plan(prompt, report.method, report)
             report.prompt_tokens = len(tokens)
             self._check_fits(len(tokens), config.max_tokens)
             report.match_ms = clock.lap() - report.load_ms
             # 2) Cached KV at its positions, in one buffer.
             plan, selector = self._allowed(plan, config, report)
+            kind = _kind(report.method, selector)
+            plan = plan.behind(self._seen(kind, tokens, plan))
             buffer = self._workspace.take(len(tokens) + config.max_tokens)
             for place in plan.placements:
                 buffer.place(place.kv, place.begin, self.model.rule)
             # 3) The rows that have no KV, and those that the method repairs.
             done = self._compute(tokens, plan, selector, buffer, report)
             report.fuse_ms = clock.lap()
-        return Prefill(tokens, done.logits, buffer, report, lambda: self._workspace.give(buffer))
+
+        def release() -> None:
+            self._remember(kind, tokens, plan, buffer)
+            is_over()
+
+        return Prefill(tokens, done.logits, buffer, report, release)
+
+    def _seen(self, kind: str, tokens: Tokens, plan: Plan) -> list[ModuleKV]:
+        """KV of the longest beginning that an earlier prompt shared."""
+        ends = [end for _, end in plan.modules]
+        found = [self.sequences.find(name, tokens.ids, ends) for name in (EXACT, kind)]
+        return max(found, key=len)
+
+    def _remember(self, kind: str, tokens: Tokens, plan: Plan, buffer: KVBuffer) -> None:
+        """When an answer is complete: keep its modules' KV, and see to those it missed."""
+        names, ends = [name for name, _ in plan.modules], [end for _, end in plan.modules]
+        with self.lock:
+            self.sequences.add(kind, tokens.ids, ends, names, buffer)
+            self._workspace.give(buffer)
+        for missed in plan.missed if self.write_back else ():
+            assert self.write_back is not None
+            name = (missed.module.text_digest, missed.behind)
+            self.write_back.offer(name, partial(self._recover, missed))
+
+    def _recover(self, missed: Missed) -> None:
+        with self.lock, torch.inference_mode():
+            self._encoder.recover(missed.module, missed.text, missed.behind)
 
     def plan(self, prompt: Prompt, method: str, report: Report) -> tuple[Tokens, Plan]:
         """The prompt's tokens, and which of them come from which module; computes nothing."""
@@ -174,7 +225,8 @@ class Engine:
         literal = (*rendered.literal, *((match.begin, match.end) for match in found))
         tokens = self.tokenization.tokenize(Rendered(rendered.text, literal, rendered.is_chat))
         clock = Clock()
-        plan = make_plan(self.library, tokens, found, self.tokenization.sink_ids)
+        sink_ids = self.tokenization.sink_ids
+        plan = make_plan(self.library, rendered.text, tokens, found, sink_ids)
         report.load_ms = clock.lap()
         report.modules_missed = len(plan.missed)
         return tokens, plan.exact_only() if method == "prefix" else plan
@@ -233,3 +285,9 @@ class Engine:
                 f"exceed the model's context of {room}; retrieve fewer or smaller chunks, or lower "
                 "max_tokens"
             )
+
+
+def _kind(method: str, selector: Selector) -> str:
+    """What kind of KV a method leaves behind: exact, or repaired in its own way."""
+    is_whole = getattr(selector, "recompute_ratio", None) == 1.0
+    return EXACT if is_whole or method in ("full", "prefix") else f"{method} {selector!r}"

@@ -8,15 +8,16 @@ of the other modules. What is left is live, and so is always the text after the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from cached_rag.kv import ModuleKV
 from cached_rag.library import Behind, Library
-from cached_rag.match import Alignment, Occurrence, align
+from cached_rag.match import Occurrence, align
 from cached_rag.prompt import Tokens
 from cached_rag.selectors import Layout
+from cached_rag.store import ModuleRecord
 
 # A template head can share all but its last tokens with a prompt (they merged with what follows).
 _HEAD_SLACK = 4
@@ -27,7 +28,7 @@ class Placement:
     """Cached KV for prompt tokens from `begin` on.
 
     Attributes:
-        is_exact: what full prefill would compute.
+        is_exact: never recomputed: what full prefill would compute, or repaired before.
         is_module: else it is the prompt's prefix.
     """
 
@@ -43,6 +44,15 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class Missed:
+    """A module that the prompt contains and that has no KV, and what it should stand behind."""
+
+    module: ModuleRecord
+    text: str
+    behind: Behind
+
+
+@dataclass(frozen=True)
 class Plan:
     """What to assemble, and what to compute.
 
@@ -50,16 +60,27 @@ class Plan:
         placements: ascending, without overlaps.
         missed: modules that the prompt contains and that have no KV.
         num_tokens: of the prompt.
+        modules: (digest, end) of the modules whose KV is used, in order.
     """
 
     placements: tuple[Placement, ...]
-    missed: tuple[Alignment, ...]
+    missed: tuple[Missed, ...]
     num_tokens: int
+    modules: tuple[tuple[str, int], ...] = ()
 
     def exact_only(self) -> Plan:
         """The plan without what is only approximate."""
         exact = tuple(place for place in self.placements if place.is_exact)
-        return Plan(exact, self.missed, self.num_tokens)
+        return replace(self, placements=exact)
+
+    def behind(self, pieces: Sequence[ModuleKV]) -> Plan:
+        """The plan with its beginning replaced by KV that a prompt like this one left."""
+        if not pieces:
+            return self
+        end = pieces[-1].start + pieces[-1].seq_len
+        ahead = tuple(Placement(kv.start, kv, is_exact=True, is_module=True) for kv in pieces)
+        later = tuple(place for place in self.placements if place.begin >= end)
+        return replace(self, placements=(*ahead, *later))
 
     def layout(self, num_layers: int) -> Layout:
         """The plan as masks over tokens."""
@@ -74,29 +95,34 @@ class Plan:
 
 
 def make_plan(
-    library: Library, tokens: Tokens, occurrences: Sequence[Occurrence], sink_ids: tuple[int, ...]
+    library: Library,
+    text: str,
+    tokens: Tokens,
+    occurrences: Sequence[Occurrence],
+    sink_ids: tuple[int, ...],
 ) -> Plan:
     """Choose the best encoding of everything the prompt contains.
 
     Args:
-        occurrences: the modules found in its text.
+        text: the prompt.
+        occurrences: the modules found in it.
         sink_ids: what modules encoded alone stand behind.
     """
     ids = tuple(tokens.ids)
     known = library.behinds()
     behinds = [b for b in known if _is_before(b.prefix_ids, ids)]
     placements = _head(library, [behind.prefix_ids for behind in behinds], ids)
-    aligned = [found for found in (align(o, tokens) for o in occurrences) if found]
+    aligned = [(found, o) for o in occurrences if (found := align(o, tokens))]
     alone = [Behind(sink_ids), Behind(())]
     behinds += [behind for behind in alone if behind not in behinds]
-    missed = []
-    for found in aligned:
+    missed, modules = [], []
+    for found, where in aligned:
         # Right behind its own prefix a module without context is exact, which beats all else.
         in_place = Behind(ids[: found.begin])
         first = [in_place] if in_place in behinds and not found.offset else []
         encoding = library.best_encoding([*first, *behinds], found.module.token_ids)
         if encoding is None:
-            missed.append(found)
+            missed.append(Missed(found.module, text[where.begin : where.end], behinds[0]))
             continue
         done = placements[-1].end if placements else 0
         begin = max(found.begin, done)
@@ -108,7 +134,8 @@ def make_plan(
         kv = encoding.kv.slice(offset, offset + end - begin)
         own_context = offset == 0 and kv.start == begin and encoding.behind == in_place
         placements.append(Placement(begin, kv, own_context))
-    return Plan(tuple(placements), tuple(missed), len(ids))
+        modules.append((found.module.text_digest, end))
+    return Plan(tuple(placements), tuple(missed), len(ids), tuple(modules))
 
 
 def _head(

@@ -5,7 +5,7 @@ Knows the order of things; every step is somebody else's. No framework is import
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from cached_rag.documents import (
     Splitter,
 )
 from cached_rag.engine import Engine
-from cached_rag.errors import ConfigError, ContextOverflowError, IndexMismatchError
+from cached_rag.errors import ConfigError, IndexMismatchError
+from cached_rag.fingerprint import digest
 from cached_rag.ingest import Ingestion, IngestSummary
-from cached_rag.prompt import Rendered
+from cached_rag.prompts import Prompts
 
 SYSTEM = "Answer the question with the help of the documents. Be brief and exact."
 _DEFAULTS = {
@@ -69,6 +70,7 @@ class CachedRAG:
         system: str | None = None,
         memory_bytes: int = 2 << 30,
         disk_bytes: int | None = None,
+        sequence_bytes: int = 0,
         engine: Engine | None = None,
         dtype: str | None = None,
         device: str | None = None,
@@ -86,6 +88,7 @@ class CachedRAG:
                 passes and twice the disk); see docs/quality.md.
             system: the system prompt that questions are asked under.
             memory_bytes, disk_bytes: bounds on the KV kept in memory and on disk.
+            sequence_bytes: keep KV of whole runs of chunks as prompts left them, see `StoreConfig`.
             engine: one that exists already, instead of loading `model`; it keeps its own store.
             dtype, device: see `load_model`.
 
@@ -106,7 +109,13 @@ class CachedRAG:
             _context_kind(context)
         root = Path(path).expanduser()
         settings = {name: value for name, value in asked.items() if value is not None}
-        store = StoreConfig(str(root / "kv"), codec or "raw", memory_bytes, disk_bytes)
+        store = StoreConfig(
+            str(root / "kv"),
+            codec or "raw",
+            memory_bytes,
+            disk_bytes,
+            sequence_bytes=sequence_bytes,
+        )
         embedder = None if isinstance(embedding, str) else embedding
         rag = cls(root, settings, store, {"dtype": dtype, "device": device}, embedder)
         rag._engine = engine
@@ -131,15 +140,14 @@ class CachedRAG:
     def engine(self) -> Engine:
         """The engine, loaded on first use."""
         if self._engine is None:
-            store = StoreConfig(
-                self._store.path,
-                self.settings["codec"],
-                self._store.memory_bytes,
-                self._store.disk_bytes,
-            )
+            store = replace(self._store, codec=self.settings["codec"])
             model = self.settings["model"]
             self._engine = Engine.load(model, store=store, **self._engine_options)
         return self._engine
+
+    @property
+    def _prompts(self) -> Prompts:
+        return Prompts(self.engine, self.settings["system"])
 
     @property
     def embedder(self) -> Embeddings:
@@ -183,7 +191,7 @@ class CachedRAG:
             self.engine,
             self.embedder,
             Splitter(self._count_tokens, int(self.settings["chunk_tokens"])),
-            self._head(),
+            self._prompts.head(),
             self._context(),
         )
         return ingestion.run(Path(path), delete_missing=delete_missing, progress=progress)
@@ -203,15 +211,20 @@ class CachedRAG:
         *,
         k: int = 6,
         config: GenerationConfig | None = None,
+        reorder: bool = False,
         **options: Any,
     ) -> Answer:
         """Answer a question from the k nearest chunks; options are `GenerationConfig`'s.
+
+        Args:
+            reorder: let chunks begin in an order that an earlier prompt had, so that its KV serves
+                again (needs `sequence_bytes`); changes the prompt, and with it maybe the answer.
 
         Raises:
             ConfigError: an empty index, an empty question, or a bad setting.
             ContextOverflowError: the question alone does not fit the model's context.
         """
-        stream = self.stream(question, k=k, config=config, **options)
+        stream = self.stream(question, k=k, config=config, reorder=reorder, **options)
         for _ in stream:
             pass
         return stream.answer
@@ -222,12 +235,16 @@ class CachedRAG:
         *,
         k: int = 6,
         config: GenerationConfig | None = None,
+        reorder: bool = False,
         **options: Any,
     ) -> AnswerStream:
         """As `ask`, piece by piece."""
         config = (config or GenerationConfig()).replace(**options)
         hits = self.search(question, k)
-        hits, messages = self._fitting(question, hits, config)
+        if reorder:
+            names = [digest(hit.text.strip()) for hit in hits]
+            hits = [hits[index] for index in self.engine.sequences.order(names)]
+        hits, messages = self._prompts.fitting(question, hits, config.max_tokens)
         return AnswerStream(self.engine.stream(messages, config), tuple(hits))
 
     def search(self, question: str, k: int = 6) -> list[Hit]:
@@ -243,32 +260,6 @@ class CachedRAG:
             raise ConfigError(f"the index at {self.path} is empty; ingest documents first")
         return hits
 
-    def _fitting(
-        self, question: str, hits: list[Hit], config: GenerationConfig
-    ) -> tuple[list[Hit], list[dict[str, str]]]:
-        """As many of the best chunks as the model's context holds, and the messages with them."""
-        room = self.engine.model.context_length - config.max_tokens
-        for count in range(len(hits), 0, -1):
-            messages = self._messages(question, [hit.text for hit in hits[:count]])
-            if self._length(messages) <= room:
-                return hits[:count], messages
-        raise ContextOverflowError(
-            f"the question and one chunk exceed the model's context of "
-            f"{self.engine.model.context_length} tokens less {config.max_tokens} for the answer; "
-            "ask a shorter question, or lower max_tokens"
-        )
-
-    def _length(self, messages: list[dict[str, str]]) -> int:
-        rendered = self.engine.tokenization.render(messages)
-        return len(self.engine.tokenization.tokenize(rendered))
-
-    def _messages(self, question: str, texts: Sequence[str]) -> list[dict[str, str]]:
-        context = "\n\n".join(texts)
-        return [
-            {"role": "system", "content": self.settings["system"]},
-            {"role": "user", "content": f"{context}\n\nQuestion: {question.strip()}"},
-        ]
-
     def _context(self) -> Context | None:
         """What chunks are encoded behind, besides the head."""
         kind, count = _context_kind(self.settings["context"])
@@ -280,11 +271,6 @@ class CachedRAG:
             return [hit.text for hit in reversed(hits) if hit.text != text][-count:]
 
         return Context(f"neighbours:{count}", nearest)
-
-    def _head(self) -> Rendered:
-        """What every prompt says before its first chunk."""
-        mark = "the first chunk"
-        return self.engine.head(self._messages("?", [mark]), mark)
 
 
 def _context_kind(text: str) -> tuple[str, int]:

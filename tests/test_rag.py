@@ -49,7 +49,8 @@ def opened(tmp_path):
     made = []
 
     def open_it(index="index", **options):
-        store = StoreConfig(path=str(tmp_path / index / "kv"))
+        bound = options.get("sequence_bytes", 0)
+        store = StoreConfig(path=str(tmp_path / index / "kv"), sequence_bytes=bound)
         engine = Engine(tiny_model("llama"), store)
         rag = CachedRAG.open(
             tmp_path / index, engine=engine, embedding=WordEmbedding(), chunk_tokens=128, **options
@@ -139,7 +140,7 @@ def test_an_interrupted_ingest_resumes(opened, docs, monkeypatch, error):
     assert not again.index.pending()
 
 
-def test_damaged_kv_is_recomputed_and_mended_by_the_next_ingest(opened, docs, tmp_path, caplog):
+def test_damaged_kv_is_recomputed_and_mended_in_the_background(opened, docs, tmp_path, caplog):
     rag = opened()
     ingest(rag, docs)
     whole = rag.ask("copper green", k=3, max_tokens=4, method="full").text
@@ -152,7 +153,9 @@ def test_damaged_kv_is_recomputed_and_mended_by_the_next_ingest(opened, docs, tm
     assert answer.text == whole
     assert answer.report.modules_missed == 3
     assert "computed anew" in caplog.text
-    assert ingest(again, docs).encoded == 3
+    again.engine.write_back.drain()
+    assert again.ask("copper green", k=3, max_tokens=4).report.modules_missed == 0
+    assert ingest(again, docs).encoded == 0
 
 
 def test_two_processes_worth_of_engines_share_an_index(opened, docs):
@@ -178,6 +181,30 @@ def test_questions_that_cannot_be_answered_say_why(opened, docs):
         rag.ask("why " * 2000)
     fitting = rag.ask("copper " * 10, k=3, max_tokens=850)  # room for fewer chunks than asked
     assert len(fitting.sources) < 3
+
+
+def test_retrieved_chunks_can_follow_an_order_seen_before(opened, docs):
+    rag = opened(sequence_bytes=1 << 24)
+    ingest(rag, docs)
+    first = rag.ask("lighthouse lamp copper", k=2, max_tokens=2)
+    order = [hit.text for hit in first.sources]
+    other = "copper green oxygen lamp"
+    assert [hit.text for hit in rag.search(other, k=2)] == order[::-1]
+    again = rag.ask(other, k=2, max_tokens=2, reorder=True)
+    assert [hit.text for hit in again.sources] == order
+    assert again.report.charged_recompute < first.report.charged_recompute
+
+
+def test_a_prompt_that_surely_fits_is_tokenised_once(opened, docs, monkeypatch):
+    rag = opened()
+    ingest(rag, docs)
+    calls = []
+    tokenize = rag.engine.tokenization.tokenize
+    monkeypatch.setattr(
+        type(rag.engine.tokenization), "tokenize", lambda _, r: calls.append(r) or tokenize(r)
+    )
+    rag.ask("copper", k=1, max_tokens=2)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("context", ["primer", "none", "neighbours:1"])

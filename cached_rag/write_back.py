@@ -1,0 +1,109 @@
+"""Encodes in the background what a request missed, so that the next one hits.
+
+Bounded, and never in the way of an answer: it starts on a module only while no request runs, and
+takes one module at a time. Knows when; what to do it is given.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+_log = logging.getLogger(__name__)
+_CAPACITY = 256
+
+
+class Activity:
+    """How many requests are under way."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._is_stopped = False
+        self._changed = threading.Condition()
+
+    def begin(self) -> Callable[[], None]:
+        """A request starts; returns what ends it, which may be called more than once."""
+        with self._changed:
+            self._count += 1
+        done = threading.Event()
+
+        def end() -> None:
+            with self._changed:
+                if not done.is_set():
+                    done.set()
+                    self._count -= 1
+                    self._changed.notify_all()
+
+        return end
+
+    def wait_idle(self) -> bool:
+        """Wait until no request is under way; False if there is to be no more waiting."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._count == 0 or self._is_stopped)
+            return not self._is_stopped
+
+    def stop(self) -> None:
+        """Let nobody wait any longer."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+
+class WriteBack:
+    """One thread, started with the first task, over a bounded queue of tasks.
+
+    Attributes:
+        dropped: tasks that found the queue full; a later request offers them again.
+    """
+
+    def __init__(self, activity: Activity, capacity: int = _CAPACITY) -> None:
+        self.dropped = 0
+        self._activity = activity
+        self._tasks: queue.Queue[tuple[object, Callable[[], object]] | None] = queue.Queue(capacity)
+        self._known: set[object] = set()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def offer(self, name: object, task: Callable[[], object]) -> None:
+        """Do something later; a name that is waiting already is not queued twice."""
+        with self._lock:
+            if name in self._known:
+                return
+            try:
+                self._tasks.put_nowait((name, task))
+            except queue.Full:
+                self.dropped += 1
+                return
+            self._known.add(name)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="write-back", daemon=True)
+                self._thread.start()
+
+    def drain(self) -> None:
+        """Wait until everything offered so far is done."""
+        self._tasks.join()
+
+    def close(self) -> None:
+        """Drop what waits, finish what runs."""
+        self._activity.stop()
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._tasks.put(None)  # once stopped, what waits before it is skipped
+        thread.join()
+
+    def _run(self) -> None:
+        while (item := self._tasks.get()) is not None:
+            name, task = item
+            try:
+                if self._activity.wait_idle():
+                    task()
+            except Exception as error:  # the thread must outlive a full disk or a bad module
+                _log.warning("a missed module could not be written back: %s", error)
+            finally:
+                with self._lock:
+                    self._known.discard(name)
+                self._tasks.task_done()
+        self._tasks.task_done()
