@@ -23,7 +23,7 @@ from transformers.masking_utils import sdpa_mask
 from cached_rag.matmul_attention import matmul_attention, prefers_matmul
 
 IMPLEMENTATION = "cached_rag"
-_BLOCK_ROWS = 64
+_BLOCK_ROWS = 128
 # Masks are kept for the layers to come only while they are small; else each layer builds its own.
 _MASK_BYTES_KEPT = 64 << 20
 
@@ -109,8 +109,9 @@ class Rows:
             rows = slice(0, len(self))
             return [_Block(rows, rows, masked=False, causal=len(self) > 1)]
         blocks = []
-        for begin in range(0, len(self), _BLOCK_ROWS):
-            end = min(begin + _BLOCK_ROWS, len(self))
+        size = -(-len(self) // -(-len(self) // _BLOCK_ROWS))  # blocks of one size
+        for begin in range(0, len(self), size):
+            end = min(begin + size, len(self))
             low, high = int(self.sees[begin]), int(self.sees[end - 1])
             oldest = 0 if window is None else max(0, low - window + 1)
             keys = slice(oldest, high + 1)

@@ -65,7 +65,9 @@ def head_mean(
     """
     heads, count, head_dim = query.shape
     grouped = query.reshape(keys.shape[0], -1, head_dim)
-    positions = torch.arange(keys.shape[1], device=slots.device)
+    # Keys before the first row's are hidden from no row, unless by a window.
+    first = int(slots[0]) + 1 if window is None else 0
+    positions = torch.arange(first, keys.shape[1], device=slots.device)
     hidden = positions > slots[:, None]
     if window is not None:
         hidden |= positions <= slots[:, None] - window
@@ -74,6 +76,7 @@ def head_mean(
     # One head at a time: all heads' scores at once would not fit the cache.
     for head_query, head_keys in zip(grouped, keys, strict=True):
         scores = ((head_query * factor) @ head_keys.T).view(-1, count, keys.shape[1])
-        weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1, dtype=torch.float32)
-        mean += weights.sum(dim=0)
+        scores[:, :, first:].masked_fill_(hidden, float("-inf"))
+        torch.softmax(scores, dim=-1, out=scores)  # in fp32 inside, whatever the dtype
+        mean += scores.sum(dim=0, dtype=torch.float32)
     return mean / heads
