@@ -10,8 +10,8 @@ from cached_rag.errors import ConfigError
 from cached_rag.selectors import SELECTORS, Selector, parse_method
 
 # `auto` is this method at this ratio; docs/quality.md has the figures that chose it.
-AUTO = "infoflow"
-AUTO_RATIO = 0.08
+AUTO = "anchorflow"
+AUTO_RATIO = 0.03
 METHODS = ("auto", "full", "prefix", *SELECTORS)
 _METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")
 

@@ -23,6 +23,7 @@ from cached_rag.assemble import KVBuffer
 from cached_rag.fuse import prefill_rows, prefill_selected
 from cached_rag.selectors import (
     SELECTORS,
+    AnchorFlow,
     CacheBlend,
     Epic,
     InfoFlow,
@@ -87,12 +88,16 @@ def test_r_1_equals_full_prefill_and_r_0_is_reuse(name):
     whole, nothing = (parse_method(name, SELECTORS, {"recompute_ratio": r}) for r in (1.0, 0.0))
     assert torch.allclose(logits(whole), plain, atol=TOLERANCE)
     assert not torch.allclose(logits(nothing), plain, atol=1e-2)
-    if name != "cacheblend":  # which recomputes its first layers whatever the ratio
+    if name == "anchorflow":
+        assert torch.equal(logits(nothing), logits(Epic(8)))
+    elif name != "cacheblend":  # which recomputes its first layers whatever the ratio
         assert torch.equal(logits(nothing), logits(Reuse()))
 
 
 @pytest.mark.parametrize("family", WATCHED)
-@pytest.mark.parametrize("selector", [ProphetKV(0.2), InfoFlow(0.2), Epic(4)], ids=repr)
+@pytest.mark.parametrize(
+    "selector", [ProphetKV(0.2), InfoFlow(0.2), AnchorFlow(0.1, anchor_tokens=3), Epic(4)], ids=repr
+)
 def test_what_the_question_pass_computed_is_used_again_without_harm(family, selector):
     """Twin: the same rows in a single pass from layer 0, all of them."""
     model, buffer, tokens, layout = assembled(family)
@@ -213,6 +218,15 @@ def test_a_union_takes_what_any_member_takes():
     done = prefill_selected(model.decoder, copy(buffer), tokens, layout, union)
     alone = prefill_selected(model.decoder, copy(buffer), tokens, layout, Epic(1))
     assert not torch.allclose(done.logits, alone.logits, atol=1e-4)
+
+
+def test_anchorflow_takes_anchors_and_of_the_rest_what_the_question_wants():
+    layout = small_layout()
+    scores = torch.zeros(2, 40)
+    scores[:, [6, 22, 31]] = 1.0
+    scores[:, 33] = 0.5
+    chosen = AnchorFlow(3 / 26, anchor_tokens=1).choose(scores, layout)
+    assert chosen.nonzero().flatten().tolist() == [6, 17, 22, 28, 31, 33]
 
 
 @pytest.mark.parametrize("text", ["cacheblend+epic", "prophetkv+infoflow"])

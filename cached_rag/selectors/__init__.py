@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cached_rag.selectors.a3 import A3
+from cached_rag.selectors.anchorflow import AnchorFlow
 from cached_rag.selectors.base import LayerCheck, Layout, Selector
 from cached_rag.selectors.cacheblend import CacheBlend
 from cached_rag.selectors.epic import Epic
@@ -16,6 +17,7 @@ from cached_rag.selectors.union import Union
 
 __all__ = [
     "A3",
+    "AnchorFlow",
     "CacheBlend",
     "Epic",
     "InfoFlow",
@@ -33,6 +35,7 @@ __all__ = [
 
 SELECTORS: dict[str, type[Selector]] = {
     "a3": A3,
+    "anchorflow": AnchorFlow,
     "cacheblend": CacheBlend,
     "epic": Epic,
     "infoflow": InfoFlow,
