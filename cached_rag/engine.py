@@ -192,7 +192,7 @@ class Engine:
             self._remember(kind, tokens, plan, buffer)
             is_over()
 
-        return Prefill(tokens, done.logits, buffer, report, release)
+        return Prefill(tokens, done.logits, buffer, report, release, done.rows)
 
     def _seen(self, kind: str, tokens: Tokens, plan: Plan) -> list[ModuleKV]:
         """KV of the longest beginning that an earlier prompt shared."""
@@ -269,8 +269,7 @@ class Engine:
         else:
             done = prefill_selected(self.model.decoder, buffer, ids, layout, selector)
         report.charged_recompute = done.computed / (len(tokens) * self.model.shapes.num_layers)
-        live = len(tokens) - cached
-        report.recomputed_tokens = max(0, done.final_rows - live)
+        report.recomputed_tokens = int((~layout.live[done.rows.cpu()]).sum())
         report.cached_tokens = cached - report.recomputed_tokens
         return done
 

@@ -106,10 +106,11 @@ def _prefill_asked(
     chosen = selector.choose(torch.stack(observer.scores), layout)
     first = int(chosen.nonzero()[0])
     is_valid = len(decoder.layers) - 1 in observer.layers
-    rows = (live | chosen).nonzero().squeeze(1)
-    rows = rows[rows >= first] if is_valid else rows
+    every = (live | chosen).nonzero().squeeze(1)
+    rows = every[every >= first] if is_valid else every
     run = RowPass(decoder, buffer, token_ids, rows, None, num_logits=1)
     assert asked.first_output is not None
     done = run.resume(live[rows], asked.first_output[:, torch.isin(slots, rows)])
     done.computed += asked.computed
+    done.rows = every
     return done

@@ -52,12 +52,12 @@ class Prefilled:
     Attributes:
         tail: (batch, num_logits, vocab_size) of the last rows.
         computed: (token, layer) pairs that were computed, check layers in full.
-        final_rows: rows computed in the last layer.
+        rows: slots whose keys and values were computed in every layer, ascending.
     """
 
     tail: torch.Tensor
     computed: int
-    final_rows: int
+    rows: torch.Tensor
 
     @property
     def logits(self) -> torch.Tensor:
@@ -101,7 +101,7 @@ class RowPass:
             self.entering, self.positions, self.kept = token_ids, positions, slots
         self.num_entering = self.entering.shape[1]
         self.cache = RowCache(buffer, rows, self.num_entering, decoder.windows)
-        self.computed = self.final_rows = 0
+        self.computed = 0
 
     def forward(self) -> Prefilled:
         """Run the model once."""
@@ -124,7 +124,7 @@ class RowPass:
             tail = torch.empty(len(self.entering), 0, 0)
         else:
             tail = output.logits[:, -self.num_logits :]
-        return Prefilled(tail, self.computed, self.final_rows)
+        return Prefilled(tail, self.computed, self.final_slots)
 
     def watch(self, observer: Observer) -> None:
         """Run until the observer has seen enough; keep what layer 0 puts out."""
@@ -149,7 +149,7 @@ class RowPass:
         layers, handles = self.decoder.layers, []
         first = self._first_narrowing()
         self.computed = first * len(self.cache.rows)
-        self.final_rows = len(self.cache.rows)
+        self.final_slots = self.cache.rows.slots
         try:
             for index in range(first, len(layers)):
                 hook = _pre_hook(self, index)
@@ -187,12 +187,13 @@ class RowPass:
             self._peek(layer, inputs)
             inputs = self._narrowed(named | self._choose(index, inputs["hidden_states"]))
         self.computed += len(self.cache.rows)
-        self.final_rows = len(self.cache.rows)
-        if index == len(self.decoder.layers) - 1 and 0 < self.num_logits < self.final_rows:
+        self.final_slots = self.cache.rows.slots
+        count = len(self.cache.rows)
+        if index == len(self.decoder.layers) - 1 and 0 < self.num_logits < count:
             # Of the last layer's rows only those whose logits are wanted; the others leave their
             # keys and values.
             self._peek(layer, inputs)
-            last = torch.arange(self.final_rows, device=self.cache.rows.slots.device)
+            last = torch.arange(count, device=self.cache.rows.slots.device)
             last = last[-self.num_logits :]
             inputs = self._narrowed(named | self._keep(last, inputs["hidden_states"]))
         return (), inputs

@@ -34,6 +34,7 @@ class Prefill:
     Attributes:
         logits: (1, vocab_size) after the last prompt token.
         buffer: KV of all `tokens`, with room for the answer.
+        rows: positions of the tokens that were computed in every layer; the others are cached.
     """
 
     tokens: Tokens
@@ -41,6 +42,7 @@ class Prefill:
     buffer: KVBuffer
     report: Report
     release: Callable[[], None]
+    rows: torch.Tensor
 
 
 class Stream(Iterator[str]):

@@ -162,6 +162,15 @@ def test_observed_weights_are_the_models_own(family):
         assert torch.allclose(ours.sum(dim=1), torch.ones(20), atol=1e-5)
 
 
+def test_rows_say_what_was_computed_in_every_layer():
+    model, buffer, tokens, layout = assembled("llama")
+    for selector, chosen in ((Reuse(), 0), (ProphetKV(0.2), 12), (CacheBlend(0.2), 12)):
+        rows = prefill_selected(model.decoder, copy(buffer), tokens, layout, selector).rows
+        assert int(layout.reused[rows].sum()) == chosen
+        assert set(layout.live.nonzero().flatten().tolist()) <= set(rows.tolist())
+        assert not bool(layout.exact[rows].any())
+
+
 def test_models_that_cannot_be_watched_are_refused_by_name():
     model, buffer, tokens, layout = assembled("falcon")
     assert not model.decoder.is_fast

@@ -89,4 +89,4 @@ def _prefill(
     done = prefill_selected(model.decoder, buffer, ids, layout, selector, BottomRightRows)
     report = Report("cacheblend-released", length)
     report.charged_recompute = done.computed / (length * model.shapes.num_layers)
-    return Prefill(tokens, done.logits, buffer, report, lambda: None)
+    return Prefill(tokens, done.logits, buffer, report, lambda: None, done.rows)
