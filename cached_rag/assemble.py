@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cached_rag.kv import ModuleKV
+from cached_rag.kv import LayerSource, ModuleKV
 from cached_rag.relocate import PositionRule
 
 _GROWTH = 1024
@@ -62,18 +62,35 @@ class KVBuffer:
         """Number of slots."""
         return self.keys.shape[3]
 
-    def place(self, module: ModuleKV, position: int, rule: PositionRule) -> None:
+    def place(self, module: LayerSource, position: int, rule: PositionRule) -> None:
         """Copy a module to slots `position...`, its keys rotated to those positions.
 
         Raises:
             RelocationError: it has to be moved and the model's keys cannot be.
+            CorruptBlobError: it had to be read, and is damaged.
         """
+        if not isinstance(module, ModuleKV):
+            for layer in range(len(self.keys)):
+                self.place_layer(module, position, rule, layer)
+            return
         end = position + module.seq_len
         delta = position - module.start
         keys = module.keys.to(self.keys.device, non_blocking=True)
         for row in range(self.keys.shape[1]):
             rule.relocate(keys, delta, out=self.keys[:, row, :, position:end])
             self.values[:, row, :, position:end].copy_(module.values)
+
+    def place_layer(
+        self, source: LayerSource, position: int, rule: PositionRule, layer: int
+    ) -> None:
+        """As `place`, for one layer of a source that may still have to read it."""
+        end = position + source.seq_len
+        keys, values = source.layer(layer)
+        keys = keys.to(self.keys.device, non_blocking=True)
+        for row in range(self.keys.shape[1]):
+            out = self.keys[layer, row, :, position:end]
+            rule.relocate_layer(keys, layer, position - source.start, out)
+            self.values[layer, row, :, position:end].copy_(values, non_blocking=True)
 
     def write(
         self, layer: int, rows: slice | torch.Tensor, keys: torch.Tensor, values: torch.Tensor

@@ -104,6 +104,8 @@ class StoreConfig:
         sequence_bytes: most bytes of KV of whole module sequences, as prompts left them; 0 keeps
             none. A prompt that begins as an earlier one did takes its repaired KV as it is.
         write_back: encode in the background what a request missed.
+        pipelined: read KV from disk layer by layer while the first layers are computed already;
+            else all of it first.
     """
 
     path: str | None = None
@@ -113,6 +115,7 @@ class StoreConfig:
     namespace: str = ""
     sequence_bytes: int = 0
     write_back: bool = True
+    pipelined: bool = True
 
     def __post_init__(self) -> None:
         _require(self.sequence_bytes >= 0, f"sequence_bytes is negative: {self.sequence_bytes}")

@@ -6,6 +6,7 @@ document and no framework.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,10 +19,16 @@ from cached_rag.config import GenerationConfig, StoreConfig
 from cached_rag.context import Context
 from cached_rag.encode import EncodeSummary
 from cached_rag.encoder import Encoder
-from cached_rag.errors import ConfigError, ContextOverflowError, RelocationError
+from cached_rag.errors import (
+    ConfigError,
+    ContextOverflowError,
+    CorruptBlobError,
+    RelocationError,
+)
 from cached_rag.fuse import Prefilled, prefill_rows, prefill_selected
 from cached_rag.kv import ModuleKV
 from cached_rag.library import Library
+from cached_rag.loading import LayerLoader
 from cached_rag.model import LanguageModel, load_model
 from cached_rag.plan import Missed, Plan, make_plan
 from cached_rag.prompt import Message, Rendered, Tokenization, Tokens
@@ -31,6 +38,7 @@ from cached_rag.sequences import EXACT, SequenceTree
 from cached_rag.stream import Clock, Generation, Prefill, Stream
 from cached_rag.write_back import Activity, WriteBack
 
+_log = logging.getLogger(__name__)
 Prompt = str | Sequence[Message] | Rendered
 
 
@@ -182,17 +190,43 @@ class Engine:
             kind = _kind(report.method, selector)
             plan = plan.behind(self._seen(kind, tokens, plan))
             buffer = self._workspace.take(len(tokens) + config.max_tokens)
-            for place in plan.placements:
-                buffer.place(place.kv, place.begin, self.model.rule)
+            loader = self._place(plan, buffer)
             # 3) The rows that have no KV, and those that the method repairs.
-            done = self._compute(tokens, plan, selector, buffer, report)
+            try:
+                done = self._compute(tokens, plan, selector, buffer, report, loader)
+            except CorruptBlobError as error:
+                assert loader is not None
+                self._drop(loader.failed, error, report)
+                done = None
+            finally:
+                if loader is not None:
+                    loader.finish()
             report.fuse_ms = clock.lap()
+        if done is None:  # with what was damaged gone, once more
+            return self._prefill(prompt, config, report, is_over)
 
         def release() -> None:
             self._remember(kind, tokens, plan, buffer)
             is_over()
 
         return Prefill(tokens, done.logits, buffer, report, release, done.rows)
+
+    def _place(self, plan: Plan, buffer: KVBuffer) -> LayerLoader | None:
+        """Put cached KV where it belongs, at once if it is at hand, else while layers run."""
+        is_at_hand = all(isinstance(place.kv, ModuleKV) for place in plan.placements)
+        if not is_at_hand or (plan.placements and self.model.device.type == "cuda"):
+            return LayerLoader(buffer, plan.placements, self.model.rule)
+        for place in plan.placements:
+            buffer.place(place.kv, place.begin, self.model.rule)
+        return None
+
+    def _drop(self, damaged: Any, error: CorruptBlobError, report: Report) -> None:
+        """Forget a module's KV that turned out to be damaged while it was read."""
+        _log.warning("%s The module is computed anew.", error)
+        report.notes.append(str(error))
+        if damaged is None or damaged.source is None:
+            raise error
+        self.library.store.delete(self.library.key(*damaged.source))
 
     def _seen(self, kind: str, tokens: Tokens, plan: Plan) -> list[ModuleKV]:
         """KV of the longest beginning that an earlier prompt shared."""
@@ -206,10 +240,14 @@ class Engine:
         with self.lock:
             self.sequences.add(kind, tokens.ids, ends, names, buffer)
             self._workspace.give(buffer)
-        for missed in plan.missed if self.write_back else ():
-            assert self.write_back is not None
+        if self.write_back is None:
+            return
+        for missed in plan.missed:
             name = (missed.module.text_digest, missed.behind)
             self.write_back.offer(name, partial(self._recover, missed))
+        for place in plan.placements:
+            if place.source is not None and not isinstance(place.kv, ModuleKV):
+                self.write_back.offer(place.source, partial(self.library.fetch, *place.source))
 
     def _recover(self, missed: Missed) -> None:
         with self.lock, torch.inference_mode():
@@ -258,7 +296,13 @@ class Engine:
         return plan, selector
 
     def _compute(
-        self, tokens: Tokens, plan: Plan, selector: Selector, buffer: KVBuffer, report: Report
+        self,
+        tokens: Tokens,
+        plan: Plan,
+        selector: Selector,
+        buffer: KVBuffer,
+        report: Report,
+        loader: LayerLoader | None,
     ) -> Prefilled:
         ids = torch.tensor([tokens.ids], device=self.model.device)
         layout = plan.layout(self.model.shapes.num_layers)
@@ -267,7 +311,8 @@ class Engine:
         if not cached:
             done = prefill_rows(self.model.decoder, buffer, ids)
         else:
-            done = prefill_selected(self.model.decoder, buffer, ids, layout, selector)
+            ready = loader.wait if loader else None
+            done = prefill_selected(self.model.decoder, buffer, ids, layout, selector, ready=ready)
         report.charged_recompute = done.computed / (len(tokens) * self.model.shapes.num_layers)
         report.recomputed_tokens = int((~layout.live[done.rows.cpu()]).sum())
         report.cached_tokens = cached - report.recomputed_tokens

@@ -11,6 +11,8 @@ attention cannot be replaced, and the twin against which the fast one is tested.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from cached_rag.assemble import KVBuffer
@@ -58,6 +60,7 @@ def prefill_selected(
     layout: Layout,
     selector: Selector,
     rows_type: type[Rows] = Rows,
+    ready: Callable[[int], object] | None = None,
 ) -> Prefilled:
     """Compute the rows a method chooses, narrowing them at its check layers.
 
@@ -66,14 +69,15 @@ def prefill_selected(
         layout: which slots of `buffer` hold reusable KV.
         selector: the method.
         rows_type: what rows see; other than `Rows` only to reproduce others' faults.
+        ready: called with each layer before its cached KV is used, to wait for it.
 
     Effects: writes the chosen rows' slots of `buffer`.
     """
     if isinstance(selector, QuestionSelector) and selector.observed_layers(layout):
-        return _prefill_asked(decoder, buffer, token_ids, layout, selector)
+        return _prefill_asked(decoder, buffer, token_ids, layout, selector, ready)
     slots = selector.first_rows(layout).nonzero().squeeze(1)
     device = token_ids.device
-    run = RowPass(decoder, buffer, token_ids, slots.to(device), None, 1, rows_type)
+    run = RowPass(decoder, buffer, token_ids, slots.to(device), None, 1, rows_type, ready)
     run.layout, run.selector = layout, selector
     run.checks = frozenset(selector.check_layers(layout))
     with run.hooked():
@@ -86,6 +90,7 @@ def _prefill_asked(
     token_ids: torch.Tensor,
     layout: Layout,
     selector: QuestionSelector,
+    ready: Callable[[int], object] | None,
 ) -> Prefilled:
     """The question over the stale KV, then the rows it points at, and the question again.
 
@@ -100,7 +105,7 @@ def _prefill_asked(
         )
     live = layout.live.to(token_ids.device)
     slots = live.nonzero().squeeze(1)
-    asked = RowPass(decoder, buffer, token_ids, slots, None, num_logits=0)
+    asked = RowPass(decoder, buffer, token_ids, slots, None, num_logits=0, ready=ready)
     observer = Observer(selector, layout)
     asked.watch(observer)
     chosen = selector.choose(torch.stack(observer.scores), layout)
@@ -108,7 +113,7 @@ def _prefill_asked(
     is_valid = len(decoder.layers) - 1 in observer.layers
     every = (live | chosen).nonzero().squeeze(1)
     rows = every[every >= first] if is_valid else every
-    run = RowPass(decoder, buffer, token_ids, rows, None, num_logits=1)
+    run = RowPass(decoder, buffer, token_ids, rows, None, num_logits=1, ready=ready)
     assert asked.first_output is not None
     done = run.resume(live[rows], asked.first_output[:, torch.isin(slots, rows)])
     done.computed += asked.computed

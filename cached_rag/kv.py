@@ -3,10 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from cached_rag.errors import ConfigError
+
+
+class LayerSource(Protocol):
+    """A module's KV that can be had layer by layer: in memory, or still on its way there."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens."""
+        ...
+
+    @property
+    def start(self) -> int:
+        """Position of the first token when the keys were computed."""
+        ...
+
+    @property
+    def seq_len(self) -> int:
+        """Number of tokens."""
+        ...
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, each (num_kv_heads, seq_len, dim).
+
+        Raises:
+            CorruptBlobError: damaged.
+        """
+        ...
+
+    def slice(self, begin: int, end: int) -> LayerSource:
+        """Tokens `begin` to `end` (exclusive)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -50,6 +82,10 @@ class ModuleKV:
     def nbytes(self) -> int:
         """Bytes held by keys and values."""
         return self.keys.nbytes + self.values.nbytes
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, as views."""
+        return self.keys[index], self.values[index]
 
     def slice(self, begin: int, end: int) -> ModuleKV:
         """Tokens `begin` to `end` (exclusive, within the module) as views, not copies."""

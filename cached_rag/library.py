@@ -15,7 +15,7 @@ from pathlib import Path
 from cached_rag.config import StoreConfig
 from cached_rag.errors import CorruptBlobError
 from cached_rag.fingerprint import module_key
-from cached_rag.kv import ModuleKV
+from cached_rag.kv import LayerSource, ModuleKV
 from cached_rag.match import ModuleTable
 from cached_rag.store import Catalog, DiskStore, KVStore, MemoryStore, ModuleRecord, TieredStore
 
@@ -35,7 +35,7 @@ class Encoding:
     """A module's KV and what it was computed behind."""
 
     behind: Behind
-    kv: ModuleKV
+    kv: LayerSource
 
 
 class Library:
@@ -44,6 +44,7 @@ class Library:
     def __init__(self, config: StoreConfig, fingerprint: str) -> None:
         self.fingerprint = fingerprint
         self.namespace = config.namespace
+        self._is_lazy = config.pipelined
         self.table = ModuleTable()
         self.disk: DiskStore | None = None
         memory = MemoryStore(config.memory_bytes)
@@ -140,10 +141,20 @@ class Library:
             _log.warning("%s The module is computed anew.", error)
             return None
 
+    def open(self, behind: Behind, token_ids: Sequence[int]) -> LayerSource | None:
+        """As `fetch`, but what is on disk is read layer by layer, when it is used."""
+        if not self._is_lazy:
+            return self.fetch(behind, token_ids)
+        try:
+            return self.store.open(self.key(behind, token_ids), token_ids)
+        except CorruptBlobError as error:
+            _log.warning("%s The module is computed anew.", error)
+            return None
+
     def best_encoding(self, behinds: Sequence[Behind], token_ids: Sequence[int]) -> Encoding | None:
         """The module's KV behind the first of `behinds` for which there is any."""
         for behind in behinds:
-            kv = self.fetch(behind, token_ids)
+            kv = self.open(behind, token_ids)
             if kv is not None:
                 return Encoding(behind, kv)
         return None

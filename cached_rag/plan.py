@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cached_rag.kv import ModuleKV
+from cached_rag.kv import LayerSource, ModuleKV
 from cached_rag.library import Behind, Library
 from cached_rag.match import Occurrence, align
 from cached_rag.prompt import Tokens
@@ -30,12 +30,14 @@ class Placement:
     Attributes:
         is_exact: never recomputed: what full prefill would compute, or repaired before.
         is_module: else it is the prompt's prefix.
+        source: what it was encoded behind, and its tokens, by which the library has it.
     """
 
     begin: int
-    kv: ModuleKV
+    kv: LayerSource
     is_exact: bool
     is_module: bool = True
+    source: tuple[Behind, tuple[int, ...]] | None = None
 
     @property
     def end(self) -> int:
@@ -133,7 +135,8 @@ def make_plan(
         offset = found.offset + begin - found.begin
         kv = encoding.kv.slice(offset, offset + end - begin)
         own_context = offset == 0 and kv.start == begin and encoding.behind == in_place
-        placements.append(Placement(begin, kv, own_context))
+        source = (encoding.behind, found.module.token_ids)
+        placements.append(Placement(begin, kv, own_context, source=source))
         modules.append((found.module.text_digest, end))
     return Plan(tuple(placements), tuple(missed), len(ids), tuple(modules))
 

@@ -119,6 +119,16 @@ class PositionRule:
                 _rotate(keys[layer : layer + 1], rule, delta, out[layer : layer + 1])
         return out
 
+    def relocate_layer(
+        self, keys: torch.Tensor, layer: int, delta: int, out: torch.Tensor
+    ) -> torch.Tensor:
+        """As `relocate`, for (num_kv_heads, seq_len, head_dim) keys of one layer."""
+        if delta == 0:
+            return out.copy_(keys)
+        self.check(delta, 0)
+        _rotate(keys[None], self.layers[layer], delta, out[None])
+        return out
+
 
 def _angles(rule: LayerRule, delta: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of the turn, (rotary_dim / 2,) fp32; the angle itself is taken in fp64."""

@@ -8,7 +8,7 @@ why rows were chosen nor what comes before or after the pass.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,9 +85,10 @@ class RowPass:
         position_ids: torch.Tensor | None,
         num_logits: int,
         rows_type: type[Rows] = Rows,
+        ready: Callable[[int], object] | None = None,
     ) -> None:
         length = token_ids.shape[1]
-        self.decoder, self.num_logits = decoder, num_logits
+        self.decoder, self.num_logits, self.ready = decoder, num_logits, ready
         positions = (
             torch.arange(length, device=slots.device) if position_ids is None else position_ids
         )
@@ -165,6 +166,8 @@ class RowPass:
         count = len(self.decoder.layers)
         if self.kept is not None or self.resumed is not None or self.observer is not None:
             return 0
+        if self.ready is not None:
+            return 0
         if self.checks:
             return min(self.checks)
         return count - 1 if 0 < self.num_logits < len(self.cache.rows) else count
@@ -173,6 +176,8 @@ class RowPass:
         self, index: int, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Narrow a layer's inputs to the rows kept; at a check layer, choose them first."""
+        if self.ready is not None:
+            self.ready(index)
         names = list(inspect.signature(layer.forward).parameters)
         named = dict(zip(names, args, strict=False)) | kwargs
         if self.observer is not None and index > 0:

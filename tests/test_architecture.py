@@ -14,7 +14,17 @@ import cached_rag
 ROOT = Path(cached_rag.__file__).parent
 # A module may import what stands before it.
 ORDER = (
-    *("errors", "selectors", "config", "fingerprint", "kv", "relocate", "assemble", "resolve"),
+    *(
+        "errors",
+        "selectors",
+        "config",
+        "fingerprint",
+        "kv",
+        "relocate",
+        "assemble",
+        "loading",
+        "resolve",
+    ),
     *(
         "matmul_attention",
         "attention",

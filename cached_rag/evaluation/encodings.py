@@ -51,13 +51,13 @@ class Encodings:
         if encoding != "alone":
             head = engine.head(messages([_MARK], "?", long=self._long), _MARK)
         kind, _, count = encoding.partition(":")
-        if kind == "neighbours":
-            engine.encode(chunks, head)  # what neighbours are taken from
+        if kind in ("both", "neighbours"):  # the prompt's first chunk is exact then
+            engine.encode(chunks, head)
         engine.encode(chunks, head, context=self._context(kind, int(count or 1)))
         return engine
 
     def _context(self, kind: str, count: int) -> Context | None:
-        if kind == "primer":
+        if kind in ("primer", "both"):
             return PRIMER
         if kind == "neighbours":
             return Context(f"neighbours:{count}", lambda text: self._neighbours(text, count))

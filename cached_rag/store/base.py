@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cached_rag.kv import ModuleKV
+from cached_rag.kv import LayerSource, ModuleKV
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class KVStore(Protocol):
         Raises:
             CorruptBlobError: held, but damaged or with other token ids; the entry is gone then.
         """
+        ...
+
+    def open(self, key: str, token_ids: Sequence[int]) -> LayerSource | None:
+        """As `get`, but what has to be read may be read layer by layer, when it is asked for."""
         ...
 
     def put(self, key: str, kv: ModuleKV) -> None:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from cached_rag.errors import CorruptBlobError, StoreFullError
 from cached_rag.kv import ModuleKV
 from cached_rag.store.base import Problem
-from cached_rag.store.blob import read_blob, write_blob
-from cached_rag.store.codecs import codec_by_name
+from cached_rag.store.blob import StoredKV, open_blob, read_blob, write_blob
+from cached_rag.store.codecs import Codec, codec_by_name
 from cached_rag.store.database import Database
 
 _SCHEMA = """
@@ -26,6 +27,8 @@ CREATE TABLE IF NOT EXISTS blobs (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_use ON blobs (last_used);
 """
+_T = TypeVar("_T")
+_Reader = Callable[[Path, str, "Sequence[int] | None", Codec, "str | None"], "_T | None"]
 # Uses are written down in batches, so that a hit costs no transaction.
 _USES_KEPT = 64
 
@@ -67,21 +70,30 @@ class DiskStore:
 
     def get(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
         """The module, mapped from its file, or None; see `KVStore.get`."""
+        kv = self._found(key, token_ids, read_blob)
+        if kv is not None:
+            self._verified.add(key)
+        return kv
+
+    def open(self, key: str, token_ids: Sequence[int]) -> StoredKV | None:
+        """The module, mapped and unread; its layers are checked as they are read."""
+        return self._found(key, token_ids, open_blob)
+
+    def _found(self, key: str, token_ids: Sequence[int], read: _Reader[_T]) -> _T | None:
         row = self._row(key)
         if row is None:
             return None
         expected = None if key in self._verified else row[1]
         try:
-            kv = read_blob(self._file(key), key, token_ids, self.codec, expected)
+            found = read(self._file(key), key, token_ids, self.codec, expected)
         except CorruptBlobError:
             self.delete(key)
             raise
-        if kv is None:
+        if found is None:
             self._forget(key)
-            return None
-        self._verified.add(key)
-        self._touch(key)
-        return kv
+        else:
+            self._touch(key)
+        return found
 
     def put(self, key: str, kv: ModuleKV) -> None:
         """Keep a module; see `KVStore.put`."""

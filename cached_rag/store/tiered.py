@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreFullError
-from cached_rag.kv import ModuleKV
+from cached_rag.kv import LayerSource, ModuleKV
 from cached_rag.store.base import KVStore, Problem
 
 
@@ -49,6 +49,25 @@ class TieredStore:
             if kv is not None:
                 self._keep(self.tiers[:level], key, kv)
                 return kv
+        if damage is not None:
+            raise damage
+        return None
+
+    def open(self, key: str, token_ids: Sequence[int]) -> LayerSource | None:
+        """The module from the fastest tier that has it, where it is; `get` promotes it.
+
+        Raises:
+            CorruptBlobError: damaged in one tier, and in no other.
+        """
+        damage: CorruptBlobError | None = None
+        for tier in self.tiers:
+            try:
+                source = tier.open(key, token_ids)
+            except CorruptBlobError as error:
+                damage = error
+                continue
+            if source is not None:
+                return source
         if damage is not None:
             raise damage
         return None
