@@ -1,0 +1,197 @@
+"""One prompt, from its text to the logits of its first answer token.
+
+`Prefiller.prefill` is the main flow; its numbered steps are the library in one screen. Knows no
+generation.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cached_rag.assemble import KVBuffer, Workspace
+from cached_rag.config import GenerationConfig
+from cached_rag.errors import ContextOverflowError, CorruptBlobError, RelocationError
+from cached_rag.fuse import Prefilled, prefill_rows, prefill_selected
+from cached_rag.kv import ModuleKV
+from cached_rag.leftovers import Leftovers
+from cached_rag.library import Library
+from cached_rag.loading import LayerLoader
+from cached_rag.model import LanguageModel
+from cached_rag.plan import Plan, make_plan
+from cached_rag.prompt import Rendered, Tokenization, Tokens
+from cached_rag.report import Report
+from cached_rag.selectors import CacheBlend, Reuse, Selector
+from cached_rag.sequences import EXACT
+from cached_rag.stream import Clock, Prefill
+
+_log = logging.getLogger(__name__)
+
+
+class Prefiller:
+    """Prefills prompts on one model from one library, one at a time."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        library: Library,
+        tokenization: Tokenization,
+        leftovers: Leftovers,
+        lock: threading.Lock,
+    ) -> None:
+        self.model, self.library, self.tokenization = model, library, tokenization
+        self._leftovers, self._lock = leftovers, lock
+        self._workspace = Workspace(model.shapes)
+
+    def prefill(self, prompt: Rendered, config: GenerationConfig) -> Prefill:
+        """See `Engine.prefill`."""
+        report = Report(config.method_name)
+        is_over = self._leftovers.activity.begin()
+        try:
+            return self._prefill(prompt, config, report, is_over)
+        except BaseException:
+            is_over()
+            raise
+
+    def _prefill(
+        self,
+        prompt: Rendered,
+        config: GenerationConfig,
+        report: Report,
+        is_over: Callable[[], None],
+    ) -> Prefill:
+        with self._lock, torch.inference_mode():
+            # 1) The prompt's tokens, as plain generation would have them.
+            clock = Clock()
+            self.library.refresh()
+            tokens, plan = self.plan(prompt, report.method, report)
+            report.prompt_tokens = len(tokens)
+            self._check_fits(len(tokens), config.max_tokens)
+            report.match_ms = clock.lap() - report.load_ms
+            # 2) Cached KV at its positions, in one buffer.
+            plan, selector = self._allowed(plan, config, report)
+            kind = _kind(report.method, selector)
+            plan = plan.behind(self._leftovers.seen(kind, tokens, plan))
+            buffer = self._workspace.take(len(tokens) + config.max_tokens)
+            loader = self._place(plan, buffer)
+            # 3) The rows that have no KV, and those that the method repairs.
+            try:
+                done = self._compute(tokens, plan, selector, buffer, report, loader)
+            except CorruptBlobError as error:
+                assert loader is not None
+                self._drop(loader.failed, error, report)
+                done = None
+            finally:
+                if loader is not None:
+                    loader.finish()
+            report.fuse_ms = clock.lap()
+        if done is None:  # with what was damaged gone, once more
+            return self._prefill(prompt, config, report, is_over)
+
+        def release() -> None:
+            self._leftovers.remember(kind, tokens, plan, buffer)
+            with self._lock:
+                self._workspace.give(buffer)
+            is_over()
+
+        return Prefill(tokens, done.logits, buffer, report, release, done.rows)
+
+    def _place(self, plan: Plan, buffer: KVBuffer) -> LayerLoader | None:
+        """Put cached KV where it belongs, at once if it is at hand, else while layers run."""
+        is_at_hand = all(isinstance(place.kv, ModuleKV) for place in plan.placements)
+        if not is_at_hand or (plan.placements and self.model.device.type == "cuda"):
+            return LayerLoader(buffer, plan.placements, self.model.rule)
+        for place in plan.placements:
+            buffer.place(place.kv, place.begin, self.model.rule)
+        return None
+
+    def _drop(self, damaged: Any, error: CorruptBlobError, report: Report) -> None:
+        """Forget a module's KV that turned out to be damaged while it was read."""
+        _log.warning("%s The module is computed anew.", error)
+        report.notes.append(str(error))
+        if damaged is None or damaged.source is None:
+            raise error
+        self.library.store.delete(self.library.key(*damaged.source))
+
+    def plan(self, rendered: Rendered, method: str, report: Report) -> tuple[Tokens, Plan]:
+        """The prompt's tokens, and which of them come from which module; computes nothing."""
+        if method == "full":
+            tokens = self.tokenization.tokenize(rendered)
+            return tokens, Plan((), (), len(tokens))
+        found = list(self.library.table.find(rendered.text))
+        literal = (*rendered.literal, *((match.begin, match.end) for match in found))
+        tokens = self.tokenization.tokenize(Rendered(rendered.text, literal, rendered.is_chat))
+        clock = Clock()
+        sink_ids = self.tokenization.sink_ids
+        plan = make_plan(self.library, rendered.text, tokens, found, sink_ids)
+        report.load_ms = clock.lap()
+        report.modules_missed = len(plan.missed)
+        return tokens, plan.exact_only() if method == "prefix" else plan
+
+    def _allowed(
+        self, plan: Plan, config: GenerationConfig, report: Report
+    ) -> tuple[Plan, Selector]:
+        """The plan, cut to what the model can do if the method was left to us.
+
+        Raises:
+            RelocationError: it cannot do what was asked for by name.
+        """
+        selector = config.selector() or Reuse()
+        rule = self.model.rule
+        try:
+            for place in plan.placements:
+                rule.check(place.begin - place.kv.start, plan.num_tokens)
+        except RelocationError as error:
+            if config.method != "auto":
+                raise
+            report.notes.append(str(error))
+            in_place = plan.exact_only()
+            switched = rule.limit is not None and plan.num_tokens > rule.limit
+            report.method = "full" if switched else "prefix"
+            return (Plan((), (), plan.num_tokens) if switched else in_place), Reuse()
+        if config.method == "auto" and not self.model.decoder.is_fast:
+            report.method, selector = "cacheblend", CacheBlend()
+            report.notes.append("this model's attention cannot be watched, so cacheblend is used")
+        return plan, selector
+
+    def _compute(
+        self,
+        tokens: Tokens,
+        plan: Plan,
+        selector: Selector,
+        buffer: KVBuffer,
+        report: Report,
+        loader: LayerLoader | None,
+    ) -> Prefilled:
+        ids = torch.tensor([tokens.ids], device=self.model.device)
+        layout = plan.layout(self.model.shapes.num_layers)
+        cached = int((~layout.live).sum())
+        report.modules_hit = sum(place.is_module for place in plan.placements)
+        if not cached:
+            done = prefill_rows(self.model.decoder, buffer, ids)
+        else:
+            ready = loader.wait if loader else None
+            done = prefill_selected(self.model.decoder, buffer, ids, layout, selector, ready=ready)
+        report.charged_recompute = done.computed / (len(tokens) * self.model.shapes.num_layers)
+        report.recomputed_tokens = int((~layout.live[done.rows.cpu()]).sum())
+        report.cached_tokens = cached - report.recomputed_tokens
+        return done
+
+    def _check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
+        room = self.model.context_length
+        if prompt_tokens + max_tokens > room:
+            raise ContextOverflowError(
+                f"a prompt of {prompt_tokens} tokens and an answer of up to {max_tokens} "
+                f"exceed the model's context of {room}; retrieve fewer or smaller chunks, or lower "
+                "max_tokens"
+            )
+
+
+def _kind(method: str, selector: Selector) -> str:
+    """What kind of KV a method leaves behind: exact, or repaired in its own way."""
+    is_whole = getattr(selector, "recompute_ratio", None) == 1.0
+    return EXACT if is_whole or method in ("full", "prefix") else f"{method} {selector!r}"
