@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -176,6 +177,7 @@ def bench(
     methods: Annotated[str, typer.Option(help="Comma-separated.")] = "reuse,cacheblend",
     ratio: Annotated[float, typer.Option(help="Share to recompute.")] = 0.15,
     repeats: Annotated[int, typer.Option(help="Timed rounds.")] = 5,
+    loading: Annotated[bool, typer.Option(help="Also time KV on the disk of this folder.")] = False,
     dtype: Dtype = None,
     device: Device = None,
     as_json: Json = False,
@@ -196,10 +198,14 @@ def bench(
         )
         encoding = bench_ingest(engine, modules=modules, module_tokens=module_tokens)
         facts = machine(engine.model)
+        stored = _bench_loading(engine, modules, module_tokens, repeats) if loading else []
     if as_json:
         table_rows = [dataclasses.asdict(row) for row in rows]
         ingestion = dataclasses.asdict(encoding)
-        print_json({"rows": table_rows, "ingest": ingestion, "machine": facts})
+        found: dict[str, Any] = {"rows": table_rows, "ingest": ingestion, "machine": facts}
+        print_json(
+            found | ({"loading": [dataclasses.asdict(row) for row in stored]} if loading else {})
+        )
         return
     table = Table("method", "tokens", "TTFT ms", "speed-up", "charged", "overhead ms")
     for row in rows:
@@ -212,11 +218,26 @@ def bench(
             f"{row.overhead_ms:.1f}",
         )
     out.print(table)
+    for timed in stored:
+        out.print(f"{timed.method}, KV in {timed.loading}: {timed.ttft_ms:.1f} ms")
     out.print(
         f"ingestion: {encoding.tokens_per_s:.0f} tokens/s, {encoding.ratio:.2f}x the model's own "
         f"batched prefill"
     )
     out.print(json.dumps(facts), style="dim", markup=False)
+
+
+def _bench_loading(engine: Any, modules: int, module_tokens: int, repeats: int) -> list[Any]:
+    from cached_rag.benchmarks import bench_loading
+
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        return bench_loading(
+            engine.model,
+            Path(folder),
+            modules=modules,
+            module_tokens=module_tokens,
+            repeats=repeats,
+        )
 
 
 @app.command()

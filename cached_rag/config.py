@@ -25,6 +25,8 @@ class GenerationConfig:
             "epic:anchor_tokens=32", several as in "epic+prophetkv", or a selector.
         recompute_ratio: share of the reused tokens to recompute; None for the method's default.
         check_layer, gradual: CacheBlend's; None for the method's default.
+        adaptive: let the loading controller raise the ratio to what hides behind loading, and
+            compute modules that would load more slowly than that.
         max_tokens: most tokens to generate.
         temperature: 0 decodes greedily.
         top_p, top_k: nucleus and top-k sampling; 1 and 0 switch them off.
@@ -40,6 +42,7 @@ class GenerationConfig:
     recompute_ratio: float | None = None
     check_layer: int | tuple[int, ...] | None = None
     gradual: bool | None = None
+    adaptive: bool = False
     max_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
@@ -56,7 +59,10 @@ class GenerationConfig:
         _require(self.top_k >= 0, f"top_k cannot be negative: {self.top_k}")
         penalty = self.repetition_penalty
         _require(penalty is None or penalty > 0, f"repetition_penalty must be > 0, not {penalty}")
-        self.selector()
+        chosen = self.selector()
+        if self.adaptive:
+            has_ratio = getattr(chosen, "recompute_ratio", None) is not None
+            _require(has_ratio, f"{self.method_name} has no recompute_ratio to be adaptive")
 
     @property
     def method_name(self) -> str:
@@ -105,7 +111,8 @@ class StoreConfig:
             none. A prompt that begins as an earlier one did takes its repaired KV as it is.
         write_back: encode in the background what a request missed.
         pipelined: read KV from disk layer by layer while the first layers are computed already;
-            else all of it first.
+            else all of it first. None: only on an accelerator, for on a CPU the two compete for
+            the same cores (measured: docs/store.md).
     """
 
     path: str | None = None
@@ -115,7 +122,7 @@ class StoreConfig:
     namespace: str = ""
     sequence_bytes: int = 0
     write_back: bool = True
-    pipelined: bool = True
+    pipelined: bool | None = None
 
     def __post_init__(self) -> None:
         _require(self.sequence_bytes >= 0, f"sequence_bytes is negative: {self.sequence_bytes}")

@@ -8,8 +8,11 @@ import torch
 
 from cached_rag.assemble import KVBuffer
 from cached_rag.benchmarks.machine import machine
+from cached_rag.config import AUTO_RATIO
+from cached_rag.controller import Controller
 from cached_rag.engine import Engine
 from cached_rag.fuse import prefill_rows, prefill_selected
+from cached_rag.profile import profile_of
 from cached_rag.selectors import CacheBlend, Layout
 
 _TOKENS = 64
@@ -43,7 +46,21 @@ def examine(engine: Engine) -> dict[str, object]:
         "store": str(disk.path) if disk else "memory only",
         "store_bytes": engine.library.store.nbytes,
         "modules": len(engine.library.table),
+        **_loading(engine),
         "self_test": [vars(test) | {"passed": test.passed} for test in self_test(engine)],
+    }
+
+
+def _loading(engine: Engine) -> dict[str, object]:
+    """What the loading controller knows, and what it makes of eight modules of 512 tokens."""
+    profile = profile_of(engine.model, fresh=True)
+    control = Controller(profile, AUTO_RATIO)
+    return {
+        "prefill_tokens_per_s": profile.prefill_tokens_per_s,
+        "memory_bytes_per_s": profile.memory_bytes_per_s,
+        "disk_bytes_per_s": profile.disk_bytes_per_s,
+        "loading_from_memory": control.decide([(512, "memory")] * 8).reason,
+        "loading_from_disk": control.decide([(512, "disk")] * 8).reason,
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ class Engine:
     def __init__(self, model: LanguageModel, store: StoreConfig | None = None) -> None:
         self.model = model
         settings = store or StoreConfig()
+        if settings.pipelined is None:
+            settings = replace(settings, pipelined=model.device.type == "cuda")
         self.library = Library(settings, model.fingerprint)
         self.tokenization = Tokenization(model.tokenizer)
         self.lock = threading.Lock()

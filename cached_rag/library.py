@@ -44,7 +44,7 @@ class Library:
     def __init__(self, config: StoreConfig, fingerprint: str) -> None:
         self.fingerprint = fingerprint
         self.namespace = config.namespace
-        self._is_lazy = config.pipelined
+        self._is_lazy = bool(config.pipelined)
         self.table = ModuleTable()
         self.disk: DiskStore | None = None
         memory = MemoryStore(config.memory_bytes)

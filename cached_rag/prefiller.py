@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from cached_rag.assemble import KVBuffer, Workspace
 from cached_rag.config import GenerationConfig
+from cached_rag.controller import Controller
 from cached_rag.errors import ContextOverflowError, CorruptBlobError, RelocationError
 from cached_rag.fuse import Prefilled, prefill_rows, prefill_selected
 from cached_rag.kv import ModuleKV
@@ -23,6 +25,7 @@ from cached_rag.library import Library
 from cached_rag.loading import LayerLoader
 from cached_rag.model import LanguageModel
 from cached_rag.plan import Plan, make_plan
+from cached_rag.profile import profile_of
 from cached_rag.prompt import Rendered, Tokenization, Tokens
 from cached_rag.report import Report
 from cached_rag.selectors import CacheBlend, Reuse, Selector
@@ -74,6 +77,8 @@ class Prefiller:
             report.match_ms = clock.lap() - report.load_ms
             # 2) Cached KV at its positions, in one buffer.
             plan, selector = self._allowed(plan, config, report)
+            if config.adaptive:
+                plan, selector = self._adapted(plan, selector, report)
             kind = _kind(report.method, selector)
             plan = plan.behind(self._leftovers.seen(kind, tokens, plan))
             buffer = self._workspace.take(len(tokens) + config.max_tokens)
@@ -99,6 +104,22 @@ class Prefiller:
             is_over()
 
         return Prefill(tokens, done.logits, buffer, report, release, done.rows)
+
+    def _adapted(self, plan: Plan, selector: Selector, report: Report) -> tuple[Plan, Selector]:
+        """Plan and method as the loading controller wants them."""
+        floor = getattr(selector, "recompute_ratio", None)
+        if floor is None:  # `auto` on a model that cannot have its method
+            return plan, selector
+        placements = plan.placements
+        tiers = ["memory" if isinstance(p.kv, ModuleKV) else "disk" for p in placements]
+        control = Controller(profile_of(self.model), floor)
+        sizes = [place.kv.seq_len for place in placements]
+        decision = control.decide(list(zip(sizes, tiers, strict=True)))
+        report.decision = decision.reason
+        kept = [p for p, is_loaded in zip(placements, decision.loaded, strict=True) if is_loaded]
+        chosen: Any = selector
+        ratio = decision.recompute_ratio
+        return replace(plan, placements=tuple(kept)), replace(chosen, recompute_ratio=ratio)
 
     def _place(self, plan: Plan, buffer: KVBuffer) -> LayerLoader | None:
         """Put cached KV where it belongs, at once if it is at hand, else while layers run."""

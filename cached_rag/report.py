@@ -25,6 +25,8 @@ class Report:
         ttft_ms: from the call to the first token.
         total_ms: from the call to the last token.
         output_tokens: tokens of the answer.
+        decision: the loading controller's, and why; empty where it was not asked.
+        notes: what the user should know.
     """
 
     method: str
@@ -40,6 +42,7 @@ class Report:
     ttft_ms: float = 0.0
     total_ms: float = 0.0
     output_tokens: int = 0
+    decision: str = ""
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:

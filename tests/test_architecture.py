@@ -39,7 +39,7 @@ ORDER = (
         "match",
     ),
     *("context", "library", "plan", "encode", "encoder", "decode", "report", "stream", "sequences"),
-    *("write_back", "leftovers", "prefiller", "engine"),
+    *("write_back", "leftovers", "profile", "controller", "prefiller", "engine"),
     *(
         "documents",
         "prompts",

@@ -30,8 +30,8 @@ def folder(request, tmp_path):
     return settings
 
 
-def reopened(settings, **options):
-    return Engine(tiny_model("llama"), dataclasses.replace(settings, **options))
+def reopened(settings, pipelined=True):
+    return Engine(tiny_model("llama"), dataclasses.replace(settings, pipelined=pipelined))
 
 
 def answer(engine, method):

@@ -81,18 +81,21 @@ def bench_ttft(
 ) -> list[TtftRow]:
     """Encode modules once, then time every method in turn, `repeats` rounds after one to warm up.
 
-    Rows come in the order `transformers` (the model's own forward pass on the same ids), `full`,
-    then `methods`. Speed-ups are against `full`.
+    `auto` keeps its own ratio. Rows come in the order `transformers` (the model's own forward pass
+    on the same ids), `full`, then `methods`. Speed-ups are against `full`.
     """
     if min(modules, module_tokens, question_tokens, repeats) < 1:
         raise ConfigError("modules, their tokens, question tokens and repeats must be at least 1")
-    texts, question = _texts(engine, modules, module_tokens, question_tokens)
+    texts, question = make_texts(engine, modules, module_tokens, question_tokens)
     prefix = "Read these texts.\n\n"
     engine.encode(texts, prefix=prefix)
     prompt = prefix + "\n".join([*texts, question])
     names = ["full", *[method for method in methods if method != "full"]]
     configs = {
-        name: GenerationConfig(method=name, recompute_ratio=ratio, max_tokens=1) for name in names
+        name: GenerationConfig(
+            method=name, recompute_ratio=None if name == "auto" else ratio, max_tokens=1
+        )
+        for name in names
     }
     ids = torch.tensor([engine.prefill(prompt, configs["full"]).tokens.ids])
     samples: dict[str, list[list[float]]] = {name: [] for name in ["transformers", *names]}
@@ -137,7 +140,7 @@ def _plain_ms(engine: Engine, ids: torch.Tensor) -> float:
     return (time.perf_counter() - began) * 1000
 
 
-def _texts(
+def make_texts(
     engine: Engine, modules: int, module_tokens: int, question_tokens: int
 ) -> tuple[list[str], str]:
     """Distinct texts of so many tokens each (to within a word), and a question."""

@@ -1,0 +1,75 @@
+"""Time to first token with KV in memory, on disk read first, and on disk read layer by layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cached_rag.benchmarks.ttft import make_texts
+from cached_rag.config import GenerationConfig, StoreConfig
+from cached_rag.engine import Engine
+from cached_rag.model import LanguageModel
+from cached_rag.profile import forget_pages
+
+_PREFIX = "Read these texts.\n\n"
+
+
+@dataclass(frozen=True)
+class LoadingRow:
+    """One way of loading: medians, milliseconds."""
+
+    method: str
+    loading: str
+    ttft_ms: float
+    load_ms: float
+    fuse_ms: float
+
+
+def bench_loading(
+    model: LanguageModel,
+    folder: Path,
+    *,
+    modules: int = 8,
+    module_tokens: int = 512,
+    question_tokens: int = 32,
+    methods: tuple[str, ...] = ("reuse", "auto"),
+    repeats: int = 5,
+    on_round: Callable[[], None] = lambda: None,
+) -> list[LoadingRow]:
+    """Every request in an engine of its own, so that nothing is verified or in memory before.
+
+    Before each the files' pages are dropped where the system lets us (Linux).
+    """
+    settings = StoreConfig(path=str(folder), write_back=False)
+    with Engine(model, settings) as engine:
+        texts, question = make_texts(engine, modules, module_tokens, question_tokens)
+        engine.encode(texts, prefix=_PREFIX)
+    prompt = _PREFIX + "\n".join([*texts, question])
+    ways = {"memory": True, "disk, read first": False, "disk, layer by layer": True}
+    samples: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+    for round_ in range(repeats + 1):
+        for method in methods:
+            for way, pipelined in ways.items():
+                forget_pages(folder)
+                config = GenerationConfig(method=method, max_tokens=1)
+                with Engine(model, dataclasses.replace(settings, pipelined=pipelined)) as engine:
+                    if way == "memory":
+                        for behind in engine.library.behinds():
+                            for text in texts:
+                                ids = engine.tokenization.literal(text).ids
+                                engine.library.fetch(behind, ids)
+                        engine.generate(prompt, config)
+                    report = engine.generate(prompt, config).report
+                if round_:
+                    found = (report.ttft_ms, report.load_ms, report.fuse_ms)
+                    samples.setdefault((method, way), []).append(found)
+        on_round()
+    return [
+        LoadingRow(
+            *names, *(round(statistics.median(column), 2) for column in zip(*rows, strict=True))
+        )
+        for names, rows in samples.items()
+    ]
