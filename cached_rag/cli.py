@@ -78,6 +78,7 @@ def ask(
     method: Method = "auto",
     ratio: Ratio = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 128,
+    adaptive: Annotated[bool, typer.Option(help="Let the loading controller decide.")] = False,
     temperature: Annotated[float, typer.Option(help="0 decodes greedily.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     compare: Annotated[bool, typer.Option(help="Answer with full prefill, too.")] = False,
@@ -92,6 +93,7 @@ def ask(
     config = GenerationConfig(
         method=method,
         recompute_ratio=ratio,
+        adaptive=adaptive,
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,

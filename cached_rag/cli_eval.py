@@ -17,7 +17,8 @@ _METHODS = "full,prefix,reuse,cacheblend,epic,a3,infoflow,prophetkv,random,auto"
 
 
 def evaluate_command(
-    data: Annotated[list[Path], typer.Option(help=".jsonl files; give it once a file.")],
+    data: Annotated[list[Path], typer.Option(help="A .jsonl file; more may follow it.")],
+    more: Annotated[list[Path] | None, typer.Argument(help="More .jsonl files.")] = None,
     methods: Annotated[
         str, typer.Option(help="Comma-separated; `method@encoding`, `mapreduce`, ... see docs.")
     ] = _METHODS,
@@ -38,6 +39,7 @@ def evaluate_command(
     from cached_rag.evaluation.plot import plot_frontier
     from cached_rag.resolve import cache_dir
 
+    data = [*data, *(more or [])]
     trials = make_trials(_split(methods), [_ratio(part) for part in _split(ratio)])
     settings = Settings(tuple(data), tuple(trials), limit, answers)
     with Engine.load(model, dtype=dtype, device=device) as engine:

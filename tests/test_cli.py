@@ -94,12 +94,47 @@ def test_bench_prints_rows_and_the_machine(model_folder):
     assert found["machine"]["cores"]
 
 
+def write_set(path, *questions):
+    rows = [
+        {"id": q, "question": q, "answers": ["copper"], "chunks": [{"text": c} for c in CHUNKS]}
+        for q in questions
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def test_eval_prints_rows_and_writes_files(model_folder, tmp_path):
+    sets = [write_set(tmp_path / f"{name}.jsonl", "What is green?", "Who?") for name in "ab"]
+    files = ["--csv", str(tmp_path / "out.csv"), "--plot", str(tmp_path / "out.png")]
+    options = ["--methods", "full,reuse,epic,auto", "--ratio", "0.1,0.2", "--limit", "1"]
+    command = ["eval", "--data", *sets, *options, "--model", model_folder, "--dtype", "float32"]
+    result = run(cli.app, [*command, *files, "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert [(row["data"], row["method"], row["ratio"]) for row in rows[:5]] == [
+        ("a", "full", 1.0),
+        ("a", "reuse", 0.0),
+        ("a", "epic", 0.1),
+        ("a", "epic", 0.2),
+        ("a", "auto", 0.03),
+    ]
+    assert len(rows) == 10
+    assert (tmp_path / "out.csv").read_text().startswith("method,ratio,data,n,")
+    assert (tmp_path / "out.png").stat().st_size > 1000
+    again = run(cli.app, [*command, "--json"])  # from the journal: the very same
+    assert json.loads(again.stdout)["rows"] == rows
+    shown = run(cli.app, command)
+    assert "fewer than 30 questions" in shown.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["ask", "q", "--index", "nowhere"], "there is no index at nowhere"),
         (["store", "stats", "--index", "nowhere"], "there is no index at nowhere"),
         (["doctor", "--model", "./no-model"], "there is no model folder"),
+        (["eval", "--data", "x.jsonl", "--methods", "nope"], "method 'nope' is not one of"),
+        (["eval", "--data", "x.jsonl", "--ratio", "much"], "a ratio is a number"),
         (["doctor", "--model", "x.gguf"], "there is no GGUF file"),
         (["doctor", "--model", "smollm2-135m", "--dtype", "int7"], "dtype 'int7' is not one of"),
     ],
