@@ -89,7 +89,7 @@ def test_documents_are_asked_in_the_fastest_dtype(tmp_path):
     for file in find_documents(CORPUS):
         if file.stem in ("pep-3129", "pep-0553", "pep-0604"):
             (corpus / file.name).write_bytes(file.read_bytes())
-    with CachedRAG.open(tmp_path / "index", "smollm2-135m", codec="int8") as rag:
+    with CachedRAG.open(tmp_path / "index", "smollm2-135m") as rag:
         summary = rag.ingest(corpus, progress=False)
         assert summary.added == 3
         assert summary.encoded == summary.chunks > 10
