@@ -34,6 +34,7 @@ class Encoder:
     library: Library
     tokenization: Tokenization
     contexts: dict[str, Context] = field(default_factory=lambda: {PRIMER.name: PRIMER})
+    _last: dict[tuple[Behind, tuple[Ids, ...]], ModuleKV | None] = field(default_factory=dict)
 
     def encode(
         self,
@@ -153,13 +154,20 @@ class Encoder:
     def _standing_before(
         self, behind: Behind, head: ModuleKV | None, passages: tuple[Ids, ...]
     ) -> ModuleKV | None:
-        """Prefix and passages as one KV; a passage known as a module is moved, not computed."""
+        """Prefix and passages as one KV; a passage known as a module is moved, not computed.
+
+        The last one is kept: batch after batch of an index stands behind the same.
+        """
+        if (behind, passages) in self._last:
+            return self._last[behind, passages]
         base = head
         for ids in passages:
             kv = self.library.fetch(Behind(behind.prefix_ids), ids)
             if kv is None:
                 (kv,) = encode_modules(self.model, base, [ids])
             base = join(self.model, base, kv)
+        self._last.clear()
+        self._last[behind, passages] = base
         return base
 
 

@@ -8,6 +8,7 @@ fresh memory would cost more in page faults than the arithmetic.
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import torch
@@ -35,7 +36,7 @@ _scratch = _Scratch()
 
 def prefers_matmul(query: torch.Tensor) -> bool:
     """Whether `matmul_attention` is the faster form for a (batch, heads, rows, dim) query."""
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[0] == 1
+    return query.device.type == "cpu" and query.dtype == torch.bfloat16
 
 
 def matmul_attention(
@@ -48,26 +49,26 @@ def matmul_attention(
     """softmax(scale * query keys^T + mask) values, the heads of a group folded into the rows.
 
     Args:
-        query: (1, num_heads, num_rows, head_dim).
-        keys, values: (1, num_kv_heads, num_keys, dim).
+        query: (batch, num_heads, num_rows, head_dim).
+        keys, values: (batch, num_kv_heads, num_keys, dim).
         mask: (num_rows, num_masked), additive, for the last `num_masked` keys; None for none.
         scale: None for 1 / sqrt(head_dim).
 
     Returns:
-        (1, num_heads, num_rows, value_dim).
+        (batch, num_heads, num_rows, value_dim).
     """
-    _, heads, rows, head_dim = query.shape
+    batch, heads, rows, head_dim = query.shape
     kv_heads, count = keys.shape[1], keys.shape[2]
     scaled = query * (head_dim**-0.5 if scale is None else scale)
-    folded = scaled.reshape(kv_heads, -1, head_dim)
-    scores = _scratch.take((folded.shape[1], count), query.dtype)
+    folded = scaled.reshape(batch, kv_heads, -1, head_dim)
+    scores = _scratch.take((folded.shape[2], count), query.dtype)
     by_head = scores.view(heads // kv_heads, rows, count)
-    output = query.new_empty(kv_heads, folded.shape[1], values.shape[3])
+    output = query.new_empty(batch, kv_heads, folded.shape[2], values.shape[3])
     # One head at a time: its scores stay in cache, and a strided batch would be copied.
-    for head in range(kv_heads):
-        torch.mm(folded[head], keys[0, head].T, out=scores)
+    for row, head in itertools.product(range(batch), range(kv_heads)):
+        torch.mm(folded[row, head], keys[row, head].T, out=scores)
         if mask is not None:
             by_head[:, :, count - mask.shape[1] :] += mask
         torch.softmax(scores, dim=-1, out=scores)  # in fp32 inside, whatever the dtype
-        torch.mm(scores, values[0, head], out=output[head])
-    return output.view(1, heads, rows, -1)
+        torch.mm(scores, values[row, head], out=output[row, head])
+    return output.view(batch, heads, rows, -1)

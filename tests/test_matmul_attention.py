@@ -10,13 +10,14 @@ from cached_rag.attention import Rows
 from cached_rag.matmul_attention import matmul_attention
 
 
+@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("window", [None, 11])
 @pytest.mark.parametrize("slots", [[49], [10, 11, 30, 49], list(range(30, 50))])
-def test_scattered_rows_in_bf16_match_masked_attention_in_fp32(slots, window):
+def test_scattered_rows_in_bf16_match_masked_attention_in_fp32(slots, window, batch):
     torch.manual_seed(0)
     rows = Rows(torch.tensor(slots), 50)
-    query = torch.randn(1, 6, len(slots), 16)
-    keys, values = torch.randn(1, 2, 50, 16), torch.randn(1, 2, 50, 16)
+    query = torch.randn(batch, 6, len(slots), 16)
+    keys, values = torch.randn(batch, 2, 50, 16), torch.randn(batch, 2, 50, 16)
     key, slot = torch.arange(50)[None], torch.tensor(slots)[:, None]
     visible = key <= slot
     if window is not None:
