@@ -117,6 +117,10 @@ class Engine:
         with self.lock:
             return self._encoder.encode(texts, rendered, context, progress)
 
+    def prefetch(self, texts: Sequence[str]) -> None:
+        """Begin to bring texts' KV from disk into memory; a prompt with them will follow."""
+        self.library.prefetch(texts)
+
     def forget(self, texts: Sequence[str]) -> int:
         """Drop modules and their KV; says how many KVs went."""
         found = (self.library.table.get(text.strip()) for text in texts)

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from cached_rag.config import StoreConfig
@@ -17,7 +18,15 @@ from cached_rag.errors import CorruptBlobError
 from cached_rag.fingerprint import module_key
 from cached_rag.kv import LayerSource, ModuleKV
 from cached_rag.match import ModuleTable
-from cached_rag.store import Catalog, DiskStore, KVStore, MemoryStore, ModuleRecord, TieredStore
+from cached_rag.store import (
+    Catalog,
+    DiskStore,
+    KVStore,
+    MemoryStore,
+    ModuleRecord,
+    Prefetcher,
+    TieredStore,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +65,7 @@ class Library:
             self.disk = DiskStore(root, codec=config.codec, max_bytes=config.disk_bytes)
             self.store = TieredStore([memory, self.disk])
             self._catalog = Catalog(root / "catalog.sqlite", fingerprint, config.namespace)
+        self._prefetcher = Prefetcher()
         self._behinds: list[Behind] = []
         self._last_row = 0
         self._generation = 0
@@ -64,6 +74,7 @@ class Library:
 
     def close(self) -> None:
         """Write what is pending and release files."""
+        self._prefetcher.close()
         if self._catalog is not None:
             self._catalog.close()
         if self.disk is not None:
@@ -135,11 +146,26 @@ class Library:
 
     def fetch(self, behind: Behind, token_ids: Sequence[int]) -> ModuleKV | None:
         """A module's KV, or None if there is none or it is damaged (which is logged)."""
+        self._prefetcher.wait(self.key(behind, token_ids))
+        return self._fetch(behind, token_ids)
+
+    def _fetch(self, behind: Behind, token_ids: Sequence[int]) -> ModuleKV | None:
         try:
             return self.store.get(self.key(behind, token_ids), token_ids)
         except CorruptBlobError as error:
             _log.warning("%s The module is computed anew.", error)
             return None
+
+    def prefetch(self, texts: Iterable[str]) -> None:
+        """Begin to bring texts' KV into memory, each behind the longest prefix that has it."""
+        if self.disk is None:
+            return
+        for module in filter(None, (self.table.get(text.strip()) for text in texts)):
+            for behind in self._behinds:
+                if self.holds(behind, module.token_ids):
+                    fetch = partial(self._fetch, behind, module.token_ids)
+                    self._prefetcher.start(self.key(behind, module.token_ids), fetch)
+                    break
 
     def open(self, behind: Behind, token_ids: Sequence[int]) -> LayerSource | None:
         """As `fetch`, but what is on disk is read layer by layer, when it is used."""

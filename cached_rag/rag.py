@@ -241,6 +241,7 @@ class CachedRAG:
         """As `ask`, piece by piece."""
         config = (config or GenerationConfig()).replace(**options)
         hits = self.search(question, k)
+        self.engine.prefetch([hit.text for hit in hits])
         if reorder:
             names = [digest(hit.text.strip()) for hit in hits]
             hits = [hits[index] for index in self.engine.sequences.order(names)]

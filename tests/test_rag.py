@@ -195,6 +195,17 @@ def test_retrieved_chunks_can_follow_an_order_seen_before(opened, docs):
     assert again.report.charged_recompute < first.report.charged_recompute
 
 
+def test_retrieval_brings_chunks_into_memory(opened, docs):
+    ingest(opened(), docs)
+    rag = opened()
+    memory = rag.engine.library.store.tiers[0]
+    assert len(memory) == 0
+    hits = rag.search("copper green", 2)
+    rag.engine.prefetch([hit.text for hit in hits])
+    rag.engine.library.close()
+    assert len(memory) == 2
+
+
 def test_a_prompt_that_surely_fits_is_tokenised_once(opened, docs, monkeypatch):
     rag = opened()
     ingest(rag, docs)

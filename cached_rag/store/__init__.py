@@ -5,6 +5,7 @@ from cached_rag.store.catalog import Catalog, ModuleRecord
 from cached_rag.store.codecs import Codec, codec_by_name
 from cached_rag.store.disk import DiskStore
 from cached_rag.store.memory import MemoryStore
+from cached_rag.store.prefetch import Prefetcher
 from cached_rag.store.tiered import TieredStore
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "KVStore",
     "MemoryStore",
     "ModuleRecord",
+    "Prefetcher",
     "Problem",
     "TieredStore",
     "codec_by_name",

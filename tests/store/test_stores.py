@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import stat
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from cached_rag import CorruptBlobError, StoreError, StoreFullError
 from cached_rag.fingerprint import ids_digest
 from cached_rag.kv import ModuleKV
-from cached_rag.store import DiskStore, MemoryStore, TieredStore, blob
+from cached_rag.store import DiskStore, MemoryStore, Prefetcher, TieredStore, blob
 
 TOKENS = 8
 
@@ -303,3 +304,17 @@ def test_uses_are_written_in_batches(disk, monkeypatch):
     for _ in range(20):
         disk.get(key(1), module(1).token_ids)
     assert not writes
+
+
+def test_a_fetch_waits_for_its_own_module_only():
+    prefetcher, may_go, done = Prefetcher(), threading.Event(), []
+    prefetcher.start("slow", lambda: may_go.wait(10) and done.append("slow"))
+    prefetcher.start("slow", lambda: done.append("twice"))
+    prefetcher.start("fast", lambda: done.append("fast"))
+    prefetcher.wait("fast")
+    prefetcher.wait("unknown")
+    assert done == ["fast"]
+    may_go.set()
+    prefetcher.wait("slow")
+    assert done == ["fast", "slow"]
+    prefetcher.close()
