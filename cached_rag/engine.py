@@ -171,7 +171,8 @@ class Engine:
 
     def plan(self, prompt: Prompt, method: str, report: Report) -> tuple[Tokens, Plan]:
         """The prompt's tokens, and which of them come from which module; computes nothing."""
-        return self._prefiller.plan(self._rendered(prompt), method, report)
+        lazy = self.library.is_pipelined
+        return self._prefiller.plan(self._rendered(prompt), method, report, lazy=lazy)
 
     def _rendered(self, prompt: Prompt) -> Rendered:
         return prompt if isinstance(prompt, Rendered) else self.tokenization.render(prompt)

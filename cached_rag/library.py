@@ -53,7 +53,7 @@ class Library:
     def __init__(self, config: StoreConfig, fingerprint: str) -> None:
         self.fingerprint = fingerprint
         self.namespace = config.namespace
-        self._is_lazy = bool(config.pipelined)
+        self.is_pipelined = bool(config.pipelined)
         self.table = ModuleTable()
         self.disk: DiskStore | None = None
         memory = MemoryStore(config.memory_bytes)
@@ -169,18 +169,18 @@ class Library:
 
     def open(self, behind: Behind, token_ids: Sequence[int]) -> LayerSource | None:
         """As `fetch`, but what is on disk is read layer by layer, when it is used."""
-        if not self._is_lazy:
-            return self.fetch(behind, token_ids)
         try:
             return self.store.open(self.key(behind, token_ids), token_ids)
         except CorruptBlobError as error:
             _log.warning("%s The module is computed anew.", error)
             return None
 
-    def best_encoding(self, behinds: Sequence[Behind], token_ids: Sequence[int]) -> Encoding | None:
-        """The module's KV behind the first of `behinds` for which there is any."""
+    def best_encoding(
+        self, behinds: Sequence[Behind], token_ids: Sequence[int], *, lazy: bool
+    ) -> Encoding | None:
+        """The module's KV behind the first of `behinds` for which there is any; read, or opened."""
         for behind in behinds:
-            kv = self.open(behind, token_ids)
+            kv = self.open(behind, token_ids) if lazy else self.fetch(behind, token_ids)
             if kv is not None:
                 return Encoding(behind, kv)
         return None

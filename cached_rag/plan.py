@@ -102,6 +102,8 @@ def make_plan(
     tokens: Tokens,
     occurrences: Sequence[Occurrence],
     sink_ids: tuple[int, ...],
+    *,
+    lazy: bool = False,
 ) -> Plan:
     """Choose the best encoding of everything the prompt contains.
 
@@ -109,6 +111,7 @@ def make_plan(
         text: the prompt.
         occurrences: the modules found in it.
         sink_ids: what modules encoded alone stand behind.
+        lazy: leave what is on disk unread.
     """
     ids = tuple(tokens.ids)
     known = library.behinds()
@@ -122,7 +125,7 @@ def make_plan(
         # Right behind its own prefix a module without context is exact, which beats all else.
         in_place = Behind(ids[: found.begin])
         first = [in_place] if in_place in behinds and not found.offset else []
-        encoding = library.best_encoding([*first, *behinds], found.module.token_ids)
+        encoding = library.best_encoding([*first, *behinds], found.module.token_ids, lazy=lazy)
         if encoding is None:
             missed.append(Missed(found.module, text[where.begin : where.end], behinds[0]))
             continue

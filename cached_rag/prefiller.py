@@ -71,7 +71,8 @@ class Prefiller:
             # 1) The prompt's tokens, as plain generation would have them.
             clock = Clock()
             self.library.refresh()
-            tokens, plan = self.plan(prompt, report.method, report)
+            lazy = config.adaptive or self.library.is_pipelined
+            tokens, plan = self.plan(prompt, report.method, report, lazy=lazy)
             report.prompt_tokens = len(tokens)
             self._check_fits(len(tokens), config.max_tokens)
             report.match_ms = clock.lap() - report.load_ms
@@ -138,7 +139,9 @@ class Prefiller:
             raise error
         self.library.store.delete(self.library.key(*damaged.source))
 
-    def plan(self, rendered: Rendered, method: str, report: Report) -> tuple[Tokens, Plan]:
+    def plan(
+        self, rendered: Rendered, method: str, report: Report, *, lazy: bool = False
+    ) -> tuple[Tokens, Plan]:
         """The prompt's tokens, and which of them come from which module; computes nothing."""
         if method == "full":
             tokens = self.tokenization.tokenize(rendered)
@@ -148,7 +151,7 @@ class Prefiller:
         tokens = self.tokenization.tokenize(Rendered(rendered.text, literal, rendered.is_chat))
         clock = Clock()
         sink_ids = self.tokenization.sink_ids
-        plan = make_plan(self.library, rendered.text, tokens, found, sink_ids)
+        plan = make_plan(self.library, rendered.text, tokens, found, sink_ids, lazy=lazy)
         report.load_ms = clock.lap()
         report.modules_missed = len(plan.missed)
         return tokens, plan.exact_only() if method == "prefix" else plan

@@ -19,7 +19,7 @@ class Report:
         recomputed_tokens: cached, but computed again from layer 0 to the last.
         charged_recompute: (token, layer) pairs computed over all pairs of the prompt.
         modules_hit, modules_missed: known modules in the prompt, with and without KV.
-        match_ms: rendering, tokenising, finding modules, planning (without loading).
+        match_ms: tokenising, finding modules, planning (without loading).
         load_ms: fetching KV from the store.
         fuse_ms: assembling KV and partial prefill.
         ttft_ms: from the call to the first token.

@@ -62,13 +62,14 @@ def test_an_engine_follows_the_controller(share, tmp_path, monkeypatch):
     disk_rate = model.shapes.bytes_per_token * 5000.0 / share
     profile = Profile(5000.0, 1e15, disk_rate, model.shapes.bytes_per_token)
     monkeypatch.setattr("cached_rag.prefiller.profile_of", lambda _: profile)
-    settings = StoreConfig(path=str(tmp_path), write_back=False, pipelined=True)
+    settings = StoreConfig(path=str(tmp_path), write_back=False)
     with Engine(model, settings) as engine:
         engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]))
         full = engine.prefill(ask(*CHUNKS[::-1]), method="full", max_tokens=4).logits
+    options = {"method": "infoflow", "recompute_ratio": 0.1, "max_tokens": 4}
     with Engine(model, settings) as engine:
-        options = {"method": "infoflow", "recompute_ratio": 0.1, "max_tokens": 4}
         plain = engine.prefill(ask(*CHUNKS[::-1]), **options).report
+    with Engine(model, settings) as engine:  # nothing in memory
         done = engine.prefill(ask(*CHUNKS[::-1]), adaptive=True, **options)
     assert not plain.decision
     if share < 0.1:  # everything loads at once: as without a controller

@@ -6,6 +6,7 @@ which of them are recomputed. What such a method is, as a base class; knows no m
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from cached_rag.selectors.base import Layout, StaticSelector
 
 
 @dataclass(frozen=True)
-class QuestionSelector(StaticSelector):
+class QuestionSelector(StaticSelector, ABC):
     """Base: top-r of the reused tokens by a score taken from the question's attention.
 
     Attributes:
@@ -32,13 +33,13 @@ class QuestionSelector(StaticSelector):
         """The live rows, and with r = 1 all reused ones; otherwise `choose` adds to them."""
         return ~layout.exact if self.recompute_ratio == 1.0 else layout.live
 
+    @abstractmethod
     def observed_layers(self, layout: Layout) -> tuple[int, ...]:
         """Layers whose attention `score` is shown, ascending; none if there is no choice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def score(self, weights: torch.Tensor) -> torch.Tensor:
         """One layer's (question_len, seq_len) attention, mean over heads, to (seq_len,) scores."""
-        raise NotImplementedError
 
     def choose(self, scores: torch.Tensor, layout: Layout) -> torch.Tensor:
         """(observed_layers, seq_len) scores to the (seq_len,) bool rows to recompute."""
