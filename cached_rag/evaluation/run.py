@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cached_rag.config import GenerationConfig
+from cached_rag.context import PRIMER
 from cached_rag.engine import Engine
 from cached_rag.evaluation.data import Example, load_examples
 from cached_rag.evaluation.encodings import Encodings
@@ -49,6 +50,7 @@ class Settings:
             "model": engine.model.fingerprint,
             "name": engine.model.name,
             "generates": self.generates,
+            "primer": PRIMER.name,
             "tokens": [_ANSWER_TOKENS, _LONG_ANSWER_TOKENS],
         }
 
