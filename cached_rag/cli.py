@@ -44,7 +44,7 @@ def ingest(
     chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens of a chunk.")] = None,
     codec: Annotated[str | None, typer.Option(help="raw, or int8 for half the disk.")] = None,
     context: Annotated[
-        str | None, typer.Option(help="Encode chunks behind: primer, none, neighbours:N.")
+        str | None, typer.Option(help="Encode chunks behind: primer, none, both, neighbours:N.")
     ] = None,
     delete_missing: Annotated[bool, typer.Option(help="Drop documents gone from PATH.")] = False,
     dtype: Dtype = None,

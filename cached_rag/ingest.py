@@ -48,14 +48,15 @@ class IngestSummary:
 
 @dataclass(frozen=True)
 class Ingestion:
-    """What an ingestion works with; `head` and `context` are what chunks are encoded behind."""
+    """What an ingestion works with; `head` and then each of `contexts` is what chunks
+    are encoded behind."""
 
     index: DocumentIndex
     engine: Engine
     embedder: Embeddings
     splitter: Splitter
     head: Rendered
-    context: Context | None
+    contexts: tuple[Context | None, ...]
 
     def run(self, path: Path, *, delete_missing: bool, progress: bool) -> IngestSummary:
         """Read, index, delete, encode; see `CachedRAG.ingest`."""
@@ -112,15 +113,14 @@ class Ingestion:
         with tqdm(total=total, desc="prefilling", unit="chunk", disable=not progress) as bar:
             for group in _groups(texts):
                 chunks = [text for source in group for text in texts[source]]
-                summary = self.engine.encode(
-                    chunks, self.head, progress=bar.update, context=self.context
-                )
-                bar.update(len(chunks) - summary.encoded)
+                for context in self.contexts:
+                    summary = self.engine.encode(chunks, self.head, context=context)
+                    tokens += summary.tokens
+                    seconds += summary.seconds if summary.encoded else 0.0
+                bar.update(len(chunks))
                 for source in group:
                     self.index.mark_encoded(source)
                 encoded += summary.encoded
-                tokens += summary.tokens
-                seconds += summary.seconds if summary.encoded else 0.0
         return encoded, tokens, seconds
 
 

@@ -84,8 +84,9 @@ class CachedRAG:
             chunk_tokens: most tokens of a chunk, counted by the model's tokenizer.
             codec: how KV is kept on disk, "raw" or "int8".
             context: what chunks are encoded behind, besides the prompt's head: "primer" (some
-                neutral text), "none", or "neighbours:n" (the n nearest chunks, which takes two
-                passes and twice the disk); see docs/quality.md.
+                neutral text), "none", "both" (the first chunk of a prompt is exact then), or
+                "neighbours:n" (the n nearest chunks). The last two take two passes and twice the
+                disk; see docs/quality.md.
             system: the system prompt that questions are asked under.
             memory_bytes, disk_bytes: bounds on the KV kept in memory and on disk.
             sequence_bytes: keep KV of whole runs of chunks as prompts left them, see `StoreConfig`.
@@ -192,7 +193,7 @@ class CachedRAG:
             self.embedder,
             Splitter(self._count_tokens, int(self.settings["chunk_tokens"])),
             self._prompts.head(),
-            self._context(),
+            self._contexts(),
         )
         return ingestion.run(Path(path), delete_missing=delete_missing, progress=progress)
 
@@ -261,23 +262,23 @@ class CachedRAG:
             raise ConfigError(f"the index at {self.path} is empty; ingest documents first")
         return hits
 
-    def _context(self) -> Context | None:
-        """What chunks are encoded behind, besides the head."""
+    def _contexts(self) -> tuple[Context | None, ...]:
+        """What chunks are encoded behind, besides the head, in this order."""
         kind, count = _context_kind(self.settings["context"])
         if kind != "neighbours":
-            return PRIMER if kind == "primer" else None
+            return {"none": (None,), "primer": (PRIMER,), "both": (None, PRIMER)}[kind]
 
         def nearest(text: str) -> list[str]:
             hits = self.index.search(self.embedder.embed([text])[0], count + 1)
             return [hit.text for hit in reversed(hits) if hit.text != text][-count:]
 
-        return Context(f"neighbours:{count}", nearest)
+        return None, Context(f"neighbours:{count}", nearest)
 
 
 def _context_kind(text: str) -> tuple[str, int]:
-    """("none" | "primer" | "neighbours", how many)."""
+    """("none" | "primer" | "both" | "neighbours", how many)."""
     kind, _, count = text.partition(":")
     is_counted = kind == "neighbours" and count.isdigit() and int(count) > 0
-    if not is_counted and text not in ("none", "primer"):
-        raise ConfigError(f"context {text!r} is not one of none, primer, neighbours:n")
+    if not is_counted and text not in ("none", "primer", "both"):
+        raise ConfigError(f"context {text!r} is not one of none, primer, both, neighbours:n")
     return kind, int(count or 0)

@@ -218,10 +218,13 @@ def test_a_prompt_that_surely_fits_is_tokenised_once(opened, docs, monkeypatch):
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("context", ["primer", "none", "neighbours:1"])
+@pytest.mark.parametrize("context", ["primer", "none", "both", "neighbours:1"])
 def test_an_index_keeps_how_it_encodes(context, opened, docs):
     rag = opened(context=context)
     rag.ingest(docs, progress=False)
     names = {behind.context for behind in rag.engine.library.behinds()}
-    assert names == {{"primer": PRIMER.name, "none": "", "neighbours:1": "neighbours:1"}[context]}
+    last = {"primer": PRIMER.name, "none": "", "both": PRIMER.name, "neighbours:1": context}[
+        context
+    ]
+    assert names == ({last} if context in ("primer", "none") else {"", last})
     assert rag.ask("What turns green?", k=2, method="reuse", max_tokens=2).report.modules_hit == 2
