@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from cached_rag.errors import StoreError, StoreFullError
+
+_PATIENCE_S = 60
 
 
 class Database:
@@ -18,8 +21,8 @@ class Database:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = threading.RLock()
         try:
-            self._connection = sqlite3.connect(path, timeout=60, check_same_thread=False)
-            self._connection.execute("PRAGMA journal_mode=WAL")
+            self._connection = sqlite3.connect(path, timeout=_PATIENCE_S, check_same_thread=False)
+            self._enter_wal()
             self._connection.execute("PRAGMA synchronous=NORMAL")
             self._connection.executescript(schema)
         except sqlite3.DatabaseError as error:
@@ -27,6 +30,18 @@ class Database:
                 f"{path} is not a usable index ({error}); delete it and ingest again, or choose "
                 "another folder"
             ) from error
+
+    def _enter_wal(self) -> None:
+        """Switch to WAL, which SQLite does not wait for where another process does the same."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode=WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:

@@ -16,6 +16,7 @@ from cached_rag import CorruptBlobError, StoreError, StoreFullError
 from cached_rag.fingerprint import ids_digest
 from cached_rag.kv import ModuleKV
 from cached_rag.store import DiskStore, MemoryStore, Prefetcher, TieredStore, blob
+from cached_rag.store.database import Database
 
 TOKENS = 8
 
@@ -318,3 +319,16 @@ def test_a_fetch_waits_for_its_own_module_only():
     prefetcher.wait("slow")
     assert done == ["fast", "slow"]
     prefetcher.close()
+
+
+def test_many_may_open_a_new_index_at_once(tmp_path):
+    """SQLite does not wait for another connection that switches to WAL at the same moment."""
+    together = threading.Barrier(8)
+
+    def open_one(path):
+        together.wait()
+        Database(path, "CREATE TABLE IF NOT EXISTS t (a INTEGER);").close()
+
+    with ThreadPoolExecutor(8) as pool:
+        for number in range(40):
+            list(pool.map(open_one, [tmp_path / f"{number}.sqlite"] * 8))
