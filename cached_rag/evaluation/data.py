@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ class Example:
 
     Attributes:
         id: unique in its set.
-        answers: acceptable ones, the first taken as reference for NLL; may be empty.
+        answers: acceptable ones; may be empty.
         chunks: texts, each headed by its title where it has one, in the set's order.
     """
 
@@ -25,6 +26,22 @@ class Example:
     question: str
     answers: tuple[str, ...]
     chunks: tuple[str, ...]
+
+    @property
+    def reference(self) -> str | None:
+        """The first answer, in the letter case in which the chunks have it; None without answers.
+
+        Several sets lower-case their answers or their texts. What a model would not write down
+        that way has a likelihood that says nothing about what it knows.
+        """
+        if not self.answers:
+            return None
+        answer = self.answers[0].strip()
+        if answer.lower() in ("yes", "no"):
+            return answer.capitalize()
+        pattern = re.compile(rf"(?<!\w){re.escape(answer)}(?!\w)", re.IGNORECASE)
+        forms = [form for chunk in self.chunks for form in pattern.findall(chunk)]
+        return answer if answer in forms or not forms else forms[0]
 
 
 def load_examples(path: Path, limit: int | None = None) -> list[Example]:

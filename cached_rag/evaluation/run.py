@@ -51,6 +51,7 @@ class Settings:
             "name": engine.model.name,
             "generates": self.generates,
             "primer": PRIMER.name,
+            "reference": "in the chunks' letter case",
             "tokens": [_ANSWER_TOKENS, _LONG_ANSWER_TOKENS],
         }
 
@@ -133,7 +134,7 @@ class _Asked:
         """What a trial makes of it."""
         example = self.example
         tokens = _LONG_ANSWER_TOKENS if self.long else _ANSWER_TOKENS
-        reference = example.answers[0] if example.answers else None
+        reference = example.reference
         prompt = messages(example.chunks, example.question, long=self.long)
         method = trial.name.partition("@")[0]
         if method in SEVERAL:

@@ -10,7 +10,7 @@ from conftest import CHUNKS, plain_logits, tiny_model
 
 from cached_rag import ConfigError, Engine, EvaluationError, GenerationConfig
 from cached_rag.evaluation import Journal, Settings, evaluate, make_trials, summarise
-from cached_rag.evaluation.data import load_examples
+from cached_rag.evaluation.data import Example, load_examples
 from cached_rag.evaluation.encodings import Encodings
 from cached_rag.evaluation.measure import read
 from cached_rag.evaluation.metrics import bootstrap, exact_match, f1, rouge_l
@@ -169,6 +169,22 @@ def test_sets_without_answers_have_no_scores(data, tmp_path):
     assert full["f1"] is full["nll"] is full["nll_diff"] is reuse["nll_diff_ci"] is None
     assert reuse["kl"] > 0
     assert not is_long(load_examples(data))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"),
+    [
+        ("the longest yard", "The Longest Yard"),
+        ("Texas", "Texas"),  # TEXAS comes first, but it is also written as given
+        ("yes", "Yes"),
+        ("yard", "Yard"),
+        ("art", "art"),  # never a word of its own
+        ("Dr. Who?", "Dr. Who?"),
+    ],
+)
+def test_the_reference_is_written_as_in_the_chunks(answer, reference):
+    chunks = ("TEXAS\nIt was no Party.", "The Longest Yard, filmed in Texas.")
+    assert Example("1", "?", (answer, "other"), chunks).reference == reference
 
 
 def test_trials():
