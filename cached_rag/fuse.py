@@ -17,6 +17,7 @@ import torch
 
 from cached_rag.assemble import KVBuffer
 from cached_rag.attention import Rows
+from cached_rag.drift import Drift
 from cached_rag.errors import ModelError
 from cached_rag.observe import Observer
 from cached_rag.row_pass import Decoder, Prefilled, RowPass
@@ -80,6 +81,7 @@ def prefill_selected(
     run = RowPass(decoder, buffer, token_ids, slots.to(device), None, 1, rows_type, ready)
     run.layout, run.selector = layout, selector
     run.checks = frozenset(selector.check_layers(layout))
+    run.cache.drift = Drift(layout.modules) if selector.transfers_drift else None
     with run.hooked():
         return run.forward()
 
@@ -114,6 +116,7 @@ def _prefill_asked(
     every = (live | chosen).nonzero().squeeze(1)
     rows = every[every >= first] if is_valid else every
     run = RowPass(decoder, buffer, token_ids, rows, None, num_logits=1, ready=ready)
+    run.cache.drift = Drift(layout.modules) if selector.transfers_drift else None
     assert asked.first_output is not None
     done = run.resume(live[rows], asked.first_output[:, torch.isin(slots, rows)])
     done.computed += asked.computed

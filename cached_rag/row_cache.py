@@ -12,6 +12,7 @@ from transformers import Cache
 
 from cached_rag.assemble import KVBuffer
 from cached_rag.attention import Rows
+from cached_rag.drift import Drift
 from cached_rag.observe import Observed, Observer
 
 
@@ -36,6 +37,7 @@ class RowCache(Cache):  # type: ignore[misc]
         self.is_peeking = False
         self.peeked: tuple[torch.Tensor, ...] = ()
         self.observer: Observer | None = None
+        self.drift: Drift | None = None
         self._entering = entering
 
     def update(
@@ -52,6 +54,8 @@ class RowCache(Cache):  # type: ignore[misc]
         if self.is_peeking:
             old = (keys[0, :, index].clone(), values[0, :, index].clone())
             self.peeked = (key_states[0], value_states[0], *old)
+        if self.drift is not None:
+            self.drift.transfer(layer_idx, self.rows, key_states, value_states, self.buffer)
         self.buffer.write(layer_idx, index, key_states, value_states)
         if self.is_peeking:
             raise Peeked

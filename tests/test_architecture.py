@@ -29,6 +29,7 @@ ORDER = (
         "matmul_attention",
         "attention",
         "observe",
+        "drift",
         "row_cache",
         "row_pass",
         "store",

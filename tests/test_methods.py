@@ -20,6 +20,8 @@ from test_exactness import (
 
 from cached_rag import ConfigError, GenerationConfig, ModelError
 from cached_rag.assemble import KVBuffer
+from cached_rag.attention import Rows
+from cached_rag.drift import Drift
 from cached_rag.fuse import prefill_rows, prefill_selected
 from cached_rag.selectors import (
     SELECTORS,
@@ -45,6 +47,7 @@ class Chosen(StaticSelector):
     """The slow twin: the rows another method chose, computed in one pass from layer 0."""
 
     rows: torch.Tensor
+    transfers_drift: bool = False
 
     def first_rows(self, layout):
         return layout.live | self.rows
@@ -89,7 +92,8 @@ def test_r_1_equals_full_prefill_and_r_0_is_reuse(name):
     assert torch.allclose(logits(whole), plain, atol=TOLERANCE)
     assert not torch.allclose(logits(nothing), plain, atol=1e-2)
     if name == "anchorflow":
-        assert torch.equal(logits(nothing), logits(Epic(8)))
+        anchors = Chosen(Epic(8).first_rows(layout), transfers_drift=True)
+        assert torch.equal(logits(nothing), logits(anchors))
     elif name != "cacheblend":  # which recomputes its first layers whatever the ratio
         assert torch.equal(logits(nothing), logits(Reuse()))
 
@@ -112,7 +116,8 @@ def test_what_the_question_pass_computed_is_used_again_without_harm(family, sele
     ours, twin = copy(buffer), copy(buffer)
     done = prefill_selected(model.decoder, ours, tokens, layout, recording)
     rows = seen[0] if seen else selector.first_rows(layout)
-    plain = prefill_selected(model.decoder, twin, tokens, layout, Chosen(rows))
+    once = Chosen(rows, selector.transfers_drift)
+    plain = prefill_selected(model.decoder, twin, tokens, layout, once)
     assert torch.allclose(done.logits, plain.logits, atol=TOLERANCE)
     assert torch.allclose(ours.keys, twin.keys, atol=TOLERANCE)
     assert torch.allclose(ours.values, twin.values, atol=TOLERANCE)
@@ -227,6 +232,63 @@ def test_a_union_takes_what_any_member_takes():
     done = prefill_selected(model.decoder, copy(buffer), tokens, layout, union)
     alone = prefill_selected(model.decoder, copy(buffer), tokens, layout, Epic(1))
     assert not torch.allclose(done.logits, alone.logits, atol=1e-4)
+
+
+def moved_in_words(before, fresh, slots, modules):
+    """The slow twin of `Drift`: token by token what its docstring says, in fp32."""
+    after = before.clone()
+    for begin, end in modules:
+        spoken = [i for i, slot in enumerate(slots) if begin + 4 <= slot < end]
+        if spoken:
+            moves = [fresh[:, :, i] - before[:, :, slots[i]] for i in spoken]
+            for slot in range(begin, end):
+                after[:, :, slot] += sum(moves) / (len(spoken) + 4)
+    return after
+
+
+def test_drift_moves_the_other_tokens_of_a_module_and_no_others():
+    model, buffer, _, layout = assembled("llama")
+    before = copy(buffer)
+    begin = layout.modules[1][0]
+    slots = [begin + 2, begin + 9, begin + 11, layout.modules[2][0] + 1, layout.live.shape[0] - 1]
+    rows = Rows(torch.tensor(slots), layout.live.shape[0])
+    shape = (1, model.shapes.num_kv_heads, len(slots), model.shapes.head_dim)
+    keys, values = torch.randn(shape), torch.randn(shape)
+    drift = Drift(layout.modules)
+    drift.transfer(0, rows, keys, values, buffer)
+    assert torch.equal(buffer.keys, before.keys)  # layer 0 knows words only
+    drift.transfer(2, rows, keys, values, buffer)
+    for ours, old, fresh in (
+        (buffer.keys, before.keys, keys),
+        (buffer.values, before.values, values),
+    ):
+        twin = moved_in_words(old[2], fresh, slots, layout.modules)
+        assert torch.allclose(ours[2], twin, atol=1e-6)
+        assert torch.equal(ours[[0, 1, 3]], old[[0, 1, 3]])
+        length = layout.live.shape[0]
+        touched = (ours[2] != old[2]).any(dim=(0, 1, 3))[:length].nonzero().squeeze(1)
+        # Only the second module: of the third, a first token alone was computed.
+        assert touched.tolist() == list(range(*layout.modules[1]))
+
+
+def test_drift_is_what_text_before_a_module_does_to_all_of_it():
+    """Where a module moved as one, the tokens not recomputed end where full prefill has them."""
+    model, _, tokens, layout = assembled("llama")
+    whole = garbage(model, tokens.shape[1])
+    prefill_rows(model.decoder, whole, tokens)
+    stale = copy(whole)
+    for begin, end in layout.modules:
+        shift = torch.randn(model.shapes.num_layers - 1, 1, 1, 1, model.shapes.value_dim)
+        stale.values[1:, :, :, begin:end] += shift
+    error = {}
+    for transfers in (True, False):
+        repaired = copy(stale)
+        selector = AnchorFlow(0.3, anchor_tokens=4, transfers_drift=transfers)
+        prefill_selected(model.decoder, repaired, tokens, layout, selector)
+        error[transfers] = float(
+            (repaired.values - whole.values)[:, :, :, : tokens.shape[1]].norm()
+        )
+    assert error[True] < 0.5 * error[False]
 
 
 def test_anchorflow_takes_anchors_and_of_the_rest_what_the_question_wants():

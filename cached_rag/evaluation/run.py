@@ -50,6 +50,7 @@ class Settings:
             "model": engine.model.fingerprint,
             "name": engine.model.name,
             "generates": self.generates,
+            "auto": repr(GenerationConfig().selector()),
             "primer": PRIMER.name,
             "reference": "in the chunks' letter case",
             "tokens": [_ANSWER_TOKENS, _LONG_ANSWER_TOKENS],

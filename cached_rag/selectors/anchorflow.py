@@ -1,4 +1,5 @@
-"""Anchors and the question's choice: EPIC's first tokens of every module, then InfoFlow's others.
+"""Anchors, the question's choice and drift: EPIC's first tokens of every module, of the rest what
+InfoFlow would take, and the others moved as those are.
 
 Our own composition, and what `auto` is: with modules encoded behind a primer it came nearest to
 full prefill at the least recompute (docs/quality.md).
@@ -24,10 +25,12 @@ class AnchorFlow(InfoFlow):
     Attributes:
         recompute_ratio: share of the reused tokens that the question chooses.
         anchor_tokens: how many of each module's first tokens come with them.
+        transfers_drift: whether the tokens not recomputed are moved as the recomputed ones are.
     """
 
     recompute_ratio: float = 0.03
     anchor_tokens: int = 8
+    transfers_drift: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

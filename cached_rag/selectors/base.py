@@ -64,6 +64,11 @@ class LayerCheck:
 class Selector(Protocol):
     """A method. Pure: the same inputs give the same rows, nothing is kept."""
 
+    @property
+    def transfers_drift(self) -> bool:
+        """Whether a module's other tokens are moved as its recomputed ones are (`drift.py`)."""
+        ...
+
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """(seq_len,) bool: rows computed in layer 0; must contain `layout.live`."""
         ...
@@ -79,6 +84,8 @@ class Selector(Protocol):
 
 class StaticSelector:
     """Base of methods that choose their rows before the first layer."""
+
+    transfers_drift: bool = False
 
     def check_layers(self, layout: Layout) -> tuple[int, ...]:
         """None: the choice is made once."""

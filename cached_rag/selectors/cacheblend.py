@@ -8,6 +8,7 @@ authors' released scripts, every question token is live.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -31,6 +32,8 @@ class CacheBlend:
             check layer on, r on average.
         score: deviation of the "values" (the paper) or of the "keys" (LMCache).
     """
+
+    transfers_drift: ClassVar[bool] = False
 
     recompute_ratio: float = 0.15
     check_layer: int | tuple[int, ...] = 1

@@ -27,6 +27,8 @@ class Union(QuestionSelector):
     members: tuple[Selector, ...] = ()
 
     def __post_init__(self) -> None:
+        transfers = any(m.transfers_drift for m in self.members)
+        object.__setattr__(self, "transfers_drift", transfers)
         asking = [m for m in self.members if isinstance(m, QuestionSelector)]
         if len(asking) > 1 or not all(isinstance(m, StaticSelector) for m in self.members):
             raise ConfigError(
