@@ -16,9 +16,10 @@ import torch
 from cached_rag.assemble import KVBuffer
 from cached_rag.attention import Rows
 
-# A module's first tokens have other neighbours than when they were encoded; how they move says
-# little about the rest.
-_UNSETTLED = 4
+# A module's first tokens move as the others do, but scatter more: the square of what is not common
+# falls about as one over the square root of the distance from the module's beginning. A sample
+# counts in proportion to that, a token at this distance as one.
+_SETTLED = 64
 # Few samples say little: n of them move the others by n / (n + this) of their mean.
 _CAUTION = 4
 
@@ -79,17 +80,16 @@ class Drift:
         return self._last
 
     def _sampled(self, rows: Rows) -> _Samples:
-        spoken, owners = [], []
+        spoken, counts = [], []
         for begin, end in self._modules:
-            inside = (rows.slots >= begin + _UNSETTLED) & (rows.slots < end)
-            if inside.any():
+            offsets = (rows.slots - begin).clamp(min=0) * (rows.slots < end)
+            if offsets.any():
                 spoken.append((begin, end))
-                owners.append(inside)
+                counts.append((offsets / _SETTLED).sqrt())
         if not spoken:
             nothing = torch.empty(0, dtype=torch.int64)
             return _Samples(rows, nothing, torch.empty(0, 0), ())
-        owned = torch.stack(owners)
-        picked = owned.any(dim=0).nonzero().squeeze(1)
-        weights = owned[:, picked].float()
-        weights /= weights.sum(dim=1, keepdim=True) + _CAUTION
+        counted = torch.stack(counts)
+        picked = counted.any(dim=0).nonzero().squeeze(1)
+        weights = counted[:, picked] / (counted.sum(dim=1, keepdim=True) + _CAUTION)
         return _Samples(rows, picked, weights, tuple(spoken))

