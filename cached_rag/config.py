@@ -104,7 +104,9 @@ class StoreConfig:
     Attributes:
         path: folder on disk; None keeps KV in memory only.
         codec: "raw" keeps the model's dtype, "int8" halves it (see docs/store.md for the error).
-        memory_bytes: most bytes of KV in memory.
+        memory_bytes: most bytes of KV in the host's memory.
+        device_bytes: most bytes of KV in a CUDA device's memory; 0 keeps none there, None takes a
+            quarter of what is free. Without meaning elsewhere.
         disk_bytes: most bytes of KV on disk; None for no bound.
         namespace: tenants with different namespaces never share KV.
         sequence_bytes: most bytes of KV of whole module sequences, as prompts left them; 0 keeps
@@ -118,6 +120,7 @@ class StoreConfig:
     path: str | None = None
     codec: str = "raw"
     memory_bytes: int = 2 << 30
+    device_bytes: int | None = None
     disk_bytes: int | None = None
     namespace: str = ""
     sequence_bytes: int = 0
@@ -127,6 +130,8 @@ class StoreConfig:
     def __post_init__(self) -> None:
         _require(self.sequence_bytes >= 0, f"sequence_bytes is negative: {self.sequence_bytes}")
         _require(self.memory_bytes > 0, f"memory_bytes must be positive: {self.memory_bytes}")
+        room = self.device_bytes
+        _require(room is None or room >= 0, f"device_bytes is negative: {room}")
         bound = self.disk_bytes
         _require(bound is None or bound > 0, f"disk_bytes must be positive: {bound}")
 

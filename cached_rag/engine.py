@@ -43,7 +43,7 @@ class Engine:
         settings = store or StoreConfig()
         if settings.pipelined is None:
             settings = replace(settings, pipelined=model.device.type == "cuda")
-        self.library = Library(settings, model.fingerprint)
+        self.library = Library(settings, model.fingerprint, model.device)
         self.tokenization = Tokenization(model.tokenizer)
         self.lock = threading.Lock()
         self._encoder = Encoder(model, self.library, self.tokenization)

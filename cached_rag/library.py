@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from cached_rag.config import StoreConfig
 from cached_rag.errors import CorruptBlobError
@@ -50,21 +52,22 @@ class Encoding:
 class Library:
     """Modules of one model and one tenant. Safe for several threads."""
 
-    def __init__(self, config: StoreConfig, fingerprint: str) -> None:
+    def __init__(
+        self, config: StoreConfig, fingerprint: str, device: torch.device | None = None
+    ) -> None:
         self.fingerprint = fingerprint
         self.namespace = config.namespace
         self.is_pipelined = bool(config.pipelined)
         self.table = ModuleTable()
         self.disk: DiskStore | None = None
-        memory = MemoryStore(config.memory_bytes)
-        if config.path is None:
-            self.store: KVStore = memory
-            self._catalog: Catalog | None = None
-        else:
+        self._catalog: Catalog | None = None
+        tiers: list[KVStore] = list(memory_tiers(config, device))
+        if config.path is not None:
             root = Path(config.path)
             self.disk = DiskStore(root, codec=config.codec, max_bytes=config.disk_bytes)
-            self.store = TieredStore([memory, self.disk])
             self._catalog = Catalog(root / "catalog.sqlite", fingerprint, config.namespace)
+            tiers.append(self.disk)
+        self.store: KVStore = TieredStore(tiers) if len(tiers) > 1 else tiers[0]
         self._prefetcher = Prefetcher()
         self._behinds: list[Behind] = []
         self._last_row = 0
@@ -184,6 +187,20 @@ class Library:
             if kv is not None:
                 return Encoding(behind, kv)
         return None
+
+
+def memory_tiers(config: StoreConfig, device: torch.device | None) -> Iterator[MemoryStore]:
+    """The stores in memory, fastest first: a CUDA device's if it may be used, and the host's."""
+    if device is None or device.type != "cuda":
+        yield MemoryStore(config.memory_bytes)
+        return
+    room = config.device_bytes
+    if room is None:
+        free, _ = torch.cuda.mem_get_info(device)
+        room = free // 4
+    if room:
+        yield MemoryStore(room, device)
+    yield MemoryStore(config.memory_bytes, torch.device("cpu"))
 
 
 def _longest_first(behinds: Iterable[Behind]) -> list[Behind]:

@@ -50,6 +50,8 @@ class LayerLoader:
         self._stream: Any = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # Whoever had the buffer before may still be reading it.
+            self._stream.wait_stream(torch.cuda.current_stream(device))
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
         self._thread.start()
 

@@ -1,4 +1,5 @@
-"""Time to first token with KV in memory, on disk read first, and on disk read layer by layer."""
+"""Time to first token with KV in memory, a CUDA device's and the host's, and on disk, read first or
+layer by layer."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cached_rag.benchmarks.ttft import make_texts
 from cached_rag.config import GenerationConfig, StoreConfig
@@ -48,15 +50,15 @@ def bench_loading(
         texts, question = make_texts(engine, modules, module_tokens, question_tokens)
         engine.encode(texts, prefix=_PREFIX)
     prompt = _PREFIX + "\n".join([*texts, question])
-    ways = {"memory": True, "disk, read first": False, "disk, layer by layer": True}
+    ways = _ways(model.device.type)
     samples: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     for round_ in range(repeats + 1):
         for method in methods:
-            for way, pipelined in ways.items():
+            for way, options in ways.items():
                 forget_pages(folder)
                 config = GenerationConfig(method=method, max_tokens=1)
-                with Engine(model, dataclasses.replace(settings, pipelined=pipelined)) as engine:
-                    if way == "memory":
+                with Engine(model, dataclasses.replace(settings, **options)) as engine:
+                    if not way.startswith("disk"):
                         for behind in engine.library.behinds():
                             for text in texts:
                                 ids = engine.tokenization.literal(text).ids
@@ -73,3 +75,13 @@ def bench_loading(
         )
         for names, rows in samples.items()
     ]
+
+
+def _ways(device: str) -> dict[str, dict[str, Any]]:
+    """Where KV is before a request, and the store's settings for it."""
+    ways: dict[str, dict[str, Any]] = {"device": {"pipelined": True}} if device == "cuda" else {}
+    return ways | {
+        "memory": {"pipelined": True, "device_bytes": 0},
+        "disk, read first": {"pipelined": False, "device_bytes": 0},
+        "disk, layer by layer": {"pipelined": True, "device_bytes": 0},
+    }

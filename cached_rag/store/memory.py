@@ -1,10 +1,14 @@
-"""Modules in memory, bounded by bytes, least recently used out first. Knows no file."""
+"""Modules in memory, the host's or a device's, bounded by bytes, least recently used out first.
+
+Knows no file.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
 
+import torch
 from cachetools import LRUCache
 
 from cached_rag.errors import CorruptBlobError, StoreFullError
@@ -13,10 +17,15 @@ from cached_rag.store.base import Problem
 
 
 class MemoryStore:
-    """A `KVStore` of at most `max_bytes` bytes of keys and values."""
+    """A `KVStore` of at most `max_bytes` bytes of keys and values.
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
+    Args:
+        device: where they are kept; None for where they are. In a CUDA machine's host memory they
+            are pinned, so that copies to the device need nobody to wait for them.
+    """
+
+    def __init__(self, max_bytes: int, device: torch.device | None = None) -> None:
+        self.max_bytes, self.device = max_bytes, device
         self._entries: LRUCache[str, ModuleKV] = LRUCache(max_bytes, getsizeof=_size)
         self._lock = threading.Lock()
 
@@ -56,8 +65,9 @@ class MemoryStore:
                 f"a module of {kv.nbytes} bytes exceeds the memory bound of {self.max_bytes}; "
                 "raise memory_bytes or use smaller chunks"
             )
+        kept = _at(_compact(kv), self.device)
         with self._lock:
-            self._entries[key] = _compact(kv)
+            self._entries[key] = kept
 
     def delete(self, key: str) -> bool:
         """Forget an entry; says whether it was there."""
@@ -79,4 +89,16 @@ def _compact(kv: ModuleKV) -> ModuleKV:
         tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
         for tensor in (kv.keys, kv.values)
     ]
+    return ModuleKV(kv.token_ids, kv.start, *tensors)
+
+
+def _at(kv: ModuleKV, device: torch.device | None) -> ModuleKV:
+    """The module on a device; itself if it is there."""
+    if device is None:
+        return kv
+    tensors = [tensor.to(device) for tensor in (kv.keys, kv.values)]
+    if device.type == "cpu" and torch.cuda.is_available():
+        tensors = [tensor.pin_memory() for tensor in tensors]
+    if tensors[0] is kv.keys and tensors[1] is kv.values:
+        return kv
     return ModuleKV(kv.token_ids, kv.start, *tensors)

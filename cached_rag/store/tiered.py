@@ -48,7 +48,8 @@ class TieredStore:
                 continue
             if kv is not None:
                 self._keep(self.tiers[:level], key, kv)
-                return kv
+                promoted = self.tiers[0].get(key, token_ids) if level else None
+                return promoted or kv
         if damage is not None:
             raise damage
         return None

@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from cached_rag import CorruptBlobError, StoreError, StoreFullError
+from cached_rag import CorruptBlobError, StoreConfig, StoreError, StoreFullError
 from cached_rag.fingerprint import ids_digest
 from cached_rag.kv import ModuleKV
+from cached_rag.library import memory_tiers
 from cached_rag.store import DiskStore, MemoryStore, Prefetcher, TieredStore, blob
 from cached_rag.store.database import Database
 
@@ -332,3 +333,33 @@ def test_many_may_open_a_new_index_at_once(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         for number in range(40):
             list(pool.map(open_one, [tmp_path / f"{number}.sqlite"] * 8))
+
+
+def test_a_device_tier_has_the_latest_and_the_host_has_all():
+    """The meta device stands in for one that CI does not have: tensors on it are elsewhere."""
+    size = module(1).nbytes
+    device = MemoryStore(size, torch.device("meta"))
+    host = MemoryStore(10 * size, torch.device("cpu"))
+    store = TieredStore([device, host])
+    for seed in (1, 2):
+        store.put(key(seed), module(seed))
+    assert list(device.keys()) == [key(2)]  # the first one had to go
+    assert len(store) == 2
+    promoted = store.get(key(1), module(1).token_ids)
+    assert promoted.keys.device.type == promoted.values.device.type == "meta"
+    assert list(device.keys()) == [key(1)]
+    assert all(same(host.get(key(seed), module(seed).token_ids), module(seed)) for seed in (1, 2))
+
+
+def test_which_memories_there_are(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (400, 800))
+
+    def tiers(device, **options):
+        found = memory_tiers(StoreConfig(memory_bytes=7, **options), device)
+        return [(tier.max_bytes, tier.device and tier.device.type) for tier in found]
+
+    cuda = torch.device("cuda")
+    assert tiers(torch.device("cpu"), device_bytes=5) == tiers(None) == [(7, None)]
+    assert tiers(cuda) == [(100, "cuda"), (7, "cpu")]
+    assert tiers(cuda, device_bytes=5) == [(5, "cuda"), (7, "cpu")]
+    assert tiers(cuda, device_bytes=0) == [(7, "cpu")]
