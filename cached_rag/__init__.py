@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cached_rag.answer import Answer, AnswerStream
     from cached_rag.config import METHODS, GenerationConfig, StoreConfig
-    from cached_rag.context import Context
+    from cached_rag.context import PRIMER, Context
+    from cached_rag.documents import Embedder
     from cached_rag.engine import Engine
     from cached_rag.errors import (
         CachedRAGError,
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "METHODS",
+    "PRIMER",
     "Answer",
     "AnswerStream",
     "CachedRAG",
@@ -46,6 +48,7 @@ __all__ = [
     "ContextOverflowError",
     "CorruptBlobError",
     "DocumentError",
+    "Embedder",
     "Engine",
     "EvaluationError",
     "Generation",
@@ -66,8 +69,8 @@ __all__ = [
 ]
 
 _MODULES = (
-    *("errors", "config", "context", "report", "model", "stream", "engine", "answer", "ingest"),
-    "rag",
+    *("errors", "config", "context", "report", "model", "stream", "engine", "documents"),
+    *("answer", "ingest", "rag"),
 )
 
 

@@ -62,6 +62,12 @@ class Encoder:
             seconds=time.perf_counter() - started,
         )
 
+    def register(self, texts: Sequence[str]) -> None:
+        """See `Engine.register`."""
+        records, _ = self._records(texts)
+        known = self.library.table
+        self.library.add_modules([r for r, text in records if known.get(text) is None])
+
     def recover(self, module: ModuleRecord, text: str, behind: Behind) -> None:
         """Encode one module that is known but has no KV; no-op if it has by now.
 

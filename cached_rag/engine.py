@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -21,15 +23,24 @@ from cached_rag.errors import ConfigError
 from cached_rag.leftovers import Leftovers
 from cached_rag.library import Library
 from cached_rag.model import LanguageModel, load_model
+from cached_rag.model_thread import on_model_thread, submit
 from cached_rag.plan import Plan
 from cached_rag.prefiller import Prefiller
 from cached_rag.prompt import Message, Rendered, Tokenization, Tokens
 from cached_rag.report import Report
 from cached_rag.sequences import SequenceTree
+from cached_rag.stepper import Stepper
 from cached_rag.stream import Generation, Prefill, Stream
 from cached_rag.write_back import WriteBack
 
+# Answers made together at most: each holds the KV of its whole prompt.
+_BATCH_ROWS = 16
+
 Prompt = str | Sequence[Message] | Rendered
+
+
+_SHARED: WeakValueDictionary[tuple[object, ...], Engine] = WeakValueDictionary()
+_SHARING = threading.Lock()
 
 
 class Engine:
@@ -48,6 +59,7 @@ class Engine:
         self.lock = threading.Lock()
         self._encoder = Encoder(model, self.library, self.tokenization)
         self._leftovers = Leftovers(self.library, self._encoder, settings, self.lock)
+        self.stepper = Stepper(model, self.lock)
         self._prefiller = Prefiller(
             model, self.library, self.tokenization, self._leftovers, self.lock
         )
@@ -77,7 +89,26 @@ class Engine:
             ModelNotFoundError, ModelError: see `load_model`.
         """
         settings = StoreConfig(path=store) if isinstance(store, str) else store
-        return cls(load_model(model, dtype, device), settings)
+        return cls(submit(lambda: load_model(model, dtype, device)).result(), settings)
+
+    @classmethod
+    def shared(
+        cls,
+        model: str = "smollm2-135m",
+        *,
+        store: StoreConfig | None = None,
+        dtype: str | None = None,
+        device: str | None = None,
+    ) -> Engine:
+        """As `load`, but one engine for all in this process who ask for the same."""
+        settings = store or StoreConfig()
+        with _SHARING:
+            name = (model, settings, dtype, device)
+            engine = _SHARED.get(name)
+            if engine is None:
+                engine = cls.load(model, store=settings, dtype=dtype, device=device)
+                _SHARED[name] = engine
+            return engine
 
     def close(self) -> None:
         """Write what is pending and release files."""
@@ -114,8 +145,20 @@ class Engine:
             StoreFullError: no room left; what was encoded before is kept.
         """
         rendered = None if prefix is None else self._rendered(prefix)
-        with self.lock:
-            return self._encoder.encode(texts, rendered, context, progress)
+
+        def encode() -> EncodeSummary:
+            with self.lock:
+                return self._encoder.encode(texts, rendered, context, progress)
+
+        return on_model_thread(encode)
+
+    def register(self, texts: Sequence[str]) -> None:
+        """Make texts known as modules without prefilling them.
+
+        The first prompt that contains one computes it as any text, and counts it as missed; then
+        it is encoded in the background.
+        """
+        self._encoder.register(texts)
 
     def prefetch(self, texts: Sequence[str]) -> None:
         """Begin to bring texts' KV from disk into memory; a prompt with them will follow."""
@@ -155,12 +198,23 @@ class Engine:
         text = "".join(stream)
         return Generation(text, tuple(stream.token_ids), stream.finish_reason, stream.report)
 
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        config: GenerationConfig | None = None,
+        **options: Any,
+    ) -> list[Generation]:
+        """Answer several prompts, their tokens computed together; each as `generate` would."""
+        config = (config or GenerationConfig()).replace(**options)
+        with ThreadPoolExecutor(_BATCH_ROWS, "batch") as pool:
+            return list(pool.map(lambda prompt: self.generate(prompt, config), prompts))
+
     def stream(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any
     ) -> Stream:
         """The answer piece by piece, as it is made. Errors as `generate`, at the first piece."""
         config = (config or GenerationConfig()).replace(**options)
-        return Stream(self.model, self.lock, lambda: self.prefill(prompt, config), config)
+        return Stream(self.model, self.stepper, lambda: self.prefill(prompt, config), config)
 
     def prefill(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any

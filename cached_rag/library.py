@@ -161,7 +161,7 @@ class Library:
 
     def prefetch(self, texts: Iterable[str]) -> None:
         """Begin to bring texts' KV into memory, each behind the longest prefix that has it."""
-        if self.disk is None:
+        if not isinstance(self.store, TieredStore):
             return
         for module in filter(None, (self.table.get(text.strip()) for text in texts)):
             for behind in self._behinds:

@@ -46,12 +46,18 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Missed:
-    """A module that the prompt contains and that has no KV, and what it should stand behind."""
+class Found:
+    """A module that the prompt contains, from token `begin` on.
+
+    Attributes:
+        text: as it stands in the prompt.
+        behind: what the KV used for it was encoded behind; None if it has none.
+    """
 
     module: ModuleRecord
     text: str
-    behind: Behind
+    begin: int
+    behind: Behind | None
 
 
 @dataclass(frozen=True)
@@ -60,15 +66,20 @@ class Plan:
 
     Attributes:
         placements: ascending, without overlaps.
-        missed: modules that the prompt contains and that have no KV.
+        found: the modules that the prompt contains.
         num_tokens: of the prompt.
         modules: (digest, end) of the modules whose KV is used, in order.
     """
 
     placements: tuple[Placement, ...]
-    missed: tuple[Missed, ...]
+    found: tuple[Found, ...]
     num_tokens: int
     modules: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def missed(self) -> tuple[Found, ...]:
+        """The modules that have no KV."""
+        return tuple(found for found in self.found if found.behind is None)
 
     def exact_only(self) -> Plan:
         """The plan without what is only approximate."""
@@ -115,19 +126,21 @@ def make_plan(
     """
     ids = tuple(tokens.ids)
     known = library.behinds()
-    behinds = [b for b in known if _is_before(b.prefix_ids, ids)]
+    behinds = [b for b in known if is_before(b.prefix_ids, ids)]
     placements = _head(library, [behind.prefix_ids for behind in behinds], ids)
     aligned = [(found, o) for o in occurrences if (found := align(o, tokens))]
     alone = [Behind(sink_ids), Behind(())]
     behinds += [behind for behind in alone if behind not in behinds]
-    missed, modules = [], []
+    every, modules = [], []
     for found, where in aligned:
         # Right behind its own prefix a module without context is exact, which beats all else.
         in_place = Behind(ids[: found.begin])
         first = [in_place] if in_place in behinds and not found.offset else []
         encoding = library.best_encoding([*first, *behinds], found.module.token_ids, lazy=lazy)
+        behind = encoding.behind if encoding else None
+        begin, verbatim = found.begin - found.offset, text[where.begin : where.end]
+        every.append(Found(found.module, verbatim, begin, behind))
         if encoding is None:
-            missed.append(Missed(found.module, text[where.begin : where.end], behinds[0]))
             continue
         done = placements[-1].end if placements else 0
         begin = max(found.begin, done)
@@ -141,7 +154,7 @@ def make_plan(
         source = (encoding.behind, found.module.token_ids)
         placements.append(Placement(begin, kv, own_context, source=source))
         modules.append((found.module.text_digest, end))
-    return Plan(tuple(placements), tuple(missed), len(ids), tuple(modules))
+    return Plan(tuple(placements), tuple(every), len(ids), tuple(modules))
 
 
 def _head(
@@ -156,7 +169,8 @@ def _head(
     return []
 
 
-def _is_before(prefix_ids: Sequence[int], ids: Sequence[int]) -> bool:
+def is_before(prefix_ids: Sequence[int], ids: Sequence[int]) -> bool:
+    """Whether a prompt begins with a prefix, but for tokens that merged with what follows."""
     return _shared(prefix_ids, ids) >= max(1, len(prefix_ids) - _HEAD_SLACK)
 
 

@@ -24,6 +24,7 @@ from cached_rag.leftovers import Leftovers
 from cached_rag.library import Library
 from cached_rag.loading import LayerLoader
 from cached_rag.model import LanguageModel
+from cached_rag.model_thread import on_model_thread
 from cached_rag.plan import Plan, make_plan
 from cached_rag.profile import profile_of
 from cached_rag.prompt import Rendered, Tokenization, Tokens
@@ -55,7 +56,7 @@ class Prefiller:
         report = Report(config.method_name)
         is_over = self._leftovers.activity.begin()
         try:
-            return self._prefill(prompt, config, report, is_over)
+            return on_model_thread(lambda: self._prefill(prompt, config, report, is_over))
         except BaseException:
             is_over()
             raise
@@ -154,6 +155,7 @@ class Prefiller:
         plan = make_plan(self.library, rendered.text, tokens, found, sink_ids, lazy=lazy)
         report.load_ms = clock.lap()
         report.modules_missed = len(plan.missed)
+        report.missed_tokens = sum(len(found.module.token_ids) for found in plan.missed)
         return tokens, plan.exact_only() if method == "prefix" else plan
 
     def _allowed(

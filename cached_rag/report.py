@@ -19,6 +19,7 @@ class Report:
         recomputed_tokens: cached, but computed again from layer 0 to the last.
         charged_recompute: (token, layer) pairs computed over all pairs of the prompt.
         modules_hit, modules_missed: known modules in the prompt, with and without KV.
+        missed_tokens: of the modules without KV; encoded in the background for the next request.
         match_ms: tokenising, finding modules, planning (without loading).
         load_ms: fetching KV from the store.
         fuse_ms: assembling KV and partial prefill.
@@ -36,6 +37,7 @@ class Report:
     charged_recompute: float = 1.0
     modules_hit: int = 0
     modules_missed: int = 0
+    missed_tokens: int = 0
     match_ms: float = 0.0
     load_ms: float = 0.0
     fuse_ms: float = 0.0

@@ -6,20 +6,27 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from cached_rag.assemble import KVBuffer
+from cached_rag.batch_step import NextToken
 from cached_rag.config import GenerationConfig
-from cached_rag.decode import Detokenizer, Sampler, step
+from cached_rag.decode import Detokenizer, Sampler
 from cached_rag.model import LanguageModel
+from cached_rag.model_thread import on_model_thread
 from cached_rag.prompt import Tokens
 from cached_rag.report import Report
+from cached_rag.stepper import Seat, Stepper
 
 
 @dataclass(frozen=True)
 class Generation:
-    """An answer: its text, its tokens, why it ended ("stop" or "length"), and the report."""
+    """An answer: its text, its tokens, why it ended, and the report.
+
+    It ends with "stop" (the model's own end, or a stop string), "length" or "cancelled".
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -51,59 +58,86 @@ class Stream(Iterator[str]):
     def __init__(
         self,
         model: LanguageModel,
-        lock: threading.Lock,
+        stepper: Stepper,
         prefill: Callable[[], Prefill],
         config: GenerationConfig,
     ) -> None:
         self.report = Report(config.method_name)
         self.token_ids: list[int] = []
         self.finish_reason = "length"
-        self._pieces: Generator[str, None, None] = self._run(model, lock, prefill, config)
+        self._cancelled = threading.Event()
+        self._pieces: Generator[str, None, None] = self._run(model, stepper, prefill, config)
 
     def __next__(self) -> str:
         return next(self._pieces)
 
     def close(self) -> None:
-        """Stop generating."""
+        """Stop generating; for the thread that takes the pieces."""
         self._pieces.close()
+
+    def cancel(self) -> None:
+        """Let the answer end before its next token; for any thread, at any time."""
+        self._cancelled.set()
 
     def _run(
         self,
         model: LanguageModel,
-        lock: threading.Lock,
+        stepper: Stepper,
         start: Callable[[], Prefill],
         config: GenerationConfig,
     ) -> Generator[str, None, None]:
         clock = Clock()
-        prefill = start()
+        if self._cancelled.is_set():
+            self.finish_reason = "cancelled"
+            return
+        sampler = Sampler(model, config)
+        prefill, first = on_model_thread(lambda: _first_token(start, sampler))
         self.report = report = prefill.report
+        report.ttft_ms = clock.total()
         try:
-            # 4) Token after token; the model is free for others in between.
-            sampler = Sampler(model, config)
-            text = Detokenizer(model.tokenizer, config.stop)
-            ids = list(prefill.tokens.ids)
-            token = sampler(ids, prefill.logits)
-            report.ttft_ms = clock.total()
-            self.finish_reason = "stop"
-            while token not in model.eos_ids:
-                self.token_ids.append(token)
-                ids.append(token)
-                if piece := text.push(token):
+            # 4) Token after token; other answers' steps are made together with this one's.
+            with stepper.seat() as seat:
+                text = Detokenizer(model.tokenizer, config.stop)
+                for token in self._tokens(first, sampler, seat, prefill, config.max_tokens):
+                    if token in model.eos_ids:
+                        self.finish_reason = "stop"
+                        break
+                    self.token_ids.append(token)
+                    if piece := text.push(token):
+                        yield piece
+                    if text.is_stopped:
+                        self.finish_reason = "stop"
+                        return
+                if piece := text.flush():
                     yield piece
-                if text.is_stopped:
-                    return
-                if len(self.token_ids) == config.max_tokens:
-                    self.finish_reason = "length"
-                    break
-                with lock:
-                    logits = step(model, prefill.buffer, token, len(ids) - 1)
-                token = sampler(ids, logits)
-            if piece := text.flush():
-                yield piece
         finally:
             report.output_tokens = len(self.token_ids)
             report.total_ms = clock.total()
             prefill.release()
+
+    def _tokens(
+        self, token: int, sampler: Sampler, seat: Seat, prefill: Prefill, max_tokens: int
+    ) -> Iterator[int]:
+        """At most as many tokens as are wanted, none computed before it is asked for."""
+        ids = list(prefill.tokens.ids)
+        yield token
+        for _ in range(max_tokens - 1):
+            if self._cancelled.is_set():
+                self.finish_reason = "cancelled"
+                return
+            ids.append(token)
+            last = NextToken(prefill.buffer, token, len(ids) - 1)
+            token = seat.step(last, partial(sampler, ids))
+            yield token
+
+
+def _first_token(start: Callable[[], Prefill], sampler: Sampler) -> tuple[Prefill, int]:
+    prefill = start()
+    try:
+        return prefill, sampler(list(prefill.tokens.ids), prefill.logits)
+    except BaseException:
+        prefill.release()
+        raise
 
 
 class Clock:

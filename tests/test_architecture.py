@@ -16,6 +16,7 @@ ROOT = Path(cached_rag.__file__).parent
 ORDER = (
     *(
         "errors",
+        "model_thread",
         "selectors",
         "config",
         "fingerprint",
@@ -39,8 +40,9 @@ ORDER = (
         "prompt",
         "match",
     ),
-    *("context", "library", "plan", "encode", "encoder", "decode", "report", "stream", "sequences"),
-    *("write_back", "leftovers", "profile", "controller", "prefiller", "engine"),
+    *("context", "library", "plan", "encode", "encoder", "decode", "batch_step", "stepper"),
+    *("report", "stream", "sequences"),
+    *("write_back", "heads", "leftovers", "profile", "controller", "prefiller", "engine"),
     *(
         "documents",
         "prompts",

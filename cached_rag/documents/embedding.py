@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from cached_rag.errors import ModelNotFoundError
+from cached_rag.model_thread import on_model_thread
 from cached_rag.resolve import wheel_file
 
 if TYPE_CHECKING:
@@ -42,8 +43,9 @@ class Embedder:
         Raises:
             ModelNotFoundError: the embedding model cannot be loaded.
         """
-        vectors = self._loaded().encode(
-            list(texts), normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False
+        options = {"convert_to_numpy": True, "show_progress_bar": False}
+        vectors = on_model_thread(
+            lambda: self._loaded().encode(list(texts), normalize_embeddings=True, **options)
         )
         return np.ascontiguousarray(vectors, dtype=np.float32)
 

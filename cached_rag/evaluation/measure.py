@@ -68,7 +68,7 @@ def read_on(
         return dataclasses.replace(done[0], release=lambda: None)
 
     shown = config if generates else config.replace(max_tokens=1)
-    stream = Stream(engine.model, engine.lock, start, shown)
+    stream = Stream(engine.model, engine.stepper, start, shown)
     text = "".join(stream)
     prefill, report = done[0], stream.report
     try:

@@ -1,0 +1,183 @@
+"""Answers made at the same time: each as if alone, and in fewer passes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from conftest import CHUNKS, FAMILIES, UNMOVABLE, random_ids, tiny_model
+
+from cached_rag import ContextOverflowError, Engine, StoreConfig, stepper
+from cached_rag.assemble import KVBuffer
+from cached_rag.batch_step import NextToken, can_batch, step_batch
+from cached_rag.decode import step
+from cached_rag.fuse import prefill_rows
+from cached_rag.model_thread import ModelThread
+
+PROMPTS = [f"{chunk}\n\nWhat is said {word}?" for chunk in CHUNKS for word in ("here", "there")]
+
+
+def filled(model, length, seed):
+    ids = torch.tensor([random_ids(length, seed)])
+    buffer = KVBuffer.like(model.shapes, length + 1)
+    prefill_rows(model.decoder, buffer, ids, num_logits=0)
+    return buffer
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNMOVABLE))
+def test_rows_of_a_batch_equal_rows_alone(family):
+    model = tiny_model(family)
+    lengths = (5, 40, 23)
+    steps = [
+        NextToken(filled(model, length, seed), 7 + seed, length)
+        for seed, length in enumerate(lengths)
+    ]
+    alone = torch.cat([step(model, one.buffer, one.token, one.slot) for one in steps])
+    written = [one.buffer.keys[:, :, :, one.slot].clone() for one in steps]
+    for one in steps:
+        one.buffer.keys[:, :, :, one.slot] = 0
+    together = step_batch(model, steps)
+    assert torch.allclose(together, alone, atol=1e-4)
+    for one, keys in zip(steps, written, strict=True):
+        assert torch.allclose(one.buffer.keys[:, :, :, one.slot], keys, atol=1e-4)
+    assert not torch.allclose(together[0], alone[1], atol=1e-2)
+
+
+def test_most_families_can_batch():
+    able = {family for family in FAMILIES if can_batch(tiny_model(family))}
+    assert {"llama", "qwen3", "gemma3", "mistral"} <= able
+    assert "bloom" not in able
+    assert "longrope" not in able
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """How many rows each decoding pass had."""
+    sizes = []
+
+    def recording(model, steps):
+        sizes.append(len(steps))
+        return step_batch(model, steps)
+
+    monkeypatch.setattr(stepper, "step_batch", recording)
+    return sizes
+
+
+def test_a_batch_answers_as_one_by_one_in_fewer_passes(engine, passes):
+    engine.encode(CHUNKS)
+    options = {"max_tokens": 12, "stop": ("zzz",)}
+    alone = [engine.generate(prompt, **options) for prompt in PROMPTS]
+    assert set(passes) == {1}
+    count = len(passes)
+    passes.clear()
+    together = engine.generate_batch(PROMPTS, **options)
+    assert [answer.text for answer in together] == [answer.text for answer in alone]
+    assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
+    assert sum(passes) == count
+    assert max(passes) > 2
+    assert len(passes) < count / 2
+
+
+def test_a_seed_samples_the_same_in_a_batch(engine):
+    options = {"max_tokens": 8, "temperature": 1.0, "seed": 3}
+    alone = [engine.generate(prompt, **options).text for prompt in PROMPTS]
+    assert [a.text for a in engine.generate_batch(PROMPTS, **options)] == alone
+    other = engine.generate_batch(PROMPTS, **options | {"seed": 4})
+    assert [a.text for a in other] != alone
+
+
+def test_one_bad_prompt_is_named_and_the_engine_goes_on(engine):
+    with pytest.raises(ContextOverflowError):
+        engine.generate_batch([PROMPTS[0], "word " * 2000], max_tokens=4)
+    assert engine.generate(PROMPTS[0], max_tokens=4).text
+
+
+def test_a_consumer_that_pauses_holds_nobody_up(engine):
+    paused = engine.stream(PROMPTS[0], max_tokens=6)
+    first = next(paused)
+    with ThreadPoolExecutor(2) as pool:
+        options = {"max_tokens": 6}
+        done = list(pool.map(lambda p: engine.generate(p, **options).text, PROMPTS[1:3]))
+    assert done == [engine.generate(p, max_tokens=6).text for p in PROMPTS[1:3]]
+    assert first + "".join(paused) == engine.generate(PROMPTS[0], max_tokens=6).text
+
+
+def test_an_error_in_one_rows_sampling_is_that_rows_alone(engine):
+    stepping = engine.stepper
+    rows = [filled(engine.model, 9, seed) for seed in range(2)]
+    results = {}
+
+    def fail(_):
+        raise RuntimeError("no token")
+
+    def run(index, pick):
+        with stepping.seat() as seat:
+            barrier.wait()
+            try:
+                results[index] = seat.step(NextToken(rows[index], 5, 9), pick)
+            except RuntimeError as error:
+                results[index] = str(error)
+
+    barrier = threading.Barrier(2)
+    picks = (fail, lambda logits: int(logits.argmax()))
+    threads = [threading.Thread(target=run, args=item) for item in enumerate(picks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results[0] == "no token"
+    assert isinstance(results[1], int)
+
+
+def test_a_cancelled_answer_ends_before_its_next_token(engine):
+    stream = engine.stream(PROMPTS[0], max_tokens=50)
+    next(stream)
+    stream.cancel()
+    assert len(list(stream)) <= 1
+    assert stream.finish_reason == "cancelled"
+    assert len(stream.token_ids) <= 2
+    never = engine.stream(PROMPTS[0], max_tokens=50)
+    never.cancel()
+    assert list(never) == []
+    assert never.report.prompt_tokens == 0
+
+
+def test_all_threads_but_the_main_one_compute_in_one(engine):
+    seen = set()
+    thread = ModelThread()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: thread.run(lambda: seen.add(threading.get_ident())), range(8)))
+    assert len(seen) == 1
+    assert threading.get_ident() not in seen
+    assert thread.run(threading.get_ident) == threading.get_ident()
+    with pytest.raises(ZeroDivisionError):
+        thread.submit(lambda: 1 // 0).result()
+
+
+def test_the_models_thread_ends_when_idle(monkeypatch):
+    monkeypatch.setattr("cached_rag.model_thread._IDLE_SECONDS", 0.01)
+    thread = ModelThread()
+    first = thread.submit(threading.current_thread).result()
+    deadline = time.monotonic() + 5
+    while first.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not first.is_alive()
+    assert thread.submit(threading.current_thread).result() is not first
+
+
+def test_engines_are_shared_by_what_they_were_asked_for(monkeypatch):
+    made = []
+
+    def load(name, dtype=None, device=None):
+        made.append(name)
+        return tiny_model(name)
+
+    monkeypatch.setattr("cached_rag.engine.load_model", load)
+    one = Engine.shared("llama")
+    assert Engine.shared("llama") is one
+    assert Engine.shared("llama", store=StoreConfig(namespace="b")) is not one
+    assert Engine.shared("qwen3") is not one
+    assert made == ["llama", "llama", "qwen3"]

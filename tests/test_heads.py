@@ -1,0 +1,82 @@
+"""What recurs before a prompt's first module becomes the prefix modules are encoded behind."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import CHUNKS, tiny_model
+
+from cached_rag import PRIMER, Engine, StoreConfig
+from cached_rag.heads import Heads
+
+
+def chat(*chunks, system="You answer from the documents, in one sentence."):
+    content = "\n\n".join([*chunks, "Question: which is it?"])
+    return [{"role": "system", "content": system}, {"role": "user", "content": content}]
+
+
+def ask(engine, *chunks, **options):
+    answer = engine.generate(chat(*chunks, **options), max_tokens=2)
+    engine.write_back.drain()
+    return answer.report
+
+
+def test_a_head_is_learned_before_different_modules_only():
+    heads = Heads(learned=1)
+    assert not heads.learn((1, 2), "a")
+    assert not heads.learn((1, 2), "a")
+    assert heads.learn((1, 2), "b")
+    assert heads.learn((1, 2), "a")
+    assert not heads.learn((3,), "a")
+    assert not heads.learn((3,), "b")  # no room for another
+
+
+def test_registered_texts_are_computed_once_and_then_behind_what_recurs(engine):
+    engine.register(CHUNKS)
+    first = ask(engine, CHUNKS[0], CHUNKS[1])
+    assert (first.modules_hit, first.modules_missed) == (0, 2)
+    assert 0 < first.missed_tokens <= first.prompt_tokens
+    second = ask(engine, CHUNKS[1], CHUNKS[0])  # another first module: the head recurs
+    assert (second.modules_hit, second.modules_missed, second.missed_tokens) == (2, 0, 0)
+    (learned,) = [b for b in engine.library.behinds() if len(b.prefix_ids) > 5]
+    assert learned.context == PRIMER.name
+    rendered = engine.tokenization.render(chat(CHUNKS[0])).text
+    head = engine.tokenization.tokenizer.decode(learned.prefix_ids)
+    assert rendered.startswith(head)
+    assert len(head) >= rendered.index(CHUNKS[0]) - 4
+    third = ask(engine, CHUNKS[0], CHUNKS[1])
+    assert third.cached_tokens > second.cached_tokens
+
+
+def test_modules_behind_a_learned_head_are_exact_in_the_head(engine):
+    engine.register(CHUNKS)
+    ask(engine, CHUNKS[0])
+    ask(engine, CHUNKS[1])
+    report = engine.generate(chat(CHUNKS[2]), method="prefix", max_tokens=2).report
+    assert report.cached_tokens > 10
+    exact = engine.prefill(chat(CHUNKS[2]), method="prefix", max_tokens=2)
+    exact.release()
+    full = engine.prefill(chat(CHUNKS[2]), method="full", max_tokens=2)
+    full.release()
+    assert (exact.logits - full.logits).abs().max() <= 1e-4
+
+
+def test_what_was_encoded_behind_a_given_head_is_left_alone(engine):
+    prefix = engine.head(chat(CHUNKS[0]), CHUNKS[0])
+    engine.encode(CHUNKS, prefix=prefix)
+    before = len(engine.library.store)
+    ask(engine, CHUNKS[0], CHUNKS[1])
+    ask(engine, CHUNKS[2], CHUNKS[1])
+    assert len(engine.library.store) == before
+    assert len(engine.library.behinds()) == 1
+
+
+@pytest.mark.parametrize("settings", [{"learn_prefixes": False}, {"write_back": False}])
+def test_learning_can_be_switched_off(settings):
+    engine = Engine(tiny_model("llama"), StoreConfig(**settings))
+    engine.encode(CHUNKS)
+    known = engine.library.behinds()
+    for first in CHUNKS:
+        engine.generate(chat(first), max_tokens=2)
+        if engine.write_back:
+            engine.write_back.drain()
+    assert engine.library.behinds() == known
