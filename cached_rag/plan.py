@@ -129,7 +129,9 @@ def make_plan(
     behinds = [b for b in known if is_before(b.prefix_ids, ids)]
     placements = _head(library, [behind.prefix_ids for behind in behinds], ids)
     aligned = [(found, o) for o in occurrences if (found := align(o, tokens))]
-    alone = [Behind(sink_ids), Behind(())]
+    # What was encoded alone serves anywhere, also in prompts that do not begin with BOS.
+    alone = [behind for behind in known if behind.prefix_ids in (sink_ids, ())]
+    alone += [Behind(sink_ids), Behind(())]
     behinds += [behind for behind in alone if behind not in behinds]
     every, modules = [], []
     for found, where in aligned:

@@ -66,17 +66,21 @@ class Stream(Iterator[str]):
         self.token_ids: list[int] = []
         self.finish_reason = "length"
         self._cancelled = threading.Event()
+        self._taking = threading.Lock()
         self._pieces: Generator[str, None, None] = self._run(model, stepper, prefill, config)
 
     def __next__(self) -> str:
-        return next(self._pieces)
+        with self._taking:
+            return next(self._pieces)
 
     def close(self) -> None:
-        """Stop generating; for the thread that takes the pieces."""
-        self._pieces.close()
+        """Stop generating, and wait until it has stopped; for any thread, at any time."""
+        self.cancel()
+        with self._taking:
+            self._pieces.close()
 
     def cancel(self) -> None:
-        """Let the answer end before its next token; for any thread, at any time."""
+        """Let the answer end before its next token, without waiting for it."""
         self._cancelled.set()
 
     def _run(

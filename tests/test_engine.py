@@ -6,7 +6,14 @@ import pytest
 import torch
 from conftest import CHUNKS, RELOCATABLE, plain_logits, tiny_model, tiny_tokenizer
 
-from cached_rag import ConfigError, ContextOverflowError, Engine, RelocationError, StoreConfig
+from cached_rag import (
+    PRIMER,
+    ConfigError,
+    ContextOverflowError,
+    Engine,
+    RelocationError,
+    StoreConfig,
+)
 
 QUESTION = "What happened?"
 
@@ -285,3 +292,10 @@ def test_too_short_texts_are_skipped_with_a_reason(engine):
     summary = engine.encode(["tiny", CHUNKS[0], CHUNKS[0]])
     assert summary.encoded == 1
     assert "shorter" in summary.skipped[0][1]
+
+
+def test_modules_encoded_alone_serve_prompts_that_do_not_begin_with_bos(engine):
+    engine.encode(CHUNKS, context=PRIMER)
+    prompt = f"{CHUNKS[0]}\n\nand then {CHUNKS[1]} Well?"
+    assert engine.count_tokens(prompt) == len(engine.model.tokenizer(prompt).input_ids)
+    assert engine.generate(prompt, max_tokens=2).report.modules_hit == 2

@@ -1,5 +1,17 @@
-"""LangChain models that reuse the KV of text they have read before."""
+"""LangChain on models that reuse the KV of text they have read before."""
 
+from langchain_cached_rag.callbacks import CacheReportHandler
 from langchain_cached_rag.chat_models import ChatCachedRAG
+from langchain_cached_rag.embeddings import SentenceTransformerEmbeddings
+from langchain_cached_rag.llms import CachedRAGLLM
+from langchain_cached_rag.retrievers import CachedRetriever
+from langchain_cached_rag.vectorstores import CachedRAGVectorStore
 
-__all__ = ["ChatCachedRAG"]
+__all__ = [
+    "CacheReportHandler",
+    "CachedRAGLLM",
+    "CachedRAGVectorStore",
+    "CachedRetriever",
+    "ChatCachedRAG",
+    "SentenceTransformerEmbeddings",
+]

@@ -1,113 +1,74 @@
-"""A chat model over `cached_rag.Engine`: messages in, messages out, modules found on the way.
-
-Uses public names of `cached_rag` only; knows no tensor.
-"""
+"""A chat model over `cached_rag.Engine`: messages in, messages out, modules found on the way."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
-from langchain_core.callbacks import CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ChatMessage
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseChatModel, LangSmithParams
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from pydantic import ConfigDict, Field, PrivateAttr
 
-from cached_rag import CachedRAG, Engine, GenerationConfig, Report, StoreConfig
-
-_ROLES = {
-    "human": "user",
-    "ai": "assistant",
-    "system": "system",
-    "tool": "user",
-    "function": "user",
-}
-_LOADING = threading.Lock()
+from cached_rag import Engine, Stream
+from langchain_cached_rag.messages import handed_over, metadata, plain, usage
+from langchain_cached_rag.prompts import Prompt
+from langchain_cached_rag.settings import EngineSettings
+from langchain_cached_rag.streaming import pieces, whole
 
 
-class ChatCachedRAG(BaseChatModel):
+class ChatCachedRAG(EngineSettings, BaseChatModel):
     """A local chat model that does not prefill text again whose KV it holds.
 
-    Whatever an engine (or a `CachedRAG` index) has encoded is found in any prompt by its text, so
-    chains, templates and retrievers stay as they are.
+    Whatever its engine has encoded is found in any prompt by its text, so chains, templates and
+    retrievers stay as they are. Put `CachedRetriever` around the retriever, use
+    `CachedRAGVectorStore`, or encode texts yourself.
 
-    Example:
-        llm = ChatCachedRAG(model="smollm2-135m", store="kv")
-        llm.encode(doc.page_content for doc in docs)
-        chain = {"context": retriever | join, "question": RunnablePassthrough()} | prompt | llm
+    Setup:
+        `pip install "cached-rag[langchain]"`
+
+    Instantiate:
+        llm = ChatCachedRAG(model="HuggingFaceTB/SmolLM2-135M-Instruct", store="kv")
+
+    Invoke:
+        answer = llm.invoke([("system", "Be brief."), ("human", "Why is copper green?")])
+        answer.usage_metadata["input_token_details"]["cache_read"]
+        answer.response_metadata["cached_rag"]
+
+    Stream:
+        for chunk in llm.stream("Why is copper green?"):
+            print(chunk.text, end="")
+
+    Chain:
+        documents = CachedRetriever(retriever=retriever, llm=llm)
+        chain = {"context": documents | join, "question": RunnablePassthrough()} | prompt | llm
     """
 
-    model_config = ConfigDict(populate_by_name=True)
-
-    model_name: str = Field(default="smollm2-135m", alias="model")
-    """Alias, hub id, folder or GGUF file; loaded when first used."""
-    store: str | None = None
-    """Folder for KV; None keeps it in memory."""
-    engine: Any = Field(default=None, exclude=True, repr=False)
-    """An `Engine` (or `CachedRAG`) to share, instead of loading one."""
-    method: str = "auto"
-    recompute_ratio: float | None = None
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_tokens: int = 256
-    stop: list[str] | None = None
-    seed: int | None = None
     streaming: bool = False
-    _own_engine: Engine | None = PrivateAttr(default=None)
+    """Stream also where an application calls `invoke`."""
 
     @property
     def _llm_type(self) -> str:
-        return "cached-rag"
+        return "cached-rag-chat"
 
-    @property
-    def _identifying_params(self) -> dict[str, Any]:
-        """All that an answer depends on, so that response caches never mix settings."""
-        names = (
-            "store",
-            "method",
-            "recompute_ratio",
-            "temperature",
-            "top_p",
-            "top_k",
-            "max_tokens",
-            "stop",
-            "seed",
-        )
-        loaded = self.engine.engine if isinstance(self.engine, CachedRAG) else self.engine
-        model = loaded.model.name if isinstance(loaded, Engine) else self.model_name
-        return {"model": model, **{name: getattr(self, name) for name in names}}
+    def _start(
+        self, messages: Sequence[BaseMessage], stop: list[str] | None, options: dict[str, Any]
+    ) -> Stream:
+        options = dict(options)
+        engine = self._called(options.pop("model", None))
+        if modules := handed_over(messages):
+            engine.register(modules)
+        return engine.stream(plain(messages), self._config(stop, options))
 
-    def loaded_engine(self) -> Engine:
-        """The engine, loaded on first use."""
-        if isinstance(self.engine, CachedRAG):
-            return self.engine.engine
-        if isinstance(self.engine, Engine):
-            return self.engine
-        with _LOADING:
-            if self._own_engine is None:
-                self._own_engine = Engine.load(self.model_name, store=StoreConfig(path=self.store))
-            return self._own_engine
-
-    def encode(self, texts: Any, prefix: Any = None) -> Any:
-        """Prefill texts once; see `Engine.encode`."""
-        return self.loaded_engine().encode(list(texts), prefix=prefix)
-
-    def _config(self, stop: list[str] | None, options: dict[str, Any]) -> GenerationConfig:
-        config = GenerationConfig(
-            method=self.method,
-            recompute_ratio=self.recompute_ratio,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            max_tokens=self.max_tokens,
-            stop=tuple(stop or self.stop or ()),
-            seed=self.seed,
-        )
-        return config.replace(**options)
+    def _called(self, model: str | None) -> Engine:
+        """The engine of a call; the profile can be completed once there is one."""
+        engine = self.loaded_engine(model)
+        profile = getattr(self, "profile", None)
+        if model is None and profile is not None and "max_input_tokens" not in profile:
+            profile["max_input_tokens"] = engine.model.context_length
+        return engine
 
     def _generate(
         self,
@@ -116,13 +77,18 @@ class ChatCachedRAG(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        answer = self.loaded_engine().generate(_plain(messages), self._config(stop, kwargs))
-        message = AIMessage(
-            content=answer.text,
-            response_metadata=self._metadata(answer.report, answer.finish_reason),
-            usage_metadata=_usage(answer.report),
-        )
-        return ChatResult(generations=[ChatGeneration(message=message)])
+        stream = self._start(messages, stop, kwargs)
+        return self._result("".join(stream), stream, kwargs)
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        stream = await asyncio.to_thread(self._start, messages, stop, kwargs)
+        return self._result(await whole(stream), stream, kwargs)
 
     def _stream(
         self,
@@ -131,44 +97,92 @@ class ChatCachedRAG(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        stream = self.loaded_engine().stream(_plain(messages), self._config(stop, kwargs))
+        stream = self._start(messages, stop, kwargs)
         try:
             for piece in stream:
-                chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
+                chunk = _chunk(piece)
                 if run_manager:
                     run_manager.on_llm_new_token(piece, chunk=chunk)
                 yield chunk
         finally:
             stream.close()
-        last = AIMessageChunk(
+        yield self._last_chunk(stream, kwargs)
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        stream = await asyncio.to_thread(self._start, messages, stop, kwargs)
+        async with aclosing(pieces(stream)) as taken:
+            async for piece in taken:
+                chunk = _chunk(piece)
+                if run_manager:
+                    await run_manager.on_llm_new_token(piece, chunk=chunk)
+                yield chunk
+        yield self._last_chunk(stream, kwargs)
+
+    def _result(self, text: str, stream: Stream, options: dict[str, Any]) -> ChatResult:
+        about = self._about(stream, options)
+        message = AIMessage(text, response_metadata=about, usage_metadata=usage(stream.report))
+        info = {"finish_reason": stream.finish_reason}
+        generation = ChatGeneration(message=message, generation_info=info)
+        output = {"model_name": about["model_name"], "token_usage": dict(usage(stream.report))}
+        return ChatResult(generations=[generation], llm_output=output)
+
+    def _last_chunk(self, stream: Stream, options: dict[str, Any]) -> ChatGenerationChunk:
+        message = AIMessageChunk(
             content="",
-            response_metadata=self._metadata(stream.report, stream.finish_reason),
-            usage_metadata=_usage(stream.report),
+            response_metadata=self._about(stream, options),
+            usage_metadata=usage(stream.report),
             chunk_position="last",
         )
-        yield ChatGenerationChunk(message=last)
+        info = {"finish_reason": stream.finish_reason}
+        return ChatGenerationChunk(message=message, generation_info=info)
 
-    def _metadata(self, report: Report, finish_reason: str) -> dict[str, Any]:
-        return {
-            "model_name": self._identifying_params["model"],
-            "finish_reason": finish_reason,
-            "cached_rag": report.to_dict(),
-        }
+    def _about(self, stream: Stream, options: dict[str, Any]) -> dict[str, Any]:
+        model = options.get("model", self._model)
+        return metadata(model, stream.report, stream.finish_reason)
+
+    def _prompt(self, value: Any) -> Prompt:
+        return plain(value.to_messages())
+
+    # What LangChain asks of a model ----------------------------------------------------------
+
+    def _resolve_model_profile(self) -> Any:
+        """What the model can do; the context length is added once it is loaded."""
+        can = {"text_inputs": True, "text_outputs": True, "open_weights": True}
+        cannot = ("image_inputs", "audio_inputs", "video_inputs", "tool_calling")
+        none = dict.fromkeys((*cannot, "structured_output", "reasoning_output"), False)
+        return {"name": self._model, **can, **none}
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        config = {"temperature": self.temperature, "max_tokens": self.max_tokens} | kwargs
+        params = LangSmithParams(
+            ls_provider="cached-rag",
+            ls_model_type="chat",
+            ls_model_name=kwargs.get("model", self._model),
+            ls_temperature=config["temperature"],
+            ls_max_tokens=config["max_tokens"],
+        )
+        if wanted := stop or self.stop:
+            params["ls_stop"] = list(wanted)
+        return params
+
+    def get_num_tokens_from_messages(
+        self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
+    ) -> int:
+        """Tokens of the messages in the model's own chat template.
+
+        Raises:
+            ValueError: tools are given, which the model cannot be told of.
+        """
+        if tools:
+            raise ValueError("the model calls no tools, so they have no token count")
+        return self.loaded_engine().count_tokens(plain(messages))
 
 
-def _usage(report: Report) -> UsageMetadata:
-    return UsageMetadata(
-        input_tokens=report.prompt_tokens,
-        output_tokens=report.output_tokens,
-        total_tokens=report.prompt_tokens + report.output_tokens,
-        input_token_details=InputTokenDetails(cache_read=report.cached_tokens),
-    )
-
-
-def _plain(messages: list[BaseMessage]) -> list[dict[str, str]]:
-    """Messages as roles and strings; text blocks are joined as LangChain joins them."""
-    return [{"role": _role(message), "content": str(message.text)} for message in messages]
-
-
-def _role(message: BaseMessage) -> str:
-    return message.role if isinstance(message, ChatMessage) else _ROLES[message.type]
+def _chunk(piece: str) -> ChatGenerationChunk:
+    return ChatGenerationChunk(message=AIMessageChunk(content=piece))

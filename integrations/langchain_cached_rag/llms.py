@@ -1,0 +1,141 @@
+"""A string model over `cached_rag.Engine`, for chains whose prompts are plain text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import LLM
+from langchain_core.language_models.base import LangSmithParams
+from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+
+from cached_rag import Generation as Answered
+from cached_rag import Report, Stream
+from langchain_cached_rag.messages import metadata, usage
+from langchain_cached_rag.prompts import Prompt
+from langchain_cached_rag.settings import EngineSettings
+from langchain_cached_rag.streaming import pieces
+
+
+class CachedRAGLLM(EngineSettings, LLM):
+    """A local model that completes strings and does not prefill text again whose KV it holds.
+
+    `batch` is one call: the prompts' tokens are computed together.
+
+    Example:
+        llm = CachedRAGLLM(model="HuggingFaceTB/SmolLM2-135M", store="kv", max_tokens=32)
+        (PromptTemplate.from_template("{context}\\n\\nQ: {question}\\nA:") | llm).invoke(...)
+    """
+
+    as_chat: bool = False
+    """Give each string to an instruction-tuned model as one user message, in its chat template."""
+
+    @property
+    def _llm_type(self) -> str:
+        return "cached-rag"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return {**super()._identifying_params, "as_chat": self.as_chat}
+
+    def _prompt(self, value: Any) -> Prompt:
+        text = value if isinstance(value, str) else value.to_string()
+        return [{"role": "user", "content": text}] if self.as_chat else text
+
+    def _call(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> str:
+        return self._generate([prompt], stop, run_manager, **kwargs).generations[0][0].text
+
+    def _generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        model = kwargs.pop("model", None)
+        engine, config = self.loaded_engine(model), self._config(stop, kwargs)
+        answers = engine.generate_batch([self._prompt(prompt) for prompt in prompts], config)
+        generations = [
+            [Generation(text=a.text, generation_info=self._about(a.report, a.finish_reason, model))]
+            for a in answers
+        ]
+        output = {"model_name": model or self._model, "token_usage": _total(answers)}
+        return LLMResult(generations=generations, llm_output=output)
+
+    async def _agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        return await asyncio.to_thread(self._generate, prompts, stop, None, **kwargs)
+
+    def _start(self, prompt: str, stop: list[str] | None, options: dict[str, Any]) -> Stream:
+        options = dict(options)
+        engine = self.loaded_engine(options.pop("model", None))
+        return engine.stream(self._prompt(prompt), self._config(stop, options))
+
+    def _stream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[GenerationChunk]:
+        stream = self._start(prompt, stop, kwargs)
+        try:
+            for piece in stream:
+                chunk = GenerationChunk(text=piece)
+                if run_manager:
+                    run_manager.on_llm_new_token(piece, chunk=chunk)
+                yield chunk
+        finally:
+            stream.close()
+        yield self._last_chunk(stream, kwargs)
+
+    async def _astream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[GenerationChunk]:
+        stream = await asyncio.to_thread(self._start, prompt, stop, kwargs)
+        async with aclosing(pieces(stream)) as taken:
+            async for piece in taken:
+                chunk = GenerationChunk(text=piece)
+                if run_manager:
+                    await run_manager.on_llm_new_token(piece, chunk=chunk)
+                yield chunk
+        yield self._last_chunk(stream, kwargs)
+
+    def _last_chunk(self, stream: Stream, options: dict[str, Any]) -> GenerationChunk:
+        info = self._about(stream.report, stream.finish_reason, options.get("model"))
+        return GenerationChunk(text="", generation_info=info)
+
+    def _about(self, report: Report, finish_reason: str, model: str | None) -> dict[str, Any]:
+        about = metadata(model or self._model, report, finish_reason)
+        return {**about, "usage_metadata": usage(report)}
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop, **kwargs)
+        params["ls_provider"] = "cached-rag"
+        params["ls_model_name"] = kwargs.get("model", self._model)
+        return params
+
+
+def _total(answers: list[Answered]) -> dict[str, int]:
+    """Token counts of a batch."""
+    counts = [usage(answer.report) for answer in answers]
+    read, made = sum(c["input_tokens"] for c in counts), sum(c["output_tokens"] for c in counts)
+    return {"input_tokens": read, "output_tokens": made, "total_tokens": read + made}

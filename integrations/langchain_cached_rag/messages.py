@@ -1,0 +1,96 @@
+"""LangChain's messages as roles and strings, and what a report is in LangChain's words.
+
+Knows content blocks; knows no engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMessage
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+
+from cached_rag import Report
+
+# Tools' and functions' results are something the model is told, as by a user: few templates of
+# local models know more roles.
+_ROLES = {
+    **{"human": "user", "ai": "assistant", "system": "system", "developer": "system"},
+    **{"tool": "user", "function": "user"},
+}
+
+
+def plain(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
+    """Messages as roles and strings; text blocks are joined as LangChain joins them.
+
+    Raises:
+        ValueError: content that is no text.
+    """
+    return [{"role": _role(message), "content": _content(message)} for message in messages]
+
+
+def handed_over(messages: Sequence[BaseMessage]) -> list[str]:
+    """Texts given as modules: all text blocks of users' block lists, but a prompt's very last.
+
+    That one is the question.
+    """
+    blocks: list[str] = []
+    for message in messages:
+        if isinstance(message, HumanMessage) and isinstance(message.content, list):
+            blocks += _texts(message)
+    last = messages[-1] if messages else None
+    is_question = isinstance(last, HumanMessage) and isinstance(last.content, list)
+    return blocks[:-1] if is_question else blocks
+
+
+def usage(report: Report) -> UsageMetadata:
+    """Token counts; `cache_creation` are tokens that were computed and are now being kept."""
+    read = report.cached_tokens
+    details = InputTokenDetails(
+        cache_read=read, cache_creation=min(report.missed_tokens, report.prompt_tokens - read)
+    )
+    return UsageMetadata(
+        input_tokens=report.prompt_tokens,
+        output_tokens=report.output_tokens,
+        total_tokens=report.prompt_tokens + report.output_tokens,
+        input_token_details=details,
+    )
+
+
+def metadata(model: str, report: Report, finish_reason: str) -> dict[str, Any]:
+    """What goes with an answer: the model, why the answer ended, and the whole report."""
+    return {
+        "model_name": model,
+        "model_provider": "cached-rag",
+        "finish_reason": finish_reason,
+        "cached_rag": report.to_dict(),
+    }
+
+
+def _role(message: BaseMessage) -> str:
+    if isinstance(message, ChatMessage):
+        return _ROLES.get(message.role, message.role)
+    return _ROLES[message.type]
+
+
+def _content(message: BaseMessage) -> str:
+    text = message.content if isinstance(message.content, str) else "".join(_texts(message))
+    if isinstance(message, AIMessage) and message.tool_calls and not text.strip():
+        calls = [{"name": call["name"], "args": call["args"]} for call in message.tool_calls]
+        return json.dumps(calls, ensure_ascii=False)
+    return text
+
+
+def _texts(message: BaseMessage) -> Iterator[str]:
+    """The text blocks. A model's own message may hold more, such as reasoning: not shown again."""
+    for block in message.content:
+        kind = "text" if isinstance(block, str) else block.get("type")
+        if kind in ("text", "text-plain"):
+            yield block if isinstance(block, str) else str(block["text"])
+        elif not isinstance(message, AIMessage):
+            raise ValueError(
+                f"a {message.type} message holds a content block of type {kind!r}, and the model "
+                "reads text only; take it out, or turn it into text first"
+            )

@@ -1,0 +1,184 @@
+"""What the chat model and the string model have in common: settings, and an engine behind them.
+
+Uses public names of `cached_rag` only; knows no message and no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from langchain_core.prompts import BasePromptTemplate
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+
+from cached_rag import PRIMER, CachedRAG, Engine, GenerationConfig, StoreConfig
+from langchain_cached_rag.prompts import Prompt, head_of
+
+# Settings of hosted models that applications pass to any model; a local one has no use for them.
+_REMOTE = frozenset({"api_key", "base_url", "timeout", "max_retries"})
+_GENERATION = (
+    *("method", "recompute_ratio", "temperature", "top_p", "top_k", "max_tokens", "stop", "seed"),
+    "repetition_penalty",
+)
+
+
+class EngineSettings(BaseModel):
+    """Settings of a model and its store. Objects with the same settings share one engine.
+
+    Nothing is loaded before it is needed.
+    """
+
+    model_config = ConfigDict(populate_by_name=True, arbitrary_types_allowed=True)
+
+    model_name: str = Field(default="smollm2-135m", alias="model")
+    """Alias, hub id, folder or GGUF file."""
+    store: str | None = None
+    """Folder for KV; None keeps it in memory."""
+    namespace: str = ""
+    """Tenants with different namespaces never share KV."""
+    dtype: str | None = None
+    """What to compute in, e.g. "float32"; None for the fastest this machine has."""
+    device: str | None = None
+    """"cpu", "cuda", "mps"; None for the best this machine has."""
+    engine: Engine | CachedRAG | None = Field(default=None, exclude=True, repr=False)
+    """One to share, instead of the five settings above."""
+    method: str = "auto"
+    """How cached KV is used; see `cached_rag.METHODS`."""
+    recompute_ratio: float | None = None
+    """Share of the reused tokens to recompute; None for the method's default."""
+    temperature: float = 0.0
+    """0 decodes greedily."""
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 256
+    """Most tokens of an answer."""
+    stop: list[str] | None = Field(default=None, alias="stop_sequences")
+    """Strings that end the answer; they are not part of it."""
+    seed: int | None = None
+    """Makes sampling repeatable."""
+    repetition_penalty: float | None = None
+    """None for the model's own."""
+    _loaded: Engine | None = PrivateAttr(default=None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_only(cls, values: Any) -> Any:
+        """Refuse what is misspelt; drop what only hosted models have."""
+        if not isinstance(values, dict):
+            return values
+        aliases = {field.alias for field in cls.model_fields.values() if field.alias}
+        unknown = values.keys() - cls.model_fields.keys() - aliases - _REMOTE
+        if unknown:
+            raise ValueError(f"unknown settings {sorted(unknown)}; known: {list(cls.model_fields)}")
+        return {name: value for name, value in values.items() if name not in _REMOTE}
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _as_list(cls, stop: Any) -> Any:
+        return [stop] if isinstance(stop, str) else stop
+
+    @model_validator(mode="after")
+    def _check_generation(self) -> EngineSettings:
+        self._config(None, {})
+        return self
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Versions appear in traces, where langchain-core collects them.
+
+        Written out, because pydantic's own for private attributes does not call LangChain's.
+        """
+        super().model_post_init(context)
+        if hasattr(self, "_add_version"):
+            self._add_version("cached-rag", version("cached-rag"))
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        """All that an answer depends on, so that response caches never mix settings."""
+        settings = {name: getattr(self, name) for name in _GENERATION}
+        # LangChain overwrites "stop" with the call's.
+        settings["default_stop"] = settings.pop("stop")
+        if self.engine is not None:
+            loaded = self.loaded_engine().model
+            return {"model": loaded.name, "fingerprint": loaded.fingerprint, **settings}
+        own = {name: getattr(self, name) for name in ("store", "namespace", "dtype", "device")}
+        return {"model": self.model_name, **own, **settings}
+
+    @property
+    def _model(self) -> str:
+        """The model's name as users see it."""
+        return str(self._identifying_params["model"])
+
+    # The engine ------------------------------------------------------------------------------
+
+    def loaded_engine(self, model: str | None = None) -> Engine:
+        """The engine, loaded on first use; with `model`, one of another model instead.
+
+        Raises:
+            ModelNotFoundError, ModelError: see `cached_rag.load_model`.
+        """
+        if model is not None and model != self._model:
+            return self._shared(model)
+        if isinstance(self.engine, CachedRAG):
+            return self.engine.engine
+        if self.engine is not None:
+            return self.engine
+        if self._loaded is None:
+            self._loaded = self._shared(self.model_name)
+        return self._loaded
+
+    def _shared(self, model: str) -> Engine:
+        store = StoreConfig(path=self.store, namespace=self.namespace)
+        return Engine.shared(model, store=store, dtype=self.dtype, device=self.device)
+
+    def _config(self, stop: Sequence[str] | None, options: dict[str, Any]) -> GenerationConfig:
+        """Settings of one call: the object's, and what was bound or given to the call."""
+        settings = {name: getattr(self, name) for name in _GENERATION}
+        settings["stop"] = tuple(stop or self.stop or ())
+        return GenerationConfig(**settings).replace(**options)
+
+    # Modules ---------------------------------------------------------------------------------
+
+    def encode(
+        self,
+        texts: Iterable[str],
+        *,
+        prompt: BasePromptTemplate[Any] | None = None,
+        variable: str = "context",
+    ) -> Any:
+        """Prefill texts once and keep their KV; what is there already costs nothing.
+
+        Args:
+            prompt: the template they will be used in. What it says before `variable` is then
+                reused without loss, and the texts are encoded behind it. Without it, that is
+                learned from use.
+
+        Returns:
+            A `cached_rag.EncodeSummary`.
+
+        Raises:
+            ValueError: the prompt has no such variable, or another one stands before it.
+        """
+        engine = self.loaded_engine()
+        prefix = None if prompt is None else head_of(engine, prompt, variable, self._prompt)
+        return engine.encode(list(texts), prefix=prefix, context=PRIMER)
+
+    def register(self, texts: Iterable[str]) -> None:
+        """Know texts as modules; what of them a prompt contains is encoded behind it, later."""
+        self.loaded_engine().register(list(texts))
+
+    def prefetch(self, texts: Iterable[str]) -> None:
+        """Begin to bring texts' KV into memory."""
+        self.loaded_engine().prefetch(list(texts))
+
+    def forget(self, texts: Iterable[str]) -> None:
+        """Drop texts and their KV."""
+        self.loaded_engine().forget(list(texts))
+
+    def _prompt(self, value: Any) -> Prompt:
+        """A LangChain prompt value as the engine takes it."""
+        raise NotImplementedError
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Token ids of a text, by the model's own tokenizer."""
+        return self.loaded_engine().tokenization.literal(text).ids

@@ -1,0 +1,324 @@
+"""ChatCachedRAG by itself: messages, settings, streaming, async, cancellation, identity."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+from conftest import CHUNKS, tiny_model
+from langchain_cached_rag import ChatCachedRAG
+from langchain_core.caches import InMemoryCache
+from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.prompts import ChatPromptTemplate
+from pydantic import ValidationError
+
+from cached_rag import CachedRAG, ConfigError, Engine
+from cached_rag import stepper as stepper_module
+
+QUESTION = f"{CHUNKS[0]}\n\nWhy?"
+
+
+@pytest.fixture
+def llm(engine):
+    return ChatCachedRAG(engine=engine, max_tokens=8)
+
+
+def report(message):
+    return message.response_metadata["cached_rag"]
+
+
+def test_all_ways_of_asking_give_the_same_text(llm):
+    llm.encode(CHUNKS)
+    whole = llm.invoke(QUESTION)
+    chunks = list(llm.stream(QUESTION))
+    merged = sum(chunks[1:], chunks[0])
+    assert merged.content == whole.content
+    assert merged.usage_metadata == whole.usage_metadata
+    assert merged.response_metadata["finish_reason"] == whole.response_metadata["finish_reason"]
+
+    async def streamed():
+        return "".join([chunk.content async for chunk in llm.astream(QUESTION)])
+
+    assert asyncio.run(streamed()) == whole.content
+    assert asyncio.run(llm.ainvoke(QUESTION)).content == whole.content
+    assert [answer.content for answer in llm.batch([QUESTION] * 2)] == [whole.content] * 2
+    prompt = [{"role": "user", "content": QUESTION}]
+    assert llm.engine.generate(prompt, max_tokens=8).text == whole.content
+
+
+def test_messages_of_all_kinds_become_roles_and_text(llm):
+    messages = [
+        SystemMessage("Be brief."),
+        HumanMessage([{"type": "text", "text": "One."}, " Two."]),
+        HumanMessage("Three."),
+        AIMessage("Well."),
+        AIMessage("", tool_calls=[{"name": "search", "args": {"q": "x"}, "id": "1"}]),
+        ToolMessage("A result.", tool_call_id="1"),
+        ChatMessage("Four.", role="developer"),
+        AIMessage([{"type": "reasoning", "reasoning": "hm"}, {"type": "text", "text": "Five."}]),
+    ]
+    from langchain_cached_rag.messages import plain
+
+    assert [(m["role"], m["content"]) for m in plain(messages)] == [
+        ("system", "Be brief."),
+        ("user", "One. Two."),
+        ("user", "Three."),
+        ("assistant", "Well."),
+        ("assistant", '[{"name": "search", "args": {"q": "x"}}]'),
+        ("user", "A result."),
+        ("system", "Four."),
+        ("assistant", "Five."),
+    ]
+    assert isinstance(llm.invoke(messages), AIMessage)
+
+
+def test_what_the_model_cannot_read_is_refused(llm):
+    image = HumanMessage([{"type": "image", "base64": "aaaa", "mime_type": "image/png"}])
+    with pytest.raises(ValueError, match=r"of type 'image'.*reads text only"):
+        llm.invoke([image])
+
+
+def test_text_blocks_hand_modules_over(llm):
+    def ask(*texts):
+        blocks = [{"type": "text", "text": text} for text in (*texts, "\n\nWhich of these is old?")]
+        answer = llm.invoke([SystemMessage("Be brief."), HumanMessage(blocks)])
+        llm.engine.write_back.drain()
+        return answer
+
+    first = ask(*CHUNKS[:2])
+    details = first.usage_metadata["input_token_details"]
+    assert details["cache_read"] == 0
+    assert details["cache_creation"] == report(first)["missed_tokens"] > 0
+    second = ask(CHUNKS[1], CHUNKS[0])
+    assert report(second)["modules_hit"] == 2
+    assert second.usage_metadata["input_token_details"]["cache_creation"] == 0
+    assert llm.engine.library.table.get("Which of these is old?") is None  # questions stay live
+
+
+def test_tools_and_questions_in_one_list_are_not_modules_twice(llm):
+    blocks = HumanMessage([{"type": "text", "text": chunk} for chunk in CHUNKS])
+    llm.invoke([blocks, HumanMessage("Which one is about a lamp?")])
+    assert all(llm.engine.library.table.get(chunk) for chunk in CHUNKS)
+
+
+def test_settings_reach_the_engine_and_can_be_bound(llm):
+    full = llm.bind(method="full", max_tokens=2).invoke(QUESTION)
+    assert report(full)["method"] == "full"
+    assert full.usage_metadata["output_tokens"] <= 2
+    with pytest.raises(ConfigError, match="unknown setting"):
+        llm.invoke("Hello", no_such_option=1)
+    text = llm.invoke(QUESTION).content
+    stop = text[2:4]
+    assert llm.invoke(QUESTION, stop=[stop]).content == text.split(stop)[0]
+    assert ChatCachedRAG(engine=llm.engine, stop=stop).stop == [stop]
+
+
+def test_bad_settings_are_refused_when_made():
+    with pytest.raises(ValidationError, match="recompute_ration"):
+        ChatCachedRAG(recompute_ration=0.5)
+    with pytest.raises(ValidationError, match="temperature cannot be negative"):
+        ChatCachedRAG(temperature=-1)
+    with pytest.raises(ValidationError, match="engine"):
+        ChatCachedRAG(engine="smollm2")
+    ChatCachedRAG(api_key="k", timeout=3, max_retries=2)  # applications pass these to any model
+
+
+def test_a_response_cache_never_mixes_settings(engine):
+    cache = InMemoryCache()
+    base = {"engine": engine, "cache": cache, "max_tokens": 4}
+    ChatCachedRAG(**base).invoke(QUESTION)
+    variants = (
+        *({"method": "full"}, {"recompute_ratio": 0.5}, {"temperature": 0.5}, {"top_p": 0.5}),
+        *({"top_k": 3}, {"max_tokens": 5}, {"stop": ["x"]}, {"seed": 1}),
+        {"repetition_penalty": 1.2},
+        {"engine": Engine(tiny_model("qwen3"))},
+    )
+    for count, variant in enumerate(variants, 2):
+        ChatCachedRAG(**(base | variant)).invoke(QUESTION)
+        assert len(cache._cache) == count, variant
+    ChatCachedRAG(**base).invoke(QUESTION)
+    assert len(cache._cache) == len(variants) + 1
+    own = {ChatCachedRAG(**v)._get_llm_string() for v in ({}, {"store": "a"}, {"dtype": "float32"})}
+    assert len(own) == 3
+
+
+def test_engines_are_loaded_late_and_shared(monkeypatch, tmp_path):
+    loads = []
+
+    def load(name, dtype=None, device=None):
+        loads.append(name)
+        return tiny_model("llama")
+
+    monkeypatch.setattr("cached_rag.engine.load_model", load)
+    one, two = (ChatCachedRAG(model="tiny-a", max_tokens=2) for _ in range(2))
+    other = ChatCachedRAG(model="tiny-a", store=str(tmp_path))
+    assert loads == []
+    threads = [threading.Thread(target=llm.loaded_engine) for llm in (one, two)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert loads == ["tiny-a"]
+    assert one.loaded_engine() is two.loaded_engine()
+    assert other.loaded_engine() is not one.loaded_engine()
+    other.loaded_engine().close()
+    assert one.profile is None or "max_input_tokens" not in one.profile
+    one.invoke("Hello there")
+    assert one.profile is None or one.profile["max_input_tokens"] == 1024
+    elsewhere = one.invoke("Hello", model="tiny-b")
+    assert elsewhere.response_metadata["model_name"] == "tiny-b"
+    assert loads[-1] == "tiny-b"
+
+
+def test_an_index_can_be_the_engine(engine, tmp_path):
+    with CachedRAG.open(tmp_path, engine=engine) as rag:
+        assert ChatCachedRAG(engine=rag).loaded_engine() is engine
+
+
+def test_the_first_token_is_handed_over_when_it_is_made(llm, monkeypatch):
+    steps = []
+    original = stepper_module.step_batch
+
+    def counting(model, batch):
+        steps.append(len(batch))
+        return original(model, batch)
+
+    monkeypatch.setattr(stepper_module, "step_batch", counting)
+    stream = llm.stream(QUESTION)
+    next(stream)
+    assert len(steps) <= 1  # LangChain holds nothing back; one token may be half a character
+    list(stream)
+    assert len(steps) > 3
+
+    async def first():
+        steps.clear()
+        async for _ in llm.astream(QUESTION):
+            return len(steps)
+        return None
+
+    assert asyncio.run(first()) <= 1
+
+
+def slow_steps(monkeypatch):
+    """Each decoding step takes 20 ms; returns what counts them."""
+    steps = []
+    original = stepper_module.step_batch
+
+    def slow(model, batch):
+        time.sleep(0.02)
+        steps.append(time.monotonic())
+        return original(model, batch)
+
+    monkeypatch.setattr(stepper_module, "step_batch", slow)
+    return steps
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_cancelling_stops_the_generation(llm, monkeypatch, streams):
+    steps = slow_steps(monkeypatch)
+    # nothing the random model says ends it early
+    llm = llm.model_copy(update={"max_tokens": 400, "temperature": 5.0, "seed": 1})
+
+    async def use():
+        if streams:
+            async for _ in llm.astream(QUESTION):
+                pass
+        else:
+            await llm.ainvoke(QUESTION)
+
+    async def main():
+        task = asyncio.create_task(use())
+        while len(steps) < 2:
+            await asyncio.sleep(0.005)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    time.sleep(0.1)
+    count = len(steps)
+    assert count < 20
+    time.sleep(0.15)
+    assert len(steps) == count
+    assert llm.invoke(QUESTION, max_tokens=2, temperature=0).content  # the model is free again
+
+
+def test_closing_a_stream_stops_the_generation(llm, monkeypatch):
+    steps = slow_steps(monkeypatch)
+    stream = llm.stream(QUESTION, max_tokens=400)
+    next(stream)
+    stream.close()
+    count = len(steps)
+    time.sleep(0.1)
+    assert len(steps) == count <= 3
+
+
+def test_the_event_loop_goes_on_while_the_model_works(llm, monkeypatch):
+    slow_steps(monkeypatch)
+
+    async def main():
+        beats = 0
+
+        async def beat():
+            nonlocal beats
+            while True:
+                await asyncio.sleep(0.001)
+                beats += 1
+
+        beating = asyncio.create_task(beat())
+        await llm.ainvoke(QUESTION)
+        after_invoke = beats
+        async for _ in llm.astream(QUESTION):
+            pass
+        beating.cancel()
+        return after_invoke, beats
+
+    after_invoke, beats = asyncio.run(main())
+    assert after_invoke > 10
+    assert beats > 2 * 10
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_batch_is_a_batch(llm, monkeypatch, is_async):
+    questions = [f"{chunk}\n\nWhy?" for chunk in CHUNKS * 2]
+    alone = [llm.invoke(question).content for question in questions]
+    sizes = []
+    original = stepper_module.step_batch
+
+    def recording(model, batch):
+        sizes.append(len(batch))
+        return original(model, batch)
+
+    monkeypatch.setattr(stepper_module, "step_batch", recording)
+    config = {"max_concurrency": 6}
+    if is_async:
+        together = asyncio.run(llm.abatch(questions, config))
+    else:
+        together = llm.batch(questions, config)
+    assert [answer.content for answer in together] == alone
+    assert max(sizes) > 2
+    assert len(sizes) < sum(sizes) / 2
+
+
+def test_one_failure_in_a_batch_is_its_own(llm):
+    good, bad = llm.batch(["Hello there", "word " * 2000], return_exceptions=True)
+    assert isinstance(good, AIMessage)
+    assert "exceed the model's context" in str(bad)
+
+
+def test_what_langchain_asks_of_a_model(llm):
+    assert llm._llm_type == "cached-rag-chat"
+    params = llm.bind(temperature=0.5).bound._get_ls_params(stop=["x"], temperature=0.5)
+    assert params["ls_provider"] == "cached-rag"
+    assert params["ls_model_name"] == "llama"
+    assert params["ls_temperature"] == 0.5
+    assert params["ls_stop"] == ["x"]
+    prompt = ChatPromptTemplate.from_messages([("human", "{x}")]).format_messages(x="Why?")
+    answer = llm.invoke(prompt)
+    assert llm.get_num_tokens_from_messages(prompt) == answer.usage_metadata["input_tokens"]
+    assert llm.get_token_ids("copper") == llm.engine.tokenization.literal("copper").ids
+    assert "engine" not in repr(llm)
+    if hasattr(llm, "_add_version"):
+        assert {"cached-rag", "langchain-core"} <= llm.metadata["lc_versions"].keys()

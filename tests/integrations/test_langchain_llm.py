@@ -1,0 +1,94 @@
+"""CachedRAGLLM: strings in, strings out, several at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from conftest import CHUNKS
+from langchain_cached_rag import CachedRAGLLM
+from langchain_core.prompts import PromptTemplate
+
+from cached_rag import stepper as stepper_module
+
+PROMPTS = [f"{chunk}\n\nQ: why?\nA:" for chunk in CHUNKS * 2]
+TEMPLATE = PromptTemplate.from_template("Read this.\n\n{context}\n\nQ: {question}\nA:")
+
+
+@pytest.fixture
+def llm(engine):
+    return CachedRAGLLM(engine=engine, max_tokens=8)
+
+
+def test_all_ways_of_asking_give_the_same_text(llm):
+    llm.encode(CHUNKS)
+    text = llm.invoke(PROMPTS[0])
+    assert text == llm.engine.generate(PROMPTS[0], max_tokens=8).text
+    assert "".join(llm.stream(PROMPTS[0])) == text
+    assert asyncio.run(llm.ainvoke(PROMPTS[0])) == text
+
+    async def streamed():
+        return "".join([piece async for piece in llm.astream(PROMPTS[0])])
+
+    assert asyncio.run(streamed()) == text
+
+
+def test_a_batch_is_one_call(llm, monkeypatch):
+    alone = [llm.invoke(prompt) for prompt in PROMPTS]
+    calls, sizes = [], []
+    generate, step = CachedRAGLLM._generate, stepper_module.step_batch
+
+    def recording(self, prompts, *args, **kwargs):
+        calls.append(len(prompts))
+        return generate(self, prompts, *args, **kwargs)
+
+    def sized(model, batch):
+        sizes.append(len(batch))
+        return step(model, batch)
+
+    monkeypatch.setattr(CachedRAGLLM, "_generate", recording)
+    monkeypatch.setattr(stepper_module, "step_batch", sized)
+    assert llm.batch(PROMPTS) == alone
+    assert calls == [len(PROMPTS)]
+    assert max(sizes) > 2
+    assert asyncio.run(llm.abatch(PROMPTS)) == alone
+
+
+def test_a_result_carries_usage_and_report(llm):
+    llm.encode(CHUNKS)
+    result = llm.generate(PROMPTS[:2])
+    infos = [generations[0].generation_info for generations in result.generations]
+    for info in infos:
+        report, usage = info["cached_rag"], info["usage_metadata"]
+        assert report["modules_hit"] == 1
+        assert usage["input_token_details"]["cache_read"] == report["cached_tokens"] > 0
+    counts = result.llm_output["token_usage"]
+    assert counts["input_tokens"] == sum(i["usage_metadata"]["input_tokens"] for i in infos)
+
+
+def test_a_prompt_is_completed_as_it_is_or_as_a_chat(llm):
+    bare = llm.generate([PROMPTS[0]]).generations[0][0].generation_info["usage_metadata"]
+    assert bare["input_tokens"] == len(llm.get_token_ids(PROMPTS[0]))
+    chat = CachedRAGLLM(engine=llm.engine, max_tokens=8, as_chat=True)
+    prompt = [{"role": "user", "content": PROMPTS[0]}]
+    assert chat.invoke(PROMPTS[0]) == llm.engine.generate(prompt, max_tokens=8).text
+    assert chat._get_ls_params()["ls_model_name"] == "llama"
+    assert chat._identifying_params != llm._identifying_params
+
+
+@pytest.mark.parametrize("as_chat", [False, True])
+def test_texts_encoded_for_a_prompt_stand_behind_its_head(llm, as_chat):
+    llm = CachedRAGLLM(engine=llm.engine, max_tokens=2, as_chat=as_chat, method="prefix")
+    llm.encode(CHUNKS, prompt=TEMPLATE)
+    value = TEMPLATE.format(context=CHUNKS[2], question="Why?")
+    result = llm.generate([value]).generations[0][0].generation_info["cached_rag"]
+    head = value[: value.index(CHUNKS[2])]
+    assert result["cached_tokens"] >= len(llm.get_token_ids(head)) - 2
+
+
+def test_a_prompt_without_a_common_head_is_refused(llm):
+    with pytest.raises(ValueError, match="no variable 'documents'"):
+        llm.encode(CHUNKS, prompt=TEMPLATE, variable="documents")
+    turned = PromptTemplate.from_template("Q: {question}\n\n{context}\nA:")
+    with pytest.raises(ValueError, match=r"\{question\} stands before \{context\}"):
+        llm.encode(CHUNKS, prompt=turned)

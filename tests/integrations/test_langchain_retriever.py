@@ -1,0 +1,131 @@
+"""CachedRetriever: the retriever inside stays as it is, and the model learns its documents."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from conftest import CHUNKS, tiny_model
+from langchain_cached_rag import CachedRetriever, ChatCachedRAG
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.vectorstores import InMemoryVectorStore
+
+from cached_rag import Engine, StoreConfig
+
+PROMPT = ChatPromptTemplate.from_messages(
+    [
+        ("system", "You answer from the documents."),
+        ("human", "{context}\n\nQuestion: {question}"),
+        MessagesPlaceholder("history", optional=True),
+    ]
+)
+
+
+@pytest.fixture
+def llm(engine):
+    return ChatCachedRAG(engine=engine, max_tokens=4)
+
+
+@pytest.fixture
+def inner():
+    store = InMemoryVectorStore(DeterministicFakeEmbedding(size=6))
+    store.add_documents([Document(c, id=str(i), metadata={"n": i}) for i, c in enumerate(CHUNKS)])
+    return store.as_retriever(search_kwargs={"k": 2})
+
+
+def held(llm, text):
+    """What a text's KV was encoded behind, if it has any."""
+    library = llm.engine.library
+    module = library.table.get(text)
+    return module and [b for b in library.behinds() if library.holds(b, module.token_ids)]
+
+
+def test_it_returns_what_the_retriever_inside_returns(llm, inner):
+    cached = CachedRetriever(retriever=inner, llm=llm)
+    assert cached.invoke("copper") == inner.invoke("copper")
+    assert len(cached.invoke("copper")) == 2
+    assert asyncio.run(cached.ainvoke("copper")) == inner.invoke("copper")
+    assert cached.batch(["a", "b"]) == inner.batch(["a", "b"])
+    kept = {"filter": lambda document: document.metadata["n"] == 2}
+    assert cached.invoke("copper", **kept) == inner.invoke("copper", **kept)
+    assert len(cached.invoke("copper", k=3)) == 3
+    assert len(CachedRetriever(retriever=inner, llm=llm, k=1).invoke("copper")) == 1
+
+
+def test_a_retriever_that_knows_no_k_is_cut(llm):
+    class Everything(BaseRetriever):
+        def _get_relevant_documents(self, query, *, run_manager):
+            return [Document(chunk) for chunk in CHUNKS]
+
+    cached = CachedRetriever(retriever=Everything(), llm=llm)
+    assert len(cached.invoke("x")) == 3
+    assert len(cached.invoke("x", k=1)) == 1
+
+
+def test_callbacks_see_both_retrievers(llm, inner):
+    class Seen(BaseCallbackHandler):
+        def __init__(self):
+            self.ends = []
+
+        def on_retriever_end(self, documents, *, run_id, parent_run_id=None, **_):
+            self.ends.append((run_id, parent_run_id, len(documents)))
+
+    seen = Seen()
+    CachedRetriever(retriever=inner, llm=llm).invoke("copper", config={"callbacks": [seen]})
+    (_, parent, inside), (outer, none, outside) = seen.ends
+    assert (inside, outside) == (2, 2)
+    assert parent == outer
+    assert none is None
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_eager_encodes_before_returning(llm, inner, is_async):
+    cached = CachedRetriever(retriever=inner, llm=llm, encode="eager", prompt=PROMPT)
+    found = asyncio.run(cached.ainvoke("copper")) if is_async else cached.invoke("copper")
+    (behind,) = held(llm, found[0].page_content)
+    assert len(behind.prefix_ids) > 5
+    messages = PROMPT.format_messages(context=found[0].page_content, question="Why?")
+    report = llm.invoke(messages).response_metadata["cached_rag"]
+    assert (report["modules_hit"], report["modules_missed"]) == (1, 0)
+    assert report["cached_tokens"] >= len(behind.prefix_ids)
+
+
+def test_background_encodes_after_the_first_answer(llm, inner):
+    cached = CachedRetriever(retriever=inner, llm=llm)
+    (document, *_) = cached.invoke("copper")
+    assert held(llm, document.page_content) == []
+    messages = PROMPT.format_messages(context=document.page_content, question="Why?")
+    first = llm.invoke(messages)
+    assert first.usage_metadata["input_token_details"]["cache_creation"] > 0
+    llm.engine.write_back.drain()
+    assert len(held(llm, document.page_content)) == 1
+    assert llm.invoke(messages).response_metadata["cached_rag"]["modules_hit"] == 1
+
+
+def test_off_leaves_the_model_alone(llm, inner):
+    (document, *_) = CachedRetriever(retriever=inner, llm=llm, encode="off").invoke("copper")
+    assert held(llm, document.page_content) is None
+
+
+def test_kv_on_disk_is_fetched_ahead(inner, tmp_path):
+    store = StoreConfig(path=str(tmp_path))
+    with Engine(tiny_model("llama"), store) as engine:
+        engine.encode(CHUNKS)
+    with Engine(tiny_model("llama"), store) as engine:
+        fetched = []
+        engine.library._prefetcher.start = lambda key, fetch: fetched.append(key)
+        CachedRetriever(retriever=inner, llm=ChatCachedRAG(engine=engine)).invoke("copper")
+        assert len(fetched) == 2
+
+
+def test_bad_settings_are_refused(llm, inner):
+    with pytest.raises(ValueError, match="sometimes"):
+        CachedRetriever(retriever=inner, llm=llm, encode="sometimes")
+    with pytest.raises(ValueError, match="llm"):
+        CachedRetriever(retriever=inner, llm="smollm2")
+    with pytest.raises(ValueError, match="prefetch"):
+        CachedRetriever(retriever=inner, llm=llm, prefetch=True)

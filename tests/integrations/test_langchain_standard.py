@@ -1,0 +1,150 @@
+"""langchain-tests' own suites: SmolLM2 for the chat model, tiny embeddings for the rest."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import smollm2, tiny_model
+from langchain_cached_rag import (
+    CachedRAGVectorStore,
+    CachedRetriever,
+    ChatCachedRAG,
+    SentenceTransformerEmbeddings,
+)
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_tests.integration_tests import (
+    ChatModelIntegrationTests,
+    EmbeddingsIntegrationTests,
+    RetrieversIntegrationTests,
+    VectorStoreIntegrationTests,
+)
+from langchain_tests.unit_tests import ChatModelUnitTests, EmbeddingsUnitTests
+
+from cached_rag import Engine
+
+pytestmark = pytest.mark.filterwarnings(
+    # pytest-recording and pytest-benchmark, which langchain-tests brings along
+    "ignore::pytest.PytestWarning",
+)
+
+
+class TestChatModelUnit(ChatModelUnitTests):
+    @property
+    def chat_model_class(self):
+        return ChatCachedRAG
+
+    @property
+    def chat_model_params(self):
+        return {"model": "smollm2-135m"}
+
+
+@pytest.mark.real
+class TestChatModelIntegration(ChatModelIntegrationTests):
+    engine = None
+
+    @property
+    def chat_model_class(self):
+        return ChatCachedRAG
+
+    @property
+    def chat_model_params(self):
+        if TestChatModelIntegration.engine is None:
+            TestChatModelIntegration.engine = Engine(smollm2())
+        return {"engine": TestChatModelIntegration.engine, "max_tokens": 12}
+
+    @property
+    def standard_chat_model_params(self):
+        return {"temperature": 0}
+
+    @property
+    def supports_model_override(self):
+        return False  # another model would have to be loaded
+
+    @property
+    def supported_usage_metadata_details(self):
+        both = ["cache_read_input", "cache_creation_input"]
+        return {"invoke": both, "stream": both}
+
+    def _usage(self, stream, **knows):
+        """An answer to a prompt whose long part the engine knows, or is about to."""
+        text = "Water boils at a hundred degrees, at sea level; on mountains it boils sooner. " * 3
+        llm = ChatCachedRAG(**self.chat_model_params)
+        if knows["read"]:
+            llm.encode([text])
+        else:
+            llm.engine.forget([text])
+            llm.register([text])
+        prompt = [("human", f"{text}\n\nWhere does water boil sooner?")]
+        if not stream:
+            return llm.invoke(prompt)
+        first, *others = llm.stream(prompt)
+        return sum(others, first)
+
+    def invoke_with_cache_read_input(self, *, stream=False):
+        return self._usage(stream, read=True)
+
+    def invoke_with_cache_creation_input(self, *, stream=False):
+        return self._usage(stream, read=False)
+
+
+@pytest.mark.real
+class TestEmbeddingsUnit(EmbeddingsUnitTests):
+    @property
+    def embeddings_class(self):
+        return SentenceTransformerEmbeddings
+
+    @property
+    def embedding_model_params(self):
+        return {"model": "all-minilm-l6-v2"}
+
+
+@pytest.mark.real
+class TestEmbeddingsIntegration(EmbeddingsIntegrationTests):
+    @property
+    def embeddings_class(self):
+        return SentenceTransformerEmbeddings
+
+    @property
+    def embedding_model_params(self):
+        return {"model": "all-minilm-l6-v2"}
+
+
+@pytest.fixture
+def llm(engine):
+    return ChatCachedRAG(engine=engine, max_tokens=4)
+
+
+class TestVectorStore(VectorStoreIntegrationTests):
+    @pytest.fixture
+    def vectorstore(self, llm, tmp_path):
+        store = CachedRAGVectorStore(self.get_embeddings(), llm=llm, path=tmp_path)
+        yield store
+        store.close()
+
+
+class TestVectorStoreInMemory(VectorStoreIntegrationTests):
+    @pytest.fixture
+    def vectorstore(self):
+        store = CachedRAGVectorStore(self.get_embeddings())
+        yield store
+        store.close()
+
+
+def documents_of(count=5):
+    words = ["copper", "lamp", "dogs", "sledge", "oxygen"]
+    return [f"A document about {word} and nothing else at all." for word in words[:count]]
+
+
+class TestRetriever(RetrieversIntegrationTests):
+    @property
+    def retriever_constructor(self):
+        return CachedRetriever
+
+    @property
+    def retriever_constructor_params(self):
+        store = CachedRAGVectorStore.from_texts(documents_of(), DeterministicFakeEmbedding(size=6))
+        llm = ChatCachedRAG(engine=Engine(tiny_model("llama")))
+        return {"retriever": store.as_retriever(), "llm": llm, "encode": "eager"}
+
+    @property
+    def retriever_query_example(self):
+        return "copper"
