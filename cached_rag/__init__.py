@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from cached_rag.config import METHODS, GenerationConfig, StoreConfig
     from cached_rag.context import PRIMER, Context
     from cached_rag.documents import Embedder
+    from cached_rag.encode import EncodeSummary
     from cached_rag.engine import Engine
     from cached_rag.errors import (
         CachedRAGError,
@@ -49,6 +50,7 @@ __all__ = [
     "CorruptBlobError",
     "DocumentError",
     "Embedder",
+    "EncodeSummary",
     "Engine",
     "EvaluationError",
     "Generation",
@@ -69,7 +71,7 @@ __all__ = [
 ]
 
 _MODULES = (
-    *("errors", "config", "context", "report", "model", "stream", "engine", "documents"),
+    *("errors", "config", "context", "report", "model", "stream", "encode", "engine", "documents"),
     *("answer", "ingest", "rag"),
 )
 

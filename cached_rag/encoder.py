@@ -110,7 +110,8 @@ class Encoder:
             if len(text) < ANCHOR:
                 skipped.append((text, f"shorter than {ANCHOR} characters, cheaper to prefill"))
                 continue
-            record = record_of(text, self.tokenization.literal(text))
+            known = self.library.table.get(text)
+            record = known or record_of(text, self.tokenization.literal(text))
             records[record.text_digest] = (record, text)
         return list(records.values()), skipped
 

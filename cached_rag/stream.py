@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -72,6 +73,23 @@ class Stream(Iterator[str]):
     def __next__(self) -> str:
         with self._taking:
             return next(self._pieces)
+
+    async def atext(self) -> str:
+        """All pieces, without blocking the event loop; a cancelled task stops the generation."""
+        try:
+            return await asyncio.to_thread("".join, self)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    async def apieces(self) -> AsyncGenerator[str, None]:
+        """Piece by piece, each when it is made; whoever stops asking stops the generation."""
+        try:
+            while (piece := await asyncio.to_thread(next, self, None)) is not None:
+                yield piece
+        finally:
+            self.cancel()
+            await asyncio.to_thread(self.close)
 
     def close(self) -> None:
         """Stop generating, and wait until it has stopped; for any thread, at any time."""

@@ -1,4 +1,4 @@
-"""The README's code is code: it parses, its imports exist, its commands and files are there."""
+"""The code in README and docs is code: it parses, its imports, commands and files exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from cached_rag import CachedRAG, Engine, cli
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+DOCS = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    block
+    for text in (README, *DOCS)
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+]
 COMMANDS = re.findall(r"^cached-rag ([^#\n]+)", README, re.MULTILINE)
 
 

@@ -1,8 +1,21 @@
 """Quality of every method against full prefill, on question-answering sets."""
 
+from cached_rag.evaluation.comparison import ComparisonRow, compare
+from cached_rag.evaluation.data import Example, load_examples
 from cached_rag.evaluation.journal import Journal
 from cached_rag.evaluation.run import Settings, evaluate
 from cached_rag.evaluation.summary import summarise
 from cached_rag.evaluation.trial import Trial, make_trials
 
-__all__ = ["Journal", "Settings", "Trial", "evaluate", "make_trials", "summarise"]
+__all__ = [
+    "ComparisonRow",
+    "Example",
+    "Journal",
+    "Settings",
+    "Trial",
+    "compare",
+    "evaluate",
+    "load_examples",
+    "make_trials",
+    "summarise",
+]

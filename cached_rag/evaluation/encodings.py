@@ -42,13 +42,13 @@ class Encodings:
     def engine(self, encoding: str, chunks: Sequence[str]) -> Engine:
         """The engine for an encoding (empty: none), with these chunks encoded."""
         if encoding not in self._engines:
-            store = StoreConfig(memory_bytes=self._memory)
+            store = StoreConfig(memory_bytes=self._memory, learn_prefixes=False)
             self._engines[encoding] = Engine(self._model, store)
         engine = self._engines[encoding]
         if not encoding:
             return engine
         head = None
-        if encoding != "alone":
+        if encoding not in ("alone", "alone-primer"):
             head = engine.head(messages([_MARK], "?", long=self._long), _MARK)
         kind, _, count = encoding.partition(":")
         if kind in ("both", "neighbours"):  # the prompt's first chunk is exact then
@@ -57,7 +57,7 @@ class Encodings:
         return engine
 
     def _context(self, kind: str, count: int) -> Context | None:
-        if kind in ("primer", "both"):
+        if kind in ("primer", "both", "alone-primer"):
             return PRIMER
         if kind == "neighbours":
             return Context(f"neighbours:{count}", lambda text: self._neighbours(text, count))

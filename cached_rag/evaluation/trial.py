@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cached_rag.config import GenerationConfig
 from cached_rag.errors import ConfigError
 
-ENCODINGS = ("alone", "prefix", "primer", "both", "neighbours", "strangers")
+ENCODINGS = ("alone", "alone-primer", "prefix", "primer", "both", "neighbours", "strangers")
 DEFAULT_ENCODING = "primer"
 # Not methods of the engine: ways to ask, run through it (CacheBlend paper, section 7), and the
 # authors' released code with its faults.

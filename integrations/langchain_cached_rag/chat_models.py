@@ -16,7 +16,6 @@ from cached_rag import Engine, Stream
 from langchain_cached_rag.messages import handed_over, metadata, plain, usage
 from langchain_cached_rag.prompts import Prompt
 from langchain_cached_rag.settings import EngineSettings
-from langchain_cached_rag.streaming import pieces, whole
 
 
 class ChatCachedRAG(EngineSettings, BaseChatModel):
@@ -88,7 +87,7 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         stream = await asyncio.to_thread(self._start, messages, stop, kwargs)
-        return self._result(await whole(stream), stream, kwargs)
+        return self._result(await stream.atext(), stream, kwargs)
 
     def _stream(
         self,
@@ -116,7 +115,7 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         stream = await asyncio.to_thread(self._start, messages, stop, kwargs)
-        async with aclosing(pieces(stream)) as taken:
+        async with aclosing(stream.apieces()) as taken:
             async for piece in taken:
                 chunk = _chunk(piece)
                 if run_manager:

@@ -12,12 +12,10 @@ from langchain_core.language_models import LLM
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
-from cached_rag import Generation as Answered
 from cached_rag import Report, Stream
 from langchain_cached_rag.messages import metadata, usage
 from langchain_cached_rag.prompts import Prompt
 from langchain_cached_rag.settings import EngineSettings
-from langchain_cached_rag.streaming import pieces
 
 
 class CachedRAGLLM(EngineSettings, LLM):
@@ -64,12 +62,7 @@ class CachedRAGLLM(EngineSettings, LLM):
         model = kwargs.pop("model", None)
         engine, config = self.loaded_engine(model), self._config(stop, kwargs)
         answers = engine.generate_batch([self._prompt(prompt) for prompt in prompts], config)
-        generations = [
-            [Generation(text=a.text, generation_info=self._about(a.report, a.finish_reason, model))]
-            for a in answers
-        ]
-        output = {"model_name": model or self._model, "token_usage": _total(answers)}
-        return LLMResult(generations=generations, llm_output=output)
+        return self._result([(a.text, a.report, a.finish_reason) for a in answers], model)
 
     async def _agenerate(
         self,
@@ -78,7 +71,24 @@ class CachedRAGLLM(EngineSettings, LLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        return await asyncio.to_thread(self._generate, prompts, stop, None, **kwargs)
+        streams = [await asyncio.to_thread(self._start, p, stop, kwargs) for p in prompts]
+        try:
+            texts = await asyncio.gather(*(stream.atext() for stream in streams))
+        finally:  # one has failed, or nobody wants the others any more
+            for stream in streams:
+                stream.cancel()
+        answers = zip(texts, streams, strict=True)
+        found = [(text, stream.report, stream.finish_reason) for text, stream in answers]
+        return self._result(found, kwargs.get("model"))
+
+    def _result(self, answers: list[tuple[str, Report, str]], model: str | None) -> LLMResult:
+        generations = [
+            [Generation(text=text, generation_info=self._about(report, reason, model))]
+            for text, report, reason in answers
+        ]
+        counts = _total([report for _, report, _ in answers])
+        output = {"model_name": model or self._model, "token_usage": counts}
+        return LLMResult(generations=generations, llm_output=output)
 
     def _start(self, prompt: str, stop: list[str] | None, options: dict[str, Any]) -> Stream:
         options = dict(options)
@@ -111,7 +121,7 @@ class CachedRAGLLM(EngineSettings, LLM):
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
         stream = await asyncio.to_thread(self._start, prompt, stop, kwargs)
-        async with aclosing(pieces(stream)) as taken:
+        async with aclosing(stream.apieces()) as taken:
             async for piece in taken:
                 chunk = GenerationChunk(text=piece)
                 if run_manager:
@@ -134,8 +144,7 @@ class CachedRAGLLM(EngineSettings, LLM):
         return params
 
 
-def _total(answers: list[Answered]) -> dict[str, int]:
+def _total(reports: list[Report]) -> dict[str, int]:
     """Token counts of a batch."""
-    counts = [usage(answer.report) for answer in answers]
-    read, made = sum(c["input_tokens"] for c in counts), sum(c["output_tokens"] for c in counts)
+    read, made = sum(r.prompt_tokens for r in reports), sum(r.output_tokens for r in reports)
     return {"input_tokens": read, "output_tokens": made, "total_tokens": read + made}

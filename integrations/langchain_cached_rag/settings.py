@@ -12,7 +12,7 @@ from typing import Any
 from langchain_core.prompts import BasePromptTemplate
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
-from cached_rag import PRIMER, CachedRAG, Engine, GenerationConfig, StoreConfig
+from cached_rag import PRIMER, CachedRAG, EncodeSummary, Engine, GenerationConfig, StoreConfig
 from langchain_cached_rag.prompts import Prompt, head_of
 
 # Settings of hosted models that applications pass to any model; a local one has no use for them.
@@ -145,16 +145,13 @@ class EngineSettings(BaseModel):
         *,
         prompt: BasePromptTemplate[Any] | None = None,
         variable: str = "context",
-    ) -> Any:
+    ) -> EncodeSummary:
         """Prefill texts once and keep their KV; what is there already costs nothing.
 
         Args:
             prompt: the template they will be used in. What it says before `variable` is then
                 reused without loss, and the texts are encoded behind it. Without it, that is
                 learned from use.
-
-        Returns:
-            A `cached_rag.EncodeSummary`.
 
         Raises:
             ValueError: the prompt has no such variable, or another one stands before it.

@@ -1,0 +1,124 @@
+"""Whole applications side by side: the same questions, in one run, timed from outside.
+
+Knows applications as functions from an example to pieces of text; knows no engine and no
+framework.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from cached_rag.errors import EvaluationError
+from cached_rag.evaluation.data import Example
+from cached_rag.evaluation.metrics import Interval, bootstrap, f1
+
+Application = Callable[[Example], Iterator[str]]
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """An application's medians over all questions.
+
+    Attributes:
+        ttft_ms, total_ms: from the question to the first piece of text, and to the last.
+        ttft_speedup, total_speedup: medians of the ratios to the first application.
+        f1: mean over the questions.
+        f1_difference: to the first application, paired, with a 95 % interval.
+    """
+
+    name: str
+    questions: int
+    ttft_ms: float
+    total_ms: float
+    ttft_speedup: float
+    total_speedup: float
+    f1: float
+    f1_difference: Interval
+
+
+@dataclass(frozen=True)
+class _Answer:
+    text: str
+    ttft_ms: float
+    total_ms: float
+
+
+def compare(
+    applications: Mapping[str, Application],
+    examples: Sequence[Example],
+    *,
+    pause: float = 0.0,
+    on_answer: Callable[[str, Example, str], object] = lambda *_: None,
+) -> list[ComparisonRow]:
+    """Ask every application every question, in turn, in an order that rotates.
+
+    The first question is asked once more beforehand, to warm up. Everything runs in one thread of
+    its own, as behind a server: with a main thread that computed, all others would be slower.
+
+    Args:
+        applications: the first one is what the others are compared with.
+        pause: seconds before each answer, for what the one before left running.
+        on_answer: told of each answer.
+
+    Raises:
+        EvaluationError: nothing to compare, or questions without answers.
+    """
+    if not applications or not examples or not all(example.answers for example in examples):
+        raise EvaluationError("a comparison needs applications, and questions with answers")
+    answers: dict[str, list[_Answer]] = {name: [] for name in applications}
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        names = list(applications)
+        try:
+            for round_, example in enumerate([examples[0], *examples]):
+                first = round_ % len(names)
+                for name in [*names[first:], *names[:first]]:
+                    time.sleep(pause)
+                    answer = _timed(applications[name], example)
+                    if round_:
+                        answers[name].append(answer)
+                        on_answer(name, example, answer.text)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="comparison")
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+    base = answers[next(iter(applications))]
+    return [_row(name, found, base, examples) for name, found in answers.items()]
+
+
+def _timed(application: Application, example: Example) -> _Answer:
+    started = time.perf_counter()
+    first, pieces = 0.0, []
+    for piece in application(example):
+        if piece and not first:
+            first = time.perf_counter() - started
+        pieces.append(piece)
+    total = time.perf_counter() - started
+    return _Answer("".join(pieces), (first or total) * 1000, total * 1000)
+
+
+def _row(
+    name: str, found: list[_Answer], base: list[_Answer], examples: Sequence[Example]
+) -> ComparisonRow:
+    pairs = list(zip(found, base, strict=True))
+    scores = [f1(one.text, e.answers) for one, e in zip(found, examples, strict=True)]
+    others = [f1(one.text, e.answers) for one, e in zip(base, examples, strict=True)]
+    return ComparisonRow(
+        name,
+        len(found),
+        round(statistics.median(one.ttft_ms for one in found), 1),
+        round(statistics.median(one.total_ms for one in found), 1),
+        round(statistics.median(b.ttft_ms / one.ttft_ms for one, b in pairs), 2),
+        round(statistics.median(b.total_ms / one.total_ms for one, b in pairs), 2),
+        round(statistics.fmean(scores), 4),
+        bootstrap([a - b for a, b in zip(scores, others, strict=True)]),
+    )
