@@ -7,6 +7,7 @@ shapes and position rules; knows no model.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -116,21 +117,22 @@ class KVBuffer:
 class Workspace:
     """Keeps the last buffer for the next request: fresh memory costs page faults, used memory none.
 
-    Not for two threads at once: `take` hands a buffer to one request, `give` returns it.
+    `take` hands a buffer to one request, `give` returns it; both from any thread.
     """
 
     def __init__(self, shapes: KVShapes) -> None:
         self._shapes = shapes
-        self._spare: KVBuffer | None = None
+        self._spare: list[KVBuffer] = []  # at most one; a list, because its pop is atomic
 
     def take(self, capacity: int) -> KVBuffer:
         """A buffer of at least `capacity` slots, content unspecified."""
-        spare, self._spare = self._spare, None
-        if spare is not None and spare.capacity >= capacity:
-            return spare
+        with suppress(IndexError):
+            spare = self._spare.pop()
+            if spare.capacity >= capacity:
+                return spare
         rounded = -(-capacity // _GROWTH) * _GROWTH
         return KVBuffer.like(self._shapes, rounded)
 
     def give(self, buffer: KVBuffer) -> None:
         """Return a buffer that nobody reads any more."""
-        self._spare = buffer
+        self._spare[:] = [buffer]

@@ -112,8 +112,8 @@ class StoreConfig:
         sequence_bytes: most bytes of KV of whole module sequences, as prompts left them; 0 keeps
             none. A prompt that begins as an earlier one did takes its repaired KV as it is.
         write_back: encode in the background what a request missed.
-        learn_prefixes: what recurs before the first module of prompts becomes a prefix, and the
-            modules used behind it are encoded anew behind it, in the background.
+        learn_prefixes: what recurs before the first module of prompts is encoded in the background
+            and reused without loss; modules that lack KV are encoded behind it from then on.
         pipelined: read KV from disk layer by layer while the first layers are computed already;
             else all of it first. None: only on an accelerator, for on a CPU the two compete for
             the same cores (measured: docs/store.md).

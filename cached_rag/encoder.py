@@ -68,11 +68,19 @@ class Encoder:
         records, _ = self._records([t for t in map(str.strip, texts) if known.get(t) is None])
         self.library.add_modules([record for record, _ in records])
 
+    def learn(self, behind: Behind) -> None:
+        """Reuse a prefix from now on, and let what is missing be encoded behind it."""
+        self._ensure_prefix(behind)
+        self.library.add_behind(behind)
+
     def recover(self, module: ModuleRecord, text: str, behind: Behind) -> None:
-        """Encode one module that is known but has no KV; no-op if it has by now.
+        """Encode one module that has no KV; no-op if it has by now, or was forgotten meanwhile.
 
         Behind a context that this process does not know it is encoded without one.
         """
+        self.library.refresh()
+        if self.library.table.get(text) is None:
+            return
         if behind.context and behind.context not in self.contexts:
             behind = Behind(behind.prefix_ids)
         if not self.library.holds(behind, module.token_ids):

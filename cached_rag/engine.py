@@ -44,7 +44,9 @@ _SHARING = threading.Lock()
 
 
 class Engine:
-    """A model and its library of modules. One request runs at a time; others wait.
+    """A model and its library of modules. Safe for several threads.
+
+    Prompts are prefilled one after the other; answers made at the same time step together.
 
     Use `Engine.load`; or give a `LanguageModel` from `wrap_model`.
     """
@@ -112,6 +114,9 @@ class Engine:
 
     def close(self) -> None:
         """Write what is pending and release files."""
+        with _SHARING:
+            for name in [name for name, engine in _SHARED.items() if engine is self]:
+                del _SHARED[name]
         self._leftovers.close()
         self.library.close()
 
@@ -194,9 +199,7 @@ class Engine:
             ContextOverflowError: prompt and answer do not fit the context.
             RelocationError: an explicitly chosen method needs what the model cannot do.
         """
-        stream = self.stream(prompt, config, **options)
-        text = "".join(stream)
-        return Generation(text, tuple(stream.token_ids), stream.finish_reason, stream.report)
+        return self.stream(prompt, config, **options).result()
 
     def generate_batch(
         self,
@@ -204,10 +207,18 @@ class Engine:
         config: GenerationConfig | None = None,
         **options: Any,
     ) -> list[Generation]:
-        """Answer several prompts, their tokens computed together; each as `generate` would."""
-        config = (config or GenerationConfig()).replace(**options)
+        """Answer several prompts, their tokens computed together; each as `generate` would.
+
+        Raises:
+            As `generate`, for the first prompt that fails; the others are stopped then.
+        """
+        streams = [self.stream(prompt, config, **options) for prompt in prompts]
         with ThreadPoolExecutor(_BATCH_ROWS, "batch") as pool:
-            return list(pool.map(lambda prompt: self.generate(prompt, config), prompts))
+            try:
+                return list(pool.map(Stream.result, streams))
+            finally:
+                for stream in streams:
+                    stream.cancel()
 
     def stream(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any

@@ -1,4 +1,4 @@
-"""Learns what prompts say before their first module: the prefix to encode modules behind.
+"""Learns what prompts say before their first module, so that it is reused without loss.
 
 A template's head recurs before ever other modules; a conversation's history does not. Knows token
 ids and names; encodes nothing.
@@ -17,7 +17,7 @@ _LEARNED = 8
 class Heads:
     """The beginnings of recent prompts, and those that recurred. Safe for several threads.
 
-    Only so many are learned: each costs KV of every module used behind it.
+    Only so many are learned in a process: each is one more to look for in every prompt.
     """
 
     def __init__(self, learned: int = _LEARNED, remembered: int = _REMEMBERED) -> None:
@@ -27,7 +27,7 @@ class Heads:
         self._lock = threading.Lock()
 
     def learn(self, head: tuple[int, ...], module: str) -> bool:
-        """Whether a beginning that now stood before a module is worth encoding behind."""
+        """Whether a beginning that now stood before a module has stood before another one."""
         with self._lock:
             if head in self._learned:
                 return True

@@ -6,7 +6,7 @@ Knows when a request is over; knows no prompt text and no method's meaning.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from cached_rag.heads import Heads
 from cached_rag.kv import ModuleKV
 from cached_rag.library import Behind, Library
 from cached_rag.model_thread import on_model_thread
-from cached_rag.plan import Found, Plan, is_before
+from cached_rag.plan import Plan, is_before
 from cached_rag.prompt import Tokens
 from cached_rag.sequences import EXACT, SequenceTree
 from cached_rag.write_back import Activity, WriteBack
@@ -55,47 +55,41 @@ class Leftovers:
     def remember(self, kind: str, tokens: Tokens, plan: Plan, buffer: KVBuffer) -> None:
         """When an answer is complete: keep its modules' KV, and see to those it missed."""
         names, ends = [name for name, _ in plan.modules], [end for _, end in plan.modules]
-        with self._lock:
-            self.sequences.add(kind, tokens.ids, ends, names, buffer)
+        self.sequences.add(kind, tokens.ids, ends, names, buffer)
         if self.write_back is None:
             return
-        for found, behind in self._wanted(tokens, plan):
-            name = (found.module.text_digest, behind)
-            self.write_back.offer(name, partial(self._recover, found, behind))
+        self._offer_modules(tokens, plan)
         for place in plan.placements:
             if place.source is not None and not isinstance(place.kv, ModuleKV):
                 self.write_back.offer(place.source, partial(self.library.fetch, *place.source))
 
-    def _wanted(self, tokens: Tokens, plan: Plan) -> Iterator[tuple[Found, Behind]]:
-        """Modules to encode, and behind what: those that have no KV, or a worse one."""
+    def _offer_modules(self, tokens: Tokens, plan: Plan) -> None:
+        """Encode what had no KV, and the prompt's head if it has recurred."""
+        assert self.write_back is not None
         if not plan.found:
             return
         first = plan.found[0]
         head = tuple(tokens.ids[: first.begin])
-        is_long = len(head) > len(self._sink_ids)
-        name = first.module.text_digest
-        learned = self.heads is not None and is_long and self.heads.learn(head, name)
-        best = self._best(head, learned)
-        for found in plan.found:
-            is_worse = found.behind is not None and not _reaches(found.behind, head)
-            if found.behind is None or (learned and is_worse):
-                yield found, best
+        best = self._best(head, first.module.text_digest)
+        if best not in self.library.behinds() and len(best.prefix_ids) > len(self._sink_ids):
+            self.write_back.offer(best, partial(self._encode, partial(self._encoder.learn, best)))
+        for missed in plan.missed:
+            name = (missed.module.text_digest, best)
+            recover = partial(self._encoder.recover, missed.module, missed.text, best)
+            self.write_back.offer(name, partial(self._encode, recover))
 
-    def _best(self, head: tuple[int, ...], learned: bool) -> Behind:
-        """What a module in a prompt that begins with `head` is best encoded behind."""
+    def _best(self, head: tuple[int, ...], module: str) -> Behind:
+        """What a module that stood behind `head` is encoded behind: the head, if that recurs."""
         known = [b for b in self.library.behinds() if is_before(b.prefix_ids, head)]
-        if learned and not any(_reaches(behind, head) for behind in known):
+        is_long = len(head) > len(self._sink_ids)
+        is_new = not any(is_before(head, behind.prefix_ids) for behind in known)
+        if self.heads is not None and is_long and is_new and self.heads.learn(head, module):
             return Behind(head, PRIMER.name)
         return known[0] if known else Behind(self._sink_ids, PRIMER.name)
 
-    def _recover(self, found: Found, behind: Behind) -> None:
-        def recover() -> None:
+    def _encode(self, task: Callable[[], object]) -> None:
+        def encode() -> None:
             with self._lock, torch.inference_mode():
-                self._encoder.recover(found.module, found.text, behind)
+                task()
 
-        on_model_thread(recover)
-
-
-def _reaches(behind: Behind, head: tuple[int, ...]) -> bool:
-    """Whether a prefix is all of a prompt's head, but for tokens that merged."""
-    return is_before(head, behind.prefix_ids)
+        on_model_thread(encode)

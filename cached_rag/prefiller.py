@@ -100,9 +100,9 @@ class Prefiller:
             return self._prefill(prompt, config, report, is_over)
 
         def release() -> None:
+            # Never under the model's lock: others may be at work, and the collector may call it.
             self._leftovers.remember(kind, tokens, plan, buffer)
-            with self._lock:
-                self._workspace.give(buffer)
+            self._workspace.give(buffer)
             is_over()
 
         return Prefill(tokens, done.logits, buffer, report, release, done.rows)
@@ -155,7 +155,8 @@ class Prefiller:
         plan = make_plan(self.library, rendered.text, tokens, found, sink_ids, lazy=lazy)
         report.load_ms = clock.lap()
         report.modules_missed = len(plan.missed)
-        report.missed_tokens = sum(len(found.module.token_ids) for found in plan.missed)
+        if self._leftovers.write_back is not None:
+            report.missed_tokens = sum(len(found.module.token_ids) for found in plan.missed)
         return tokens, plan.exact_only() if method == "prefix" else plan
 
     def _allowed(

@@ -8,6 +8,7 @@ in a known module) stays text, whereas plain tokenisation would obey it.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ from cached_rag.errors import ConfigError
 Message = Mapping[str, Any]
 Span = tuple[int, int]
 _MARK = "\ue000{}\ue001"
+# transformers sets a tokenizer's options and then uses it: one thread at a time. Several engines
+# may share a tokenizer, and it takes milliseconds, so one lock serves all.
+_TOKENIZING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Tokenization:
 
         Empty for models that have none.
         """
-        own = tuple(self.tokenizer("").input_ids)
+        own = tuple(self._encode("").ids)
         bos = self.tokenizer.bos_token_id
         return own or (() if bos is None else (bos,))
 
@@ -171,9 +175,9 @@ class Tokenization:
         return pieces
 
     def _encode(self, text: str, **options: bool) -> Tokens:
-        encoded = self.tokenizer(
-            text, return_offsets_mapping=True, return_attention_mask=False, verbose=False, **options
-        )
+        options |= {"return_offsets_mapping": True, "return_attention_mask": False}
+        with _TOKENIZING:
+            encoded = self.tokenizer(text, verbose=False, **options)
         starts, ends = map(list, zip(*encoded["offset_mapping"], strict=True)) if text else ([], [])
         ids = list(encoded["input_ids"])
         if not text:

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -53,8 +53,21 @@ class Prefill:
     rows: torch.Tensor
 
 
+@dataclass
+class _State:
+    """What a stream shows of its answer while it is made."""
+
+    report: Report
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = "length"
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+
 class Stream(Iterator[str]):
-    """Pieces of an answer. `report` and `token_ids` grow with it and are complete at its end."""
+    """Pieces of an answer. Its attributes grow with it and are complete at its end.
+
+    A stream that is dropped, or closed, or cancelled, stops generating.
+    """
 
     def __init__(
         self,
@@ -63,16 +76,34 @@ class Stream(Iterator[str]):
         prefill: Callable[[], Prefill],
         config: GenerationConfig,
     ) -> None:
-        self.report = Report(config.method_name)
-        self.token_ids: list[int] = []
-        self.finish_reason = "length"
-        self._cancelled = threading.Event()
+        self._state = _State(Report(config.method_name))
         self._taking = threading.Lock()
-        self._pieces: Generator[str, None, None] = self._run(model, stepper, prefill, config)
+        # The generator must not hold the stream, or dropping it would end nothing.
+        self._pieces = _answer(self._state, model, stepper, prefill, config)
+
+    @property
+    def report(self) -> Report:
+        """What was done and how long it took."""
+        return self._state.report
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The answer's tokens."""
+        return self._state.token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the answer ended, see `Generation`."""
+        return self._state.finish_reason
 
     def __next__(self) -> str:
         with self._taking:
             return next(self._pieces)
+
+    def result(self) -> Generation:
+        """The whole answer, if no piece was taken yet."""
+        text = "".join(self)
+        return Generation(text, tuple(self.token_ids), self.finish_reason, self.report)
 
     async def atext(self) -> str:
         """All pieces, without blocking the event loop; a cancelled task stops the generation."""
@@ -99,67 +130,78 @@ class Stream(Iterator[str]):
 
     def cancel(self) -> None:
         """Let the answer end before its next token, without waiting for it."""
-        self._cancelled.set()
+        self._state.cancelled.set()
 
-    def _run(
-        self,
-        model: LanguageModel,
-        stepper: Stepper,
-        start: Callable[[], Prefill],
-        config: GenerationConfig,
-    ) -> Generator[str, None, None]:
-        clock = Clock()
-        if self._cancelled.is_set():
-            self.finish_reason = "cancelled"
-            return
-        sampler = Sampler(model, config)
-        prefill, first = on_model_thread(lambda: _first_token(start, sampler))
-        self.report = report = prefill.report
-        report.ttft_ms = clock.total()
-        try:
-            # 4) Token after token; other answers' steps are made together with this one's.
-            with stepper.seat() as seat:
-                text = Detokenizer(model.tokenizer, config.stop)
-                for token in self._tokens(first, sampler, seat, prefill, config.max_tokens):
-                    if token in model.eos_ids:
-                        self.finish_reason = "stop"
-                        break
-                    self.token_ids.append(token)
-                    if piece := text.push(token):
-                        yield piece
-                    if text.is_stopped:
-                        self.finish_reason = "stop"
-                        return
-                if piece := text.flush():
+
+def _answer(
+    state: _State,
+    model: LanguageModel,
+    stepper: Stepper,
+    start: Callable[[], Prefill],
+    config: GenerationConfig,
+) -> Generator[str, None, None]:
+    clock = Clock()
+    sampler = Sampler(model, config)
+    begun = on_model_thread(lambda: _first_token(state, start, sampler))
+    if begun is None:
+        state.finish_reason = "cancelled"
+        return
+    prefill, first = begun
+    state.report = report = prefill.report
+    report.ttft_ms = clock.total()
+    try:
+        # 4) Token after token; other answers' steps are made together with this one's.
+        with stepper.seat() as seat:
+            text = Detokenizer(model.tokenizer, config.stop)
+            for token in _tokens(state, first, sampler, seat, prefill, config.max_tokens):
+                if token in model.eos_ids:
+                    state.finish_reason = "stop"
+                    break
+                state.token_ids.append(token)
+                if piece := text.push(token):
                     yield piece
-        finally:
-            report.output_tokens = len(self.token_ids)
-            report.total_ms = clock.total()
-            prefill.release()
-
-    def _tokens(
-        self, token: int, sampler: Sampler, seat: Seat, prefill: Prefill, max_tokens: int
-    ) -> Iterator[int]:
-        """At most as many tokens as are wanted, none computed before it is asked for."""
-        ids = list(prefill.tokens.ids)
-        yield token
-        for _ in range(max_tokens - 1):
-            if self._cancelled.is_set():
-                self.finish_reason = "cancelled"
-                return
-            ids.append(token)
-            last = NextToken(prefill.buffer, token, len(ids) - 1)
-            token = seat.step(last, partial(sampler, ids))
-            yield token
+                if text.is_stopped:
+                    state.finish_reason = "stop"
+                    return
+            if piece := text.flush():
+                yield piece
+    except GeneratorExit:
+        state.finish_reason = "cancelled"
+        raise
+    finally:
+        report.output_tokens = len(state.token_ids)
+        report.total_ms = clock.total()
+        prefill.release()
 
 
-def _first_token(start: Callable[[], Prefill], sampler: Sampler) -> tuple[Prefill, int]:
+def _first_token(
+    state: _State, start: Callable[[], Prefill], sampler: Sampler
+) -> tuple[Prefill, int] | None:
+    """The prefilled prompt and what follows it; None if nobody waits for it any more."""
+    if state.cancelled.is_set():
+        return None
     prefill = start()
     try:
         return prefill, sampler(list(prefill.tokens.ids), prefill.logits)
     except BaseException:
         prefill.release()
         raise
+
+
+def _tokens(
+    state: _State, token: int, sampler: Sampler, seat: Seat, prefill: Prefill, max_tokens: int
+) -> Iterator[int]:
+    """At most as many tokens as are wanted, none computed before it is asked for."""
+    ids = list(prefill.tokens.ids)
+    yield token
+    for _ in range(max_tokens - 1):
+        if state.cancelled.is_set():
+            state.finish_reason = "cancelled"
+            return
+        ids.append(token)
+        last = NextToken(prefill.buffer, token, len(ids) - 1)
+        token = seat.step(last, partial(sampler, ids))
+        yield token
 
 
 class Clock:

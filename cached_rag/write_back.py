@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 _log = logging.getLogger(__name__)
 _CAPACITY = 256
+# A thread that waited for work would keep the model of its last task alive.
+_IDLE_SECONDS = 1.0
 
 
 class Activity:
@@ -61,7 +63,7 @@ class WriteBack:
     def __init__(self, activity: Activity, capacity: int = _CAPACITY) -> None:
         self.dropped = 0
         self._activity = activity
-        self._tasks: queue.Queue[tuple[object, Callable[[], object]] | None] = queue.Queue(capacity)
+        self._tasks: queue.Queue[tuple[object, Callable[[], object]]] = queue.Queue(capacity)
         self._known: set[object] = set()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -87,16 +89,19 @@ class WriteBack:
 
     def close(self) -> None:
         """Drop what waits, finish what runs."""
-        self._activity.stop()
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        self._tasks.put(None)  # once stopped, what waits before it is skipped
-        thread.join()
+        self._activity.stop()  # what waits is skipped from now on
+        self._tasks.join()
 
     def _run(self) -> None:
-        while (item := self._tasks.get()) is not None:
-            name, task = item
+        while True:
+            try:
+                name, task = self._tasks.get(timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                with self._lock:
+                    if self._tasks.empty():
+                        self._thread = None
+                        return
+                continue
             try:
                 if self._activity.wait_idle():
                     task()
@@ -106,4 +111,4 @@ class WriteBack:
                 with self._lock:
                     self._known.discard(name)
                 self._tasks.task_done()
-        self._tasks.task_done()
+            del name, task

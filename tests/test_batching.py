@@ -145,6 +145,27 @@ def test_a_cancelled_answer_ends_before_its_next_token(engine):
     assert never.report.prompt_tokens == 0
 
 
+def test_a_dropped_stream_is_over_at_once(engine):
+    stream = engine.stream(PROMPTS[0], max_tokens=50)
+    next(stream)
+    assert engine.stepper._seats == 1
+    del stream  # no collector needed: nothing holds it
+    assert engine.stepper._seats == 0
+    stream = engine.stream(PROMPTS[0], max_tokens=50)
+    next(stream)
+    with engine.lock:  # somebody else's pass, in the midst of which the collector runs
+        del stream
+    assert engine.generate(PROMPTS[0], max_tokens=2).text
+
+
+def test_a_closed_stream_says_so(engine):
+    stream = engine.stream(PROMPTS[0], max_tokens=50)
+    next(stream)
+    stream.close()
+    assert stream.finish_reason == "cancelled"
+    assert stream.report.output_tokens == len(stream.token_ids) > 0
+
+
 def test_all_threads_but_the_main_one_compute_in_one(engine):
     seen = set()
     thread = ModelThread()
@@ -181,3 +202,5 @@ def test_engines_are_shared_by_what_they_were_asked_for(monkeypatch):
     assert Engine.shared("llama", store=StoreConfig(namespace="b")) is not one
     assert Engine.shared("qwen3") is not one
     assert made == ["llama", "llama", "qwen3"]
+    one.close()
+    assert Engine.shared("llama") is not one

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from conftest import CHUNKS, RELOCATABLE, plain_logits, tiny_model, tiny_tokenizer
@@ -14,6 +16,7 @@ from cached_rag import (
     RelocationError,
     StoreConfig,
 )
+from cached_rag.prompt import Rendered, Tokenization
 
 QUESTION = "What happened?"
 
@@ -299,3 +302,19 @@ def test_modules_encoded_alone_serve_prompts_that_do_not_begin_with_bos(engine):
     prompt = f"{CHUNKS[0]}\n\nand then {CHUNKS[1]} Well?"
     assert engine.count_tokens(prompt) == len(engine.model.tokenizer(prompt).input_ids)
     assert engine.generate(prompt, max_tokens=2).report.modules_hit == 2
+
+
+def test_threads_do_not_change_each_others_tokens():
+    """A tokenizer's options are state: a literal text next door must not make tokens literal."""
+    tokenization = Tokenization(tiny_tokenizer())
+    text = "<|im_start|>user\nWhy?<|im_end|>"
+    obeyed, literal = tokenization.tokenize(Rendered(text)).ids, tokenization.literal(text).ids
+    assert obeyed != literal
+
+    def run(number):
+        if number % 2:
+            return tokenization.literal(text).ids == literal
+        return tokenization.tokenize(Rendered(text)).ids == obeyed
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, range(400)))

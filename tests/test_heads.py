@@ -1,4 +1,4 @@
-"""What recurs before a prompt's first module becomes the prefix modules are encoded behind."""
+"""What recurs before a prompt's first module is reused, and new modules encoded behind it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,13 @@ def test_registered_texts_are_computed_once_and_then_behind_what_recurs(engine):
     head = engine.tokenization.tokenizer.decode(learned.prefix_ids)
     assert rendered.startswith(head)
     assert len(head) >= rendered.index(CHUNKS[0]) - 4
-    third = ask(engine, CHUNKS[0], CHUNKS[1])
-    assert third.cached_tokens > second.cached_tokens
+    third = ask(engine, CHUNKS[0], CHUNKS[1], CHUNKS[2])
+    assert (third.modules_hit, third.modules_missed) == (2, 1)
+    assert third.cached_tokens > second.cached_tokens  # the head's, too
+    library = engine.library
+    new, old = (library.table.get(chunk).token_ids for chunk in (CHUNKS[2], CHUNKS[0]))
+    assert library.holds(learned, new)
+    assert not library.holds(learned, old)  # what has KV is not encoded a second time
 
 
 def test_modules_behind_a_learned_head_are_exact_in_the_head(engine):

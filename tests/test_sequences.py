@@ -97,6 +97,22 @@ def test_order_follows_the_longest_known_path(engine):
     done.release()
 
 
+def test_what_was_forgotten_meanwhile_does_not_come_back(engine):
+    engine.register(CHUNKS)
+    gone = engine.library.table.get(CHUNKS[0])
+    stream = engine.stream("\n\n".join([*CHUNKS, "Why?"]), max_tokens=4)
+    next(stream)
+    engine.forget(CHUNKS[:1])  # the answer that missed it is still under way
+    "".join(stream)
+    engine.write_back.drain()
+    library = engine.library
+    assert library.table.get(CHUNKS[0]) is None
+    assert all(library.table.get(chunk) for chunk in CHUNKS[1:])
+    assert not any(library.holds(behind, gone.token_ids) for behind in library.behinds())
+    kept = library.table.get(CHUNKS[1])
+    assert any(library.holds(behind, kept.token_ids) for behind in library.behinds())
+
+
 def test_what_was_missed_is_there_the_next_time(engine):
     ids = [tuple(engine.tokenization.literal(chunk).ids) for chunk in CHUNKS]
     (behind,) = engine.library.behinds()

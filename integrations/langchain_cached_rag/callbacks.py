@@ -38,7 +38,9 @@ class CacheReportHandler(BaseCallbackHandler):
                     about: dict[str, Any] = generation.message.response_metadata
                 else:
                     about = generation.generation_info or {}
-                if "cached_rag" in about:
+                # What a response cache answers was reported when it was computed.
+                usage = getattr(getattr(generation, "message", None), "usage_metadata", None) or {}
+                if "cached_rag" in about and "total_cost" not in usage:
                     self._take(Report(**about["cached_rag"]))
 
     def _take(self, report: Report) -> None:

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS documents (
     row INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
-    text TEXT NOT NULL, metadata TEXT NOT NULL, vector BLOB NOT NULL
+    text TEXT NOT NULL, metadata TEXT NOT NULL, vector BLOB NOT NULL,
+    module TEXT NOT NULL -- the text without white space around it, by which KV is found
 );
-CREATE INDEX IF NOT EXISTS by_text ON documents (text);
+CREATE INDEX IF NOT EXISTS by_module ON documents (module);
 """
 
 
@@ -35,8 +36,6 @@ class DocumentTable:
         self._connection = sqlite3.connect(
             path or ":memory:", check_same_thread=False, isolation_level=None, timeout=60
         )
-        if path is not None:
-            self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.executescript(_SCHEMA)
         self._lock = threading.RLock()
         self._writes = 0
@@ -50,6 +49,11 @@ class DocumentTable:
         ((others,),) = self._rows("PRAGMA data_version")
         return self._writes, int(others)
 
+    def width(self) -> int | None:
+        """Dimensions of the vectors; None if there are none."""
+        found = self._rows("SELECT length(vector) FROM documents LIMIT 1")
+        return int(found[0][0]) // np.dtype(np.float32).itemsize if found else None
+
     def put(self, documents: Sequence[Document], vectors: NDArray[np.float32]) -> list[str]:
         """Add documents; those whose id is taken replace what had it.
 
@@ -60,13 +64,14 @@ class DocumentTable:
             ValueError: metadata that is no JSON.
         """
         rows = [
-            (document.id, document.page_content, _json(document), vector.tobytes())
-            for document, vector in zip(documents, vectors, strict=True)
+            (d.id, d.page_content, _json(d), vector.tobytes(), d.page_content.strip())
+            for d, vector in zip(documents, vectors, strict=True)
         ]
         ids = [str(document.id) for document in documents]
         with self._transaction():
             before = self._texts(ids)
-            sql = "INSERT OR REPLACE INTO documents (id, text, metadata, vector) VALUES (?,?,?,?)"
+            columns = "id, text, metadata, vector, module"
+            sql = f"INSERT OR REPLACE INTO documents ({columns}) VALUES (?, ?, ?, ?, ?)"
             self._connection.executemany(sql, rows)
             return self._orphans(before)
 
@@ -110,10 +115,10 @@ class DocumentTable:
             yield row, Document(text, id=name, metadata=json.loads(metadata))
 
     def _texts(self, ids: Iterable[str]) -> list[str]:
-        return [document.page_content for document in self.by_ids(list(ids))]
+        return [document.page_content.strip() for document in self.by_ids(list(ids))]
 
     def _orphans(self, texts: Iterable[str]) -> list[str]:
-        query = "SELECT 1 FROM documents WHERE text = ? LIMIT 1"
+        query = "SELECT 1 FROM documents WHERE module = ? LIMIT 1"
         return [text for text in dict.fromkeys(texts) if not self._rows(query, text)]
 
     def _rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:

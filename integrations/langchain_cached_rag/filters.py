@@ -49,6 +49,9 @@ def _test(condition: Any) -> Callable[[Any], bool]:
         negative = {"$ne", "$nin"}
         if value is _MISSING:
             return condition.keys() <= negative
-        return all(bool(_OPERATORS[name](value, than)) for name, than in condition.items())
+        try:
+            return all(bool(_OPERATORS[name](value, than)) for name, than in condition.items())
+        except TypeError:  # values that do not compare, such as None and a number
+            return False
 
     return holds

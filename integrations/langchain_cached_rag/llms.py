@@ -15,7 +15,7 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from cached_rag import Report, Stream
 from langchain_cached_rag.messages import metadata, usage
 from langchain_cached_rag.prompts import Prompt
-from langchain_cached_rag.settings import EngineSettings
+from langchain_cached_rag.settings import GENERATION_SETTINGS, EngineSettings
 
 
 class CachedRAGLLM(EngineSettings, LLM):
@@ -42,6 +42,25 @@ class CachedRAGLLM(EngineSettings, LLM):
     def _prompt(self, value: Any) -> Prompt:
         text = value if isinstance(value, str) else value.to_string()
         return [{"role": "user", "content": text}] if self.as_chat else text
+
+    def generate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
+        """As `LLM.generate`; a call's settings count as this model's own in response caches."""
+        own, rest = self._settled(kwargs)
+        return super(CachedRAGLLM, own).generate(prompts, *args, **rest)
+
+    async def agenerate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
+        """As `generate`."""
+        own, rest = self._settled(kwargs)
+        return await super(CachedRAGLLM, own).agenerate(prompts, *args, **rest)
+
+    def _settled(self, options: dict[str, Any]) -> tuple[CachedRAGLLM, dict[str, Any]]:
+        """This model with a call's settings as its own, and what is left of them."""
+        own = {n: v for n, v in options.items() if n in GENERATION_SETTINGS and n != "stop"}
+        rest = {name: value for name, value in options.items() if name not in own}
+        model = rest.pop("model", None)
+        if model is not None and model != self._model:
+            own |= {"model_name": model, "engine": None}
+        return (self.model_copy(update=own) if own else self), rest
 
     def _call(
         self,

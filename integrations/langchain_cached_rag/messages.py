@@ -9,7 +9,14 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMessage
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    BaseMessageChunk,
+    ChatMessage,
+    HumanMessage,
+    message_chunk_to_message,
+)
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 
 from cached_rag import Report
@@ -26,23 +33,27 @@ def plain(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
     """Messages as roles and strings; text blocks are joined as LangChain joins them.
 
     Raises:
-        ValueError: content that is no text.
+        ValueError: content that is no text, or a message of an unknown kind.
     """
-    return [{"role": _role(message), "content": _content(message)} for message in messages]
+    whole = [
+        message_chunk_to_message(message) if isinstance(message, BaseMessageChunk) else message
+        for message in messages
+    ]
+    return [{"role": _role(message), "content": _content(message)} for message in whole]
 
 
 def handed_over(messages: Sequence[BaseMessage]) -> list[str]:
-    """Texts given as modules: all text blocks of users' block lists, but a prompt's very last.
+    """Texts given as modules: the text blocks of users' block lists.
 
-    That one is the question.
+    The last block of a list is a question, and no module, unless the user goes on in another
+    message.
     """
-    blocks: list[str] = []
-    for message in messages:
+    modules: list[str] = []
+    for message, following in zip(messages, [*messages[1:], None], strict=True):
         if isinstance(message, HumanMessage) and isinstance(message.content, list):
-            blocks += _texts(message)
-    last = messages[-1] if messages else None
-    is_question = isinstance(last, HumanMessage) and isinstance(last.content, list)
-    return blocks[:-1] if is_question else blocks
+            blocks = list(_texts(message))
+            modules += blocks if isinstance(following, HumanMessage) else blocks[:-1]
+    return modules
 
 
 def usage(report: Report) -> UsageMetadata:
@@ -72,14 +83,16 @@ def metadata(model: str, report: Report, finish_reason: str) -> dict[str, Any]:
 def _role(message: BaseMessage) -> str:
     if isinstance(message, ChatMessage):
         return _ROLES.get(message.role, message.role)
+    if message.type not in _ROLES:
+        raise ValueError(f"a message of type {message.type!r} is nothing a model can be told")
     return _ROLES[message.type]
 
 
 def _content(message: BaseMessage) -> str:
     text = message.content if isinstance(message.content, str) else "".join(_texts(message))
-    if isinstance(message, AIMessage) and message.tool_calls and not text.strip():
+    if isinstance(message, AIMessage) and message.tool_calls:
         calls = [{"name": call["name"], "args": call["args"]} for call in message.tool_calls]
-        return json.dumps(calls, ensure_ascii=False)
+        return "\n".join(filter(None, [text, json.dumps(calls, ensure_ascii=False)]))
     return text
 
 

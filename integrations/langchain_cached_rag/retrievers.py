@@ -69,7 +69,7 @@ class CachedRetriever(BaseRetriever):
     def _know(self, documents: list[Document]) -> None:
         texts = [document.page_content for document in documents]
         if self.encode == "eager":
-            self.llm.encode(texts, prompt=self.prompt, variable=self.variable)
+            self.llm.encode_all(texts, prompt=self.prompt, variable=self.variable)
         elif self.encode == "background":
             self.llm.register(texts)
         self.llm.prefetch(texts)

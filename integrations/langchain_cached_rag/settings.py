@@ -5,6 +5,7 @@ Uses public names of `cached_rag` only; knows no message and no tensor.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -12,12 +13,21 @@ from typing import Any
 from langchain_core.prompts import BasePromptTemplate
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
-from cached_rag import PRIMER, CachedRAG, EncodeSummary, Engine, GenerationConfig, StoreConfig
+from cached_rag import (
+    PRIMER,
+    CachedRAG,
+    ContextOverflowError,
+    EncodeSummary,
+    Engine,
+    GenerationConfig,
+    StoreConfig,
+)
 from langchain_cached_rag.prompts import Prompt, head_of
 
+_log = logging.getLogger(__name__)
 # Settings of hosted models that applications pass to any model; a local one has no use for them.
 _REMOTE = frozenset({"api_key", "base_url", "timeout", "max_retries"})
-_GENERATION = (
+GENERATION_SETTINGS = (
     *("method", "recompute_ratio", "temperature", "top_p", "top_k", "max_tokens", "stop", "seed"),
     "repetition_penalty",
 )
@@ -59,7 +69,7 @@ class EngineSettings(BaseModel):
     """Makes sampling repeatable."""
     repetition_penalty: float | None = None
     """None for the model's own."""
-    _loaded: Engine | None = PrivateAttr(default=None)
+    _engines: dict[str, Engine] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
@@ -95,19 +105,22 @@ class EngineSettings(BaseModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """All that an answer depends on, so that response caches never mix settings."""
-        settings = {name: getattr(self, name) for name in _GENERATION}
+        settings = {name: getattr(self, name) for name in GENERATION_SETTINGS}
         # LangChain overwrites "stop" with the call's.
         settings["default_stop"] = settings.pop("stop")
         if self.engine is not None:
-            loaded = self.loaded_engine().model
-            return {"model": loaded.name, "fingerprint": loaded.fingerprint, **settings}
+            loaded, namespace = self.loaded_engine().model, self.loaded_engine().library.namespace
+            given = {"model": loaded.name, "fingerprint": loaded.fingerprint}
+            return {**given, "namespace": namespace, **settings}
         own = {name: getattr(self, name) for name in ("store", "namespace", "dtype", "device")}
         return {"model": self.model_name, **own, **settings}
 
     @property
     def _model(self) -> str:
         """The model's name as users see it."""
-        return str(self._identifying_params["model"])
+        if isinstance(self.engine, CachedRAG):
+            return self.engine.settings["model"]
+        return self.engine.model.name if self.engine is not None else self.model_name
 
     # The engine ------------------------------------------------------------------------------
 
@@ -123,18 +136,23 @@ class EngineSettings(BaseModel):
             return self.engine.engine
         if self.engine is not None:
             return self.engine
-        if self._loaded is None:
-            self._loaded = self._shared(self.model_name)
-        return self._loaded
+        return self._shared(self.model_name)
 
     def _shared(self, model: str) -> Engine:
-        store = StoreConfig(path=self.store, namespace=self.namespace)
-        return Engine.shared(model, store=store, dtype=self.dtype, device=self.device)
+        if model not in self._engines:  # held, for the process forgets what nobody holds
+            store = StoreConfig(path=self.store, namespace=self.namespace)
+            options: Any = {"dtype": self.dtype, "device": self.device}
+            self._engines[model] = Engine.shared(model, store=store, **options)
+        return self._engines[model]
 
     def _config(self, stop: Sequence[str] | None, options: dict[str, Any]) -> GenerationConfig:
-        """Settings of one call: the object's, and what was bound or given to the call."""
-        settings = {name: getattr(self, name) for name in _GENERATION}
+        """Settings of one call: the object's, and what was bound or given to the call.
+
+        LangChain's own option "stream" says how the call is made, not what it computes.
+        """
+        settings = {name: getattr(self, name) for name in GENERATION_SETTINGS}
         settings["stop"] = tuple(stop or self.stop or ())
+        options = {name: value for name, value in options.items() if name != "stream"}
         return GenerationConfig(**settings).replace(**options)
 
     # Modules ---------------------------------------------------------------------------------
@@ -155,10 +173,23 @@ class EngineSettings(BaseModel):
 
         Raises:
             ValueError: the prompt has no such variable, or another one stands before it.
+            cached_rag.ContextOverflowError: a text exceeds the model's context.
+            cached_rag.StoreFullError: no room left; what was encoded before is kept.
         """
         engine = self.loaded_engine()
         prefix = None if prompt is None else head_of(engine, prompt, variable, self._prompt)
         return engine.encode(list(texts), prefix=prefix, context=PRIMER)
+
+    def encode_all(self, texts: Sequence[str], **where: Any) -> None:
+        """As `encode`; texts that exceed the model's context are left out, and logged."""
+        try:
+            self.encode(texts, **where)
+        except ContextOverflowError as error:
+            if len(texts) == 1:
+                _log.warning("a document stays without KV: %s", error)
+                return
+            for text in texts:
+                self.encode_all([text], **where)
 
     def register(self, texts: Iterable[str]) -> None:
         """Know texts as modules; what of them a prompt contains is encoded behind it, later."""

@@ -77,10 +77,10 @@ class VectorIndex:
             ValueError: vectors of another length than the documents'.
         """
         rows = np.array(vectors, np.float32)
-        now = self._up_to_date()
-        if now is not None and now.index.d != rows.shape[1]:
+        width = self._table.width()
+        if width is not None and width != rows.shape[1]:
             raise ValueError(
-                f"the store's vectors have {now.index.d} dimensions, this embedding's "
+                f"the store's vectors have {width} dimensions, this embedding's "
                 f"{rows.shape[1]}; open it with the embedding it was made with, or make another"
             )
         lengths = np.linalg.norm(rows, axis=1, keepdims=True)

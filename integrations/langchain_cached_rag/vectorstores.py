@@ -117,7 +117,7 @@ class CachedRAGVectorStore(VectorStore):
         vectors = self._index.checked(self._embedding.embed_documents(texts))
         self._forget(self._table.put(list(named.values()), vectors))
         if self._llm is not None and self._is_eager:
-            self._llm.encode(texts, prompt=self._prompt, variable=self._variable)
+            self._llm.encode_all(texts, prompt=self._prompt, variable=self._variable)
         elif self._llm is not None:
             self._llm.register(texts)
         return list(named)
@@ -140,7 +140,9 @@ class CachedRAGVectorStore(VectorStore):
     def load_local(
         cls, folder: str | Path, embedding: Embeddings, **kwargs: Any
     ) -> CachedRAGVectorStore:
-        """What `save_local` wrote; further arguments are the constructor's.
+        """A store in the folder that `save_local` wrote to; it is changed there from now on.
+
+        Further arguments are the constructor's.
 
         Raises:
             FileNotFoundError: there is no store in the folder.
@@ -213,7 +215,7 @@ class CachedRAGVectorStore(VectorStore):
         return [hit.document for hit in self._read([hits[index] for index in chosen])]
 
     def _select_relevance_score_fn(self) -> Any:
-        return lambda cosine: (1 + cosine) / 2
+        return lambda cosine: min(1.0, max(0.0, (1 + cosine) / 2))  # rounding may exceed 1
 
     def _read(self, hits: list[Hit]) -> list[Hit]:
         """The hits; whoever gets them is likely to put them in a prompt."""

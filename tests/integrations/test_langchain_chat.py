@@ -10,7 +10,14 @@ import pytest
 from conftest import CHUNKS, tiny_model
 from langchain_cached_rag import ChatCachedRAG
 from langchain_core.caches import InMemoryCache
-from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import (
+    AIMessage,
+    ChatMessage,
+    HumanMessage,
+    RemoveMessage,
+    SystemMessage,
+    ToolMessage,
+)
 from langchain_core.prompts import ChatPromptTemplate
 from pydantic import ValidationError
 
@@ -74,6 +81,16 @@ def test_messages_of_all_kinds_become_roles_and_text(llm):
     assert isinstance(llm.invoke(messages), AIMessage)
 
 
+def test_a_streamed_answer_can_be_part_of_the_next_prompt(llm):
+    first, *others = llm.stream(QUESTION)
+    answer = sum(others, first)
+    again = llm.invoke([HumanMessage(QUESTION), answer, HumanMessage("And when?")])
+    whole = [HumanMessage(QUESTION), AIMessage(answer.content), HumanMessage("And when?")]
+    assert again.content == llm.invoke(whole).content
+    with pytest.raises(ValueError, match="type 'remove'"):
+        llm.invoke([HumanMessage("Why?"), RemoveMessage(id="1")])
+
+
 def test_what_the_model_cannot_read_is_refused(llm):
     image = HumanMessage([{"type": "image", "base64": "aaaa", "mime_type": "image/png"}])
     with pytest.raises(ValueError, match=r"of type 'image'.*reads text only"):
@@ -94,7 +111,18 @@ def test_text_blocks_hand_modules_over(llm):
     second = ask(CHUNKS[1], CHUNKS[0])
     assert report(second)["modules_hit"] == 2
     assert second.usage_metadata["input_token_details"]["cache_creation"] == 0
-    assert llm.engine.library.table.get("Which of these is old?") is None  # questions stay live
+    # Questions stay live, also those of earlier turns.
+    asked = "Which one of all these documents is about a lamp, and which about a dog?"
+    earlier = HumanMessage([{"type": "text", "text": text} for text in (CHUNKS[2], asked)])
+    llm.invoke([earlier, AIMessage("", tool_calls=[call()]), ToolMessage("x", tool_call_id="1")])
+    table = llm.engine.library.table
+    assert table.get(CHUNKS[2]) is not None
+    assert table.get(asked) is None
+    assert table.get("Which of these is old?") is None
+
+
+def call():
+    return {"name": "search", "args": {}, "id": "1"}
 
 
 def test_tools_and_questions_in_one_list_are_not_modules_twice(llm):
@@ -170,12 +198,16 @@ def test_engines_are_loaded_late_and_shared(monkeypatch, tmp_path):
     assert profile is None or profile["max_input_tokens"] == 1024
     elsewhere = one.invoke("Hello", model="tiny-b")
     assert elsewhere.response_metadata["model_name"] == "tiny-b"
+    one.invoke("Hello", model="tiny-b")
     assert loads[-1] == "tiny-b"
+    assert loads.count("tiny-b") == 1
 
 
 def test_an_index_can_be_the_engine(engine, tmp_path):
     with CachedRAG.open(tmp_path, engine=engine) as rag:
         assert ChatCachedRAG(engine=rag).loaded_engine() is engine
+    with CachedRAG.open(tmp_path / "new", "no-such-model") as unloaded:
+        assert ChatCachedRAG(engine=unloaded)._model == "no-such-model"  # and nothing was loaded
 
 
 def test_the_first_token_is_handed_over_when_it_is_made(llm, monkeypatch):

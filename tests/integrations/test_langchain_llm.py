@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from conftest import CHUNKS
 from langchain_cached_rag import CachedRAGLLM
+from langchain_core.caches import InMemoryCache
 from langchain_core.prompts import PromptTemplate
 
 from cached_rag import stepper as stepper_module
@@ -52,6 +53,19 @@ def test_a_batch_is_one_call(llm, monkeypatch):
     assert calls == [len(PROMPTS)]
     assert max(sizes) > 2
     assert asyncio.run(llm.abatch(PROMPTS)) == alone
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_response_cache_never_mixes_settings(engine, is_async):
+    cache = InMemoryCache()
+    llm = CachedRAGLLM(engine=engine, max_tokens=4, cache=cache)
+    variants = ({}, {"method": "full"}, {"temperature": 0.5}, {"seed": 1}, {"max_tokens": 5})
+    for count, variant in enumerate(variants, 1):
+        bound = llm.bind(**variant)
+        asyncio.run(bound.ainvoke("Why?")) if is_async else bound.invoke("Why?")
+        assert len(cache._cache) == count, variant
+        assert llm.bind(**variant).invoke("Why?") is not None
+        assert len(cache._cache) == count
 
 
 def test_a_result_carries_usage_and_report(llm):

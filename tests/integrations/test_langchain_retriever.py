@@ -94,6 +94,20 @@ def test_eager_encodes_before_returning(llm, inner, is_async):
     assert report["cached_tokens"] >= len(behind.prefix_ids)
 
 
+def test_a_document_that_fits_no_context_does_not_break_retrieval(llm, caplog):
+    texts = [CHUNKS[0], "word " * 3000, CHUNKS[1]]
+
+    class Long(BaseRetriever):
+        def _get_relevant_documents(self, query, *, run_manager):
+            return [Document(text) for text in texts]
+
+    found = CachedRetriever(retriever=Long(), llm=llm, encode="eager").invoke("copper")
+    assert [document.page_content for document in found] == texts
+    assert held(llm, CHUNKS[0])
+    assert held(llm, CHUNKS[1])
+    assert "stays without KV" in caplog.text
+
+
 def test_background_encodes_after_the_first_answer(llm, inner):
     cached = CachedRetriever(retriever=inner, llm=llm)
     (document, *_) = cached.invoke("copper")
