@@ -6,160 +6,292 @@ Uses public names of `cached_rag` only; knows no tensor.
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
+    ChatResponseAsyncGen,
     ChatResponseGen,
     CompletionResponse,
+    CompletionResponseAsyncGen,
     CompletionResponseGen,
     LLMMetadata,
-    MessageRole,
 )
-from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
+from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.schema import BaseNode
+from llama_index.llms.cached_rag.messages import chat_response, completion_response, plain
+from llama_index.llms.cached_rag.nodes import module_text
+from llama_index.llms.cached_rag.prompts import Prompt, head_of
 
-from cached_rag import CachedRAG, Engine, GenerationConfig, StoreConfig, Stream
+from cached_rag import (
+    PRIMER,
+    CachedRAG,
+    EncodeSummary,
+    Engine,
+    GenerationConfig,
+    StoreConfig,
+    Stream,
+)
 
-_LOADING = threading.Lock()
+_GENERATION = (
+    *("method", "recompute_ratio", "temperature", "top_p", "top_k", "max_tokens", "stop", "seed"),
+    "repetition_penalty",
+)
 
 
 class CachedRAGLLM(CustomLLM):
     """A local model that does not prefill text again whose KV it holds.
 
-    Whatever an engine (or a `CachedRAG` index) has encoded is found in any prompt by its text, so
-    query engines and templates stay as they are.
+    Whatever its engine has encoded is found in any prompt by its text, so query engines, chat
+    engines and templates stay as they are. Put `CachedRetriever` around the retriever or
+    `CachedVectorStore` around the vector store, or encode nodes yourself. LLMs with the same
+    settings share one engine; nothing is loaded before it is needed.
 
     Example:
-        llm = CachedRAGLLM(model="smollm2-135m", store="kv")
-        llm.encode(node.get_content(MetadataMode.LLM) for node in nodes)
-        index.as_query_engine(llm=llm).query("...")
+        Settings.llm = CachedRAGLLM(model="HuggingFaceTB/SmolLM2-135M-Instruct", store="kv")
+        Settings.tokenizer = Settings.llm.token_ids
+        index.as_query_engine().query("...")
     """
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
     model: str = Field(default="smollm2-135m", description="Alias, hub id, folder or GGUF file.")
     store: str | None = Field(default=None, description="Folder for KV; None keeps it in memory.")
+    namespace: str = Field(default="", description="Tenants never share KV.")
+    dtype: str | None = Field(default=None, description="None: the fastest this machine has.")
+    device: str | None = Field(default=None, description="None: the best this machine has.")
+    context_window: int | None = Field(default=None, description="Less than the model's own.")
     method: str = Field(default="auto", description="How cached KV is used.")
     recompute_ratio: float | None = Field(default=None, description="Share to recompute.")
     temperature: float = Field(default=0.0, description="0 decodes greedily.")
+    top_p: float = Field(default=1.0, description="Nucleus sampling.")
+    top_k: int = Field(default=0, description="Top-k sampling; 0 for none.")
     max_tokens: int = Field(default=256, description="Most tokens of an answer.")
+    stop: list[str] | None = Field(default=None, description="Strings that end the answer.")
     seed: int | None = Field(default=None, description="Makes sampling repeatable.")
+    repetition_penalty: float | None = Field(default=None, description="None: the model's own.")
     _engine: Engine | CachedRAG | None = PrivateAttr(default=None)
+    _has_template: bool = PrivateAttr(default=False)
 
     def __init__(self, *, engine: Engine | CachedRAG | None = None, **data: Any) -> None:
-        """Settings are fields; `engine` is one to share (or a `CachedRAG`) instead of loading."""
+        """Settings are fields; `engine` is one to share (or a `CachedRAG`) instead of loading.
+
+        Raises:
+            ValueError: an unknown or bad setting.
+        """
         if isinstance(engine, Engine):
             data.setdefault("model", engine.model.name)
         super().__init__(**data)
         self._engine = engine
+        self._has_template = data.get("messages_to_prompt") is not None
+        if not self._has_template:
+            # Not the method itself, whose repr would hold this object's, and so on without end.
+            self.messages_to_prompt = lambda messages: self._render(messages)
+        self._config({})
 
     @classmethod
     def class_name(cls) -> str:
         """The name LlamaIndex serialises under."""
         return "CachedRAGLLM"
 
-    def loaded_engine(self) -> Engine:
-        """The engine, loaded on first use."""
-        with _LOADING:
-            if self._engine is None:
-                self._engine = Engine.load(self.model, store=StoreConfig(path=self.store))
-        return self._engine.engine if isinstance(self._engine, CachedRAG) else self._engine
-
-    def encode(self, texts: Any, prefix: Any = None) -> Any:
-        """Prefill texts once; see `Engine.encode`."""
-        return self.loaded_engine().encode(list(texts), prefix=prefix)
-
     @property
     def metadata(self) -> LLMMetadata:
         """The model's own limits."""
         loaded = self.loaded_engine().model
+        own = loaded.context_length
         return LLMMetadata(
-            context_window=loaded.context_length,
+            context_window=min(self.context_window or own, own),
             num_output=self.max_tokens,
             is_chat_model=bool(getattr(loaded.tokenizer, "chat_template", None)),
             model_name=self.model,
         )
 
-    def _stream(self, prompt: Any, options: dict[str, Any]) -> Stream:
-        config = GenerationConfig(
-            method=self.method,
-            recompute_ratio=self.recompute_ratio,
-            temperature=self.temperature,
-            max_tokens=self.max_tokens,
-            seed=self.seed,
-        )
-        return self.loaded_engine().stream(prompt, config.replace(**options))
+    # The engine ------------------------------------------------------------------------------
+
+    def loaded_engine(self) -> Engine:
+        """The engine, loaded on first use.
+
+        Raises:
+            ModelNotFoundError, ModelError: see `cached_rag.load_model`.
+        """
+        if isinstance(self._engine, CachedRAG):
+            return self._engine.engine
+        if self._engine is None:
+            store = StoreConfig(path=self.store, namespace=self.namespace)
+            self._engine = Engine.shared(
+                self.model, store=store, dtype=self.dtype, device=self.device
+            )
+        return self._engine
+
+    def _config(self, options: dict[str, Any]) -> GenerationConfig:
+        settings = {name: getattr(self, name) for name in _GENERATION}
+        settings["stop"] = tuple(self.stop or ())
+        return GenerationConfig(**settings).replace(**options)
+
+    def token_ids(self, text: str) -> list[int]:
+        """Token ids of a text: what `Settings.tokenizer` wants, so that limits are the model's."""
+        return self.loaded_engine().tokenization.literal(text).ids
+
+    # Modules ---------------------------------------------------------------------------------
+
+    def encode(
+        self,
+        texts: Iterable[str],
+        *,
+        prompt: BasePromptTemplate | None = None,
+        variable: str = "context_str",
+    ) -> EncodeSummary:
+        """Prefill texts once and keep their KV; what is there already costs nothing.
+
+        Args:
+            prompt: the template they will be used in. What it says before `variable` is then
+                reused without loss, and the texts are encoded behind it. Without it, that is
+                learned from use.
+
+        Raises:
+            ValueError: the prompt has no such variable, or another one stands before it.
+        """
+        engine = self.loaded_engine()
+        prefix = None if prompt is None else head_of(self, prompt, variable)
+        return engine.encode(list(texts), prefix=prefix, context=PRIMER)
+
+    def encode_nodes(self, nodes: Iterable[BaseNode], **kwargs: Any) -> EncodeSummary:
+        """As `encode`, for nodes: with their metadata, as response synthesis shows them.
+
+        For a docstore, `marked(docstore.docs.values())`; see `MarkModules`.
+        """
+        return self.encode([module_text(node) for node in nodes], **kwargs)
+
+    def register(self, texts: Iterable[str]) -> None:
+        """Know texts as modules; what of them a prompt contains is encoded behind it, later."""
+        self.loaded_engine().register(list(texts))
+
+    def prefetch(self, texts: Iterable[str]) -> None:
+        """Begin to bring texts' KV into memory."""
+        self.loaded_engine().prefetch(list(texts))
+
+    def forget(self, texts: Iterable[str]) -> None:
+        """Drop texts and their KV."""
+        self.loaded_engine().forget(list(texts))
+
+    # Prompts ---------------------------------------------------------------------------------
+
+    def chat_prompt(self, messages: Sequence[ChatMessage]) -> Prompt:
+        """Messages as the engine takes them: in the model's own template, unless one was given."""
+        if self._has_template and self.messages_to_prompt is not None:
+            return str(self.messages_to_prompt(messages))
+        return plain(messages)
+
+    def completion_prompt(self, prompt: str, formatted: bool) -> Prompt:
+        """A string as the engine takes it: as it is if formatted, else as a user's message."""
+        if formatted or not self.metadata.is_chat_model:
+            return prompt
+        assert self.completion_to_prompt is not None
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        content = str(self.completion_to_prompt(prompt))
+        return [*system, {"role": "user", "content": content}]
+
+    def _render(self, messages: Sequence[ChatMessage]) -> str:
+        """The model's own chat template, for those who ask for a prompt as a string."""
+        return self.loaded_engine().tokenization.render(plain(messages)).text
+
+    def _start(self, prompt: Callable[[], Prompt], options: dict[str, Any]) -> Stream:
+        return self.loaded_engine().stream(prompt(), self._config(options))
+
+    async def _astart(self, prompt: Callable[[], Prompt], options: dict[str, Any]) -> Stream:
+        return await asyncio.to_thread(self._start, prompt, options)
+
+    # Answers ---------------------------------------------------------------------------------
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """One answer to chat messages."""
-        stream = self._stream(_plain(messages), kwargs)
-        message = ChatMessage(role=MessageRole.ASSISTANT, content="".join(stream))
-        return ChatResponse(message=message, raw=stream.report.to_dict())
+        """One answer to chat messages; `kwargs` are `GenerationConfig`'s."""
+        stream = self._start(lambda: self.chat_prompt(messages), kwargs)
+        return chat_response(self.model, "".join(stream), stream)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """An answer piece by piece."""
-        stream = self._stream(_plain(messages), kwargs)
+        stream = self._start(lambda: self.chat_prompt(messages), kwargs)
 
         def pieces() -> ChatResponseGen:
             text = ""
             for piece in stream:
                 text += piece
-                message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
-                yield ChatResponse(message=message, delta=piece, raw=stream.report.to_dict())
+                yield chat_response(self.model, text, stream, piece)
+            yield chat_response(self.model, text, stream, "")  # with the finished report
 
         return pieces()
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """One answer to a string; put in a user's message unless it is formatted already."""
-        stream = self._stream(self._prompt(prompt, formatted), kwargs)
-        return CompletionResponse(text="".join(stream), raw=stream.report.to_dict())
+        stream = self._start(lambda: self.completion_prompt(prompt, formatted), kwargs)
+        return completion_response(self.model, "".join(stream), stream)
 
     @llm_completion_callback()
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
         """An answer to a string, piece by piece."""
-        stream = self._stream(self._prompt(prompt, formatted), kwargs)
+        stream = self._start(lambda: self.completion_prompt(prompt, formatted), kwargs)
 
         def pieces() -> CompletionResponseGen:
             text = ""
             for piece in stream:
                 text += piece
-                yield CompletionResponse(text=text, delta=piece, raw=stream.report.to_dict())
+                yield completion_response(self.model, text, stream, piece)
+            yield completion_response(self.model, text, stream, "")
 
         return pieces()
 
+    @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """As `chat`, off the event loop."""
-        return await asyncio.to_thread(self.chat, messages, **kwargs)
+        """As `chat`, off the event loop; a cancelled task stops the generation."""
+        stream = await self._astart(lambda: self.chat_prompt(messages), kwargs)
+        return chat_response(self.model, await stream.atext(), stream)
 
+    @llm_chat_callback()
+    async def astream_chat(
+        self, messages: Sequence[ChatMessage], **kwargs: Any
+    ) -> ChatResponseAsyncGen:
+        """As `stream_chat`, off the event loop."""
+        stream = await self._astart(lambda: self.chat_prompt(messages), kwargs)
+
+        async def pieces() -> ChatResponseAsyncGen:
+            text = ""
+            async for piece in stream.apieces():
+                text += piece
+                yield chat_response(self.model, text, stream, piece)
+            yield chat_response(self.model, text, stream, "")
+
+        return pieces()
+
+    @llm_completion_callback()
     async def acomplete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
         """As `complete`, off the event loop."""
-        return await asyncio.to_thread(self.complete, prompt, formatted, **kwargs)
+        stream = await self._astart(lambda: self.completion_prompt(prompt, formatted), kwargs)
+        return completion_response(self.model, await stream.atext(), stream)
 
-    def _prompt(self, prompt: str, formatted: bool) -> Any:
-        if formatted or not self.metadata.is_chat_model:
-            return prompt
-        return [{"role": "user", "content": prompt}]
+    @llm_completion_callback()
+    async def astream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseAsyncGen:
+        """As `stream_complete`, off the event loop."""
+        stream = await self._astart(lambda: self.completion_prompt(prompt, formatted), kwargs)
 
+        async def pieces() -> CompletionResponseAsyncGen:
+            text = ""
+            async for piece in stream.apieces():
+                text += piece
+                yield completion_response(self.model, text, stream, piece)
+            yield completion_response(self.model, text, stream, "")
 
-_ROLES = {"tool": "user", "function": "user", "chatbot": "assistant", "developer": "system"}
-
-
-def _plain(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
-    """Messages as roles and strings."""
-    return [
-        {
-            "role": _ROLES.get(message.role.value, message.role.value),
-            "content": message.content or "",
-        }
-        for message in messages
-    ]
+        return pieces()

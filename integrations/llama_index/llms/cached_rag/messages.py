@@ -1,0 +1,81 @@
+"""LlamaIndex's messages as roles and strings, and an engine's answer in LlamaIndex's words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    CompletionResponse,
+    MessageRole,
+    TextBlock,
+)
+
+from cached_rag import Stream
+
+# Tools' and functions' results are something the model is told, as by a user: few templates of
+# local models know more roles.
+_ROLES = {
+    **{"tool": "user", "function": "user", "chatbot": "assistant", "model": "assistant"},
+    **{"developer": "system"},
+}
+
+
+def plain(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
+    """Messages as roles and strings.
+
+    Raises:
+        ValueError: content that is no text.
+    """
+    for message in messages:
+        for block in message.blocks:
+            if message.role != MessageRole.ASSISTANT and not isinstance(block, TextBlock):
+                raise ValueError(
+                    f"a {message.role.value} message holds a block of type {block.block_type!r}, "
+                    "and the model reads text only; take it out, or turn it into text first"
+                )
+    return [
+        {"role": _ROLES.get(m.role.value, m.role.value), "content": m.content or ""}
+        for m in messages
+    ]
+
+
+def chat_response(model: str, text: str, stream: Stream, delta: str | None = None) -> ChatResponse:
+    """What there is of an answer, with the report in `raw` and token counts beside the message."""
+    message = ChatMessage(
+        role=MessageRole.ASSISTANT, content=text, additional_kwargs=_counts(stream)
+    )
+    return ChatResponse(message=message, delta=delta, raw=_raw(model, stream))
+
+
+def completion_response(
+    model: str, text: str, stream: Stream, delta: str | None = None
+) -> CompletionResponse:
+    """As `chat_response`, for a completion."""
+    return CompletionResponse(
+        text=text, delta=delta, raw=_raw(model, stream), additional_kwargs=_counts(stream)
+    )
+
+
+def _counts(stream: Stream) -> dict[str, int]:
+    report = stream.report
+    return {
+        "prompt_tokens": report.prompt_tokens,
+        "completion_tokens": len(stream.token_ids),
+        "total_tokens": report.prompt_tokens + len(stream.token_ids),
+        "cached_tokens": report.cached_tokens,
+    }
+
+
+def _raw(model: str, stream: Stream) -> dict[str, Any]:
+    """Names as in OpenAI's answers, which LlamaIndex's token counters look for."""
+    counts = _counts(stream)
+    details = {"cached_tokens": counts.pop("cached_tokens")}
+    return {
+        "model": model,
+        "usage": {**counts, "prompt_tokens_details": details},
+        "finish_reason": stream.finish_reason,
+        "cached_rag": stream.report.to_dict(),
+    }

@@ -1,0 +1,194 @@
+"""A vector store around any other: what is added is prefilled, what is deleted is forgotten.
+
+Indexes and ingestion pipelines end in a vector store, whatever their caches skipped and wherever
+their workers ran, so this is where KV is kept in step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.schema import BaseNode
+from llama_index.core.vector_stores.types import (
+    BasePydanticVectorStore,
+    MetadataFilters,
+    VectorStoreQuery,
+    VectorStoreQueryResult,
+)
+from llama_index.llms.cached_rag import CachedRAGLLM, module_text
+from llama_index.vector_stores.cached_rag.ledger import Ledger
+
+_log = logging.getLogger(__name__)
+
+
+class CachedVectorStore(BasePydanticVectorStore):
+    """Any vector store, with KV for what it holds.
+
+    Example:
+        store = CachedVectorStore(SimpleVectorStore(), llm, ledger="my-index/nodes.sqlite")
+        context = StorageContext.from_defaults(vector_store=store)
+        index = VectorStoreIndex(nodes, storage_context=context)
+    """
+
+    stores_text: bool = False
+    is_embedding_query: bool = True
+    vector_store: BasePydanticVectorStore = Field(description="The one inside.")
+    encode: Literal["eager", "background"] = Field(
+        default="eager",
+        description="Prefill nodes when they are added, or after the first answer that used them.",
+    )
+    _llm: CachedRAGLLM = PrivateAttr()
+    _ledger: Ledger = PrivateAttr()
+    _prompt: BasePromptTemplate | None = PrivateAttr(default=None)
+    _variable: str = PrivateAttr(default="context_str")
+
+    def __init__(
+        self,
+        vector_store: BasePydanticVectorStore,
+        llm: CachedRAGLLM,
+        *,
+        encode: Literal["eager", "background"] = "eager",
+        prompt: BasePromptTemplate | None = None,
+        variable: str = "context_str",
+        ledger: str | None = None,
+    ) -> None:
+        """Wrap a vector store.
+
+        Args:
+            llm: the one that will read the nodes.
+            prompt, variable: the template nodes go to; see `CachedRAGLLM.encode`.
+            ledger: file that remembers which node has which text, so that a later process can
+                forget what it deletes; None for memory.
+        """
+        super().__init__(  # type: ignore[call-arg]
+            stores_text=vector_store.stores_text,
+            is_embedding_query=vector_store.is_embedding_query,
+            vector_store=vector_store,
+            encode=encode,
+        )
+        self._llm, self._prompt, self._variable = llm, prompt, variable
+        self._ledger = Ledger(ledger)
+
+    @classmethod
+    def class_name(cls) -> str:
+        """The name LlamaIndex serialises under."""
+        return "CachedVectorStore"
+
+    @property
+    def client(self) -> Any:
+        """The client of the store inside."""
+        return self.vector_store.client
+
+    # What changes ----------------------------------------------------------------------------
+
+    def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+        """Add nodes to the store inside, and their KV to the engine's."""
+        ids = self.vector_store.add(nodes, **kwargs)
+        self._learn(nodes)
+        return ids
+
+    async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+        """As `add`, off the event loop."""
+        ids = await self.vector_store.async_add(nodes, **kwargs)
+        await asyncio.to_thread(self._learn, nodes)
+        return ids
+
+    def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
+        """Delete a document's nodes, and KV that no other node needs."""
+        self.vector_store.delete(ref_doc_id, **delete_kwargs)
+        self._forget(self._ledger.remove_document(ref_doc_id))
+
+    async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
+        """As `delete`."""
+        await self.vector_store.adelete(ref_doc_id, **delete_kwargs)
+        self._forget(self._ledger.remove_document(ref_doc_id))
+
+    def delete_nodes(
+        self,
+        node_ids: list[str] | None = None,
+        filters: MetadataFilters | None = None,
+        **delete_kwargs: Any,
+    ) -> None:
+        """Delete nodes and their KV.
+
+        With filters, KV goes only if the store inside can say which nodes they meet; else it stays
+        until it is the least recently used, and a warning says so.
+        """
+        gone = self._ids(node_ids, filters)
+        self.vector_store.delete_nodes(node_ids, filters, **delete_kwargs)
+        self._forget(self._ledger.remove_nodes(gone))
+
+    async def adelete_nodes(
+        self,
+        node_ids: list[str] | None = None,
+        filters: MetadataFilters | None = None,
+        **delete_kwargs: Any,
+    ) -> None:
+        """As `delete_nodes`."""
+        await asyncio.to_thread(self.delete_nodes, node_ids, filters, **delete_kwargs)
+
+    def clear(self) -> None:
+        """Delete all nodes and their KV."""
+        self.vector_store.clear()
+        self._forget(self._ledger.clear())
+
+    async def aclear(self) -> None:
+        """As `clear`."""
+        await self.vector_store.aclear()
+        self._forget(self._ledger.clear())
+
+    def _ids(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> list[str]:
+        if filters is None:
+            return node_ids or []
+        try:
+            return [node.node_id for node in self.vector_store.get_nodes(node_ids, filters)]
+        except NotImplementedError:
+            kind = type(self.vector_store).__name__
+            _log.warning("%s cannot say which nodes filters meet; their KV is kept", kind)
+            return []
+
+    def _learn(self, nodes: Sequence[BaseNode]) -> None:
+        texts = [module_text(node) for node in nodes]
+        self._forget(
+            self._ledger.put(
+                (node.node_id, node.ref_doc_id or node.node_id, text)
+                for node, text in zip(nodes, texts, strict=True)
+            )
+        )
+        if self.encode == "eager":
+            self._llm.encode(texts, prompt=self._prompt, variable=self._variable)
+        else:
+            self._llm.register(texts)
+
+    def _forget(self, texts: Iterable[str]) -> None:
+        if texts := list(texts):
+            self._llm.forget(texts)
+
+    # What does not ---------------------------------------------------------------------------
+
+    def get_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
+    ) -> list[BaseNode]:
+        """The store inside's."""
+        return self.vector_store.get_nodes(node_ids, filters)
+
+    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        """Ask the store inside; begin to bring what it finds into memory."""
+        return self._found(self.vector_store.query(query, **kwargs))
+
+    async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        """As `query`."""
+        return self._found(await self.vector_store.aquery(query, **kwargs))
+
+    def _found(self, result: VectorStoreQueryResult) -> VectorStoreQueryResult:
+        self._llm.prefetch(self._ledger.texts(result.ids or []))
+        return result
+
+    def persist(self, persist_path: str, fs: Any = None) -> None:
+        """The store inside's; KV lies in the engine's store already."""
+        self.vector_store.persist(persist_path, fs)

@@ -1,0 +1,282 @@
+"""Query and chat engines as their users write them; only the model and the retriever change.
+
+Each is run without any KV and with it, and says how many tokens came from cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import warnings
+
+import pytest
+from conftest import CHUNKS
+from llama_index.core import MockEmbedding, Settings, VectorStoreIndex
+from llama_index.core.agent.react import ReActChatFormatter
+from llama_index.core.agent.workflow import ReActAgent
+from llama_index.core.base.base_selector import BaseSelector, SelectorResult, SingleSelection
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.query_engine import (
+    RetrieverQueryEngine,
+    RouterQueryEngine,
+    SubQuestionQueryEngine,
+)
+from llama_index.core.question_gen.types import BaseQuestionGenerator, SubQuestion
+from llama_index.core.response_synthesizers import get_response_synthesizer
+from llama_index.core.schema import TextNode
+from llama_index.core.tools import QueryEngineTool
+from llama_index.llms.cached_rag import CachedRAGLLM
+from llama_index.response_synthesizers.cached_rag import CachedSynthesizer, WholeChunks
+from llama_index.retrievers.cached_rag import CachedRetriever
+
+CHUNK_TOKENS = 50  # a few less than all chunks have together
+QUESTION = "What turned green?"
+
+
+@pytest.fixture(autouse=True)
+def unclosed():
+    """LlamaIndex leaves its chat memory's database and its own event loops to the collector."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
+
+
+class Recording(CachedRAGLLM):
+    """Keeps the report of every answer."""
+
+    def _start(self, prompt, options):
+        stream = super()._start(prompt, options)
+        self.__dict__.setdefault("streams", []).append(stream)
+        return stream
+
+    def reports(self):
+        streams = self.__dict__.pop("streams", [])
+        return [stream.report for stream in streams]
+
+
+@pytest.fixture
+def llm(engine, monkeypatch):
+    llm = Recording(engine=engine, max_tokens=6, method="reuse")
+    monkeypatch.setattr(Settings, "_embed_model", MockEmbedding(4))
+    monkeypatch.setattr(Settings, "_llm", llm)
+    monkeypatch.setattr(Settings, "_tokenizer", llm.token_ids)
+    return llm
+
+
+def nodes():
+    return [TextNode(text=chunk, metadata={"page": i}) for i, chunk in enumerate(CHUNKS)]
+
+
+@pytest.fixture
+def index(llm):
+    return VectorStoreIndex(nodes())
+
+
+def runs(llm, use):
+    """Reports without any KV, and with that of all nodes."""
+    use()
+    cold = llm.reports()
+    llm.loaded_engine().write_back.drain()
+    llm.encode_nodes(nodes())
+    use()
+    return cold, llm.reports()
+
+
+def cached(reports):
+    return sum(report.cached_tokens for report in reports)
+
+
+@pytest.mark.parametrize(
+    ("mode", "calls"),
+    [
+        ("compact", 1),
+        ("refine", 3),
+        ("tree_summarize", 1),
+        ("accumulate", 3),
+        ("compact_accumulate", 1),
+    ],
+)
+def test_stock_modes_reuse_every_node(llm, index, mode, calls):
+    engine = index.as_query_engine(similarity_top_k=3, response_mode=mode)
+    cold, warm = runs(llm, lambda: engine.query(QUESTION))
+    assert cached(cold) == 0
+    assert len(warm) == calls
+    assert sum(report.modules_hit for report in warm) == 3
+    assert cached(warm) > CHUNK_TOKENS
+
+
+def test_simple_summarize_mangles_its_nodes_and_whole_synthesis_does_not(llm, index):
+    # The stock mode puts the repr of a list in the prompt: metadata's line breaks are escaped.
+    stock = index.as_query_engine(similarity_top_k=3, response_mode="simple_summarize")
+    _, warm = runs(llm, lambda: stock.query(QUESTION))
+    assert sum(report.modules_hit for report in warm) == 0
+    whole = index.as_query_engine(similarity_top_k=3, response_synthesizer=CachedSynthesizer(llm))
+    _, warm = runs(llm, lambda: whole.query(QUESTION))
+    assert [report.modules_hit for report in warm] == [3]
+
+
+def test_little_room_cuts_nodes_in_the_stock_synthesizer_only(llm, index):
+    llm.encode_nodes(nodes())
+
+    def ask(synthesizer, room):
+        synthesizer._prompt_helper.chunk_size_limit = room
+        engine = index.as_query_engine(similarity_top_k=3, response_synthesizer=synthesizer)
+        engine.query(QUESTION)
+        return [report.modules_hit for report in llm.reports()]
+
+    cut = ask(get_response_synthesizer(llm=llm), 30)
+    whole = ask(CachedSynthesizer(llm), 60)
+    assert sum(cut) < 3
+    assert len(whole) > 1
+    assert sum(whole) == 3
+
+
+def test_whole_chunks_are_packed_in_order_and_never_changed(llm):
+    helper = WholeChunks.of(llm)
+    prompt = get_response_synthesizer(llm=llm)._text_qa_template
+    assert helper.repack(prompt, [" a ", "", "b"], llm=llm) == ["a\n\nb"]
+    helper.chunk_size_limit = 45
+    packs = helper.repack(prompt, CHUNKS, llm=llm)
+    assert len(packs) > 1
+    assert "\n\n".join(packs).split("\n\n") == CHUNKS
+    helper.chunk_size_limit = 1  # too little for any: one each, and the model decides
+    assert helper.repack(prompt, CHUNKS, llm=llm) == CHUNKS
+    assert helper.truncate(prompt, CHUNKS) == CHUNKS
+
+
+def test_streaming_and_async_queries(llm, index):
+    async def aquery():
+        return str(await index.as_query_engine(similarity_top_k=3).aquery(QUESTION))
+
+    async def astream():
+        engine = index.as_query_engine(similarity_top_k=3, streaming=True)
+        response = await engine.aquery(QUESTION)
+        return "".join([piece async for piece in response.response_gen])
+
+    def stream():
+        engine = index.as_query_engine(similarity_top_k=3, streaming=True)
+        return "".join(engine.query(QUESTION).response_gen)
+
+    llm.encode_nodes(nodes())
+    text = str(index.as_query_engine(similarity_top_k=3).query(QUESTION))
+    assert stream() == text
+    assert asyncio.run(aquery()) == text
+    assert asyncio.run(astream()) == text
+    reports = llm.reports()
+    assert len(reports) == 4
+    assert all(report.modules_hit == 3 for report in reports)
+
+
+def test_a_retriever_query_engine_learns_from_use(llm, index):
+    retriever = CachedRetriever(index.as_retriever(similarity_top_k=3), llm)
+    engine = RetrieverQueryEngine.from_args(retriever)
+    engine.query(QUESTION)
+    llm.loaded_engine().write_back.drain()
+    engine.query("And who lit the lamp?")
+    first, second = llm.reports()
+    assert (first.modules_hit, first.modules_missed) == (0, 3)
+    assert (second.modules_hit, second.modules_missed) == (3, 0)
+    assert second.cached_tokens > CHUNK_TOKENS
+
+
+@pytest.mark.parametrize(("mode", "calls"), [("context", 2), ("condense_plus_context", 3)])
+def test_chat_engines(llm, index, mode, calls):
+    def talk():
+        engine = index.as_chat_engine(chat_mode=mode, similarity_top_k=3)
+        engine.chat(QUESTION)
+        engine.chat("And why?")
+
+    cold, warm = runs(llm, talk)
+    assert cached(cold) == 0
+    assert len(warm) == calls  # condensing is a call of its own, once there is a history
+    assert sum(report.modules_hit == 3 for report in warm) == 2
+    engine = index.as_chat_engine(chat_mode=mode, similarity_top_k=3)
+    assert "".join(engine.stream_chat(QUESTION).response_gen)
+
+
+def test_a_condense_question_chat_engine(llm, index):
+    engine = index.as_chat_engine(chat_mode="condense_question", similarity_top_k=3)
+    _, warm = runs(llm, lambda: engine.chat(QUESTION))
+    assert max(report.modules_hit for report in warm) == 3
+
+
+class Questions(BaseQuestionGenerator):
+    def generate(self, tools, query):
+        return [SubQuestion(sub_question=q, tool_name="docs") for q in ("Which metal?", "Why?")]
+
+    async def agenerate(self, tools, query):
+        return self.generate(tools, query)
+
+    def _get_prompts(self):
+        return {}
+
+    def _update_prompts(self, prompts):
+        pass
+
+
+class First(BaseSelector):
+    def _select(self, choices, query):
+        return SelectorResult(selections=[SingleSelection(index=0, reason="the only one")])
+
+    async def _aselect(self, choices, query):
+        return self._select(choices, query)
+
+    def _get_prompts(self):
+        return {}
+
+    def _update_prompts(self, prompts):
+        pass
+
+
+def tool(index):
+    engine = index.as_query_engine(similarity_top_k=3)
+    return QueryEngineTool.from_defaults(engine, name="docs", description="All there is to know.")
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_a_sub_question_query_engine(llm, index, use_async):
+    engine = SubQuestionQueryEngine.from_defaults(
+        [tool(index)], question_gen=Questions(), verbose=False, use_async=use_async
+    )
+    cold, warm = runs(llm, lambda: engine.query(QUESTION))
+    assert cached(cold) == 0
+    assert [report.modules_hit for report in warm] == [3, 3, 0]
+
+
+def test_a_router(llm, index):
+    engine = RouterQueryEngine(selector=First(), query_engine_tools=[tool(index)])
+    cold, warm = runs(llm, lambda: engine.query(QUESTION))
+    assert cached(cold) == 0
+    assert [report.modules_hit for report in warm] == [3]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # its base looks at itself
+def test_a_workflow_agent_with_a_query_tool(engine, monkeypatch, index):
+    class Scripted(Recording):
+        """What a random model says is no use to an agent; it reads the prompts all the same."""
+
+        async def achat(self, messages, **kwargs):
+            response = await super().achat(messages, **kwargs)
+            seen = any("Observation" in (m.content or "") for m in messages[1:])
+            text = (
+                "Thought: known.\nAnswer: oxygen"
+                if seen
+                else ('Thought: look.\nAction: docs\nAction Input: {"input": "copper"}')
+            )
+            response.message = ChatMessage(role="assistant", content=text)
+            return response
+
+    scripted = Scripted(engine=engine, max_tokens=6, method="reuse")
+    monkeypatch.setattr(Settings, "_llm", scripted)
+    header = ReActChatFormatter.from_defaults(system_header="Use {tool_names}: {tool_desc}")
+    agent = ReActAgent(tools=[tool(index)], llm=scripted, streaming=False, formatter=header)
+    scripted.encode_nodes(nodes())
+
+    async def main():
+        return str(await agent.run(QUESTION))
+
+    assert "oxygen" in asyncio.run(main())
+    reports = scripted.reports()
+    assert len(reports) == 3  # the agent, the query tool, the agent
+    assert reports[1].modules_hit == 3

@@ -1,0 +1,229 @@
+"""CachedRAGLLM by itself: chat, completion, streaming, async, events, settings."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import ClassVar
+
+import pytest
+from conftest import CHUNKS, tiny_model
+from llama_index.core.base.llms.base import BaseLLM
+from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler, TokenCountingHandler
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
+from llama_index.core.prompts import PromptTemplate
+from llama_index.llms.cached_rag import CachedRAGLLM
+
+from cached_rag import CachedRAG, ConfigError
+from cached_rag import stepper as stepper_module
+
+QUESTION = "Why is copper green, and the lamp lit?"
+MESSAGES = [ChatMessage(role="system", content="Be brief."), ChatMessage(content=QUESTION)]
+
+
+@pytest.fixture
+def llm(engine):
+    return CachedRAGLLM(engine=engine, max_tokens=8)
+
+
+def test_it_is_an_llm():
+    assert BaseLLM in CachedRAGLLM.__mro__
+    assert CachedRAGLLM.class_name() == "CachedRAGLLM"
+    assert "method='auto'" in repr(CachedRAGLLM())
+
+
+def test_all_ways_of_chatting_give_the_same_text(llm):
+    text = llm.chat(MESSAGES).message.content
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
+    assert llm.loaded_engine().generate(prompt, max_tokens=8).text == text
+    streamed = list(llm.stream_chat(MESSAGES))
+    assert streamed[-1].message.content == text
+    assert "".join(response.delta for response in streamed) == text
+
+    async def main():
+        whole = (await llm.achat(MESSAGES)).message.content
+        pieces = [response.delta async for response in await llm.astream_chat(MESSAGES)]
+        return whole, "".join(pieces)
+
+    assert asyncio.run(main()) == (text, text)
+
+
+def test_all_ways_of_completing_give_the_same_text(llm):
+    text = llm.complete(QUESTION).text
+    chat = [{"role": "user", "content": QUESTION}]
+    assert llm.loaded_engine().generate(chat, max_tokens=8).text == text
+    assert "".join(r.delta for r in llm.stream_complete(QUESTION)) == text
+
+    async def main():
+        whole = (await llm.acomplete(QUESTION)).text
+        pieces = [response.delta async for response in await llm.astream_complete(QUESTION)]
+        return whole, "".join(pieces)
+
+    assert asyncio.run(main()) == (text, text)
+    bare = llm.complete(QUESTION, formatted=True).text
+    assert bare == llm.loaded_engine().generate(QUESTION, max_tokens=8).text
+
+
+def test_prompts_are_those_of_the_models_own_template(llm):
+    rendered = llm.messages_to_prompt(MESSAGES)
+    assert (
+        rendered
+        == llm.loaded_engine()
+        .tokenization.render(
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
+        )
+        .text
+    )
+    own = CachedRAGLLM(
+        engine=llm.loaded_engine(), messages_to_prompt=lambda messages: "my own", max_tokens=4
+    )
+    assert own.chat(MESSAGES).message.content == own.complete("my own", formatted=True).text
+    system = CachedRAGLLM(engine=llm.loaded_engine(), system_prompt="Be brief.", max_tokens=8)
+    assert system.complete(QUESTION).text == llm.chat(MESSAGES).message.content
+    tool = [*MESSAGES, ChatMessage(role="tool", content="x"), ChatMessage(role="tool", content="y")]
+    assert llm.chat(tool).message.content
+
+
+def test_usage_and_report_come_with_every_answer(llm):
+    llm.encode(CHUNKS)
+    asked = [ChatMessage(content=f"{CHUNKS[0]}\n\n{QUESTION}")]
+    for response in (llm.chat(asked), list(llm.stream_chat(asked))[-1]):
+        report = response.raw["cached_rag"]
+        assert report["modules_hit"] == 1
+        assert report["output_tokens"] == response.raw["usage"]["completion_tokens"] > 0
+        details = response.raw["usage"]["prompt_tokens_details"]
+        assert details["cached_tokens"] == report["cached_tokens"] > 0
+        assert response.message.additional_kwargs["prompt_tokens"] == report["prompt_tokens"]
+        assert response.raw["finish_reason"] in ("stop", "length")
+
+
+def test_callbacks_and_token_counters_hear_of_it(llm):
+    debug, counter = LlamaDebugHandler(print_trace_on_end=False), TokenCountingHandler()
+    llm.callback_manager = CallbackManager([debug, counter])
+    response = llm.chat(MESSAGES)
+    llm.complete(QUESTION)
+    asyncio.run(llm.achat(MESSAGES))
+    assert len(debug.get_llm_inputs_outputs()) == 3
+    first = counter.llm_token_counts[0]
+    assert first.prompt_token_count == response.raw["usage"]["prompt_tokens"]
+    assert first.completion_token_count == response.raw["usage"]["completion_tokens"]
+
+
+def test_instrumentation_events_are_fired(llm):
+    class Names(BaseEventHandler):
+        names: ClassVar[list[str]] = []
+
+        def handle(self, event, **kwargs):
+            self.names.append(type(event).__name__)
+
+    handler = Names()
+    dispatcher = get_dispatcher()
+    dispatcher.add_event_handler(handler)
+    try:
+        list(llm.stream_chat(MESSAGES))
+        llm.complete(QUESTION)
+    finally:
+        dispatcher.event_handlers.remove(handler)
+    assert handler.names[0] == "LLMChatStartEvent"
+    assert "LLMChatInProgressEvent" in handler.names
+    assert handler.names[-2:] == ["LLMCompletionStartEvent", "LLMCompletionEndEvent"]
+
+
+def test_metadata_and_serialisation_keep_the_truth(llm):
+    assert llm.metadata.context_window == 1024
+    assert llm.metadata.num_output == 8
+    assert llm.metadata.is_chat_model
+    assert not llm.metadata.is_function_calling_model
+    assert CachedRAGLLM(engine=llm.loaded_engine(), context_window=64).metadata.context_window == 64
+    set_ = CachedRAGLLM(
+        model="llama", max_tokens=8, method="epic", stop=["x"], seed=3, dtype="float32"
+    )
+    kept = CachedRAGLLM.from_dict(set_.to_dict())
+    assert kept.to_dict() == set_.to_dict()
+    assert (kept.model, kept.method, kept.stop, kept.seed) == ("llama", "epic", ["x"], 3)
+
+
+def test_settings_reach_the_engine_and_bad_ones_are_refused(llm):
+    full = llm.chat(MESSAGES, method="full", max_tokens=2)
+    assert full.raw["cached_rag"]["method"] == "full"
+    assert full.raw["usage"]["completion_tokens"] <= 2
+    with pytest.raises(ConfigError, match="unknown setting"):
+        llm.chat(MESSAGES, no_such_option=1)
+    with pytest.raises(ValueError, match="recompute_ration"):
+        CachedRAGLLM(recompute_ration=0.5)
+    with pytest.raises(ConfigError, match="temperature"):
+        CachedRAGLLM(temperature=-1)
+    image = ChatMessage(blocks=[TextBlock(text="See"), ImageBlock(image=b"\x89PNG")])
+    with pytest.raises(ValueError, match="of type 'image'"):
+        llm.chat([image])
+
+
+def test_engines_are_loaded_late_and_shared(monkeypatch, tmp_path, engine):
+    loads = []
+
+    def load(name, dtype=None, device=None):
+        loads.append(name)
+        return tiny_model("llama")
+
+    monkeypatch.setattr("cached_rag.engine.load_model", load)
+    one, two = (CachedRAGLLM(model="tiny-c", max_tokens=2) for _ in range(2))
+    assert loads == []
+    assert one.loaded_engine() is two.loaded_engine()
+    assert loads == ["tiny-c"]
+    with CachedRAG.open(tmp_path, engine=engine) as rag:
+        assert CachedRAGLLM(engine=rag).loaded_engine() is engine
+
+
+def test_a_prompt_gives_its_head_to_what_is_encoded(llm):
+    template = PromptTemplate("Read this.\n{context_str}\nNow: {query_str}")
+    llm.encode(CHUNKS, prompt=template)
+    answer = llm.predict(template, context_str=CHUNKS[1], query_str=QUESTION)
+    assert isinstance(answer, str)
+    (behind,) = llm.loaded_engine().library.behinds()
+    rendered = llm.messages_to_prompt([ChatMessage(content="Read this.\n")])
+    assert len(behind.prefix_ids) > len(llm.token_ids("Read this."))
+    assert rendered.startswith(llm.loaded_engine().model.tokenizer.decode(behind.prefix_ids)[:20])
+    with pytest.raises(ValueError, match="no variable 'documents'"):
+        llm.encode(CHUNKS, prompt=template, variable="documents")
+    with pytest.raises(ValueError, match=r"\{context_str\} stands before \{query_str\}"):
+        llm.encode(CHUNKS, prompt=template, variable="query_str")
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_cancelling_stops_the_generation_and_the_loop_goes_on(llm, monkeypatch, streams):
+    steps, beats = [], []
+    original = stepper_module.step_batch
+
+    def slow(model, batch):
+        time.sleep(0.02)
+        steps.append(len(batch))
+        return original(model, batch)
+
+    monkeypatch.setattr(stepper_module, "step_batch", slow)
+    options = {"max_tokens": 400, "temperature": 5.0, "seed": 1}
+
+    async def use():
+        if streams:
+            async for _ in await llm.astream_chat(MESSAGES, **options):
+                pass
+        else:
+            await llm.achat(MESSAGES, **options)
+
+    async def main():
+        task = asyncio.create_task(use())
+        while len(steps) < 3:
+            await asyncio.sleep(0.001)
+            beats.append(1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    time.sleep(0.1)
+    count = len(steps)
+    assert count < 20
+    time.sleep(0.1)
+    assert len(steps) == count
+    assert len(beats) > 5

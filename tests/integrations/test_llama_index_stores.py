@@ -1,0 +1,225 @@
+"""CachedRetriever, CachedVectorStore and the ingestion pipeline: KV keeps step with nodes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from conftest import CHUNKS, tiny_model
+from llama_index.core import Document, MockEmbedding, Settings, StorageContext, VectorStoreIndex
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.retrievers import BaseRetriever
+from llama_index.core.schema import NodeWithScore, TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore
+from llama_index.llms.cached_rag import CachedRAGLLM, MarkModules, marked, module_text
+from llama_index.retrievers.cached_rag import CachedRetriever
+from llama_index.vector_stores.cached_rag import CachedVectorStore
+
+from cached_rag import Engine, StoreConfig
+
+
+@pytest.fixture(autouse=True)
+def embeddings(monkeypatch):
+    monkeypatch.setattr(Settings, "_embed_model", MockEmbedding(4))
+
+
+@pytest.fixture
+def llm(engine):
+    return CachedRAGLLM(engine=engine, max_tokens=4)
+
+
+def has_kv(llm, text):
+    library = llm.loaded_engine().library
+    module = library.table.get(text)
+    if module is None:
+        return False
+    return any(library.holds(behind, module.token_ids) for behind in library.behinds())
+
+
+def nodes():
+    return [
+        TextNode(text=chunk, id_=f"n{i}", metadata={"page": i}) for i, chunk in enumerate(CHUNKS)
+    ]
+
+
+class Everything(BaseRetriever):
+    def _retrieve(self, query_bundle):
+        return [NodeWithScore(node=node, score=1.0) for node in nodes()]
+
+
+# Retriever ---------------------------------------------------------------------------------------
+
+
+def test_a_retriever_returns_what_the_one_inside_returns(llm):
+    index = VectorStoreIndex(nodes())
+    inner = index.as_retriever(similarity_top_k=2)
+    cached = CachedRetriever(inner, llm)
+    ids = [node.node_id for node in inner.retrieve("copper")]
+    assert [node.node_id for node in cached.retrieve("copper")] == ids
+    assert [n.node_id for n in asyncio.run(cached.aretrieve("copper"))] == ids
+    assert cached.callback_manager is inner.callback_manager
+    with pytest.raises(ValueError, match="'sometimes'"):
+        CachedRetriever(inner, llm, encode="sometimes")
+
+
+@pytest.mark.parametrize(
+    ("encode", "known", "held"),
+    [
+        ("eager", True, True),
+        ("background", True, False),
+        ("off", False, False),
+    ],
+)
+def test_nodes_become_modules_with_and_without_metadata(llm, encode, known, held):
+    CachedRetriever(Everything(), llm, encode=encode).retrieve("copper")
+    shown = module_text(nodes()[0])
+    assert shown == f"page: 0\n\n{CHUNKS[0]}"
+    table = llm.loaded_engine().library.table
+    assert (table.get(shown) is not None) is known
+    assert (table.get(CHUNKS[0]) is not None) is known
+    assert has_kv(llm, shown) is held
+
+
+def test_kv_on_disk_is_fetched_ahead(tmp_path):
+    store = StoreConfig(path=str(tmp_path))
+    with Engine(tiny_model("llama"), store) as engine:
+        CachedRAGLLM(engine=engine).encode_nodes(nodes())
+    with Engine(tiny_model("llama"), store) as engine:
+        fetched = []
+        engine.library._prefetcher.start = lambda key, fetch: fetched.append(key)
+        CachedRetriever(Everything(), CachedRAGLLM(engine=engine)).retrieve("copper")
+        assert len(fetched) == 3
+
+
+# Vector store ------------------------------------------------------------------------------------
+
+
+def make_index(llm, documents=(), **options):
+    store = CachedVectorStore(SimpleVectorStore(), llm, **options)
+    context = StorageContext.from_defaults(vector_store=store)
+    return VectorStoreIndex.from_documents(list(documents), storage_context=context)
+
+
+def documents():
+    return [Document(text=chunk, id_=f"d{i}") for i, chunk in enumerate(CHUNKS)]
+
+
+def test_an_index_and_its_kv_keep_step(llm):
+    index = make_index(llm, documents())
+    assert all(has_kv(llm, chunk) for chunk in CHUNKS)
+    index.insert(Document(text=CHUNKS[0], id_="copy"))
+    index.delete_ref_doc("d0", delete_from_docstore=True)
+    assert has_kv(llm, CHUNKS[0])  # the copy still needs it
+    index.delete_ref_doc("copy", delete_from_docstore=True)
+    assert not has_kv(llm, CHUNKS[0])
+    changed = "Another text altogether, and long enough to be a module of its own."
+    index.update_ref_doc(Document(text=changed, id_="d1"))
+    assert has_kv(llm, changed)
+    assert not has_kv(llm, CHUNKS[1])
+    again = "Yet another text, of which nobody has ever heard before today."
+    done = index.refresh_ref_docs([Document(text=again, id_="d1"), documents()[2]])
+    assert done == [True, False]
+    assert [has_kv(llm, text) for text in (changed, again, CHUNKS[2])] == [False, True, True]
+
+
+def test_an_index_can_be_changed_asynchronously_and_by_node(llm, caplog):
+    async def main():
+        index = make_index(llm)
+        await index.ainsert(documents()[0])
+        await index.ainsert_nodes(nodes()[1:])
+        return index
+
+    index = asyncio.run(main())
+    assert has_kv(llm, CHUNKS[0])
+    assert all(has_kv(llm, module_text(node)) for node in nodes()[1:])
+    index.delete_nodes(["n1"])
+    assert not has_kv(llm, module_text(nodes()[1]))
+    page = MetadataFilters(filters=[MetadataFilter(key="page", value=2)])
+    index.vector_store.delete_nodes(filters=page)
+    assert "SimpleVectorStore cannot say which nodes filters meet" in caplog.text
+    assert has_kv(llm, module_text(nodes()[2]))
+    index.vector_store.clear()
+    assert not has_kv(llm, CHUNKS[0])
+
+
+def test_any_vector_store_works(llm):
+    faiss_store = pytest.importorskip("llama_index.vector_stores.faiss")
+    import faiss
+
+    inner = faiss_store.FaissVectorStore(faiss_index=faiss.IndexFlatL2(4))
+    context = StorageContext.from_defaults(vector_store=CachedVectorStore(inner, llm))
+    index = VectorStoreIndex(nodes(), storage_context=context)
+    assert all(has_kv(llm, module_text(node)) for node in nodes())
+    assert len(index.as_retriever(similarity_top_k=3).retrieve("copper")) == 3
+
+
+def test_background_leaves_encoding_for_later(llm):
+    make_index(llm, documents(), encode="background")
+    assert not has_kv(llm, CHUNKS[0])
+    assert llm.loaded_engine().library.table.get(CHUNKS[0]) is not None
+
+
+def test_a_later_process_forgets_what_it_deletes(llm, tmp_path):
+    ledger = str(tmp_path / "nodes.sqlite")
+    make_index(llm, documents(), ledger=ledger).storage_context.persist(tmp_path / "index")
+    inner = SimpleVectorStore.from_persist_dir(tmp_path / "index")
+    store = CachedVectorStore(inner, llm, ledger=ledger)
+    store.delete("d2")
+    assert not has_kv(llm, CHUNKS[2])
+    assert has_kv(llm, CHUNKS[1])
+
+
+# Ingestion ---------------------------------------------------------------------------------------
+
+
+def test_a_pipelines_cache_skips_no_kv(llm):
+    def run(engine_llm, cache=None):
+        store = CachedVectorStore(SimpleVectorStore(), engine_llm)
+        parts = [SentenceSplitter(chunk_size=128, chunk_overlap=0), MockEmbedding(4)]
+        pipeline = IngestionPipeline(transformations=parts, vector_store=store)
+        if cache is not None:
+            pipeline.cache = cache
+        pipeline.run(documents=documents())
+        return pipeline.cache
+
+    cache = run(llm)
+    assert all(has_kv(llm, chunk) for chunk in CHUNKS)
+    fresh = CachedRAGLLM(engine=Engine(tiny_model("llama")), max_tokens=4)
+    run(fresh, cache)  # every transformation comes from the cache
+    assert all(has_kv(fresh, chunk) for chunk in CHUNKS)
+
+
+def test_a_pipeline_that_updates_keeps_kv_in_step(llm):
+    store, docstore = CachedVectorStore(SimpleVectorStore(), llm), SimpleDocumentStore()
+    pipeline = IngestionPipeline(
+        transformations=[SentenceSplitter(), MockEmbedding(4)],
+        vector_store=store,
+        docstore=docstore,
+    )
+    pipeline.run(documents=documents())
+    changed = "Another text altogether, and long enough to be a module of its own."
+    pipeline.run(documents=[Document(text=changed, id_="d0"), *documents()[1:]])
+    assert [has_kv(llm, text) for text in (CHUNKS[0], changed, CHUNKS[1])] == [False, True, True]
+
+
+def test_marks_survive_a_pipelines_cache(llm):
+    pipeline = IngestionPipeline(transformations=[SentenceSplitter(), MarkModules()])
+    first = pipeline.run(documents=documents())
+    again = pipeline.run(documents=documents())  # from the cache: no transformation is called
+    assert len(marked(first)) == len(marked(again)) == 3
+    assert "cached_rag" not in module_text(again[0])
+    docstore = SimpleDocumentStore()
+    docstore.add_documents([*again, TextNode(text="unmarked, and of no concern to anybody")])
+    assert llm.encode_nodes(marked(docstore.docs.values())).encoded == 3
+    assert all(has_kv(llm, chunk) for chunk in CHUNKS)
+
+
+@pytest.mark.real  # new processes, which import all of LlamaIndex
+@pytest.mark.filterwarnings("ignore")
+def test_marks_survive_other_processes(llm):
+    # No splitter: without a network, LlamaIndex's never comes up in a spawned process.
+    pipeline = IngestionPipeline(transformations=[MarkModules()])
+    found = pipeline.run(nodes=nodes(), num_workers=2)
+    assert llm.encode_nodes(marked(found)).encoded == 3
