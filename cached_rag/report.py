@@ -52,6 +52,16 @@ class Report:
         values = dataclasses.asdict(self)
         return {k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()}
 
+    def to_line(self) -> str:
+        """As one line for people."""
+        share = self.cached_tokens / max(1, self.prompt_tokens)
+        return (
+            f"{self.method}: {self.cached_tokens} of {self.prompt_tokens} prompt tokens from cache "
+            f"({share:.0%}), {self.modules_hit} modules hit, {self.modules_missed} missed; first "
+            f"token after {self.ttft_ms:.0f} ms, {self.output_tokens} tokens in "
+            f"{self.total_ms:.0f} ms"
+        )
+
     def to_json(self) -> str:
         """As one JSON object."""
         return json.dumps(self.to_dict())

@@ -26,7 +26,7 @@ class ComparisonRow:
     Attributes:
         ttft_ms, total_ms: from the question to the first piece of text, and to the last.
         ttft_speedup, total_speedup: medians of the ratios to the first application.
-        f1: mean over the questions.
+        f1: mean over the questions; None where they have no answers.
         f1_difference: to the first application, paired, with a 95 % interval.
     """
 
@@ -36,8 +36,8 @@ class ComparisonRow:
     total_ms: float
     ttft_speedup: float
     total_speedup: float
-    f1: float
-    f1_difference: Interval
+    f1: float | None
+    f1_difference: Interval | None
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ def compare(
         on_answer: told of each answer.
 
     Raises:
-        EvaluationError: nothing to compare, or questions without answers.
+        EvaluationError: nothing to compare.
     """
-    if not applications or not examples or not all(example.answers for example in examples):
-        raise EvaluationError("a comparison needs applications, and questions with answers")
+    if not applications or not examples:
+        raise EvaluationError("a comparison needs applications and questions")
     answers: dict[str, list[_Answer]] = {name: [] for name in applications}
     failures: list[BaseException] = []
 
@@ -110,8 +110,8 @@ def _row(
     name: str, found: list[_Answer], base: list[_Answer], examples: Sequence[Example]
 ) -> ComparisonRow:
     pairs = list(zip(found, base, strict=True))
-    scores = [f1(one.text, e.answers) for one, e in zip(found, examples, strict=True)]
-    others = [f1(one.text, e.answers) for one, e in zip(base, examples, strict=True)]
+    scores, others = _scores(found, examples), _scores(base, examples)
+    differences = [a - b for a, b in zip(scores, others, strict=True)]
     return ComparisonRow(
         name,
         len(found),
@@ -119,6 +119,13 @@ def _row(
         round(statistics.median(one.total_ms for one in found), 1),
         round(statistics.median(b.ttft_ms / one.ttft_ms for one, b in pairs), 2),
         round(statistics.median(b.total_ms / one.total_ms for one, b in pairs), 2),
-        round(statistics.fmean(scores), 4),
-        bootstrap([a - b for a, b in zip(scores, others, strict=True)]),
+        round(statistics.fmean(scores), 4) if scores else None,
+        bootstrap(differences) if scores else None,
     )
+
+
+def _scores(answers: list[_Answer], examples: Sequence[Example]) -> list[float]:
+    """F1 of each answer; none if any question has no reference."""
+    if not all(example.answers for example in examples):
+        return []
+    return [f1(one.text, e.answers) for one, e in zip(answers, examples, strict=True)]

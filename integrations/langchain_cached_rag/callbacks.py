@@ -47,14 +47,4 @@ class CacheReportHandler(BaseCallbackHandler):
         with self._lock:
             self.reports.append(report)
             if self._prints:
-                print(_line(report), file=self._file or sys.stderr)
-
-
-def _line(report: Report) -> str:
-    share = report.cached_tokens / max(1, report.prompt_tokens)
-    return (
-        f"{report.method}: {report.cached_tokens} of {report.prompt_tokens} prompt tokens from "
-        f"cache ({share:.0%}), {report.modules_hit} modules hit, {report.modules_missed} missed; "
-        f"first token after {report.ttft_ms:.0f} ms, {report.output_tokens} tokens in "
-        f"{report.total_ms:.0f} ms"
-    )
+                print(report.to_line(), file=self._file or sys.stderr)

@@ -75,10 +75,12 @@ def test_a_failure_is_raised_where_the_comparison_was_asked_for():
         compare({"a": fail}, EXAMPLES)
 
 
-@pytest.mark.parametrize(
-    ("applications", "examples"),
-    [({}, EXAMPLES), ({"a": iter}, []), ({"a": iter}, [Example("1", "q", (), ("c",))])],
-)
+def test_questions_without_answers_are_timed_only(clock):
+    (row,) = compare({"a": speaker("x", 1, clock, [])}, [Example("1", "q", (), ("c",))])
+    assert (row.ttft_ms, row.f1, row.f1_difference) == (1000, None, None)
+
+
+@pytest.mark.parametrize(("applications", "examples"), [({}, EXAMPLES), ({"a": iter}, [])])
 def test_nothing_to_compare_is_refused(applications, examples):
-    with pytest.raises(EvaluationError, match="needs applications, and questions with answers"):
+    with pytest.raises(EvaluationError, match="needs applications and questions"):
         compare(applications, examples)

@@ -14,7 +14,7 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.prompts import PromptTemplate
-from llama_index.llms.cached_rag import CachedRAGLLM
+from llama_index.llms.cached_rag import CachedRAGLLM, CacheReportHandler
 
 from cached_rag import CachedRAG, ConfigError
 from cached_rag import stepper as stepper_module
@@ -129,6 +129,20 @@ def test_instrumentation_events_are_fired(llm):
     assert handler.names[0] == "LLMChatStartEvent"
     assert "LLMChatInProgressEvent" in handler.names
     assert handler.names[-2:] == ["LLMCompletionStartEvent", "LLMCompletionEndEvent"]
+
+
+def test_reports_are_collected_and_printed(llm, capsys):
+    llm.encode(CHUNKS)
+    handler = CacheReportHandler(prints=True)
+    get_dispatcher().add_event_handler(handler)
+    try:
+        list(llm.stream_chat([ChatMessage(content=f"{CHUNKS[0]}\n\n{QUESTION}")]))
+        asyncio.run(llm.acomplete(QUESTION))
+    finally:
+        get_dispatcher().event_handlers.remove(handler)
+    assert [report.modules_hit for report in handler.reports] == [1, 0]
+    assert handler.reports[0].output_tokens > 0
+    assert capsys.readouterr().err.count("prompt tokens from cache") == 2
 
 
 def test_metadata_and_serialisation_keep_the_truth(llm):

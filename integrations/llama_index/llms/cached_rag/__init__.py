@@ -1,6 +1,7 @@
 """LlamaIndex models that reuse the KV of text they have read before."""
 
 from llama_index.llms.cached_rag.base import CachedRAGLLM
+from llama_index.llms.cached_rag.callbacks import CacheReportHandler
 from llama_index.llms.cached_rag.nodes import MarkModules, marked, module_text
 
-__all__ = ["CachedRAGLLM", "MarkModules", "marked", "module_text"]
+__all__ = ["CacheReportHandler", "CachedRAGLLM", "MarkModules", "marked", "module_text"]
