@@ -29,6 +29,7 @@ class _Samples:
     """Which rows speak for which modules.
 
     Attributes:
+        rows: those of the pass that this was found out for.
         picked: indices of rows that do.
         weights: (modules, picked) fp32; times their movements it is what each module is moved by.
         modules: (begin, end) of each.
