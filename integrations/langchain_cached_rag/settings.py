@@ -6,6 +6,7 @@ Uses public names of `cached_rag` only; knows no message and no tensor.
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -203,9 +204,9 @@ class EngineSettings(BaseModel):
         """Drop texts and their KV."""
         self.loaded_engine().forget(list(texts))
 
+    @abstractmethod
     def _prompt(self, value: Any) -> Prompt:
         """A LangChain prompt value as the engine takes it."""
-        raise NotImplementedError
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of a text, by the model's own tokenizer."""

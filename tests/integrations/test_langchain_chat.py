@@ -125,7 +125,7 @@ def call():
     return {"name": "search", "args": {}, "id": "1"}
 
 
-def test_tools_and_questions_in_one_list_are_not_modules_twice(llm):
+def test_blocks_before_another_message_of_the_user_are_all_modules(llm):
     blocks = HumanMessage([{"type": "text", "text": chunk} for chunk in CHUNKS])
     llm.invoke([blocks, HumanMessage("Which one is about a lamp?")])
     assert all(llm.engine.library.table.get(chunk) for chunk in CHUNKS)
