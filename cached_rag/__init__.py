@@ -25,12 +25,14 @@ if TYPE_CHECKING:
         IndexMismatchError,
         ModelError,
         ModelNotFoundError,
+        PMLError,
         RelocationError,
         StoreError,
         StoreFullError,
     )
     from cached_rag.ingest import IngestSummary
     from cached_rag.model import LanguageModel, load_model, wrap_model
+    from cached_rag.pml import Import, Said, Schema, SchemaPrompt
     from cached_rag.rag import CachedRAG
     from cached_rag.report import Report
     from cached_rag.stream import Generation, Stream
@@ -55,13 +57,18 @@ __all__ = [
     "EvaluationError",
     "Generation",
     "GenerationConfig",
+    "Import",
     "IndexMismatchError",
     "IngestSummary",
     "LanguageModel",
     "ModelError",
     "ModelNotFoundError",
+    "PMLError",
     "RelocationError",
     "Report",
+    "Said",
+    "Schema",
+    "SchemaPrompt",
     "StoreConfig",
     "StoreError",
     "StoreFullError",
@@ -71,8 +78,8 @@ __all__ = [
 ]
 
 _MODULES = (
-    *("errors", "config", "context", "report", "model", "stream", "encode", "engine", "documents"),
-    *("answer", "ingest", "rag"),
+    *("errors", "config", "context", "report", "model", "stream", "encode", "pml", "engine"),
+    *("documents", "answer", "ingest", "rag"),
 )
 
 

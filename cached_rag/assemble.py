@@ -7,6 +7,7 @@ shapes and position rules; knows no model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -39,14 +40,32 @@ class KVShapes:
 class KVBuffer:
     """Keys and values of `capacity` slots; slot i holds the token at position i.
 
+    Unless `lay_out` says otherwise: tokens stand in slots without gaps, their positions may jump.
+
     Attributes:
         keys: (num_layers, batch, num_kv_heads, capacity, head_dim).
         values: (num_layers, batch, num_kv_heads, capacity, value_dim).
+        positions: (capacity,) int64 on the host, ascending; None where they are the slots.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.keys = keys
         self.values = values
+        self.positions: torch.Tensor | None = None
+
+    def lay_out(self, positions: Sequence[int] | None) -> KVBuffer:
+        """Set the first slots' positions, those behind following without gaps; None for slots."""
+        if positions is None:
+            self.positions = None
+            return self
+        given = torch.tensor(positions)
+        later = torch.arange(self.capacity - len(given)) + given[-1] + 1
+        self.positions = torch.cat([given, later])
+        return self
+
+    def position(self, slot: int) -> int:
+        """Where the token in a slot stands."""
+        return slot if self.positions is None else int(self.positions[slot])
 
     @classmethod
     def like(cls, shapes: KVShapes, capacity: int, batch: int = 1) -> KVBuffer:
@@ -63,8 +82,8 @@ class KVBuffer:
         """Number of slots."""
         return self.keys.shape[3]
 
-    def place(self, module: LayerSource, position: int, rule: PositionRule) -> None:
-        """Copy a module to slots `position...`, its keys rotated to those positions.
+    def place(self, module: LayerSource, slot: int, rule: PositionRule) -> None:
+        """Copy a module to slots `slot...`, its keys rotated to their positions.
 
         Raises:
             RelocationError: it has to be moved and the model's keys cannot be.
@@ -72,26 +91,24 @@ class KVBuffer:
         """
         if not isinstance(module, ModuleKV):
             for layer in range(len(self.keys)):
-                self.place_layer(module, position, rule, layer)
+                self.place_layer(module, slot, rule, layer)
             return
-        end = position + module.seq_len
-        delta = position - module.start
+        end = slot + module.seq_len
+        delta = self.position(slot) - module.start
         keys = module.keys.to(self.keys.device, non_blocking=True)
         for row in range(self.keys.shape[1]):
-            rule.relocate(keys, delta, out=self.keys[:, row, :, position:end])
-            self.values[:, row, :, position:end].copy_(module.values)
+            rule.relocate(keys, delta, out=self.keys[:, row, :, slot:end])
+            self.values[:, row, :, slot:end].copy_(module.values)
 
-    def place_layer(
-        self, source: LayerSource, position: int, rule: PositionRule, layer: int
-    ) -> None:
+    def place_layer(self, source: LayerSource, slot: int, rule: PositionRule, layer: int) -> None:
         """As `place`, for one layer of a source that may still have to read it."""
-        end = position + source.seq_len
+        end, delta = slot + source.seq_len, self.position(slot) - source.start
         keys, values = source.layer(layer)
         keys = keys.to(self.keys.device, non_blocking=True)
         for row in range(self.keys.shape[1]):
-            out = self.keys[layer, row, :, position:end]
-            rule.relocate_layer(keys, layer, position - source.start, out)
-            self.values[layer, row, :, position:end].copy_(values, non_blocking=True)
+            out = self.keys[layer, row, :, slot:end]
+            rule.relocate_layer(keys, layer, delta, out)
+            self.values[layer, row, :, slot:end].copy_(values, non_blocking=True)
 
     def write(
         self, layer: int, rows: slice | torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -105,10 +122,10 @@ class KVBuffer:
             self.values[layer].index_copy_(2, rows, values)
 
     def read(self, begin: int, end: int, token_ids: tuple[int, ...], row: int = 0) -> ModuleKV:
-        """A compact copy of slots `begin` to `end` as a module that starts at `begin`."""
+        """A compact copy of slots `begin` to `end` as a module that starts where they stand."""
         return ModuleKV(
             token_ids,
-            begin,
+            self.position(begin),
             self.keys[:, row, :, begin:end].clone(memory_format=torch.contiguous_format),
             self.values[:, row, :, begin:end].clone(memory_format=torch.contiguous_format),
         )
@@ -129,7 +146,7 @@ class Workspace:
         with suppress(IndexError):
             spare = self._spare.pop()
             if spare.capacity >= capacity:
-                return spare
+                return spare.lay_out(None)
         rounded = -(-capacity // _GROWTH) * _GROWTH
         return KVBuffer.like(self._shapes, rounded)
 

@@ -112,7 +112,9 @@ def step_batch(model: LanguageModel, steps: Sequence[NextToken]) -> torch.Tensor
     cache = _BatchCache(steps, decoder.windows)
     inputs = {
         "input_ids": torch.tensor([[one.token] for one in steps], device=device),
-        "position_ids": torch.tensor([[one.slot] for one in steps], device=device),
+        "position_ids": torch.tensor(
+            [[one.buffer.position(one.slot)] for one in steps], device=device
+        ),
         "past_key_values": cache,
         "use_cache": True,
     }

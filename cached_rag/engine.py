@@ -7,13 +7,16 @@ and no framework.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from cachetools import LRUCache
 
 from cached_rag.config import GenerationConfig, StoreConfig
 from cached_rag.context import Context
@@ -25,7 +28,10 @@ from cached_rag.library import Library
 from cached_rag.model import LanguageModel, load_model
 from cached_rag.model_thread import on_model_thread, submit
 from cached_rag.plan import Plan
-from cached_rag.prefiller import Prefiller
+from cached_rag.pml import Schema, SchemaPrompt
+from cached_rag.pml.encode import Encoded
+from cached_rag.pml.planner import SchemaPlanner, planner_of
+from cached_rag.prefiller import Planner, Prefiller
 from cached_rag.prompt import Message, Rendered, Tokenization, Tokens
 from cached_rag.report import Report
 from cached_rag.sequences import SequenceTree
@@ -36,7 +42,9 @@ from cached_rag.write_back import WriteBack
 # Answers made together at most: each holds the KV of its whole prompt.
 _BATCH_ROWS = 16
 
-Prompt = str | Sequence[Message] | Rendered
+_SCHEMAS = 64
+
+Prompt = str | Sequence[Message] | Rendered | SchemaPrompt
 
 
 _SHARED: WeakValueDictionary[tuple[object, ...], Engine] = WeakValueDictionary()
@@ -62,6 +70,8 @@ class Engine:
         self._encoder = Encoder(model, self.library, self.tokenization)
         self._leftovers = Leftovers(self.library, self._encoder, settings, self.lock)
         self.stepper = Stepper(model, self.lock)
+        self._compiling = threading.Lock()
+        self._schemas: LRUCache[str, SchemaPlanner] = LRUCache(_SCHEMAS)
         self._prefiller = Prefiller(
             model, self.library, self.tokenization, self._leftovers, self.lock
         )
@@ -232,16 +242,59 @@ class Engine:
     ) -> Prefill:
         """Everything up to the logits of the first answer token. Errors as `generate`."""
         config = (config or GenerationConfig()).replace(**options)
-        return self._prefiller.prefill(self._rendered(prompt), config)
+        return self._prefiller.prefill(self._planner(prompt), config)
 
     def plan(self, prompt: Prompt, method: str, report: Report) -> tuple[Tokens, Plan]:
-        """The prompt's tokens, and which of them come from which module; computes nothing."""
-        lazy = self.library.is_pipelined
-        return self._prefiller.plan(self._rendered(prompt), method, report, lazy=lazy)
+        """The prompt's tokens, and which of them come from which module.
+
+        Computes nothing, unless modules of a schema are not encoded yet.
+        """
+        return self._planner(prompt)(method, report, lazy=self.library.is_pipelined)
 
     def count_tokens(self, prompt: Prompt) -> int:
         """How many tokens a prompt has, chat template and all."""
+        if isinstance(prompt, SchemaPrompt):
+            pieces = self.schema_planner(prompt.schema).assembler.pieces(prompt.turns)
+            return sum(len(piece.ids) for piece in pieces)
         return len(self.tokenization.tokenize(self._rendered(prompt)))
 
     def _rendered(self, prompt: Prompt) -> Rendered:
+        if isinstance(prompt, SchemaPrompt):
+            prompt = prompt.plain()
         return prompt if isinstance(prompt, Rendered) else self.tokenization.render(prompt)
+
+    def _planner(self, prompt: Prompt) -> Planner:
+        if isinstance(prompt, SchemaPrompt):
+            return partial(self.schema_planner(prompt.schema).plan, prompt.turns)
+        return partial(self._prefiller.plan, self._rendered(prompt))
+
+    # Schemas ---------------------------------------------------------------------------------
+
+    def encode_schema(
+        self, schema: Schema, progress: Callable[[str], object] = lambda _: None
+    ) -> EncodeSummary:
+        """See `Schema.encode`."""
+        encoder = self.schema_planner(schema).encoder
+        started = time.perf_counter()
+
+        def encode() -> Encoded:
+            with self.lock, torch.inference_mode():
+                units = [*encoder.recipes.units, *self.schema_planner(schema).scaffolds]
+                missing = encoder.missing(units)
+                return encoder.encode(missing, lambda unit: progress(unit.name))
+
+        done = on_model_thread(encode)
+        if done.problem is not None:
+            raise done.problem
+        present = len(encoder.recipes.units) - len(done.units)
+        seconds = time.perf_counter() - started
+        return EncodeSummary(len(done.units), present, (), done.tokens, seconds)
+
+    def schema_planner(self, schema: Schema) -> SchemaPlanner:
+        """A schema's layout and encodings on this engine's model."""
+        with self._compiling:
+            found = self._schemas.get(schema.digest)
+            if found is None:
+                found = planner_of(schema, self.model, self.library, self.tokenization)
+                self._schemas[schema.digest] = found
+            return found

@@ -10,6 +10,7 @@
     │   ├── CorruptBlobError       a KV file that is damaged, or belongs to something else
     │   └── StoreFullError         no room left on the disk
     ├── DocumentError          a document that cannot be read, or has no text
+    ├── PMLError               a schema or a prompt in PML that is wrong (also a ValueError)
     ├── IndexMismatchError     an index made with other settings than the ones asked for
     └── EvaluationError        a question-answering set or a journal that cannot be used
 
@@ -65,3 +66,19 @@ class IndexMismatchError(CachedRAGError):
 
 class EvaluationError(CachedRAGError):
     """A question-answering set or an evaluation's earlier results cannot be used."""
+
+
+class PMLError(CachedRAGError, ValueError):
+    """A schema, a prompt or a prompt function that is wrong.
+
+    Attributes:
+        what: the mistake and its remedy.
+        line, column: where it is, from 1; 0 where there is no such place.
+        file: where it is, if it is in a file.
+    """
+
+    def __init__(self, what: str, where: tuple[int, int] = (0, 0), file: str | None = None) -> None:
+        self.what, self.file = what, file
+        self.line, self.column = where
+        place = f"{file or 'PML'}:{self.line}:{self.column}: " if self.line else ""
+        super().__init__(place + what)

@@ -34,7 +34,6 @@ def prefill_rows(
     token_ids: torch.Tensor,
     slots: torch.Tensor | None = None,
     *,
-    position_ids: torch.Tensor | None = None,
     num_logits: int = 1,
 ) -> Prefilled:
     """Compute the rows at `slots` in every layer; the buffer must hold the others.
@@ -42,13 +41,12 @@ def prefill_rows(
     Args:
         token_ids: (batch, seq_len) int64, the whole prompt.
         slots: (num_rows,) ascending; None for all.
-        position_ids: (seq_len,) rotary positions, where they are not the slots.
         num_logits: of how many last rows logits are wanted; with 0 the head is skipped.
 
     Effects: writes the rows' slots of `buffer`.
     """
     slots = torch.arange(token_ids.shape[1]) if slots is None else slots
-    run = RowPass(decoder, buffer, token_ids, slots.to(token_ids.device), position_ids, num_logits)
+    run = RowPass(decoder, buffer, token_ids, slots.to(token_ids.device), num_logits)
     with run.hooked():
         return run.forward()
 
@@ -78,7 +76,7 @@ def prefill_selected(
         return _prefill_asked(decoder, buffer, token_ids, layout, selector, ready)
     slots = selector.first_rows(layout).nonzero().squeeze(1)
     device = token_ids.device
-    run = RowPass(decoder, buffer, token_ids, slots.to(device), None, 1, rows_type, ready)
+    run = RowPass(decoder, buffer, token_ids, slots.to(device), 1, rows_type, ready)
     run.layout, run.selector = layout, selector
     run.checks = frozenset(selector.check_layers(layout))
     run.cache.drift = Drift(layout.modules) if selector.transfers_drift else None
@@ -107,7 +105,7 @@ def _prefill_asked(
         )
     live = layout.live.to(token_ids.device)
     slots = live.nonzero().squeeze(1)
-    asked = RowPass(decoder, buffer, token_ids, slots, None, num_logits=0, ready=ready)
+    asked = RowPass(decoder, buffer, token_ids, slots, num_logits=0, ready=ready)
     observer = Observer(selector, layout)
     asked.watch(observer)
     chosen = selector.choose(torch.stack(observer.scores), layout)
@@ -115,7 +113,7 @@ def _prefill_asked(
     is_valid = len(decoder.layers) - 1 in observer.layers
     every = (live | chosen).nonzero().squeeze(1)
     rows = every[every >= first] if is_valid else every
-    run = RowPass(decoder, buffer, token_ids, rows, None, num_logits=1, ready=ready)
+    run = RowPass(decoder, buffer, token_ids, rows, num_logits=1, ready=ready)
     run.cache.drift = Drift(layout.modules) if selector.transfers_drift else None
     assert asked.first_output is not None
     done = run.resume(live[rows], asked.first_output[:, torch.isin(slots, rows)])

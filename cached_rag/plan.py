@@ -69,12 +69,24 @@ class Plan:
         found: the modules that the prompt contains.
         num_tokens: of the prompt.
         modules: (digest, end) of the modules whose KV is used, in order.
+        positions: where the tokens stand; None if token i stands at i.
     """
 
     placements: tuple[Placement, ...]
     found: tuple[Found, ...]
     num_tokens: int
     modules: tuple[tuple[str, int], ...] = ()
+    positions: tuple[int, ...] | None = None
+
+    @property
+    def length(self) -> int:
+        """Positions up to the last token's, and one more."""
+        return self.num_tokens if self.positions is None else self.positions[-1] + 1
+
+    def delta(self, place: Placement) -> int:
+        """How far a placement's keys have to be moved."""
+        at = place.begin if self.positions is None else self.positions[place.begin]
+        return at - place.kv.start
 
     @property
     def missed(self) -> tuple[Found, ...]:

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -36,6 +36,14 @@ from cached_rag.stream import Clock, Prefill
 _log = logging.getLogger(__name__)
 
 
+class Planner(Protocol):
+    """Knows one prompt's tokens, and which of them come from which module."""
+
+    def __call__(self, method: str, report: Report, *, lazy: bool) -> tuple[Tokens, Plan]:
+        """See `Engine.plan`."""
+        ...
+
+
 class Prefiller:
     """Prefills prompts on one model from one library, one at a time."""
 
@@ -51,19 +59,19 @@ class Prefiller:
         self._leftovers, self._lock = leftovers, lock
         self._workspace = Workspace(model.shapes)
 
-    def prefill(self, prompt: Rendered, config: GenerationConfig) -> Prefill:
+    def prefill(self, planner: Planner, config: GenerationConfig) -> Prefill:
         """See `Engine.prefill`."""
         report = Report(config.method_name)
         is_over = self._leftovers.activity.begin()
         try:
-            return on_model_thread(lambda: self._prefill(prompt, config, report, is_over))
+            return on_model_thread(lambda: self._prefill(planner, config, report, is_over))
         except BaseException:
             is_over()
             raise
 
     def _prefill(
         self,
-        prompt: Rendered,
+        planner: Planner,
         config: GenerationConfig,
         report: Report,
         is_over: Callable[[], None],
@@ -73,9 +81,9 @@ class Prefiller:
             clock = Clock()
             self.library.refresh()
             lazy = config.adaptive or self.library.is_pipelined
-            tokens, plan = self.plan(prompt, report.method, report, lazy=lazy)
+            tokens, plan = planner(report.method, report, lazy=lazy)
             report.prompt_tokens = len(tokens)
-            self._check_fits(len(tokens), config.max_tokens)
+            self._check_fits(plan.length, config.max_tokens)
             report.match_ms = clock.lap() - report.load_ms
             # 2) Cached KV at its positions, in one buffer.
             plan, selector = self._allowed(plan, config, report)
@@ -84,6 +92,7 @@ class Prefiller:
             kind = _kind(report.method, selector)
             plan = plan.behind(self._leftovers.seen(kind, tokens, plan))
             buffer = self._workspace.take(len(tokens) + config.max_tokens)
+            buffer.lay_out(plan.positions)
             loader = self._place(plan, buffer)
             # 3) The rows that have no KV, and those that the method repairs.
             try:
@@ -97,7 +106,7 @@ class Prefiller:
                     loader.finish()
             report.fuse_ms = clock.lap()
         if done is None:  # with what was damaged gone, once more
-            return self._prefill(prompt, config, report, is_over)
+            return self._prefill(planner, config, report, is_over)
 
         def release() -> None:
             # Never under the model's lock: others may be at work, and the collector may call it.
@@ -171,13 +180,13 @@ class Prefiller:
         rule = self.model.rule
         try:
             for place in plan.placements:
-                rule.check(place.begin - place.kv.start, plan.num_tokens)
+                rule.check(plan.delta(place), plan.length)
         except RelocationError as error:
             if config.method != "auto":
                 raise
             report.notes.append(str(error))
             in_place = plan.exact_only()
-            switched = rule.limit is not None and plan.num_tokens > rule.limit
+            switched = rule.limit is not None and plan.length > rule.limit
             report.method = "full" if switched else "prefix"
             return (Plan((), (), plan.num_tokens) if switched else in_place), Reuse()
         if config.method == "auto" and not self.model.decoder.is_fast:

@@ -108,9 +108,9 @@ def match_all(decoder: Decoder, shapes: KVShapes, delta: int) -> PositionRule:
     """One rule a layer; see `find_rule`."""
     token_ids = _probe_ids(decoder.model)
     here, there = KVBuffer.like(shapes, _PROBE_TOKENS), KVBuffer.like(shapes, _PROBE_TOKENS)
-    positions = torch.arange(_PROBE_TOKENS, device=shapes.device)
-    prefill_rows(decoder, here, token_ids, position_ids=positions)
-    prefill_rows(decoder, there, token_ids, position_ids=positions + delta)
+    there.lay_out(range(delta, delta + _PROBE_TOKENS))
+    prefill_rows(decoder, here, token_ids)
+    prefill_rows(decoder, there, token_ids)
     tolerance = _TOLERANCE[shapes.dtype]
     candidates, rules = _frequencies(decoder.model), []
     for layer in range(shapes.num_layers):

@@ -75,9 +75,13 @@ class Tokenization:
 
         Empty for models that have none.
         """
-        own = tuple(self._encode("").ids)
         bos = self.tokenizer.bos_token_id
-        return own or (() if bos is None else (bos,))
+        return self.begin_ids or (() if bos is None else (bos,))
+
+    @property
+    def begin_ids(self) -> tuple[int, ...]:
+        """What the tokenizer puts before a prompt that is no chat: BOS, or nothing."""
+        return tuple(self._encode("").ids)
 
     def render(self, prompt: str | Sequence[Message], *, open_answer: bool = True) -> Rendered:
         """A prompt string as it is, or chat messages through the model's template.
@@ -156,6 +160,19 @@ class Tokenization:
     def literal(self, text: str) -> Tokens:
         """Tokens of a text by itself, in which every control token is text."""
         return self._encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def following(self, text: str) -> Tokens:
+        """As `literal`, of a text that stands behind another.
+
+        SentencePiece would begin it with a space of its own, which no text behind others has.
+        """
+        if text[:1].isalnum():
+            return self.literal(text)
+        tokens = self.literal("a" + text)
+        if not tokens.ends or tokens.ends[0] != 1:
+            return self.literal(text)
+        starts, ends = [at - 1 for at in tokens.starts[1:]], [at - 1 for at in tokens.ends[1:]]
+        return Tokens(tokens.ids[1:], starts, ends)
 
     def _pieces(self, rendered: Rendered) -> list[tuple[str, int, int | None]]:
         """(text, start, id of a genuine control token or None), in order, covering the prompt."""

@@ -75,6 +75,11 @@ class PositionRule:
         switch = f", up to {self.limit} tokens" if self.limit else ""
         return "; ".join(parts) + switch
 
+    @property
+    def is_movable(self) -> bool:
+        """Whether keys can be moved at all."""
+        return not self.reason
+
     def check(self, delta: int, seq_len: int) -> None:
         """Refuse what would be wrong.
 

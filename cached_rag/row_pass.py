@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from cached_rag.alibi import with_gaps
 from cached_rag.assemble import KVBuffer
 from cached_rag.attention import Rows, attending
 from cached_rag.errors import ModelError
@@ -82,16 +83,15 @@ class RowPass:
         buffer: KVBuffer,
         token_ids: torch.Tensor,
         slots: torch.Tensor,
-        position_ids: torch.Tensor | None,
         num_logits: int,
         rows_type: type[Rows] = Rows,
         ready: Callable[[int], object] | None = None,
     ) -> None:
         length = token_ids.shape[1]
         self.decoder, self.num_logits, self.ready = decoder, num_logits, ready
-        positions = (
-            torch.arange(length, device=slots.device) if position_ids is None else position_ids
-        )
+        self.gaps = None if buffer.positions is None else buffer.positions[:length]
+        positions = torch.arange(length) if self.gaps is None else self.gaps
+        positions = positions.to(slots.device)
         rows = rows_type(slots, length)
         # A model's own masks are right for the last rows of a prompt, so these alone may enter.
         is_tail = rows.is_contiguous and rows.last == length - 1
@@ -166,7 +166,7 @@ class RowPass:
         count = len(self.decoder.layers)
         if self.kept is not None or self.resumed is not None or self.observer is not None:
             return 0
-        if self.ready is not None:
+        if self.ready is not None or (self.gaps is not None and not self.decoder.is_fast):
             return 0
         if self.checks:
             return min(self.checks)
@@ -180,6 +180,8 @@ class RowPass:
             self.ready(index)
         names = list(inspect.signature(layer.forward).parameters)
         named = dict(zip(names, args, strict=False)) | kwargs
+        if self.gaps is not None:
+            named = with_gaps(named, self.gaps)
         if self.observer is not None and index > 0:
             if index == 1:
                 self.first_output = named["hidden_states"]

@@ -12,6 +12,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.bloom import modeling_bloom
+from transformers.models.falcon import modeling_falcon
+from transformers.models.mpt import modeling_mpt
 from transformers.utils import logging
 
 from cached_rag import Engine, LanguageModel, StoreConfig, load_model, wrap_model
@@ -83,6 +86,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "longrope": ("phi3", _SIZES | {"pad_token_id": 0, "rope_parameters": _LONGROPE} | _SWITCH),
 }
 UNMOVABLE = {"gpt2"}
+ALIBI = {"bloom", "mpt", "falcon_alibi"}
 RELOCATABLE = sorted(set(FAMILIES) - UNMOVABLE - {"longrope"})
 
 CHUNKS = [
@@ -158,7 +162,29 @@ def plain_logits(model: LanguageModel, token_ids: list[int]) -> torch.Tensor:
         return model.decoder.model(input_ids=torch.tensor([token_ids])).logits[0]
 
 
-def plain_cache(model: LanguageModel, token_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_at(model: LanguageModel, token_ids: list[int], positions: list[int]) -> torch.Tensor:
+    """(vocab,) logits of the last token by transformers' own forward at these positions.
+
+    ALiBi's biases are not by position ids, so their builders are replaced by the paper's formula.
+    """
+    options: dict[str, Any] = {"attention_mask": torch.ones(1, len(token_ids), dtype=torch.int64)}
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        if model.name in ALIBI:
+            heads = 4
+            slopes = 2.0 ** (-8 / heads * torch.arange(1, heads + 1))
+            bias = slopes[:, None, None] * torch.tensor(positions, dtype=torch.float32)
+            patch.setattr(modeling_falcon, "build_alibi_tensor", lambda *_, **__: bias)
+            patch.setattr(modeling_bloom, "build_alibi_tensor", lambda *_, **__: bias)
+            patch.setattr(modeling_mpt, "build_mpt_alibi_tensor", lambda *_, **__: bias)
+        else:
+            options["position_ids"] = torch.tensor([positions])
+        output = model.decoder.model(input_ids=torch.tensor([token_ids]), **options)
+    return output.logits[0, -1]
+
+
+def plain_cache(
+    model: LanguageModel, token_ids: list[int], start: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values, (layers, heads, seq_len, dim), of transformers' own forward pass.
 
     Sliding layers of a dynamic cache drop old tokens, so they are caught on the way in.
@@ -171,9 +197,13 @@ def plain_cache(model: LanguageModel, token_ids: list[int]) -> tuple[torch.Tenso
             return super().update(keys, values, layer_idx, *args, **kwargs)
 
     seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    options = {}
+    if start and model.name not in ALIBI:
+        options["position_ids"] = torch.arange(start, start + len(token_ids))[None]
     with torch.inference_mode():
+        tokens = torch.tensor([token_ids])
         model.decoder.model(
-            input_ids=torch.tensor([token_ids]), past_key_values=Recording(), use_cache=True
+            input_ids=tokens, past_key_values=Recording(), use_cache=True, **options
         )
     layers = [seen[i] for i in range(len(seen))]
     return torch.stack([k for k, _ in layers]), torch.stack([v for _, v in layers])

@@ -30,6 +30,7 @@ ORDER = (
     *(
         "matmul_attention",
         "attention",
+        "alibi",
         "observe",
         "drift",
         "row_cache",
@@ -43,7 +44,7 @@ ORDER = (
     ),
     *("context", "library", "plan", "encode", "encoder", "decode", "batch_step", "stepper"),
     *("report", "stream", "sequences"),
-    *("write_back", "heads", "leftovers", "profile", "controller", "prefiller", "engine"),
+    *("write_back", "heads", "leftovers", "profile", "controller", "pml", "prefiller", "engine"),
     *(
         "documents",
         "prompts",

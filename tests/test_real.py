@@ -72,9 +72,9 @@ def test_relocated_keys_equal_keys_computed_there(engine):
     model, delta = engine.model, 3000
     tokens = torch.tensor([engine.tokenization.literal(chunks()[0]).ids[:64]])
     near, far = (KVBuffer.like(model.shapes, 64) for _ in range(2))
-    here = torch.arange(64)
-    prefill_rows(model.decoder, near, tokens, position_ids=here)
-    prefill_rows(model.decoder, far, tokens, position_ids=here + delta)
+    far.lay_out(range(delta, delta + 64))
+    prefill_rows(model.decoder, near, tokens)
+    prefill_rows(model.decoder, far, tokens)
     moved = model.rule.relocate(near.keys[:, 0], delta, torch.empty_like(near.keys[:, 0]))
     # transformers takes the far angles in fp32, which costs digits at position 3000
     assert torch.allclose(moved, far.keys[:, 0], atol=2e-2)

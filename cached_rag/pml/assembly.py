@@ -1,0 +1,109 @@
+"""One prompt's tokens and their positions. Knows layouts and tokens; knows no KV.
+
+Prompt Cache, section 3.4: what is imported stands where the schema has it; new text takes the gap
+behind its predecessor, and where it is longer than the gap, all behind it moves on. Or everything
+stands without gaps, as it would in a prompt written by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cached_rag.errors import PMLError
+from cached_rag.pml.frames import frame_ids, frames
+from cached_rag.pml.layout import Ids, Layout, Run
+from cached_rag.pml.nodes import Text
+from cached_rag.pml.prompt import Argument, Bit, Turn
+from cached_rag.prompt import Tokenization
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens that follow each other in the prompt.
+
+    Attributes:
+        run: which of the schema's they are; None for new text.
+        start: the schema's position for them; None for new text.
+    """
+
+    ids: Ids
+    run: Run | None = None
+    start: int | None = None
+
+
+class Assembler:
+    """Turns prompts of one schema into tokens."""
+
+    def __init__(
+        self, layout: Layout, tokenization: Tokenization, *, is_compact: bool, file: str | None
+    ) -> None:
+        self._layout, self._tokenization = layout, tokenization
+        self._is_compact, self._file = is_compact, file
+        self._frames = lru_cache(64)(self._framed)
+
+    def pieces(self, turns: Sequence[Turn]) -> list[Piece]:
+        """A prompt's tokens, up to the header of its answer.
+
+        Raises:
+            PMLError: an argument has more tokens than its parameter admits.
+        """
+        if not turns[0].role:
+            begin = self._layout.begin
+            found = [_of(begin)] if begin and begin.ids else []
+            found += [piece for bit in turns[0].bits for piece in self._bit(bit)]
+            return found
+        found = []
+        around = self._frames(tuple(turn.role for turn in turns))
+        for before, turn in zip(around, turns, strict=False):
+            found += before
+            found += [piece for bit in turn.bits for piece in self._bit(bit)]
+        return [*found, *around[-1]]
+
+    def positions(self, pieces: Sequence[Piece]) -> list[int] | None:
+        """Where the tokens stand; None if that is where they are."""
+        if self._is_compact:
+            return None
+        found: list[int] = []
+        moved = following = 0
+        for piece in pieces:
+            if piece.start is not None:
+                moved = max(moved, following - piece.start)
+                following = piece.start + moved
+            found += range(following, following + len(piece.ids))
+            following += len(piece.ids)
+        return found
+
+    def _bit(self, bit: Bit) -> list[Piece]:
+        if isinstance(bit, Text):
+            return [_of(self._layout.texts[bit.number])]
+        ids = tuple(self._tokenization.following(bit.text).ids)
+        if not isinstance(bit, Argument):
+            return [Piece(ids)]
+        if len(ids) > bit.param.length:
+            raise PMLError(
+                f"the argument {bit.text.strip()!r} has {len(ids)} tokens and parameter "
+                f"{bit.param.name!r} takes {bit.param.length} at most; shorten it, or raise len in "
+                "the schema",
+                bit.where,
+                self._file,
+            )
+        return [Piece(ids, start=self._layout.texts[bit.param.number].start)]
+
+    def _framed(self, roles: tuple[str, ...]) -> list[list[Piece]]:
+        """The template around turns: the schema's own as far as it says the same."""
+        found = []
+        known = list(zip(self._layout.frames, self._layout.frame_texts, strict=True))
+        for index, text in enumerate(frames(self._tokenization, roles, open_answer=True)):
+            run, own = known[index] if index < len(known) else (None, "")
+            if run is not None and run.ids and text.startswith(own):
+                rest = frame_ids(self._tokenization, text[len(own) :])
+                found.append([_of(run), *([Piece(rest)] if rest else [])])
+            else:
+                found.append([Piece(frame_ids(self._tokenization, text))])
+        return found
+
+
+def _of(run: Run) -> Piece:
+    return Piece(run.ids, run, run.start)

@@ -1,0 +1,141 @@
+"""KV of a schema's runs: taken from the library, or computed and kept there.
+
+Knows a model and a library; knows no prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from cached_rag.assemble import KVBuffer
+from cached_rag.errors import ContextOverflowError, StoreFullError
+from cached_rag.fuse import prefill_rows
+from cached_rag.kv import LayerSource, ModuleKV
+from cached_rag.library import Behind, Library
+from cached_rag.model import LanguageModel
+from cached_rag.pml.layout import Run
+from cached_rag.pml.units import Recipe, Recipes, Unit
+
+
+@dataclass
+class Encoded:
+    """What encoding did.
+
+    Attributes:
+        units: encoded now.
+        tokens: of them.
+        kv: theirs, by their recipes' names.
+        problem: why something could not be kept; None if all was.
+    """
+
+    units: list[Unit] = field(default_factory=list)
+    tokens: int = 0
+    kv: dict[str, ModuleKV] = field(default_factory=dict)
+    problem: StoreFullError | None = None
+
+
+@dataclass(frozen=True)
+class RunEncoder:
+    """Encodes the units of one schema."""
+
+    model: LanguageModel
+    library: Library
+    recipes: Recipes
+
+    def holds(self, recipe: Recipe, run: Run) -> bool:
+        """Whether there is KV for a run."""
+        return self.library.holds(_behind(recipe), run.ids)
+
+    def fetch(self, recipe: Recipe, run: Run, *, lazy: bool = False) -> LayerSource | None:
+        """A run's KV, or None if there is none or it is damaged (which is logged)."""
+        take = self.library.open if lazy else self.library.fetch
+        return take(_behind(recipe), run.ids)
+
+    def source(self, recipe: Recipe, run: Run) -> tuple[Behind, tuple[int, ...]]:
+        """By what the library has a run's KV."""
+        return _behind(recipe), run.ids
+
+    def missing(self, units: Iterable[Unit]) -> list[Unit]:
+        """Those of which some run has no KV."""
+        return [
+            unit
+            for unit in units
+            if not all(self.holds(recipe, run) for run, recipe in self.recipes.of(unit).items())
+        ]
+
+    def encode(
+        self, units: Iterable[Unit], progress: Callable[[Unit], object] = lambda _: None
+    ) -> Encoded:
+        """Compute the KV of units, and keep it.
+
+        Raises:
+            ContextOverflowError: a unit stands beyond the model's context.
+            RelocationError: it stands where the model's keys change.
+        """
+        done = Encoded()
+        for unit in units:
+            if unit not in done.units:
+                self._encode(unit, done)
+            progress(unit)
+        return done
+
+    def _encode(self, unit: Unit, done: Encoded) -> None:
+        context = {run: self._context(run, done) for run in unit.context}
+        computed = self._compute(unit, context)
+        for run, recipe in self.recipes.of(unit).items():
+            done.kv[recipe.name] = computed[run]
+            try:
+                self.library.put(_behind(recipe), computed[run])
+            except StoreFullError as error:
+                done.problem = error
+        done.units.append(unit)
+        done.tokens += sum(run.length for run in unit.runs)
+
+    def _context(self, run: Run, done: Encoded) -> ModuleKV:
+        """KV of a run that stands before a unit; made first, if there is none."""
+        recipe = self.recipes.single[run]
+        found = done.kv.get(recipe.name) or self.library.fetch(_behind(recipe), run.ids)
+        if found is None:
+            self._encode(recipe.unit, done)
+            found = done.kv[recipe.name]
+        return found
+
+    def _compute(self, unit: Unit, context: dict[Run, ModuleKV]) -> dict[Run, ModuleKV]:
+        """KV of a unit's runs: one forward pass over them, behind what stands before them."""
+        at = self.recipes.positions(unit)
+        every = (*unit.context, *unit.runs)
+        ids = [token for run in every for token in run.fill]
+        positions = [at[run] + offset for run in every for offset in range(run.length)]
+        self._check_room(unit, positions[-1] + 1)
+        buffer = KVBuffer.like(self.model.shapes, len(ids)).lay_out(positions)
+        slot = 0
+        for run, kv in context.items():
+            self.model.rule.check(at[run] - kv.start, positions[-1] + 1)
+            buffer.place(kv, slot, self.model.rule)
+            slot += run.length
+        device = self.model.device
+        slots = torch.arange(slot, len(ids), device=device)
+        tokens = torch.tensor([ids], device=device)
+        prefill_rows(self.model.decoder, buffer, tokens, slots, num_logits=0)
+        found = {}
+        for run in unit.runs:
+            if run.is_cached:
+                found[run] = buffer.read(slot, slot + run.length, run.ids)
+            slot += run.length
+        return found
+
+    def _check_room(self, unit: Unit, length: int) -> None:
+        self.model.rule.check(0, length)
+        if length > self.model.context_length:
+            raise ContextOverflowError(
+                f"{unit.name or 'the schema itself'!r} reaches position {length} of the schema, "
+                f"beyond the model's context of {self.model.context_length}; put modules that "
+                'exclude each other into a <union>, split the schema, or use layout="compact"'
+            )
+
+
+def _behind(recipe: Recipe) -> Behind:
+    return Behind((), f"pml:{recipe.name}")

@@ -1,0 +1,50 @@
+"""The model's chat template around a schema's messages. Knows templates; knows no schema.
+
+<system>, <user> and <assistant> become what the model was trained on (Prompt Cache, section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cached_rag.errors import ConfigError
+from cached_rag.prompt import Rendered, Tokenization
+
+_MARK = "\ue000content {}\ue001"
+# Between a system prompt and the user's first words, for templates that know no system role.
+_FOLDED = "\n\n"
+
+
+def frames(tokenization: Tokenization, roles: Sequence[str], *, open_answer: bool) -> list[str]:
+    """What the template puts before each message, and after the last: one more than there are.
+
+    Args:
+        open_answer: end with the header of the assistant's answer.
+
+    Raises:
+        ConfigError: the model has no chat template, or it refuses these roles in this order.
+    """
+    marks = [_MARK.format(index) for index in range(len(roles))]
+    messages = [{"role": r, "content": m} for r, m in zip(roles, marks, strict=True)]
+    try:
+        text = tokenization.render(messages, open_answer=open_answer).text
+    except ConfigError:
+        if list(roles[:2]) != ["system", "user"]:
+            raise
+        first = {"role": "user", "content": f"{marks[0]}{_FOLDED}{marks[1]}"}
+        text = tokenization.render([first, *messages[2:]], open_answer=open_answer).text
+    found: list[str] = []
+    for mark in marks:
+        before, there, text = text.partition(mark)
+        if not there:
+            raise ConfigError(
+                "the model's chat template drops or reorders messages, so a schema cannot be laid "
+                f"out by it; its roles are {', '.join(roles)}"
+            )
+        found.append(before)
+    return [*found, text]
+
+
+def frame_ids(tokenization: Tokenization, frame: str) -> tuple[int, ...]:
+    """Tokens of a frame, its control tokens obeyed; BOS is in it where the template wants one."""
+    return tuple(tokenization.tokenize(Rendered(frame, is_chat=True)).ids) if frame else ()

@@ -1,0 +1,175 @@
+"""Positions of everything in a schema, for one tokenizer. Knows tokens; knows no KV and no prompt.
+
+Prompt Cache, section 3.3: a module begins where all before it in the schema ends; a union is as
+long as its longest child, and its children begin together; a parameter takes as many positions as
+its argument may have tokens. Other than in the paper, chat templates have positions too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from cached_rag.pml.frames import frame_ids, frames
+from cached_rag.pml.nodes import Module, Node, Param, Path, SchemaNode, Text, Union, walk
+from cached_rag.prompt import Tokenization
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Tokens that stand together, and belong to one module or to every prompt.
+
+    Attributes:
+        ids: empty where an argument will stand.
+        start: position of the first.
+        length: positions taken.
+        unit: path of the module whose own they are; empty for what every prompt contains.
+        fill: what stands there while the module is encoded, `length` tokens: the ids themselves,
+            or a parameter's placeholder.
+    """
+
+    ids: Ids
+    start: int
+    length: int
+    unit: Path
+    fill: Ids
+    is_cached: bool = True
+
+    @property
+    def end(self) -> int:
+        """The position behind the last."""
+        return self.start + self.length
+
+    @property
+    def is_param(self) -> bool:
+        """Whether an argument stands there."""
+        return not self.ids
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A schema's runs.
+
+    Attributes:
+        texts: of texts and parameters, by their number in the schema.
+        frames: of the chat template around messages: one before each, one after the last.
+        frame_texts: what those say.
+        begin: tokens every prompt begins with that no text has (BOS); empty in chats, whose
+            template has it.
+        size: positions in all.
+        order: all runs in document order.
+        stand_ins: units that stand before later ones while these are encoded.
+    """
+
+    texts: dict[int, Run]
+    frames: tuple[Run, ...]
+    frame_texts: tuple[str, ...]
+    begin: Run | None
+    size: int
+    order: tuple[Run, ...]
+    stand_ins: frozenset[Path]
+
+    def own(self, unit: Path) -> list[Run]:
+        """A module's own runs, in order."""
+        return [run for run in self.order if run.unit == unit]
+
+
+@dataclass
+class _Setter:
+    """Sets runs one behind the other, as a typesetter does."""
+
+    tokenization: Tokenization
+    unknown: int
+    position: int = 0
+    texts: dict[int, Run] = field(default_factory=dict)
+    order: list[Run] = field(default_factory=list)
+
+    def put(self, ids: Ids, unit: Path = (), *, is_cached: bool = True) -> Run:
+        run = Run(ids, self.position, len(ids), unit, ids, is_cached)
+        return self._add(run)
+
+    def _add(self, run: Run) -> Run:
+        self.position = run.end
+        if run.length:
+            self.order.append(run)
+        return run
+
+    def nodes(self, children: tuple[Node, ...]) -> None:
+        for child in children:
+            if isinstance(child, Text):
+                ids = tuple(self.tokenization.following(child.text).ids)
+                self.texts[child.number] = self.put(ids, child.unit, is_cached=child.is_cached)
+            elif isinstance(child, Param):
+                fill = self._placeholder(child)
+                run = Run((), self.position, child.length, child.unit, fill, is_cached=False)
+                self.texts[child.number] = self._add(run)
+            elif isinstance(child, Union):
+                self._union(child)
+            else:
+                self.nodes(child.children)
+
+    def _union(self, union: Union) -> None:
+        begin = longest = self.position
+        for child in union.children:
+            self.position = begin
+            self.nodes((child,))
+            longest = max(longest, self.position)
+        self.position = longest
+
+    def _placeholder(self, param: Param) -> Ids:
+        text = param.lead + param.placeholder if param.placeholder else ""
+        ids = tuple(self.tokenization.following(text).ids)[: param.length] if text else ()
+        return ids + (self.unknown,) * (param.length - len(ids))
+
+
+def lay_out(schema: SchemaNode, tokenization: Tokenization) -> Layout:
+    """All positions of a schema.
+
+    Raises:
+        ConfigError: the model has no chat template and the schema has messages, or the template
+            refuses them.
+    """
+    setter = _Setter(tokenization, _unknown(tokenization))
+    begin, around, said = None, [], []
+    if schema.messages:
+        said = frames(tokenization, [m.role for m in schema.messages], open_answer=False)
+        for frame, message in zip(said, schema.messages, strict=False):
+            around.append(setter.put(frame_ids(tokenization, frame)))
+            setter.nodes(message.children)
+        around.append(setter.put(frame_ids(tokenization, said[-1])))
+    else:
+        begin = setter.put(tokenization.begin_ids)
+        setter.nodes(schema.children)
+    return Layout(
+        setter.texts,
+        tuple(around),
+        tuple(said),
+        begin,
+        setter.position,
+        tuple(setter.order),
+        frozenset(_stand_ins(schema.children)),
+    )
+
+
+def _unknown(tokenization: Tokenization) -> int:
+    """What parameters are encoded as: the unknown token, or one that means as little."""
+    known = tokenization.tokenizer
+    for token in (known.unk_token_id, known.pad_token_id, known.eos_token_id):
+        if token is not None:
+            return int(token)
+    return 0
+
+
+def _stand_ins(children: tuple[Node, ...]) -> Iterator[Path]:
+    """Units chosen to stand in for their unions; those with parameters are not known in advance."""
+    for child in walk(children):
+        if isinstance(child, Union):
+            for module in child.children:
+                if module.name == child.stand_in and not _has_params(module):
+                    yield module.path
+
+
+def _has_params(module: Module) -> bool:
+    return any(isinstance(node, Param) for node in walk(module.children))

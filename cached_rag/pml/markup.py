@@ -1,0 +1,123 @@
+"""PML as a tree of elements that know where they stand. Knows XML; knows no schema.
+
+Parsed with defusedxml: no DTD, no entities beyond XML's own, nothing external.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+from xml.sax import SAXParseException
+from xml.sax.handler import ContentHandler
+
+from defusedxml import DefusedXmlException
+from defusedxml.sax import make_parser
+
+from cached_rag.errors import PMLError
+from cached_rag.pml.nodes import Where
+
+
+@dataclass
+class Element:
+    """A tag with its content: elements, and strings with where they begin."""
+
+    tag: str
+    attributes: Mapping[str, str]
+    where: Where
+    content: list[Element | Chars] = field(default_factory=list)
+
+
+@dataclass
+class Chars:
+    """Text between tags."""
+
+    text: str
+    where: Where
+
+
+def parse_markup(source: str, file: str | None = None) -> Element:
+    """The root element.
+
+    Raises:
+        PMLError: not well-formed, or it holds what a prompt has no use for.
+    """
+    handler = _Handler()
+    parser = make_parser()
+    parser.setContentHandler(handler)
+    parser.forbid_dtd = True
+    try:
+        parser.parse(io.BytesIO(source.encode("utf-8", "replace")))
+    except SAXParseException as error:
+        where = Where(error.getLineNumber() or 1, (error.getColumnNumber() or 0) + 1)
+        raise PMLError(_explained(error.getMessage(), source, where), where, file) from error
+    except DefusedXmlException as error:
+        where = Where(parser.getLineNumber() or 1, (parser.getColumnNumber() or 0) + 1)
+        raise PMLError("document types and entities are not allowed", where, file) from error
+    assert handler.root is not None
+    return handler.root
+
+
+def _explained(message: str, source: str, where: Where) -> str:
+    """The XML parser's words, and a remedy for the mistake that is most likely."""
+    line = source.splitlines()[where.line - 1 : where.line]
+    around = line[0][max(0, where.column - 12) : where.column + 12].strip() if line else ""
+    return (
+        f"not well-formed XML ({message}) near {around!r}; in text, write &lt; for < and &amp; "
+        "for &, or put code into <![CDATA[ ... ]]>"
+    )
+
+
+class _Handler(ContentHandler):
+    """Builds elements; joins text that comments or the parser have torn apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root: Element | None = None
+        self._open: list[Element] = []
+        self._locator: Any = None
+
+    def setDocumentLocator(self, locator: Any) -> None:  # noqa: N802 (SAX's name)
+        self._locator = locator
+
+    def startElement(self, name: str, attrs: Any) -> None:  # noqa: N802
+        element = Element(name, dict(attrs), self._where())
+        if self._open:
+            self._open[-1].content.append(element)
+        else:
+            self.root = element
+        self._open.append(element)
+
+    def endElement(self, name: str) -> None:  # noqa: N802
+        self._open.pop()
+
+    def characters(self, content: str) -> None:
+        last = self._open[-1].content
+        if last and isinstance(last[-1], Chars):
+            last[-1].text += content
+        else:
+            last.append(Chars(content, self._where()))
+
+    def _where(self) -> Where:
+        return Where(self._locator.getLineNumber(), self._locator.getColumnNumber() + 1)
+
+
+def check_attributes(element: Element, known: Iterable[str], file: str | None) -> None:
+    """Refuse attributes that mean nothing here.
+
+    Raises:
+        PMLError: an attribute that is not in `known`.
+    """
+    for name in element.attributes.keys() - set(known):
+        message = f"<{element.tag}> has no attribute {name!r}{nearest(name, known)}"
+        raise PMLError(message, element.where, file)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint at what may have been meant; with nothing near, at what there is."""
+    known = sorted(known)
+    if close := get_close_matches(name, known, n=1):
+        return f"; did you mean {close[0]!r}?"
+    return f"; there are: {', '.join(known)}" if known else "; there are none"

@@ -1,0 +1,255 @@
+"""From elements to a checked schema. Knows PML's grammar; knows no prompt and no tokenizer.
+
+Sources: Prompt Cache, section 3.2 (both versions), and the authors' schema files, whose spellings
+(`parameter`, `length`, `cache`, `scaffold` of unions and parameters) are understood too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from cached_rag.errors import PMLError
+from cached_rag.pml.markup import Chars, Element, check_attributes, nearest
+from cached_rag.pml.nodes import (
+    ROLES,
+    Message,
+    Module,
+    Node,
+    Param,
+    Path,
+    Scaffold,
+    SchemaNode,
+    Text,
+    Union,
+    Where,
+    modules,
+)
+from cached_rag.pml.whitespace import separator, split, wider
+
+_NAME = re.compile(r"[^\W\d][\w.\-]*")
+_PARAM = ("param", "parameter")
+RESERVED = frozenset(("schema", "prompt", "module", "union", "scaffold", *_PARAM, *ROLES))
+_SPACE = "xml:space"
+
+
+def parse_schema(root: Element, file: str | None = None) -> SchemaNode:
+    """A schema from its element.
+
+    Raises:
+        PMLError: anything that is not as PML wants it, with its place.
+    """
+    return _Parser(file).schema(root)
+
+
+class _Parser:
+    """Walks elements in document order; remembers the white space that the next text begins with.
+
+    `_separator` is None where a prompt or a message begins: no white space stands there.
+    """
+
+    def __init__(self, file: str | None) -> None:
+        self._file = file
+        self._count = 0
+        self._separator: str | None = None
+
+    def fail(self, what: str, where: Where) -> PMLError:
+        return PMLError(what, where, self._file)
+
+    def schema(self, root: Element) -> SchemaNode:
+        if root.tag != "schema":
+            raise self.fail(f"a schema's root is <schema>, not <{root.tag}>", root.where)
+        check_attributes(root, ("name", _SPACE), self._file)
+        name = self._name(root)
+        scaffolds = [e for e in root.content if isinstance(e, Element) and e.tag == "scaffold"]
+        content = [e for e in root.content if e not in scaffolds]
+        is_chat = any(isinstance(e, Element) and e.tag in ROLES for e in content)
+        inside = Element("schema", root.attributes, root.where, content)
+        keep = self._keeps_space(root, keep=False)
+        children = tuple(
+            self._turns(inside, keep=keep) if is_chat else self._nodes(inside, (), keep=keep)
+        )
+        self._check_names(children, root)
+        found = tuple(self._scaffold(element, children) for element in scaffolds)
+        self._check_unique([s.name for s in found], [s.where for s in found], "scaffold")
+        return SchemaNode(name, children, found, root.where)
+
+    def _turns(self, root: Element, *, keep: bool) -> Iterator[Message]:
+        for part in root.content:
+            if isinstance(part, Element) and part.tag in ROLES:
+                check_attributes(part, (_SPACE,), self._file)
+                self._separator = None
+                nodes = self._nodes(part, (), keep=self._keeps_space(part, keep=keep))
+                yield Message(part.tag, tuple(nodes), part.where)
+            elif isinstance(part, Element) or part.text.strip():
+                what = f"<{part.tag}>" if isinstance(part, Element) else "text"
+                raise self.fail(
+                    f"{what} beside messages: a schema with <system>, <user> or <assistant> holds "
+                    "everything inside them",
+                    part.where,
+                )
+
+    def _nodes(
+        self, parent: Element, unit: Path, *, keep: bool, is_cached: bool = True
+    ) -> Iterator[Node]:
+        for part in parent.content:
+            if isinstance(part, Chars):
+                if text := self._text(part.text, keep=keep):
+                    yield Text(self._number(), text, unit, is_cached)
+            elif part.tag in _PARAM:
+                yield self._param(part, unit)
+            elif part.tag == "module":
+                yield self._module(part, unit, keep=keep, is_cached=is_cached)
+            elif part.tag == "union":
+                yield self._union(part, unit, keep=keep, is_cached=is_cached)
+            elif part.tag in ROLES:
+                raise self.fail(
+                    f"<{part.tag}> inside <{parent.tag}>: messages stand directly in the schema",
+                    part.where,
+                )
+            else:
+                known = ("module", "union", *_PARAM, *ROLES)
+                hint = nearest(part.tag, known)
+                raise self.fail(f"a schema has no <{part.tag}>{hint}", part.where)
+
+    def _text(self, text: str, *, keep: bool) -> str:
+        """A text with the white space before it; empty if it is white space alone."""
+        if keep:
+            before, self._separator = self._separator or "", ""
+            return before + text
+        before, body, after = split(text)
+        if not body:
+            if self._separator is not None:
+                self._separator = wider(self._separator, separator(before))
+            return ""
+        lead = "" if self._separator is None else wider(self._separator, separator(before))
+        self._separator = separator(after)
+        return lead + body
+
+    def _param(self, element: Element, unit: Path) -> Param:
+        check_attributes(element, ("name", "len", "length", "scaffold"), self._file)
+        given = [element.attributes[n] for n in ("len", "length") if n in element.attributes]
+        if len(given) != 1 or not given[0].isdecimal() or int(given[0]) < 1:
+            raise self.fail(
+                'a parameter needs one len="..." (or length): the most tokens of its argument, '
+                "at least 1",
+                element.where,
+            )
+        if any(isinstance(c, Element) or c.text.strip() for c in element.content):
+            raise self.fail("a parameter is empty; prompts give its argument", element.where)
+        lead, self._separator = self._separator or "", ""
+        placeholder = element.attributes.get("scaffold", "")
+        number = self._number()
+        return Param(number, self._name(element), int(given[0]), lead, placeholder, unit)
+
+    def _module(self, element: Element, unit: Path, *, keep: bool, is_cached: bool) -> Module:
+        check_attributes(element, ("name", "cache", _SPACE), self._file)
+        name, wanted = self._name(element), element.attributes.get("cache", "true")
+        if wanted not in ("true", "false"):
+            raise self.fail(f'cache is "true" or "false", not {wanted!r}', element.where)
+        path, is_cached = (*unit, name), is_cached and wanted == "true"
+        keep = self._keeps_space(element, keep=keep)
+        children = tuple(self._nodes(element, path, keep=keep, is_cached=is_cached))
+        self._check_names(children, element)
+        return Module(name, path, children, element.where)
+
+    def _union(self, element: Element, unit: Path, *, keep: bool, is_cached: bool) -> Union:
+        check_attributes(element, ("scaffold", _SPACE), self._file)
+        keep = self._keeps_space(element, keep=keep)
+        before, after = self._separator, ""
+        children: list[Module] = []
+        for part in element.content:
+            if isinstance(part, Element) and part.tag == "module":
+                self._separator = before
+                children.append(self._module(part, unit, keep=keep, is_cached=is_cached))
+                after = wider(after, self._separator or "")
+            elif isinstance(part, Element) or part.text.strip():
+                what = f"<{part.tag}>" if isinstance(part, Element) else "text"
+                raise self.fail(f"{what} in a union, which holds modules only", part.where)
+        if not children:
+            raise self.fail("an empty union", element.where)
+        self._separator = after
+        stand_in = element.attributes.get("scaffold")
+        names = [child.name for child in children]
+        if stand_in is not None and stand_in not in names:
+            hint = nearest(stand_in, names)
+            raise self.fail(f"the union's scaffold {stand_in!r} is not in it{hint}", element.where)
+        return Union(tuple(children), stand_in, element.where)
+
+    def _scaffold(self, element: Element, children: tuple[Node, ...]) -> Scaffold:
+        check_attributes(element, ("name",), self._file)
+        paths = frozenset(self._imported(element, children))
+        if not paths:
+            raise self.fail("a scaffold names the modules that it holds together", element.where)
+        return Scaffold(self._name(element), paths, element.where)
+
+    def _imported(self, element: Element, children: tuple[Node, ...]) -> Iterator[Path]:
+        known = modules(children)
+        for part in element.content:
+            if isinstance(part, Chars):
+                if part.text.strip():
+                    raise self.fail("text in a scaffold, which names modules only", part.where)
+                continue
+            check_attributes(part, (), self._file)
+            if part.tag not in known:
+                hint = nearest(part.tag, known)
+                raise self.fail(f"there is no module {part.tag!r} here{hint}", part.where)
+            module = known[part.tag]
+            yield module.path
+            yield from self._imported(part, module.children)
+
+    def _check_names(self, children: tuple[Node, ...], scope: Element) -> None:
+        every = list(_named(children))
+        self._check_unique([n for n, _ in every], [w for _, w in every], "module")
+        names = [child.name for child in _params(children)]
+        self._check_unique(names, [scope.where] * len(names), "parameter")
+
+    def _check_unique(self, names: list[str], places: list[Where], what: str) -> None:
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                first = places[names.index(name)]
+                raise self.fail(
+                    f"{what} {name!r} is there twice in one scope (first in line {first.line})",
+                    places[index],
+                )
+
+    def _name(self, element: Element) -> str:
+        name = element.attributes.get("name", "")
+        if not name:
+            raise self.fail(f'<{element.tag}> needs a name="..."', element.where)
+        if element.tag == "module" and (not _NAME.fullmatch(name) or name in RESERVED):
+            raise self.fail(
+                f"a module cannot be called {name!r}: prompts import it by a tag of that name, so "
+                "it begins with a letter, has letters, digits, '.', '-', '_' only, and is none of "
+                f"{', '.join(sorted(RESERVED))}",
+                element.where,
+            )
+        return name
+
+    def _keeps_space(self, element: Element, *, keep: bool) -> bool:
+        wanted = element.attributes.get(_SPACE)
+        if wanted not in (None, "preserve", "default"):
+            raise self.fail('xml:space is "preserve" or "default"', element.where)
+        return keep if wanted is None else wanted == "preserve"
+
+    def _number(self) -> int:
+        self._count += 1
+        return self._count - 1
+
+
+def _named(children: tuple[Node, ...]) -> Iterator[tuple[str, Where]]:
+    """Modules of one scope, in document order, twins included."""
+    for child in children:
+        if isinstance(child, Module):
+            yield child.name, child.where
+        elif isinstance(child, Union | Message):
+            yield from _named(child.children)
+
+
+def _params(children: tuple[Node, ...]) -> Iterator[Param]:
+    """Parameters of one scope, twins included."""
+    for child in children:
+        if isinstance(child, Param):
+            yield child
+        elif isinstance(child, Message):
+            yield from _params(child.children)

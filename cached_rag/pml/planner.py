@@ -1,0 +1,159 @@
+"""Which tokens of a schema's prompt come from which KV; what lacks KV is encoded first.
+
+The counterpart of `plan.py` for prompts that say themselves what their modules are. Knows no
+method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from cached_rag.errors import RelocationError
+from cached_rag.kv import LayerSource
+from cached_rag.library import Library
+from cached_rag.model import LanguageModel
+from cached_rag.plan import Placement, Plan
+from cached_rag.pml.assembly import Assembler, Piece
+from cached_rag.pml.encode import RunEncoder
+from cached_rag.pml.layout import Layout, Run, lay_out
+from cached_rag.pml.prompt import Turn
+from cached_rag.pml.schema import Schema
+from cached_rag.pml.units import Recipe, Recipes, Trail, Unit, scaffold_unit, units_of
+from cached_rag.prompt import Tokenization, Tokens
+from cached_rag.report import Report
+from cached_rag.stream import Clock
+
+
+@dataclass(frozen=True)
+class SchemaPlanner:
+    """Plans prompts of one schema on one model.
+
+    Attributes:
+        scaffolds: by the units they hold, largest first.
+    """
+
+    model: LanguageModel
+    layout: Layout
+    assembler: Assembler
+    encoder: RunEncoder
+    scaffolds: Sequence[Unit]
+
+    def plan(
+        self, turns: Sequence[Turn], method: str, report: Report, *, lazy: bool
+    ) -> tuple[Tokens, Plan]:
+        """The prompt's tokens, and where each comes from. Encodes what is not there yet.
+
+        Raises:
+            PMLError: an argument is too long.
+            RelocationError: new text pushes modules on, and the model's keys cannot be moved.
+        """
+        pieces = [piece for piece in self.assembler.pieces(turns) if piece.ids]
+        ids = [token for piece in pieces for token in piece.ids]
+        tokens = Tokens(ids, [0] * len(ids), [0] * len(ids))
+        if method == "full":
+            return tokens, Plan((), (), len(ids))
+        positions = self.assembler.positions(pieces)
+        self._check_moves(pieces, positions)
+        placements = self._placements(pieces, positions, report, lazy=lazy)
+        at = None if positions is None else tuple(positions)
+        plan = Plan(tuple(placements), (), len(ids), positions=at)
+        return tokens, plan.exact_only() if method == "prefix" else plan
+
+    def _placements(
+        self,
+        pieces: Sequence[Piece],
+        positions: Sequence[int] | None,
+        report: Report,
+        *,
+        lazy: bool,
+    ) -> Iterator[Placement]:
+        recipes = self._recipes(pieces)
+        clock = Clock()
+        found = {run: self.encoder.fetch(recipe, run, lazy=lazy) for run, recipe in recipes.items()}
+        self._encode_missing(found, recipes, report)
+        report.load_ms = clock.lap()
+        trail = Trail(is_movable=self.model.rule.is_movable)
+        # The last token's logits are wanted, so it is always computed.
+        begin, last, counted = 0, sum(len(piece.ids) for piece in pieces) - 1, set()
+        for piece in pieces:
+            seen = trail.add(piece.ids, begin if positions is None else positions[begin])
+            end = min(begin + len(piece.ids), last)
+            kv = found.get(piece.run) if piece.run else None
+            if piece.run and kv is not None and end > begin:
+                recipe = recipes[piece.run]
+                yield Placement(
+                    begin,
+                    kv.slice(0, end - begin),
+                    is_exact=recipe.seen == seen,
+                    is_module=bool(piece.run.unit) and piece.run.unit not in counted,
+                    source=self.encoder.source(recipe, piece.run),
+                )
+                counted.add(piece.run.unit)
+            begin += len(piece.ids)
+
+    def _encode_missing(
+        self,
+        found: dict[Run, LayerSource | None],
+        recipes: dict[Run, Recipe],
+        report: Report,
+    ) -> None:
+        """Fill the gaps in what was found."""
+        missing = [run for run, kv in found.items() if kv is None]
+        done = self.encoder.encode(dict.fromkeys(recipes[run].unit for run in missing))
+        for run in missing:
+            found[run] = done.kv[recipes[run].name]
+        report.modules_missed = sum(bool(unit.name) for unit in done.units)
+        report.missed_tokens = done.tokens
+        if done.problem is not None:
+            report.notes.append(f"{done.problem} It is computed anew next time.")
+
+    def _recipes(self, pieces: Sequence[Piece]) -> dict[Run, Recipe]:
+        """By which KV each run is reused: a scaffold's, if the prompt has all of it."""
+        single = self.encoder.recipes.single
+        chosen = {p.run: single[p.run] for p in pieces if p.run is not None and p.run.is_cached}
+        held: set[Run] = set()
+        for scaffold in self.scaffolds:
+            own = self.encoder.recipes.of(scaffold)
+            if own.keys() <= chosen.keys() and held.isdisjoint(own):
+                chosen |= own
+                held |= own.keys()
+        return chosen
+
+    def _check_moves(self, pieces: Sequence[Piece], positions: Sequence[int] | None) -> None:
+        if self.model.rule.is_movable:
+            return
+        begin = 0
+        for piece in pieces:
+            position = begin if positions is None else positions[begin]
+            if piece.run is not None and piece.run.is_cached and position != piece.run.start:
+                raise RelocationError(
+                    f"new text pushes {'/'.join(piece.run.unit) or 'the schema'!r} from position "
+                    f"{piece.run.start} to {position}, and this model's keys cannot be moved: "
+                    f"{self.model.rule.reason}. Shorten the text, give it room with a <param> in "
+                    'the schema, or use method="full"'
+                )
+            begin += len(piece.ids)
+
+
+def planner_of(
+    schema: Schema, model: LanguageModel, library: Library, tokenization: Tokenization
+) -> SchemaPlanner:
+    """All that can be settled before the first prompt.
+
+    Raises:
+        ConfigError: the model's chat template does not admit the schema's messages.
+    """
+    is_movable, behind = model.rule.is_movable, schema.behind
+    is_compact = schema.layout == "compact" or (schema.layout == "auto" and is_movable)
+    layout = lay_out(schema.node, tokenization)
+    recipes = Recipes(units_of(layout, behind), is_compact=is_compact, is_movable=is_movable)
+    scaffolds = [scaffold_unit(layout, behind, scaffold) for scaffold in schema.node.scaffolds]
+    scaffolds.sort(key=lambda unit: len(unit.runs), reverse=True)
+    return SchemaPlanner(
+        model,
+        layout,
+        Assembler(layout, tokenization, is_compact=is_compact, file=schema.file),
+        RunEncoder(model, library, recipes),
+        scaffolds,
+    )

@@ -1,0 +1,301 @@
+"""Prompts derived from a schema: what they import, with which arguments, and what they add.
+
+`select` checks a prompt against its schema and lays both out as turns of text. Knows no tokenizer
+and no model.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cached_rag.errors import PMLError
+from cached_rag.pml.markup import Chars, Element, nearest
+from cached_rag.pml.nodes import (
+    ROLES,
+    Message,
+    Module,
+    Node,
+    Param,
+    Path,
+    SchemaNode,
+    Text,
+    Union,
+    Where,
+    modules,
+    params,
+)
+from cached_rag.pml.whitespace import separator, split
+
+_NOWHERE = Where()
+_END: Path = ("",)  # no module is called so: where text behind all imports goes
+
+
+@dataclass(frozen=True)
+class Import:
+    """A module that a prompt takes from its schema.
+
+    Attributes:
+        parts: imports of the modules inside it, and new text between them.
+        arguments: of its parameters, by name.
+    """
+
+    name: str
+    parts: tuple[Import | str, ...]
+    arguments: Mapping[str, str]
+    where: Where
+
+    def __init__(self, name: str, /, *parts: Import | str, **arguments: str) -> None:
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "arguments", arguments)
+        object.__setattr__(self, "where", _NOWHERE)
+
+    def at(self, where: Where) -> Import:
+        """The same, of which errors say where it stands."""
+        object.__setattr__(self, "where", where)
+        return self
+
+
+@dataclass(frozen=True)
+class Said:
+    """A new turn behind the schema's own."""
+
+    role: str
+    text: str
+    where: Where = _NOWHERE
+
+
+Part = Import | Said | str
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument in its parameter's place, with the white space before it."""
+
+    param: Param
+    text: str
+    where: Where
+
+
+@dataclass(frozen=True)
+class New:
+    """Text that the schema does not have."""
+
+    text: str
+
+
+Bit = Text | Argument | New
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message of a prompt, or the whole of a prompt that is no chat (role "")."""
+
+    role: str
+    bits: tuple[Bit, ...]
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        return "".join(bit.text for bit in self.bits)
+
+
+@dataclass
+class _Choice:
+    """What a prompt imports and adds, found by one walk over its parts."""
+
+    file: str | None
+    imports: dict[Path, Import] = field(default_factory=dict)
+    before: dict[Path, list[str]] = field(default_factory=lambda: defaultdict(list))
+    after: dict[Path, list[str]] = field(default_factory=lambda: defaultdict(list))
+    said: list[Said] = field(default_factory=list)
+
+    def read(self, parts: Sequence[Part], children: tuple[Node, ...], scope: Path) -> None:
+        """Take in the parts of one scope."""
+        known = modules(children)
+        last: Path | None = None
+        waiting: list[str] = []
+        for index, part in enumerate(parts):
+            if isinstance(part, Said):
+                self._say(part, scope)
+            elif self.said:
+                what = part if isinstance(part, str) else part.name
+                where = Where() if isinstance(part, str) else part.where
+                raise self._fail(f"{what!r} stands behind a message; put it before", where)
+            elif isinstance(part, str):
+                is_last = not any(isinstance(p, Import) for p in parts[index:])
+                if is_last and (not scope or last is None):
+                    self.after[scope or _END].append(part)
+                elif last is not None:
+                    self.after[last].append(part)
+                else:
+                    waiting.append(part)
+            else:
+                module = self._module(part, known, scope)
+                self.before[module.path] += waiting
+                waiting, last = [], module.path
+                self.read(part.parts, module.children, module.path)
+
+    def _say(self, part: Said, scope: Path) -> None:
+        if scope:
+            raise self._fail(
+                f"<{part.role}> inside a module: messages stand at the end", part.where
+            )
+        if part.role not in ROLES:
+            hint = nearest(part.role, ROLES)
+            raise self._fail(f"there is no role {part.role!r}{hint}", part.where)
+        self.said.append(part)
+
+    def _module(self, part: Import, known: dict[str, Module], scope: Path) -> Module:
+        if part.name not in known:
+            inside = f"in {'/'.join(scope)!r}" if scope else "in the schema"
+            hint = nearest(part.name, known)
+            raise self._fail(f"there is no module {part.name!r} {inside}{hint}", part.where)
+        module = known[part.name]
+        if module.path in self.imports:
+            raise self._fail(f"{part.name!r} is imported twice", part.where)
+        own = params(module.children)
+        for name in part.arguments.keys() - own.keys():
+            hint = nearest(name, own)
+            raise self._fail(f"{part.name!r} has no parameter {name!r}{hint}", part.where)
+        self.imports[module.path] = part
+        return module
+
+    def _fail(self, what: str, where: Where) -> PMLError:
+        return PMLError(what, where, self.file)
+
+
+def select(
+    schema: SchemaNode,
+    parts: Sequence[Part],
+    arguments: Mapping[str, str],
+    where: Where | None = None,
+    file: str | None = None,
+) -> tuple[Turn, ...]:
+    """The prompt's turns: the schema's texts that it has, arguments and new text in their places.
+
+    New text stands right behind the import before it, or before the first one; behind the last one
+    it stands at the end of the schema, in a message of the user's.
+
+    Args:
+        arguments: of parameters outside all modules.
+        where: of the prompt itself, for errors.
+
+    Raises:
+        PMLError: what the prompt asks for is not in the schema, or excludes itself.
+    """
+    root = Import(schema.name, **arguments).at(where or Where())
+    choice = _Choice(file, imports={(): root})
+    own = params(schema.children)
+    for name in arguments.keys() - own.keys():
+        hint = nearest(name, own)
+        raise PMLError(f"the schema itself has no parameter {name!r}{hint}", root.where, file)
+    choice.read(parts, schema.children, ())
+    _check_unions(schema.children, choice)
+    added = [Said("user", text) for text in choice.after[_END]]
+    if not schema.messages:
+        if choice.said:
+            raise PMLError(
+                f"<{choice.said[0].role}> in a prompt whose schema has no messages; put the text "
+                "in without a tag",
+                choice.said[0].where,
+                file,
+            )
+        bits = [*_bits(schema.children, choice), *(New(said.text) for said in added)]
+        return (Turn("", _spaced(bits)),)
+    turns = [(m.role, list(_bits(m.children, choice))) for m in schema.messages]
+    for said in (*added, *choice.said):
+        if said in added and turns[-1][0] == "user":
+            turns[-1][1].append(New(said.text))
+        else:
+            turns.append((said.role, [New(said.text)]))
+    return tuple(Turn(role, _spaced(bits)) for role, bits in turns)
+
+
+def _bits(children: tuple[Node, ...], choice: _Choice) -> Iterator[Bit]:
+    for child in children:
+        if isinstance(child, Text):
+            yield child
+        elif isinstance(child, Param):
+            given = choice.imports[child.unit]
+            if value := given.arguments.get(child.name):
+                yield Argument(child, child.lead + value, given.where)
+        elif isinstance(child, Union | Message):
+            yield from _bits(child.children, choice)
+        elif child.path in choice.imports:
+            yield from map(New, choice.before[child.path])
+            yield from _bits(child.children, choice)
+            yield from map(New, choice.after[child.path])
+
+
+def _spaced(bits: Sequence[Bit]) -> tuple[Bit, ...]:
+    """New text that does not say how it is set off begins on a line of its own."""
+    spaced: list[Bit] = []
+    for bit in bits:
+        if isinstance(bit, New) and spaced and not bit.text[:1].isspace():
+            bit = New("\n" + bit.text)
+        spaced.append(bit)
+    return tuple(spaced)
+
+
+def _check_unions(children: tuple[Node, ...], choice: _Choice) -> None:
+    for child in children:
+        if isinstance(child, Union):
+            chosen = [m for m in child.children if m.path in choice.imports]
+            if len(chosen) > 1:
+                names = " and ".join(repr(module.name) for module in chosen)
+                raise PMLError(
+                    f"{names} exclude each other: a prompt takes one module of a union",
+                    choice.imports[chosen[1].path].where,
+                    choice.file,
+                )
+        if not isinstance(child, Text | Param):
+            _check_unions(child.children, choice)
+
+
+def parse_prompt(root: Element, file: str | None = None) -> tuple[list[Part], dict[str, str]]:
+    """The parts of a <prompt> element, and the arguments it gives to the schema itself.
+
+    Raises:
+        PMLError: it is no prompt.
+    """
+    if root.tag != "prompt":
+        raise PMLError(f"a prompt's root is <prompt>, not <{root.tag}>", root.where, file)
+    arguments = {name: value for name, value in root.attributes.items() if name != "schema"}
+    return list(_parts(root, file)), arguments
+
+
+def _parts(element: Element, file: str | None) -> Iterator[Part]:
+    said: Element | None = None
+    for part in element.content:
+        if isinstance(part, Chars):
+            text = _text(part.text)
+            if text and said:
+                raise PMLError(
+                    f"text behind <{said.tag}>: put it inside, or before", part.where, file
+                )
+            if text:
+                yield text
+        elif part.tag in ROLES:
+            said = part
+            inside = [c for c in part.content if isinstance(c, Element)]
+            if inside:
+                raise PMLError(
+                    f"<{inside[0].tag}> inside <{part.tag}>: a prompt's own messages hold text "
+                    "only; imports stand before them",
+                    inside[0].where,
+                    file,
+                )
+            text = "".join(c.text for c in part.content if isinstance(c, Chars))
+            yield Said(part.tag, split(text)[1], part.where)
+        else:
+            inner: Any = _parts(part, file)
+            yield Import(part.tag, *inner, **part.attributes).at(part.where)
+
+
+def _text(text: str) -> str:
+    before, body, _ = split(text)
+    return (separator(before) or "\n") + body if body else ""

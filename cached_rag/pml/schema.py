@@ -1,0 +1,200 @@
+"""`Schema`, a language for reusable prompts (Prompt Cache), and the prompts derived from it.
+
+Knows texts; an engine lays them out, encodes and answers them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from cached_rag.encode import EncodeSummary
+from cached_rag.errors import ConfigError, PMLError
+from cached_rag.fingerprint import digest
+from cached_rag.pml.markup import parse_markup
+from cached_rag.pml.nodes import SchemaNode, Where
+from cached_rag.pml.parse import parse_schema
+from cached_rag.pml.prompt import Part, Said, Turn, parse_prompt, select
+from cached_rag.pml.units import BEHIND
+
+LAYOUTS = ("auto", "compact", "schema")
+
+
+class EncodesSchemas(Protocol):
+    """An engine, as far as a schema needs one."""
+
+    def encode_schema(
+        self, schema: Schema, progress: Callable[[str], object] = lambda _: None
+    ) -> EncodeSummary:
+        """See `Schema.encode`."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Schema:
+    """Named modules, parameters and unions, of which prompts are made.
+
+    Attributes:
+        node: what it says.
+        layout: "schema" puts modules where the schema has them, with gaps for what a prompt leaves
+            out (the paper's); "compact" moves what is imported together; "auto" is compact where
+            the model's keys can be moved.
+        behind: what modules are encoded behind: "nothing" (the paper), the schema's "head", or all
+            of the "schema" that is in every prompt.
+        file: where it was read from, for errors.
+        source: as it was read.
+    """
+
+    node: SchemaNode
+    source: str
+    layout: str = "auto"
+    behind: str = "schema"
+    file: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("layout", LAYOUTS), ("behind", BEHIND)):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"{name} is one of {', '.join(known)}, not {getattr(self, name)!r}"
+                )
+
+    @classmethod
+    def from_string(
+        cls, source: str, *, layout: str = "auto", behind: str = "schema", file: str | None = None
+    ) -> Schema:
+        """Parse a <schema>.
+
+        Raises:
+            PMLError: it is wrong; with line, column and what was probably meant.
+        """
+        return cls(parse_schema(parse_markup(source, file), file), source, layout, behind, file)
+
+    @classmethod
+    def from_file(cls, path: str | Path, *, layout: str = "auto", behind: str = "schema") -> Schema:
+        """As `from_string`, from a UTF-8 file.
+
+        Raises:
+            PMLError: it cannot be read, or is wrong.
+        """
+        source = read_source(path)
+        return cls.from_string(source, layout=layout, behind=behind, file=str(path))
+
+    @classmethod
+    def from_function(
+        cls, function: Callable[..., Any], *, layout: str = "auto", behind: str = "schema"
+    ) -> Schema:
+        """All that a function may yield; see `prompt_function`, whose calls are prompts.
+
+        Raises:
+            PMLError: it does what a schema cannot say; the error names file and line.
+        """
+        from cached_rag.pml.function import PromptFunction
+
+        if isinstance(function, PromptFunction):
+            return replace(function.schema, layout=layout, behind=behind)
+        return PromptFunction(function, layout, behind).schema
+
+    @property
+    def name(self) -> str:
+        """What prompts call it."""
+        return self.node.name
+
+    @property
+    def digest(self) -> str:
+        """Equal for schemas that say the same and are laid out in the same way."""
+        return digest(self.source, self.layout, self.behind)
+
+    def prompt(self, *parts: Part, **arguments: str) -> SchemaPrompt:
+        """A prompt from Python: imports, new text between and behind them, new messages at the end.
+
+        Args:
+            parts: `Import`s, strings and `Said`s. Strings are text and nothing else, whatever they
+                hold.
+            arguments: of the schema's own parameters.
+
+        Raises:
+            PMLError: it asks for what the schema does not have.
+        """
+        return SchemaPrompt(self, parts, arguments)
+
+    def prompt_from_string(self, source: str, *, file: str | None = None) -> SchemaPrompt:
+        """A prompt from a <prompt>.
+
+        Raises:
+            PMLError: it is wrong, or of another schema.
+        """
+        root = parse_markup(source, file)
+        parts, arguments = parse_prompt(root, file)
+        wanted = root.attributes.get("schema", self.name)
+        if wanted != self.name:
+            raise PMLError(
+                f"this prompt is of schema {wanted!r}, and this is {self.name!r}", root.where, file
+            )
+        return SchemaPrompt(self, tuple(parts), arguments, root.where, file)
+
+    def prompt_from_file(self, path: str | Path) -> SchemaPrompt:
+        """As `prompt_from_string`, from a UTF-8 file."""
+        return self.prompt_from_string(read_source(path), file=str(path))
+
+    def encode(
+        self, engine: EncodesSchemas, progress: Callable[[str], object] = lambda _: None
+    ) -> EncodeSummary:
+        """Prefill all modules now; else each is, when a prompt first needs it.
+
+        Args:
+            progress: called with each module's name when it is there.
+
+        Raises:
+            ContextOverflowError: a module stands beyond the model's context.
+            StoreFullError: no room left; what was encoded before is kept.
+        """
+        return engine.encode_schema(self, progress)
+
+
+@dataclass(frozen=True)
+class SchemaPrompt:
+    """A prompt derived from a schema, for `Engine.generate`.
+
+    Attributes:
+        parts, arguments: as `Schema.prompt` takes them.
+        where, file: where it was read, for errors.
+        turns: all of it, in its order.
+
+    Raises:
+        PMLError: it asks for what the schema does not have.
+    """
+
+    schema: Schema
+    parts: tuple[Part, ...]
+    arguments: Mapping[str, str]
+    where: Where | None = None
+    file: str | None = None
+    turns: tuple[Turn, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        turns = select(self.schema.node, self.parts, self.arguments, self.where, self.file)
+        object.__setattr__(self, "turns", turns)
+
+    def then(self, *parts: str | Said) -> SchemaPrompt:
+        """The prompt with more at its end: text, or messages."""
+        return replace(self, parts=(*self.parts, *parts))
+
+    def plain(self) -> str | list[dict[str, str]]:
+        """The same for any model: a string, or chat messages."""
+        if not self.turns[0].role:
+            return self.turns[0].text
+        return [{"role": turn.role, "content": turn.text} for turn in self.turns]
+
+
+def read_source(path: str | Path) -> str:
+    """A PML file's text.
+
+    Raises:
+        PMLError: it cannot be read, or is no UTF-8.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PMLError(f"{path} cannot be read: {error}") from error

@@ -1,0 +1,178 @@
+"""What of a schema is encoded together, and behind what. Knows layouts; knows no model and no KV.
+
+A unit is a module's own text, without that of the modules inside it, or text that every prompt
+has (an anonymous module, Prompt Cache, section 3.2.1). The paper encodes each by itself. A prompt
+has more before it, some of it always: encoding a unit behind that costs nothing later, for only
+its own slice is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from cached_rag.fingerprint import digest
+from cached_rag.pml.layout import Layout, Run
+from cached_rag.pml.nodes import Path, Scaffold
+
+# What units are encoded behind: nothing, what the schema begins with, or all that is always there.
+BEHIND = ("nothing", "head", "schema")
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Runs that are encoded together, parameters among them.
+
+    Attributes:
+        name: the module's, or the scaffold's; empty for text that every prompt has.
+        runs: in document order.
+        context: runs whose KV stands before them meanwhile.
+    """
+
+    name: str
+    runs: tuple[Run, ...]
+    context: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one run's KV is made, as far as its identity needs it.
+
+    Attributes:
+        unit: encoding it gives the KV.
+        name: differs wherever the KV would.
+        seen: digest of the tokens and positions up to the run's end, if its KV is what prefill of
+            exactly these would compute; else None.
+    """
+
+    unit: Unit
+    name: str
+    seen: str | None
+
+
+class Trail:
+    """A digest of tokens and where they stand, that grows token by token."""
+
+    def __init__(self, *, is_movable: bool) -> None:
+        self._hash = hashlib.blake2b(digest_size=20)
+        self._origin: int | None = None if is_movable else 0
+
+    def add(self, ids: Sequence[int], start: int) -> str:
+        """Append tokens at positions `start...`; the digest of all there are now.
+
+        Of keys that can be moved only distances count.
+        """
+        if self._origin is None:
+            self._origin = start
+        pairs = array("q", bytes(16 * len(ids)))
+        pairs[0::2] = array("q", ids)
+        first = start - self._origin
+        pairs[1::2] = array("q", range(first, first + len(ids)))
+        self._hash.update(pairs.tobytes())
+        return self._hash.hexdigest()
+
+
+def units_of(layout: Layout, behind: str) -> list[Unit]:
+    """All that can be encoded of a schema by itself, in document order."""
+    return [_unit(layout, behind, "/".join(runs[0].unit), runs) for runs in _groups(layout)]
+
+
+def scaffold_unit(layout: Layout, behind: str, scaffold: Scaffold) -> Unit:
+    """A scaffold's modules with all that stands between them in every such prompt."""
+    held = [i for i, run in enumerate(layout.order) if run.unit in scaffold.paths]
+    span = layout.order[held[0] : held[-1] + 1] if held else ()
+    runs = [run for run in span if any(_is_around(run.unit, path) for path in scaffold.paths)]
+    return _unit(layout, behind, scaffold.name, tuple(runs))
+
+
+def _groups(layout: Layout) -> Iterator[tuple[Run, ...]]:
+    done: set[Path] = set()
+    group: list[Run] = []
+    for run in layout.order:
+        if run.unit or run.is_param:
+            if group:
+                yield tuple(group)
+            group = []
+            if run.unit and run.unit not in done:
+                done.add(run.unit)
+                own = tuple(layout.own(run.unit))
+                if any(r.is_cached for r in own):
+                    yield own
+        else:
+            group.append(run)
+    if group:
+        yield tuple(group)
+
+
+def _unit(layout: Layout, behind: str, name: str, runs: tuple[Run, ...]) -> Unit:
+    if not runs or behind == "nothing":
+        return Unit(name, runs, ())
+    before = [r for r in layout.order if r.end <= runs[0].start and r not in runs]
+    if behind == "head":
+        context = _head(layout)
+        return Unit(name, runs, tuple(r for r in context if r in before))
+    path = runs[0].unit
+    seen = [r for r in before if _is_around(r.unit, path) or r.unit in layout.stand_ins]
+    return Unit(name, runs, tuple(run for run in seen if run.is_cached))
+
+
+def _head(layout: Layout) -> list[Run]:
+    head: list[Run] = []
+    for run in layout.order:
+        if run.unit or run.is_param:
+            break
+        head.append(run)
+    return head
+
+
+def _is_around(unit: Path, path: Path) -> bool:
+    """Whether a prompt with the module `path` has the texts of `unit`."""
+    return path[: len(unit)] == unit
+
+
+class Recipes:
+    """The recipe of every run, whatever a prompt imports."""
+
+    def __init__(self, units: Sequence[Unit], *, is_compact: bool, is_movable: bool) -> None:
+        self.units = units
+        self._is_compact, self._is_movable = is_compact, is_movable
+        self.single: dict[Run, Recipe] = {}
+        self._by_unit: dict[Unit, dict[Run, Recipe]] = {}
+        for unit in units:
+            self.single |= self.of(unit)
+
+    def of(self, unit: Unit) -> dict[Run, Recipe]:
+        """The recipes of one unit's runs; those of its context must be known."""
+        if unit not in self._by_unit:
+            self._by_unit[unit] = self._of(unit)
+        return self._by_unit[unit]
+
+    def _of(self, unit: Unit) -> dict[Run, Recipe]:
+        trail, is_true = Trail(is_movable=self._is_movable), True
+        names = []
+        found: dict[Run, Recipe] = {}
+        at = self.positions(unit)
+        for run in unit.context:
+            seen = trail.add(run.ids, at[run])
+            known = self.single[run]
+            names.append(known.name)
+            is_true = is_true and known.seen == seen
+        before = digest(*names)
+        for run in unit.runs:
+            seen = trail.add(run.fill, at[run])
+            if run.is_cached:
+                found[run] = Recipe(unit, digest(before, seen), seen if is_true else None)
+        return found
+
+    def positions(self, unit: Unit) -> dict[Run, int]:
+        """Where a unit and its context stand while it is encoded."""
+        every = (*unit.context, *unit.runs)
+        if not self._is_compact:
+            return {run: run.start for run in every}
+        found, position = {}, 0
+        for run in every:
+            found[run] = position
+            position += run.length
+        return found
