@@ -1,4 +1,4 @@
-"""One decode step of several answers at once, each over its own KV.
+"""One decode step of several answers at once, each over its own KV or over what they share.
 
 The linear layers read the weights once for all rows; attention goes row by row, so that rows need
 neither the same length nor one common buffer. Knows nothing of sampling, and not whose rows they
@@ -18,13 +18,14 @@ from cached_rag.assemble import KVBuffer
 from cached_rag.attention import Rows, attending
 from cached_rag.decode import step
 from cached_rag.model import LanguageModel
+from cached_rag.relay import SharedKV, relay_attention
 
 
 @dataclass(frozen=True)
 class NextToken:
     """A token at `slot`, to be computed over the slots before it in `buffer`."""
 
-    buffer: KVBuffer
+    buffer: KVBuffer | SharedKV
     token: int
     slot: int
 
@@ -38,9 +39,16 @@ class _BatchCache(Cache):  # type: ignore[misc]
     def __init__(self, steps: Sequence[NextToken], windows: tuple[int | None, ...]) -> None:
         super().__init__(layers=[])
         self.windows = windows
-        self._buffers = [one.buffer for one in steps]
-        device = steps[0].buffer.keys.device
-        self._rows = [Rows(torch.tensor([one.slot], device=device), one.slot + 1) for one in steps]
+        self._last = max(one.slot for one in steps)
+        self._own: dict[int, tuple[KVBuffer, Rows]] = {}
+        self._shared: dict[int, SharedKV] = {}
+        for index, one in enumerate(steps):
+            if isinstance(one.buffer, SharedKV):
+                one.buffer.open_slot(one.slot)
+                self._shared[index] = one.buffer
+            else:
+                slot = torch.tensor([one.slot], device=one.buffer.keys.device)
+                self._own[index] = (one.buffer, Rows(slot, one.slot + 1))
         self._layer = 0
 
     @property
@@ -58,9 +66,12 @@ class _BatchCache(Cache):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write (batch, num_kv_heads, 1, dim), a row to each buffer."""
         self._layer = layer_idx
-        for index, (buffer, rows) in enumerate(zip(self._buffers, self._rows, strict=True)):
+        for index, (buffer, rows) in self._own.items():
             one = slice(index, index + 1)
             buffer.write(layer_idx, rows.index, key_states[one], value_states[one])
+        for index, shared in self._shared.items():
+            one = slice(index, index + 1)
+            shared.write(layer_idx, key_states[one], value_states[one])
         return key_states, value_states
 
     def attend(
@@ -72,19 +83,24 @@ class _BatchCache(Cache):  # type: ignore[misc]
         window: int | None,
     ) -> torch.Tensor:
         """(batch, num_heads, 1, value_dim) for a (batch, num_heads, 1, head_dim) query."""
-        parts = []
-        for index, (buffer, rows) in enumerate(zip(self._buffers, self._rows, strict=True)):
+        parts: dict[int, torch.Tensor] = {}
+        for index, (buffer, rows) in self._own.items():
             seen = buffer.keys[self._layer][:, :, : rows.length]
             values = buffer.values[self._layer][:, :, : rows.length]
-            parts.append(rows.attend(query[index : index + 1], seen, values, scale, window))
-        return torch.cat(parts)
+            parts[index] = rows.attend(query[index : index + 1], seen, values, scale, window)
+        if self._shared:
+            every = list(self._shared.values())
+            asked = query[list(self._shared)]
+            relayed = relay_attention(asked, every, self._layer, scale, window)
+            parts |= zip(self._shared, relayed[:, None], strict=True)
+        return torch.cat([parts[index] for index in range(len(query))])
 
     def observe(self, *_: Any) -> None:
         """Nobody watches decoding."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Slots before the longest row's token."""
-        return max(rows.last for rows in self._rows)
+        return self._last
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """All slots of the longest row, from the first."""
@@ -106,8 +122,9 @@ def step_batch(model: LanguageModel, steps: Sequence[NextToken]) -> torch.Tensor
 
     Models that cannot batch take one row after the other.
     """
-    if len(steps) == 1 or not can_batch(model):
-        return torch.cat([step(model, one.buffer, one.token, one.slot) for one in steps])
+    own = [(one.buffer, one) for one in steps if isinstance(one.buffer, KVBuffer)]
+    if len(own) == len(steps) and (len(steps) == 1 or not can_batch(model)):
+        return torch.cat([step(model, buffer, one.token, one.slot) for buffer, one in own])
     decoder, device = model.decoder, model.device
     cache = _BatchCache(steps, decoder.windows)
     inputs = {

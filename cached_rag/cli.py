@@ -15,9 +15,19 @@ from rich.table import Table
 
 from cached_rag import __version__
 from cached_rag.cli_eval import evaluate_command
+from cached_rag.cli_schema import schema_app
 from cached_rag.cli_store import store_app
 from cached_rag.errors import CachedRAGError
-from cached_rag.terminal import DEFAULT_INDEX, Index, Json, err, out, print_json, require_index
+from cached_rag.terminal import (
+    DEFAULT_INDEX,
+    Index,
+    Json,
+    err,
+    out,
+    print_json,
+    print_reports,
+    require_index,
+)
 
 app = typer.Typer(
     help="Retrieval-augmented generation without prefilling the same text twice.",
@@ -26,6 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(store_app, name="store")
+app.add_typer(schema_app, name="schema")
 app.command("eval")(evaluate_command)
 Model = Annotated[
     str | None, typer.Option(help="Alias, hub id, folder or .gguf file; kept in a new index.")
@@ -118,7 +129,7 @@ def ask(
     out.print("\n")
     _print_sources(answer.sources)
     rows = [("cached", answer.report)] + ([("full prefill", full.report)] if full else [])
-    _print_reports(rows)
+    print_reports(rows)
     if full is not None:
         out.print(f"Full prefill's answer: {full.text}", markup=False)
 
@@ -264,21 +275,3 @@ def _print_sources(sources: Any) -> None:
         out.print(
             f"  {hit.score:.2f}  {name} #{hit.ordinal}  {hit.title}", style="dim", markup=False
         )
-
-
-def _print_reports(rows: list[tuple[str, Any]]) -> None:
-    table = Table("", "method", "prompt", "cached", "recomputed", "TTFT ms", "total ms")
-    for name, report in rows:
-        table.add_row(
-            name,
-            report.method,
-            str(report.prompt_tokens),
-            str(report.cached_tokens),
-            str(report.recomputed_tokens),
-            f"{report.ttft_ms:.0f}",
-            f"{report.total_ms:.0f}",
-        )
-    out.print(table)
-    if len(rows) == 2:
-        ratio = rows[1][1].ttft_ms / rows[0][1].ttft_ms
-        out.print(f"first token {ratio:.1f}x sooner than full prefill")

@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 from cachetools import LRUCache
 
+from cached_rag.batch_step import can_batch
 from cached_rag.config import GenerationConfig, StoreConfig
 from cached_rag.context import Context
 from cached_rag.encode import EncodeSummary
@@ -35,6 +36,7 @@ from cached_rag.prefiller import Planner, Prefiller
 from cached_rag.prompt import Message, Rendered, Tokenization, Tokens
 from cached_rag.report import Report
 from cached_rag.sequences import SequenceTree
+from cached_rag.sharing import Pool
 from cached_rag.stepper import Stepper
 from cached_rag.stream import Generation, Prefill, Stream
 from cached_rag.write_back import WriteBack
@@ -219,13 +221,18 @@ class Engine:
     ) -> list[Generation]:
         """Answer several prompts, their tokens computed together; each as `generate` would.
 
+        Prompts of schemas keep modules that none of them repairs once in memory, and read them
+        once a token, where the model's attention can be replaced.
+
         Raises:
             As `generate`, for the first prompt that fails; the others are stopped then.
         """
-        streams = [self.stream(prompt, config, **options) for prompt in prompts]
-        with ThreadPoolExecutor(_BATCH_ROWS, "batch") as pool:
+        pool = Pool(self.model.shapes) if can_batch(self.model) else None
+        config = (config or GenerationConfig()).replace(**options)
+        streams = [self._stream(prompt, config, pool) for prompt in prompts]
+        with ThreadPoolExecutor(_BATCH_ROWS, "batch") as threads:
             try:
-                return list(pool.map(Stream.result, streams))
+                return list(threads.map(Stream.result, streams))
             finally:
                 for stream in streams:
                     stream.cancel()
@@ -234,8 +241,15 @@ class Engine:
         self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any
     ) -> Stream:
         """The answer piece by piece, as it is made. Errors as `generate`, at the first piece."""
-        config = (config or GenerationConfig()).replace(**options)
-        return Stream(self.model, self.stepper, lambda: self.prefill(prompt, config), config)
+        return self._stream(prompt, (config or GenerationConfig()).replace(**options))
+
+    def _stream(self, prompt: Prompt, config: GenerationConfig, pool: Pool | None = None) -> Stream:
+        def start() -> Prefill:
+            done = self.prefill(prompt, config)
+            is_shared = pool is not None and isinstance(prompt, SchemaPrompt) and done.as_they_are
+            return pool.share(done, config.max_tokens) if pool and is_shared else done
+
+        return Stream(self.model, self.stepper, start, config)
 
     def prefill(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any
@@ -274,21 +288,24 @@ class Engine:
         self, schema: Schema, progress: Callable[[str], object] = lambda _: None
     ) -> EncodeSummary:
         """See `Schema.encode`."""
-        encoder = self.schema_planner(schema).encoder
+        planner = self.schema_planner(schema)
         started = time.perf_counter()
 
         def encode() -> Encoded:
             with self.lock, torch.inference_mode():
-                units = [*encoder.recipes.units, *self.schema_planner(schema).scaffolds]
-                missing = encoder.missing(units)
-                return encoder.encode(missing, lambda unit: progress(unit.name))
+                missing = planner.missing()
+                return planner.encoder.encode(missing, lambda unit: progress(unit.name))
 
         done = on_model_thread(encode)
         if done.problem is not None:
             raise done.problem
-        present = len(encoder.recipes.units) - len(done.units)
+        present = len(planner.units) - len(done.units)
         seconds = time.perf_counter() - started
         return EncodeSummary(len(done.units), present, (), done.tokens, seconds)
+
+    def missing_units(self, schema: Schema) -> list[str]:
+        """Names of what `encode_schema` would prefill; empty for text that is in every prompt."""
+        return [unit.name for unit in self.schema_planner(schema).missing()]
 
     def schema_planner(self, schema: Schema) -> SchemaPlanner:
         """A schema's layout and encodings on this engine's model."""

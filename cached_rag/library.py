@@ -61,7 +61,8 @@ class Library:
         self.table = ModuleTable()
         self.disk: DiskStore | None = None
         self._catalog: Catalog | None = None
-        tiers: list[KVStore] = list(memory_tiers(config, device))
+        self._memory = list(memory_tiers(config, device))
+        tiers: list[KVStore] = list(self._memory)
         if config.path is not None:
             root = Path(config.path)
             self.disk = DiskStore(root, codec=config.codec, max_bytes=config.disk_bytes)
@@ -146,6 +147,14 @@ class Library:
             StoreFullError: there is no room.
         """
         self.store.put(self.key(behind, kv.token_ids), kv)
+
+    def memory_bytes(self) -> int:
+        """Bytes of KV in memory, the host's and a device's."""
+        return sum(tier.nbytes for tier in self._memory)
+
+    def memory_tokens(self) -> int:
+        """Tokens whose KV is there; one that is in two tiers counts twice, as its bytes do."""
+        return sum(tier.num_tokens for tier in self._memory)
 
     def fetch(self, behind: Behind, token_ids: Sequence[int]) -> ModuleKV | None:
         """A module's KV, or None if there is none or it is damaged (which is logged)."""

@@ -100,6 +100,19 @@ def load_model(
     return wrap_model(model.to(device), tokenizer, name=name, revision=str(revision))
 
 
+def load_tokenizer(name: str) -> Any:
+    """A model's tokenizer, without its weights (but a GGUF's are converted, the first time).
+
+    Raises:
+        ModelNotFoundError: no such model, or it cannot be fetched.
+    """
+    source = resolve(name)
+    try:
+        return AutoTokenizer.from_pretrained(_converted(source) if source.is_gguf else source.path)
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"cannot load a tokenizer from {name!r}: {error}") from error
+
+
 def wrap_model(model: Any, tokenizer: Any, *, name: str, revision: str) -> LanguageModel:
     """Examine a model that is already in memory; it is put in eval mode and its attention set.
 

@@ -25,7 +25,7 @@ from cached_rag.library import Library
 from cached_rag.loading import LayerLoader
 from cached_rag.model import LanguageModel
 from cached_rag.model_thread import on_model_thread
-from cached_rag.plan import Plan, make_plan
+from cached_rag.plan import Placement, Plan, make_plan
 from cached_rag.profile import profile_of
 from cached_rag.prompt import Rendered, Tokenization, Tokens
 from cached_rag.report import Report
@@ -114,7 +114,8 @@ class Prefiller:
             self._workspace.give(buffer)
             is_over()
 
-        return Prefill(tokens, done.logits, buffer, report, release, done.rows)
+        kept = _as_they_are(plan, selector)
+        return Prefill(tokens, done.logits, buffer, report, release, done.rows, kept)
 
     def _adapted(self, plan: Plan, selector: Selector, report: Report) -> tuple[Plan, Selector]:
         """Plan and method as the loading controller wants them."""
@@ -225,6 +226,16 @@ class Prefiller:
                 f"exceed the model's context of {room}; retrieve fewer or smaller chunks, or lower "
                 "max_tokens"
             )
+
+
+def _as_they_are(plan: Plan, selector: Selector) -> tuple[Placement, ...]:
+    """Placements whose KV is in memory and the same in the prompt: exact, or not repaired."""
+    is_repaired = not isinstance(selector, Reuse)
+    return tuple(
+        place
+        for place in plan.placements
+        if isinstance(place.kv, ModuleKV) and (place.is_exact or not is_repaired)
+    )
 
 
 def _kind(method: str, selector: Selector) -> str:

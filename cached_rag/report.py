@@ -26,6 +26,8 @@ class Report:
         ttft_ms: from the call to the first token.
         total_ms: from the call to the last token.
         output_tokens: tokens of the answer.
+        kv_bytes, shared_kv_bytes: of prompts answered together, what this one holds alone and what
+            it shares; 0 where nothing is shared.
         decision: the loading controller's, and why; empty where it was not asked.
         notes: what the user should know.
     """
@@ -44,6 +46,8 @@ class Report:
     ttft_ms: float = 0.0
     total_ms: float = 0.0
     output_tokens: int = 0
+    kv_bytes: int = 0
+    shared_kv_bytes: int = 0
     decision: str = ""
     notes: list[str] = field(default_factory=list)
 

@@ -17,7 +17,9 @@ from cached_rag.config import GenerationConfig
 from cached_rag.decode import Detokenizer, Sampler
 from cached_rag.model import LanguageModel
 from cached_rag.model_thread import on_model_thread
+from cached_rag.plan import Placement
 from cached_rag.prompt import Tokens
+from cached_rag.relay import SharedKV
 from cached_rag.report import Report
 from cached_rag.stepper import Seat, Stepper
 
@@ -42,15 +44,17 @@ class Prefill:
     Attributes:
         logits: (1, vocab_size) after the last prompt token.
         buffer: KV of all `tokens`, with room for the answer.
-        rows: positions of the tokens that were computed in every layer; the others are cached.
+        rows: slots of the tokens that were computed in every layer; the others are cached.
+        as_they_are: cached KV that nothing was repaired in, in memory.
     """
 
     tokens: Tokens
     logits: torch.Tensor
-    buffer: KVBuffer
+    buffer: KVBuffer | SharedKV
     report: Report
     release: Callable[[], None]
     rows: torch.Tensor
+    as_they_are: tuple[Placement, ...] = ()
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What all commands share: the terminal, and two options."""
+"""What all commands share: the terminal, two options, and how reports are shown."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from cached_rag.errors import ConfigError
 
@@ -34,3 +35,22 @@ def require_index(index: Path) -> None:
 def print_json(value: dict[str, Any]) -> None:
     """One object on one line of standard output, without any styling."""
     sys.stdout.write(json.dumps(value, default=str) + "\n")
+
+
+def print_reports(rows: list[tuple[str, Any]]) -> None:
+    """Named reports as a table; of two, how much sooner the first one's first token came."""
+    table = Table("", "method", "prompt", "cached", "recomputed", "TTFT ms", "total ms")
+    for name, report in rows:
+        table.add_row(
+            name,
+            report.method,
+            str(report.prompt_tokens),
+            str(report.cached_tokens),
+            str(report.recomputed_tokens),
+            f"{report.ttft_ms:.0f}",
+            f"{report.total_ms:.0f}",
+        )
+    out.print(table)
+    if len(rows) == 2:
+        ratio = rows[1][1].ttft_ms / rows[0][1].ttft_ms
+        out.print(f"first token {ratio:.1f}x sooner than full prefill")

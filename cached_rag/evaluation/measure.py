@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
+from cached_rag.assemble import KVBuffer
 from cached_rag.config import GenerationConfig
 from cached_rag.engine import Engine
 from cached_rag.evaluation.metrics import exact_match, f1, rouge_l
 from cached_rag.fuse import prefill_rows
+from cached_rag.pml import SchemaPrompt
 from cached_rag.prompt import Message
 from cached_rag.stream import Prefill, Stream
 
@@ -39,7 +41,7 @@ class Reading:
 
 def read(
     engine: Engine,
-    prompt: Sequence[Message],
+    prompt: Sequence[Message] | SchemaPrompt,
     config: GenerationConfig,
     reference: str | None,
     *,
@@ -96,6 +98,7 @@ def answer_nll(
     answer = engine.tokenization.literal(reference.strip()).ids[: config.max_tokens]
     if not answer:
         return None
+    assert isinstance(prefill.buffer, KVBuffer)  # only prompts answered together share theirs
     scores = [prefill.logits]
     if len(answer) > 1:
         begin = len(prefill.tokens)

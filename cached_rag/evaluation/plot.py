@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cached_rag.errors import EvaluationError
+from cached_rag.plotting import new_figure, save
 
 
 def plot_frontier(rows: Sequence[dict[str, Any]], path: Path, loss: str = "kl") -> None:
@@ -20,12 +20,7 @@ def plot_frontier(rows: Sequence[dict[str, Any]], path: Path, loss: str = "kl") 
     Raises:
         EvaluationError: matplotlib is missing, or does not know the format.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise EvaluationError("plots need matplotlib: pip install 'cached-rag[bench]'") from error
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = new_figure()
     for method in dict.fromkeys(row["method"] for row in rows):
         points = sorted(_points([row for row in rows if row["method"] == method], loss))
         times, losses, _ = zip(*points, strict=True)
@@ -34,10 +29,7 @@ def plot_frontier(rows: Sequence[dict[str, Any]], path: Path, loss: str = "kl") 
             axes.annotate(f"{ratio:g}", (time, lost), fontsize=7)
     axes.set(xlabel="TTFT / full prefill's TTFT", ylabel=f"{loss} against full prefill")
     axes.legend(fontsize=8)
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise EvaluationError(f"cannot write the plot to {path}: {error}") from error
+    save(figure, path)
 
 
 def _points(rows: Sequence[dict[str, Any]], loss: str) -> list[tuple[float, float, float]]:

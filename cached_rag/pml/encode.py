@@ -108,7 +108,7 @@ class RunEncoder:
         at = self.recipes.positions(unit)
         every = (*unit.context, *unit.runs)
         ids = [token for run in every for token in run.fill]
-        positions = [at[run] + offset for run in every for offset in range(run.length)]
+        positions = [at[run] + offset for run in every for offset in range(len(run.fill))]
         self._check_room(unit, positions[-1] + 1)
         buffer = KVBuffer.like(self.model.shapes, len(ids)).lay_out(positions)
         slot = 0
@@ -124,16 +124,16 @@ class RunEncoder:
         for run in unit.runs:
             if run.is_cached:
                 found[run] = buffer.read(slot, slot + run.length, run.ids)
-            slot += run.length
+            slot += len(run.fill)
         return found
 
     def _check_room(self, unit: Unit, length: int) -> None:
         self.model.rule.check(0, length)
         if length > self.model.context_length:
             raise ContextOverflowError(
-                f"{unit.name or 'the schema itself'!r} reaches position {length} of the schema, "
-                f"beyond the model's context of {self.model.context_length}; put modules that "
-                'exclude each other into a <union>, split the schema, or use layout="compact"'
+                f"{unit.name or 'the schema itself'!r} reaches position {length}, "
+                f"beyond the model's context of {self.model.context_length}; split it, or put modules "
+                "that exclude each other into a <union>"
             )
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from tokenizers.decoders import ByteLevel
+
 from cached_rag.pml.frames import frame_ids, frames
 from cached_rag.pml.nodes import Module, Node, Param, Path, SchemaNode, Text, Union, walk
 from cached_rag.prompt import Tokenization
@@ -26,8 +28,8 @@ class Run:
         start: position of the first.
         length: positions taken.
         unit: path of the module whose own they are; empty for what every prompt contains.
-        fill: what stands there while the module is encoded, `length` tokens: the ids themselves,
-            or a parameter's placeholder.
+        fill: what stands there while the module is encoded: the ids themselves, or a parameter's
+            placeholder, which may leave positions empty.
     """
 
     ids: Ids
@@ -81,7 +83,7 @@ class _Setter:
     """Sets runs one behind the other, as a typesetter does."""
 
     tokenization: Tokenization
-    unknown: int
+    unknown: int | None
     position: int = 0
     texts: dict[int, Run] = field(default_factory=dict)
     order: list[Run] = field(default_factory=list)
@@ -121,7 +123,7 @@ class _Setter:
     def _placeholder(self, param: Param) -> Ids:
         text = param.lead + param.placeholder if param.placeholder else ""
         ids = tuple(self.tokenization.following(text).ids)[: param.length] if text else ()
-        return ids + (self.unknown,) * (param.length - len(ids))
+        return ids if self.unknown is None else ids + (self.unknown,) * (param.length - len(ids))
 
 
 def lay_out(schema: SchemaNode, tokenization: Tokenization) -> Layout:
@@ -153,13 +155,15 @@ def lay_out(schema: SchemaNode, tokenization: Tokenization) -> Layout:
     )
 
 
-def _unknown(tokenization: Tokenization) -> int:
-    """What parameters are encoded as: the unknown token, or one that means as little."""
+def _unknown(tokenization: Tokenization) -> int | None:
+    """The unknown token, as which the paper encodes parameters; None if the vocabulary has none.
+
+    To a byte-level vocabulary nothing is unknown. What its tokenizer names so is a control token,
+    most often the end of a document, behind which a module would be read as another document.
+    """
     known = tokenization.tokenizer
-    for token in (known.unk_token_id, known.pad_token_id, known.eos_token_id):
-        if token is not None:
-            return int(token)
-    return 0
+    is_byte_level = isinstance(known.backend_tokenizer.decoder, ByteLevel)
+    return None if is_byte_level or known.unk_token_id is None else int(known.unk_token_id)
 
 
 def _stand_ins(children: tuple[Node, ...]) -> Iterator[Path]:

@@ -58,7 +58,8 @@ class _Parser:
 
     def schema(self, root: Element) -> SchemaNode:
         if root.tag != "schema":
-            raise self.fail(f"a schema's root is <schema>, not <{root.tag}>", root.where)
+            hint = "; a prompt is checked with its schema" if root.tag == "prompt" else ""
+            raise self.fail(f"a schema's root is <schema>, not <{root.tag}>{hint}", root.where)
         check_attributes(root, ("name", _SPACE), self._file)
         name = self._name(root)
         scaffolds = [e for e in root.content if isinstance(e, Element) and e.tag == "scaffold"]

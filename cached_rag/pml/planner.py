@@ -39,6 +39,15 @@ class SchemaPlanner:
     encoder: RunEncoder
     scaffolds: Sequence[Unit]
 
+    @property
+    def units(self) -> list[Unit]:
+        """All that can be encoded."""
+        return [*self.encoder.recipes.units, *self.scaffolds]
+
+    def missing(self) -> list[Unit]:
+        """What of it has no KV."""
+        return self.encoder.missing(self.units)
+
     def plan(
         self, turns: Sequence[Turn], method: str, report: Report, *, lazy: bool
     ) -> tuple[Tokens, Plan]:
@@ -54,7 +63,8 @@ class SchemaPlanner:
         if method == "full":
             return tokens, Plan((), (), len(ids))
         positions = self.assembler.positions(pieces)
-        self._check_moves(pieces, positions)
+        if not self.model.rule.is_movable:
+            pieces = self._where_they_are(pieces, positions)
         placements = self._placements(pieces, positions, report, lazy=lazy)
         at = None if positions is None else tuple(positions)
         plan = Plan(tuple(placements), (), len(ids), positions=at)
@@ -120,20 +130,30 @@ class SchemaPlanner:
                 held |= own.keys()
         return chosen
 
-    def _check_moves(self, pieces: Sequence[Piece], positions: Sequence[int] | None) -> None:
-        if self.model.rule.is_movable:
-            return
-        begin = 0
+    def _where_they_are(
+        self, pieces: Sequence[Piece], positions: Sequence[int] | None
+    ) -> list[Piece]:
+        """The pieces for a model whose keys cannot be moved: template pushed on is new text.
+
+        Raises:
+            RelocationError: a module, or text of the schema, is pushed on.
+        """
+        found, begin = [], 0
         for piece in pieces:
             position = begin if positions is None else positions[begin]
-            if piece.run is not None and piece.run.is_cached and position != piece.run.start:
-                raise RelocationError(
-                    f"new text pushes {'/'.join(piece.run.unit) or 'the schema'!r} from position "
-                    f"{piece.run.start} to {position}, and this model's keys cannot be moved: "
-                    f"{self.model.rule.reason}. Shorten the text, give it room with a <param> in "
-                    'the schema, or use method="full"'
-                )
+            run = piece.run
+            if run is not None and run.is_cached and position != run.start:
+                if run not in self.layout.frames:
+                    raise RelocationError(
+                        f"new text pushes {'/'.join(run.unit) or 'the schema'!r} from position "
+                        f"{run.start} to {position}, and this model's keys cannot be moved: "
+                        f"{self.model.rule.reason}. Shorten the text, give it room with a <param> "
+                        'in the schema, or use method="full"'
+                    )
+                piece = Piece(piece.ids)
+            found.append(piece)
             begin += len(piece.ids)
+        return found
 
 
 def planner_of(
@@ -147,7 +167,12 @@ def planner_of(
     is_movable, behind = model.rule.is_movable, schema.behind
     is_compact = schema.layout == "compact" or (schema.layout == "auto" and is_movable)
     layout = lay_out(schema.node, tokenization)
-    recipes = Recipes(units_of(layout, behind), is_compact=is_compact, is_movable=is_movable)
+    recipes = Recipes(
+        units_of(layout, behind),
+        is_compact=is_compact,
+        is_movable=is_movable,
+        room=model.context_length,
+    )
     scaffolds = [scaffold_unit(layout, behind, scaffold) for scaffold in schema.node.scaffolds]
     scaffolds.sort(key=lambda unit: len(unit.runs), reverse=True)
     return SchemaPlanner(

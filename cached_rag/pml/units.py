@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cached_rag.fingerprint import digest
 from cached_rag.pml.layout import Layout, Run
@@ -29,11 +29,13 @@ class Unit:
         name: the module's, or the scaffold's; empty for text that every prompt has.
         runs: in document order.
         context: runs whose KV stands before them meanwhile.
+        is_scaffold: several modules, and all that is between them in prompts that have all.
     """
 
     name: str
     runs: tuple[Run, ...]
     context: tuple[Run, ...]
+    is_scaffold: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def scaffold_unit(layout: Layout, behind: str, scaffold: Scaffold) -> Unit:
     held = [i for i, run in enumerate(layout.order) if run.unit in scaffold.paths]
     span = layout.order[held[0] : held[-1] + 1] if held else ()
     runs = [run for run in span if any(_is_around(run.unit, path) for path in scaffold.paths)]
-    return _unit(layout, behind, scaffold.name, tuple(runs))
+    return replace(_unit(layout, behind, scaffold.name, tuple(runs)), is_scaffold=True)
 
 
 def _groups(layout: Layout) -> Iterator[tuple[Run, ...]]:
@@ -135,9 +137,20 @@ def _is_around(unit: Path, path: Path) -> bool:
 class Recipes:
     """The recipe of every run, whatever a prompt imports."""
 
-    def __init__(self, units: Sequence[Unit], *, is_compact: bool, is_movable: bool) -> None:
+    def __init__(
+        self, units: Sequence[Unit], *, is_compact: bool, is_movable: bool, room: int
+    ) -> None:
+        """Settle all names.
+
+        Args:
+            is_compact: prompts have no gaps; a scaffold is encoded without them, too, so that it is
+                what full prefill would compute.
+            is_movable: keys can be moved, so that it matters not where, but how far apart tokens
+                stand.
+            room: positions that the model has.
+        """
         self.units = units
-        self._is_compact, self._is_movable = is_compact, is_movable
+        self._is_compact, self._is_movable, self._room = is_compact, is_movable, room
         self.single: dict[Run, Recipe] = {}
         self._by_unit: dict[Unit, dict[Run, Recipe]] = {}
         for unit in units:
@@ -169,7 +182,8 @@ class Recipes:
     def positions(self, unit: Unit) -> dict[Run, int]:
         """Where a unit and its context stand while it is encoded."""
         every = (*unit.context, *unit.runs)
-        if not self._is_compact:
+        is_beyond = self._is_movable and unit.runs[-1].end > self._room
+        if not is_beyond and not (self._is_compact and unit.is_scaffold):
             return {run: run.start for run in every}
         found, position = {}, 0
         for run in every:

@@ -1,0 +1,183 @@
+"""Prompts of schemas against full prefill: one prompt by several methods, and growing prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from cached_rag.benchmarks.ttft import make_texts
+from cached_rag.config import StoreConfig
+from cached_rag.engine import Engine
+from cached_rag.errors import ConfigError
+from cached_rag.model import LanguageModel
+from cached_rag.plotting import new_figure, save
+from cached_rag.pml import Import, Schema, SchemaPrompt
+from cached_rag.profile import forget_pages
+
+_MODULE_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One method on one prompt: the median time to first token, and the answer."""
+
+    method: str
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_ms: float
+    speedup: float
+    text: str
+
+
+@dataclass(frozen=True)
+class LengthRow:
+    """One length: medians, milliseconds; KV in the host's memory, and on disk."""
+
+    prompt_tokens: int
+    full_ms: float
+    memory_ms: float
+    disk_ms: float
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of KV a token: by the formula (Prompt Cache, table 2), in memory, in files."""
+
+    formula: int
+    memory: float
+    disk: float | None
+
+
+def bench_prompt(
+    engine: Engine,
+    prompt: SchemaPrompt,
+    methods: Sequence[str] = ("full", "reuse", "auto"),
+    *,
+    max_tokens: int = 48,
+    repeats: int = 3,
+) -> list[PromptRow]:
+    """Answer once by each method, which warms up; then time first tokens in turns."""
+    prompt.schema.encode(engine)
+    answers = {m: engine.generate(prompt, method=m, max_tokens=max_tokens) for m in methods}
+    times: dict[str, list[float]] = {method: [] for method in methods}
+    for _ in range(repeats):
+        for method, found in times.items():
+            report = engine.generate(prompt, method=method, max_tokens=1).report
+            found.append(report.ttft_ms)
+    medians = {method: statistics.median(found) for method, found in times.items()}
+    first = medians[methods[0]]
+    return [
+        PromptRow(
+            method,
+            answers[method].report.prompt_tokens,
+            answers[method].report.cached_tokens,
+            round(median, 2),
+            round(first / median, 2),
+            answers[method].text,
+        )
+        for method, median in medians.items()
+    ]
+
+
+def footprint(engine: Engine) -> Footprint:
+    """What an engine's KV takes, a token; all of it is in memory, and in files if it has any.
+
+    Raises:
+        ConfigError: there is none in memory.
+    """
+    library = engine.library
+    held = library.memory_tokens()
+    if not held:
+        raise ConfigError("nothing is in memory, so there is nothing to weigh")
+    disk = library.disk.nbytes / held if library.disk is not None else None
+    return Footprint(engine.model.shapes.bytes_per_token, library.memory_bytes() / held, disk)
+
+
+def bench_lengths(
+    model: LanguageModel,
+    lengths: Sequence[int],
+    folder: Path,
+    *,
+    method: str = "reuse",
+    repeats: int = 3,
+    on_round: Callable[[], None] = lambda: None,
+) -> list[LengthRow]:
+    """Time prompts all of whose text is cached but the question (Prompt Cache, figure 5).
+
+    Lengths take turns with full prefill within one run. From disk, every request has an engine of
+    its own and the files' pages are dropped first, where the system lets us (Linux).
+
+    Raises:
+        ConfigError: a length that the model's context cannot hold.
+    """
+    if not lengths or min(lengths) < 64 or max(lengths) >= model.context_length:
+        raise ConfigError(
+            f"lengths are from 64 to {model.context_length - 1} tokens, what {model.name} reads"
+        )
+    settings = StoreConfig(path=str(folder), write_back=False)
+    with Engine(model, settings) as engine:
+        prompts = [_prompt_of(engine, length) for length in lengths]
+        for prompt in prompts:
+            prompt.schema.encode(engine)
+        samples: list[list[tuple[float, float, float]]] = [[] for _ in prompts]
+        for round_ in range(repeats + 1):
+            for prompt, found in zip(prompts, samples, strict=True):
+                times = tuple(_times(engine, prompt, method, folder, settings))
+                if round_:
+                    found.append((times[0], times[1], times[2]))
+            on_round()
+        tokens = [engine.count_tokens(prompt) for prompt in prompts]
+    rows = []
+    for count, found in zip(tokens, samples, strict=True):
+        medians = [round(statistics.median(column), 2) for column in zip(*found, strict=True)]
+        rows.append(LengthRow(count, *medians))
+    return rows
+
+
+def _times(
+    engine: Engine, prompt: SchemaPrompt, method: str, folder: Path, settings: StoreConfig
+) -> Iterator[float]:
+    """Full prefill, KV in memory, KV on disk."""
+    for name in ("full", method):
+        yield engine.generate(prompt, method=name, max_tokens=1).report.ttft_ms
+    forget_pages(folder)
+    with Engine(engine.model, dataclasses.replace(settings, pipelined=False)) as fresh:
+        fresh.schema_planner(prompt.schema)
+        yield fresh.generate(prompt, method=method, max_tokens=1).report.ttft_ms
+
+
+def _prompt_of(engine: Engine, length: int) -> SchemaPrompt:
+    """A prompt of about so many tokens, in modules of equal size."""
+    count = -(-length // _MODULE_TOKENS)
+    texts, question = make_texts(engine, count, (length - 24) // count, 16)
+    modules = "\n".join(
+        f'<module name="text-{number}">{escape(text)}</module>' for number, text in enumerate(texts)
+    )
+    schema = Schema.from_string(f'<schema name="texts-{length}">{modules}</schema>')
+    return schema.prompt(*(Import(f"text-{number}") for number in range(count)), question)
+
+
+def plot_lengths(rows: Sequence[LengthRow], path: Path) -> None:
+    """Draw time to first token against length, both axes logarithmic.
+
+    Raises:
+        EvaluationError: matplotlib is missing, or does not know the format.
+    """
+    figure, axes = new_figure()
+    tokens = [row.prompt_tokens for row in rows]
+    for label, name in (
+        ("full prefill", "full_ms"),
+        ("cached, KV on disk", "disk_ms"),
+        ("cached, KV in memory", "memory_ms"),
+    ):
+        axes.loglog(tokens, [getattr(row, name) for row in rows], marker="o", label=label)
+    axes.set(xlabel="prompt tokens", ylabel="time to first token, ms")
+    axes.set_xticks(tokens, [str(count) for count in tokens], minor=False)
+    axes.minorticks_off()
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    save(figure, path)

@@ -1,0 +1,34 @@
+"""Figures with matplotlib, where it is installed. Knows no data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cached_rag.errors import EvaluationError
+
+
+def new_figure() -> tuple[Any, Any]:
+    """A figure and its axes.
+
+    Raises:
+        EvaluationError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise EvaluationError("plots need matplotlib: pip install 'cached-rag[bench]'") from error
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    return figure, figure.subplots()
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure; the file's suffix says in which format.
+
+    Raises:
+        EvaluationError: it cannot be written, or matplotlib does not know the format.
+    """
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise EvaluationError(f"cannot write the plot to {path}: {error}") from error
