@@ -71,7 +71,7 @@ ORDER = (
     *("terminal", "cli_store", "cli_schema", "cli_eval"),
     "cli",
 )
-PUBLIC = ("cached_rag", "cached_rag.benchmarks", "cached_rag.evaluation")
+PUBLIC = ("cached_rag", "cached_rag.benchmarks", "cached_rag.evaluation", "cached_rag.pml")
 FRAMEWORKS = ("langchain_core", "langchain", "llama_index", "langchain_cached_rag")
 
 

@@ -8,14 +8,17 @@ from cached_rag.pml.function import PromptFunction, assistant, prompt_function, 
 from cached_rag.pml.program import MaxTokens
 from cached_rag.pml.prompt import Import, Said
 from cached_rag.pml.schema import Schema, SchemaPrompt
+from cached_rag.pml.template import Fillable, SchemaTemplate
 
 __all__ = [
+    "Fillable",
     "Import",
     "MaxTokens",
     "PromptFunction",
     "Said",
     "Schema",
     "SchemaPrompt",
+    "SchemaTemplate",
     "assistant",
     "prompt_function",
     "system",

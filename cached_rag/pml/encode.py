@@ -131,9 +131,9 @@ class RunEncoder:
         self.model.rule.check(0, length)
         if length > self.model.context_length:
             raise ContextOverflowError(
-                f"{unit.name or 'the schema itself'!r} reaches position {length}, "
-                f"beyond the model's context of {self.model.context_length}; split it, or put modules "
-                "that exclude each other into a <union>"
+                f"{unit.name or 'the schema itself'!r} reaches position {length}, beyond the "
+                f"model's context of {self.model.context_length}; split it, or put modules that "
+                "exclude each other into a <union>"
             )
 
 

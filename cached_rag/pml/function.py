@@ -5,6 +5,7 @@ Joins reading (`program.py`) and calling (`trace.py`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import update_wrapper
@@ -51,6 +52,15 @@ class PromptFunction:
         """
         parts, arguments = self._trace(*args, **kwargs)
         return self.schema.prompt(*parts, **arguments)
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of its parameters."""
+        return tuple(inspect.signature(self).parameters)
+
+    def fill(self, **values: object) -> SchemaPrompt:
+        """As a call, by keywords."""
+        return self(**values)
 
     def trace(self, *args: Any, **kwargs: Any) -> tuple[list[Import], dict[str, str]]:
         """What a call imports, and the arguments that it gives outside all modules."""

@@ -157,6 +157,9 @@ class _Parser:
     def _union(self, element: Element, unit: Path, *, keep: bool, is_cached: bool) -> Union:
         check_attributes(element, ("scaffold", _SPACE), self._file)
         keep = self._keeps_space(element, keep=keep)
+        first = element.content[0] if element.content else None
+        if isinstance(first, Chars) and not first.text.strip() and self._separator is not None:
+            self._separator = wider(self._separator, separator(first.text))
         before, after = self._separator, ""
         children: list[Module] = []
         for part in element.content:

@@ -232,11 +232,12 @@ def _bits(children: tuple[Node, ...], choice: _Choice) -> Iterator[Bit]:
 
 
 def _spaced(bits: Sequence[Bit]) -> tuple[Bit, ...]:
-    """New text that does not say how it is set off begins on a line of its own."""
+    """New text not set off from what is before it begins on a line of its own."""
     spaced: list[Bit] = []
     for bit in bits:
-        if isinstance(bit, New) and spaced and not bit.text[:1].isspace():
-            bit = New("\n" + bit.text)
+        if isinstance(bit, New):
+            text = bit.text if spaced else bit.text.lstrip()
+            bit = New("\n" + text if spaced and not text[:1].isspace() else text)
         spaced.append(bit)
     return tuple(spaced)
 
@@ -298,4 +299,4 @@ def _parts(element: Element, file: str | None) -> Iterator[Part]:
 
 def _text(text: str) -> str:
     before, body, _ = split(text)
-    return (separator(before) or "\n") + body if body else ""
+    return separator(before) + body if body else ""

@@ -5,10 +5,13 @@ Knows texts; an engine lays them out, encodes and answers them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
+
+from cachetools import LRUCache
 
 from cached_rag.encode import EncodeSummary
 from cached_rag.errors import ConfigError, PMLError
@@ -19,6 +22,10 @@ from cached_rag.pml.parse import parse_schema
 from cached_rag.pml.prompt import Part, Said, Turn, parse_prompt, select
 from cached_rag.pml.units import BEHIND
 
+# Prompts on their way through a framework that carries text only; found again by that text.
+_REMEMBERED = 256
+_SENT: LRUCache[str, SchemaPrompt] = LRUCache(_REMEMBERED)
+_SENDING = threading.Lock()
 LAYOUTS = ("auto", "compact", "schema")
 
 
@@ -186,6 +193,25 @@ class SchemaPrompt:
         if not self.turns[0].role:
             return self.turns[0].text
         return [{"role": turn.role, "content": turn.text} for turn in self.turns]
+
+    def sent(self) -> str | list[dict[str, str]]:
+        """As `plain`, remembered for a while, so that who gets it can `receive` it whole."""
+        plain = self.plain()
+        with _SENDING:
+            _SENT[_key(plain)] = self
+        return plain
+
+    @staticmethod
+    def receive(plain: str | Sequence[Mapping[str, str]]) -> SchemaPrompt | None:
+        """The prompt that was lately `sent` in this process as exactly this, if there is one."""
+        with _SENDING:
+            return _SENT.get(_key(plain)) if _SENT else None
+
+
+def _key(plain: str | Sequence[Mapping[str, str]]) -> str:
+    if isinstance(plain, str):
+        return digest(plain)
+    return digest("chat", *(text for said in plain for text in (said["role"], said["content"])))
 
 
 def read_source(path: str | Path) -> str:

@@ -5,6 +5,7 @@ from langchain_cached_rag.chat_models import ChatCachedRAG
 from langchain_cached_rag.embeddings import SentenceTransformerEmbeddings
 from langchain_cached_rag.llms import CachedRAGLLM
 from langchain_cached_rag.retrievers import CachedRetriever
+from langchain_cached_rag.schemas import PMLPromptTemplate
 from langchain_cached_rag.vectorstores import CachedRAGVectorStore
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "CachedRAGVectorStore",
     "CachedRetriever",
     "ChatCachedRAG",
+    "PMLPromptTemplate",
     "SentenceTransformerEmbeddings",
 ]

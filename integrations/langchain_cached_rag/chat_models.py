@@ -12,7 +12,7 @@ from langchain_core.language_models import BaseChatModel, LangSmithParams
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
-from cached_rag import Engine, Stream
+from cached_rag import Engine, SchemaPrompt, Stream
 from langchain_cached_rag.messages import handed_over, metadata, plain, usage
 from langchain_cached_rag.prompts import Prompt
 from langchain_cached_rag.settings import EngineSettings
@@ -59,7 +59,8 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         engine = self._called(options.pop("model", None))
         if modules := handed_over(messages):
             engine.register(modules)
-        return engine.stream(plain(messages), self._config(stop, options))
+        prompt = plain(messages)
+        return engine.stream(SchemaPrompt.receive(prompt) or prompt, self._config(stop, options))
 
     def _called(self, model: str | None) -> Engine:
         """The engine of a call; the profile can be completed once there is one."""

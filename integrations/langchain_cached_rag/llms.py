@@ -12,7 +12,7 @@ from langchain_core.language_models import LLM
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
-from cached_rag import Report, Stream
+from cached_rag import Report, SchemaPrompt, Stream
 from langchain_cached_rag.messages import metadata, usage
 from langchain_cached_rag.prompts import Prompt
 from langchain_cached_rag.settings import GENERATION_SETTINGS, EngineSettings
@@ -42,6 +42,11 @@ class CachedRAGLLM(EngineSettings, LLM):
     def _prompt(self, value: Any) -> Prompt:
         text = value if isinstance(value, str) else value.to_string()
         return [{"role": "user", "content": text}] if self.as_chat else text
+
+    def _asked(self, text: str) -> Prompt | SchemaPrompt:
+        """What a string stands for: a schema's prompt, if a template has just made it from one."""
+        received = None if self.as_chat else SchemaPrompt.receive(text)
+        return received or self._prompt(text)
 
     def generate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
         """As `LLM.generate`; a call's settings count as this model's own in response caches."""
@@ -80,7 +85,7 @@ class CachedRAGLLM(EngineSettings, LLM):
     ) -> LLMResult:
         model = kwargs.pop("model", None)
         engine, config = self.loaded_engine(model), self._config(stop, kwargs)
-        answers = engine.generate_batch([self._prompt(prompt) for prompt in prompts], config)
+        answers = engine.generate_batch([self._asked(prompt) for prompt in prompts], config)
         return self._result([(a.text, a.report, a.finish_reason) for a in answers], model)
 
     async def _agenerate(
@@ -112,7 +117,7 @@ class CachedRAGLLM(EngineSettings, LLM):
     def _start(self, prompt: str, stop: list[str] | None, options: dict[str, Any]) -> Stream:
         options = dict(options)
         engine = self.loaded_engine(options.pop("model", None))
-        return engine.stream(self._prompt(prompt), self._config(stop, options))
+        return engine.stream(self._asked(prompt), self._config(stop, options))
 
     def _stream(
         self,

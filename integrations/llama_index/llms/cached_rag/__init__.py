@@ -3,5 +3,13 @@
 from llama_index.llms.cached_rag.base import CachedRAGLLM
 from llama_index.llms.cached_rag.callbacks import CacheReportHandler
 from llama_index.llms.cached_rag.nodes import MarkModules, marked, module_text
+from llama_index.llms.cached_rag.schemas import PMLPromptTemplate
 
-__all__ = ["CacheReportHandler", "CachedRAGLLM", "MarkModules", "marked", "module_text"]
+__all__ = [
+    "CacheReportHandler",
+    "CachedRAGLLM",
+    "MarkModules",
+    "PMLPromptTemplate",
+    "marked",
+    "module_text",
+]

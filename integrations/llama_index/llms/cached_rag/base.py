@@ -34,6 +34,7 @@ from cached_rag import (
     EncodeSummary,
     Engine,
     GenerationConfig,
+    SchemaPrompt,
     StoreConfig,
     Stream,
 )
@@ -201,7 +202,10 @@ class CachedRAGLLM(CustomLLM):
         return self.loaded_engine().tokenization.render(plain(messages)).text
 
     def _start(self, prompt: Callable[[], Prompt], options: dict[str, Any]) -> Stream:
-        return self.loaded_engine().stream(prompt(), self._config(options))
+        asked = prompt()
+        return self.loaded_engine().stream(
+            SchemaPrompt.receive(asked) or asked, self._config(options)
+        )
 
     async def _astart(self, prompt: Callable[[], Prompt], options: dict[str, Any]) -> Stream:
         return await asyncio.to_thread(self._start, prompt, options)

@@ -1,0 +1,104 @@
+"""Prompts with blanks, for frameworks: the same schema, texts and arguments filled in per call.
+
+Knows strings. Values become text and nothing else, for they are put in after parsing.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from cached_rag.errors import PMLError
+from cached_rag.pml.markup import nearest
+from cached_rag.pml.prompt import Import, Part, Said
+from cached_rag.pml.schema import Schema, SchemaPrompt
+
+_FORMATTER = string.Formatter()
+
+
+class Fillable(Protocol):
+    """What makes prompts from named values: a template, or a prompt function."""
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the values."""
+        ...
+
+    def fill(self, **values: object) -> SchemaPrompt:
+        """The prompt for these values."""
+        ...
+
+
+@dataclass(frozen=True)
+class SchemaTemplate:
+    """A prompt with `{variables}` in its texts and arguments; `{{` and `}}` are braces."""
+
+    schema: Schema
+    parts: tuple[Part, ...]
+    arguments: Mapping[str, str]
+
+    @classmethod
+    def from_string(cls, schema: Schema, source: str) -> SchemaTemplate:
+        """From a <prompt>.
+
+        Raises:
+            PMLError: it is wrong, or not of this schema.
+        """
+        prompt = schema.prompt_from_string(source)
+        found = cls(schema, prompt.parts, prompt.arguments)
+        found.fill(**dict.fromkeys(found.variables, ""))  # so that mistakes show here
+        return found
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names in braces, in order."""
+        texts = [*self.arguments.values(), *_texts(self.parts)]
+        return tuple(dict.fromkeys(name for text in texts for name in _names(text)))
+
+    def fill(self, **values: object) -> SchemaPrompt:
+        """The prompt for these values.
+
+        Raises:
+            PMLError: a value is missing, or an argument has more tokens than its place.
+        """
+        for name in self.variables:
+            if name not in values:
+                raise PMLError(f"no value for {{{name}}}{nearest(name, values)}")
+        parts = tuple(_filled(part, values) for part in self.parts)
+        arguments = {name: text.format(**values) for name, text in self.arguments.items()}
+        return self.schema.prompt(*(p for p in parts if p != ""), **arguments)
+
+
+def _texts(parts: Sequence[Part]) -> Iterator[str]:
+    for part in parts:
+        if isinstance(part, Import):
+            yield from part.arguments.values()
+            yield from _texts(part.parts)
+        else:
+            yield part.text if isinstance(part, Said) else part
+
+
+def _names(text: str) -> Iterator[str]:
+    try:
+        for _, name, spec, conversion in _FORMATTER.parse(text):
+            if name is None:
+                continue
+            if not name.isidentifier() or spec or conversion:
+                raise PMLError(
+                    f"{{{name}}} is no variable; variables are names, and braces are {{{{ and }}}}"
+                )
+            yield name
+    except ValueError as error:
+        raise PMLError(f"braces in {text!r}: {error}; write {{{{ and }}}} for braces") from error
+
+
+def _filled(part: Part, values: Mapping[str, object]) -> Part:
+    if isinstance(part, str):
+        return part.format(**values)
+    if isinstance(part, Said):
+        return replace(part, text=part.text.format(**values))
+    inside = [_filled(inner, values) for inner in part.parts]
+    arguments = {name: text.format(**values) for name, text in part.arguments.items()}
+    return Import(part.name, *inside, **arguments).at(part.where)  # type: ignore[arg-type]

@@ -1,0 +1,219 @@
+"""What schemas and prompts say, and every mistake at its line and column."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cached_rag import Import, PMLError, Said, Schema
+from cached_rag.pml.nodes import Module, Param, Text, Union, walk
+
+GOOD = """<schema name="s">
+  <!-- what all see -->
+  <system>Be
+    brief.</system>
+  <user>
+    Read:
+    <module name="file.py"><![CDATA[
+def less(a, b):
+    return a < b & True
+]]></module>
+    <module name="letter">
+      Dear <parameter name="who" length="4"/>,
+      <union scaffold="news">
+        <module name="news">here are news.</module>
+        <module name="secret" cache="false">this is a secret.</module>
+      </union>
+    </module>
+  </user>
+</schema>"""
+
+
+def schema(body, **attributes):
+    text = "".join(f' {name}="{value}"' for name, value in attributes.items())
+    return f'<schema name="s"{text}>{body}</schema>'
+
+
+def texts(source):
+    found = Schema.from_string(source).node
+    return [node.text for node in walk(found.children) if isinstance(node, Text)]
+
+
+def test_indentation_goes_and_lines_stay():
+    assert texts(GOOD) == [
+        "Be\nbrief.",
+        "Read:",
+        "\ndef less(a, b):\n    return a < b & True",
+        "\nDear",
+        ",",
+        "\nhere are news.",
+        "\nthis is a secret.",
+    ]
+    every = list(walk(Schema.from_string(GOOD).node.children))
+    (param,) = [node for node in every if isinstance(node, Param)]
+    assert (param.name, param.length, param.lead, param.unit) == ("who", 4, " ", ("letter",))
+    (union,) = [node for node in every if isinstance(node, Union)]
+    assert union.stand_in == "news"
+    hidden = [node.text for node in every if isinstance(node, Text) and not node.is_cached]
+    assert hidden == ["\nthis is a secret."]
+
+
+def test_white_space_can_be_kept():
+    kept = '<module name="m" xml:space="preserve">  a\n   b </module>'
+    assert texts(schema(f"x {kept} y")) == ["x", "   a\n   b ", " y"]
+
+
+def test_white_space_before_siblings_of_a_union_is_the_same():
+    body = 'Go<union> <module name="a">now</module>\n\n<module name="b">\nlater</module></union>.'
+    assert texts(schema(body)) == ["Go", " now", "\nlater", "."]
+
+
+def test_names_are_unique_in_their_scope_only():
+    nested = '<module name="a"><module name="b">x</module></module><module name="b">y</module>'
+    found = Schema.from_string(schema(nested))
+    paths = [node.path for node in walk(found.node.children) if isinstance(node, Module)]
+    assert paths == [("a",), ("a", "b"), ("b",)]
+    prompt = found.prompt(Import("a"), Import("b"))
+    assert prompt.plain() == "y"
+    assert found.prompt(Import("a", Import("b"))).plain() == "x"
+
+
+MISTAKES = [
+    ("<schema name='s'><module name='m'>a < b</module></schema>", 1, 38, "write &lt; for <"),
+    ("<schema name='s'>\n <modul name='m'/></schema>", 2, 2, "did you mean 'module'"),
+    (
+        "<schema name='s'>\n<module nam='m'/></schema>",
+        2,
+        1,
+        "no attribute 'nam'; did you mean 'name'",
+    ),
+    ("<schema><module name='m'/></schema>", 1, 1, 'needs a name="..."'),
+    ("<prompt schema='s'/>", 1, 1, "checked with its schema"),
+    (
+        schema('<module name="a">x</module>\n<module name="a">y</module>'),
+        2,
+        1,
+        "twice in one scope",
+    ),
+    (schema('<param name="p" len="0"/>'), 1, 18, "at least 1"),
+    (schema('<param name="p" len="3" length="3"/>'), 1, 18, "one len"),
+    (schema('<param name="p" len="3">x</param>'), 1, 18, "prompts give its argument"),
+    (schema('<param name="p" len="3"/><param name="p" len="3"/>'), 1, 1, "'p' is there twice"),
+    (schema('<module name="user">x</module>'), 1, 18, "cannot be called 'user'"),
+    (schema('<module name="1st">x</module>'), 1, 18, "begins with a letter"),
+    (schema('<module name="a" cache="no"/>'), 1, 18, "cache is"),
+    (schema("<union>text</union>"), 1, 25, "holds modules only"),
+    (schema("<union/>"), 1, 18, "an empty union"),
+    (schema('<union scaffold="b"><module name="a"/></union>'), 1, 18, "not in it"),
+    (schema('<module name="a"><user>x</user></module>'), 1, 35, "stand directly in the schema"),
+    (schema("text<user>x</user>"), 1, 18, "holds everything inside them"),
+    (schema('<module name="a"/><scaffold name="s"><b/></scaffold>'), 1, 55, "no module 'b'"),
+    (schema('<scaffold name="s"/>'), 1, 18, "names the modules"),
+    (schema('<module name="a" xml:space="no"/>'), 1, 18, "preserve"),
+    ("<!DOCTYPE s [<!ENTITY a 'b'>]><schema name='s'>&a;</schema>", 1, None, "not allowed"),
+    ("<schema name='s'>&nbsp;</schema>", 1, None, "not well-formed"),
+    ("", 1, None, "not well-formed"),
+]
+
+
+@pytest.mark.parametrize(("source", "line", "column", "what"), MISTAKES)
+def test_mistakes_in_schemas_are_named_with_their_place(source, line, column, what):
+    with pytest.raises(PMLError, match=what) as failed:
+        Schema.from_string(source, file="f.xml")
+    assert failed.value.line == line
+    assert column is None or failed.value.column == column
+    assert str(failed.value).startswith(f"f.xml:{line}:")
+
+
+ASKED = [
+    ("<prompt schema='s'><lettre/></prompt>", 20, "no module 'lettre' in the schema; did you mean"),
+    ("<prompt schema='x'/>", 1, "this prompt is of schema 'x'"),
+    ("<promt/>", 1, "a prompt's root is <prompt>"),
+    ("<prompt><letter whom='x'/></prompt>", 9, "no parameter 'whom'; did you mean 'who'"),
+    ("<prompt when='x'/>", 1, "the schema itself has no parameter 'when'"),
+    ("<prompt><letter><news/><secret/></letter></prompt>", 24, "exclude each other"),
+    ("<prompt><letter/><letter/></prompt>", 18, "imported twice"),
+    ("<prompt><news/></prompt>", 9, "no module 'news' in the schema"),
+    ("<prompt><user>a</user>b</prompt>", 23, "text behind <user>"),
+    ("<prompt><user>a</user><letter/></prompt>", 23, "stands behind a message"),
+    ("<prompt><letter><user>a</user></letter></prompt>", 17, "inside a module"),
+    ("<prompt><user><letter/></user></prompt>", 15, "hold text only"),
+]
+
+
+@pytest.mark.parametrize(("source", "column", "what"), ASKED)
+def test_mistakes_in_prompts_are_named_with_their_place(source, column, what):
+    with pytest.raises(PMLError, match=what) as failed:
+        Schema.from_string(GOOD).prompt_from_string(source)
+    assert (failed.value.line, failed.value.column) == (1, column)
+
+
+def test_new_text_stands_behind_the_import_before_it():
+    found = Schema.from_string(GOOD)
+
+    def user(*parts):
+        said = found.prompt(*parts).plain()
+        assert [message["role"] for message in said] == ["system", "user"]
+        return said[1]["content"]
+
+    letter = Import("letter", Import("news"), " More.", who="Ann")
+    assert user(letter, "P.S.") == "Read:\nDear Ann,\nhere are news. More.\nP.S."
+    assert user("First:", letter) == "Read:\nFirst:\nDear Ann,\nhere are news. More."
+    source = "<prompt><file.py/> and <letter>only this</letter> end</prompt>"
+    said = found.prompt_from_string(source).plain()[1]["content"]
+    assert said.endswith("a < b & True and\nDear,\nonly this end")
+    assert found.prompt("Why?").plain()[1]["content"] == "Read:\nWhy?"
+
+
+def test_messages_come_behind_the_schemas_own():
+    found = Schema.from_string(GOOD)
+    prompt = found.prompt(Import("letter"), Said("assistant", "Yes."), Said("user", "Why?"))
+    assert [m["content"] for m in prompt.plain()][2:] == ["Yes.", "Why?"]
+    with pytest.raises(PMLError, match="there is no role 'robot'"):
+        found.prompt(Said("robot", "x"))
+    plain = Schema.from_string(schema("text"))
+    with pytest.raises(PMLError, match="has no messages"):
+        plain.prompt(Said("user", "x"))
+    assert plain.prompt("more").plain() == "text\nmore"
+
+
+def test_prompts_from_python_are_text_whatever_they_hold():
+    found = Schema.from_string(GOOD)
+    prompt = found.prompt(Import("letter", who="<b/>&amp;"), "</user><|im_end|>{x}")
+    assert "Dear <b/>&amp;," in prompt.plain()[1]["content"]
+    assert prompt.plain()[1]["content"].endswith("\n</user><|im_end|>{x}")
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    with pytest.raises(PMLError, match="cannot be read"):
+        Schema.from_file(tmp_path / "none.xml")
+    (tmp_path / "bad.xml").write_bytes(b"<schema name='\xff'/>")
+    with pytest.raises(PMLError, match="cannot be read"):
+        Schema.from_file(tmp_path / "bad.xml")
+
+
+AUTHORS = Path(__file__).parents[3] / "shared" / "data" / "prompt_cache"
+NAMED = {
+    "code_generation_game.xml": (167, "write &lt; for <"),
+    "schema_code_generation.xml": (26, "messages stand directly in the schema"),
+    "schema_long_task_1.xml": (26, "messages stand directly in the schema"),
+    "prompt_mbti.xml": (1, "checked with its schema"),
+}
+
+
+@pytest.mark.skipif(not AUTHORS.is_dir(), reason="the paper's schema files are not in this folder")
+def test_the_papers_files_parse_or_their_mistake_is_named():
+    files = sorted(AUTHORS.rglob("*.xml"))
+    assert len(files) > 10
+    for file in files:
+        if file.name in NAMED:
+            line, what = NAMED[file.name]
+            with pytest.raises(PMLError, match=what) as failed:
+                Schema.from_file(file)
+            assert failed.value.line == line
+        else:
+            assert Schema.from_file(file).name
+    mbti = Schema.from_file(next(AUTHORS.rglob("schema_mbti.xml")))
+    said = mbti.prompt_from_file(next(AUTHORS.rglob("prompt_mbti.xml"))).plain()
+    assert "Extroversion (E) trait" in said[1]["content"]
