@@ -77,4 +77,5 @@ class PMLPromptTemplate(BasePromptTemplate[Any]):
 
 
 def _message(said: dict[str, str]) -> BaseMessage:
-    return _MESSAGES[said["role"]](content=said["content"])
+    message: BaseMessage = _MESSAGES[said["role"]](content=said["content"])
+    return message

@@ -14,7 +14,7 @@ from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.prompts import BasePromptTemplate
 
-from cached_rag.pml import Fillable, Schema, SchemaTemplate
+from cached_rag.pml import Fillable, Schema, SchemaPrompt, SchemaTemplate
 
 
 class PMLPromptTemplate(BasePromptTemplate):
@@ -71,7 +71,9 @@ class PMLPromptTemplate(BasePromptTemplate):
 
     def _plain(self, values: dict[str, Any]) -> str | list[dict[str, str]]:
         known = self._map_all_vars({**self.kwargs, **values})
-        return self.source.fill(**{n: known[n] for n in self.template_vars if n in known}).sent()
+        given = {name: known[name] for name in self.template_vars if name in known}
+        prompt: SchemaPrompt = self.source.fill(**given)
+        return prompt.sent()
 
 
 def _messages(plain: list[dict[str, str]]) -> list[ChatMessage]:
