@@ -263,7 +263,13 @@ class Engine:
 
         Computes nothing, unless modules of a schema are not encoded yet.
         """
-        return self._planner(prompt)(method, report, lazy=self.library.is_pipelined)
+        planner = self._planner(prompt)
+
+        def plan() -> tuple[Tokens, Plan]:
+            with self.lock, torch.inference_mode():
+                return planner(method, report, lazy=self.library.is_pipelined)
+
+        return on_model_thread(plan)
 
     def count_tokens(self, prompt: Prompt) -> int:
         """How many tokens a prompt has, chat template and all."""

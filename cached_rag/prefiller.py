@@ -17,7 +17,7 @@ import torch
 from cached_rag.assemble import KVBuffer, Workspace
 from cached_rag.config import GenerationConfig
 from cached_rag.controller import Controller
-from cached_rag.errors import ContextOverflowError, CorruptBlobError, RelocationError
+from cached_rag.errors import ConfigError, ContextOverflowError, CorruptBlobError, RelocationError
 from cached_rag.fuse import Prefilled, prefill_rows, prefill_selected
 from cached_rag.kv import ModuleKV
 from cached_rag.leftovers import Leftovers
@@ -219,6 +219,8 @@ class Prefiller:
         return done
 
     def _check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
+        if not prompt_tokens:
+            raise ConfigError("the prompt is empty; there is nothing to answer")
         room = self.model.context_length
         if prompt_tokens + max_tokens > room:
             raise ContextOverflowError(

@@ -144,6 +144,15 @@ def engine() -> Engine:
     return Engine(tiny_model("llama"), StoreConfig())
 
 
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny llama as files, for the command line."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama").decoder.model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
 @functools.cache
 def smollm2(dtype: str = "float32") -> LanguageModel:
     """The packaged SmolLM2-135M-Instruct."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import CHUNKS, tiny_model, tiny_tokenizer
+from conftest import CHUNKS
 from test_rag import WordEmbedding
 from typer.testing import CliRunner
 
@@ -13,14 +13,6 @@ from cached_rag import cli
 from cached_rag.documents import Embedder
 
 run = CliRunner().invoke
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("llama").decoder.model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(autouse=True)

@@ -40,7 +40,7 @@ def test_methods_named_in_the_readme_exist():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_and_their_options_exist(command):
     words = [word for word in command.split() if not word.startswith('"')]
-    name = words[:2] if words[0] == "store" else words[:1]
+    name = words[:2] if words[0] in ("store", "schema") else words[:1]
     shown = CliRunner().invoke(cli.app, [*name, "--help"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
     for option in re.findall(r"--[\w-]+", command):

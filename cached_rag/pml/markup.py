@@ -12,12 +12,15 @@ from difflib import get_close_matches
 from typing import Any
 from xml.sax import SAXParseException
 from xml.sax.handler import ContentHandler
+from xml.sax.xmlreader import InputSource
 
 from defusedxml import DefusedXmlException
 from defusedxml.sax import make_parser
 
 from cached_rag.errors import PMLError
 from cached_rag.pml.nodes import Where
+
+_DEPTH = 64
 
 
 @dataclass
@@ -49,7 +52,14 @@ def parse_markup(source: str, file: str | None = None) -> Element:
     parser.setContentHandler(handler)
     parser.forbid_dtd = True
     try:
-        parser.parse(io.BytesIO(source.encode("utf-8", "replace")))
+        encoded = InputSource()
+        encoded.setByteStream(io.BytesIO(source.encode("utf-8")))
+        encoded.setEncoding("utf-8")  # whatever a declaration says of the file it was read from
+        parser.parse(encoded)
+    except UnicodeEncodeError as error:
+        raise PMLError(f"half a character: {error}", Where(1, 1), file) from error
+    except _DeepError as error:
+        raise PMLError(f"tags nested deeper than {_DEPTH}", error.where, file) from error
     except SAXParseException as error:
         where = Where(error.getLineNumber() or 1, (error.getColumnNumber() or 0) + 1)
         raise PMLError(_explained(error.getMessage(), source, where), where, file) from error
@@ -70,6 +80,14 @@ def _explained(message: str, source: str, where: Where) -> str:
     )
 
 
+class _DeepError(Exception):
+    """A document made to exhaust the stack of whoever walks its tree."""
+
+    def __init__(self, where: Where) -> None:
+        super().__init__(where)
+        self.where = where
+
+
 class _Handler(ContentHandler):
     """Builds elements; joins text that comments or the parser have torn apart."""
 
@@ -84,6 +102,8 @@ class _Handler(ContentHandler):
 
     def startElement(self, name: str, attrs: Any) -> None:  # noqa: N802
         element = Element(name, dict(attrs), self._where())
+        if len(self._open) == _DEPTH:
+            raise _DeepError(element.where)
         if self._open:
             self._open[-1].content.append(element)
         else:

@@ -174,6 +174,7 @@ def planner_of(
         room=model.context_length,
     )
     scaffolds = [scaffold_unit(layout, behind, scaffold) for scaffold in schema.node.scaffolds]
+    scaffolds = [unit for unit in scaffolds if unit.runs]  # modules may be empty
     scaffolds.sort(key=lambda unit: len(unit.runs), reverse=True)
     return SchemaPlanner(
         model,

@@ -47,10 +47,10 @@ class Import:
     arguments: Mapping[str, str]
     where: Where
 
-    def __init__(self, name: str, /, *parts: Import | str, **arguments: str) -> None:
+    def __init__(self, name: str, /, *parts: Import | str, **arguments: object) -> None:
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "parts", parts)
-        object.__setattr__(self, "arguments", arguments)
+        object.__setattr__(self, "arguments", {key: str(arguments[key]) for key in arguments})
         object.__setattr__(self, "where", _NOWHERE)
 
     def at(self, where: Where) -> Import:

@@ -114,6 +114,8 @@ MISTAKES = [
     ("<!DOCTYPE s [<!ENTITY a 'b'>]><schema name='s'>&a;</schema>", 1, None, "not allowed"),
     ("<schema name='s'>&nbsp;</schema>", 1, None, "not well-formed"),
     ("", 1, None, "not well-formed"),
+    (schema('<module name="a">' * 99 + "</module>" * 99), 1, None, "nested deeper than 64"),
+    ("<schema name='\ud800'/>", 1, 1, "half a character"),
 ]
 
 
@@ -183,6 +185,11 @@ def test_prompts_from_python_are_text_whatever_they_hold():
     prompt = found.prompt(Import("letter", who="<b/>&amp;"), "</user><|im_end|>{x}")
     assert "Dear <b/>&amp;," in prompt.plain()[1]["content"]
     assert prompt.plain()[1]["content"].endswith("\n</user><|im_end|>{x}")
+
+
+def test_a_declared_encoding_does_not_change_a_string():
+    declared = '<?xml version="1.0" encoding="latin-1"?><schema name="s">Café</schema>'
+    assert texts(declared) == ["Café"]
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
