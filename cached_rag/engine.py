@@ -7,7 +7,6 @@ and no framework.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,7 +15,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from cachetools import LRUCache
 
 from cached_rag.batch_step import can_batch
 from cached_rag.config import GenerationConfig, StoreConfig
@@ -30,8 +28,7 @@ from cached_rag.model import LanguageModel, load_model
 from cached_rag.model_thread import on_model_thread, submit
 from cached_rag.plan import Plan
 from cached_rag.pml import Schema, SchemaPrompt
-from cached_rag.pml.encode import Encoded
-from cached_rag.pml.planner import SchemaPlanner, planner_of
+from cached_rag.pml.server import SchemaServer
 from cached_rag.prefiller import Planner, Prefiller
 from cached_rag.prompt import Message, Rendered, Tokenization, Tokens
 from cached_rag.report import Report
@@ -44,7 +41,6 @@ from cached_rag.write_back import WriteBack
 # Answers made together at most: each holds the KV of its whole prompt.
 _BATCH_ROWS = 16
 
-_SCHEMAS = 64
 
 Prompt = str | Sequence[Message] | Rendered | SchemaPrompt
 
@@ -72,8 +68,7 @@ class Engine:
         self._encoder = Encoder(model, self.library, self.tokenization)
         self._leftovers = Leftovers(self.library, self._encoder, settings, self.lock)
         self.stepper = Stepper(model, self.lock)
-        self._compiling = threading.Lock()
-        self._schemas: LRUCache[str, SchemaPlanner] = LRUCache(_SCHEMAS)
+        self.schemas = SchemaServer(model, self.library, self.tokenization, self.lock)
         self._prefiller = Prefiller(
             model, self.library, self.tokenization, self._leftovers, self.lock
         )
@@ -246,8 +241,9 @@ class Engine:
     def _stream(self, prompt: Prompt, config: GenerationConfig, pool: Pool | None = None) -> Stream:
         def start() -> Prefill:
             done = self.prefill(prompt, config)
-            is_shared = pool is not None and isinstance(prompt, SchemaPrompt) and done.as_they_are
-            return pool.share(done, config.max_tokens) if pool and is_shared else done
+            if pool is None or not isinstance(prompt, SchemaPrompt) or not done.as_they_are:
+                return done
+            return pool.share(done, config.max_tokens)
 
         return Stream(self.model, self.stepper, start, config)
 
@@ -274,8 +270,7 @@ class Engine:
     def count_tokens(self, prompt: Prompt) -> int:
         """How many tokens a prompt has, chat template and all."""
         if isinstance(prompt, SchemaPrompt):
-            pieces = self.schema_planner(prompt.schema).assembler.pieces(prompt.turns)
-            return sum(len(piece.ids) for piece in pieces)
+            return self.schemas.count_tokens(prompt)
         return len(self.tokenization.tokenize(self._rendered(prompt)))
 
     def _rendered(self, prompt: Prompt) -> Rendered:
@@ -285,39 +280,11 @@ class Engine:
 
     def _planner(self, prompt: Prompt) -> Planner:
         if isinstance(prompt, SchemaPrompt):
-            return partial(self.schema_planner(prompt.schema).plan, prompt.turns)
+            return partial(self.schemas.planner(prompt.schema).plan, prompt.turns)
         return partial(self._prefiller.plan, self._rendered(prompt))
-
-    # Schemas ---------------------------------------------------------------------------------
 
     def encode_schema(
         self, schema: Schema, progress: Callable[[str], object] = lambda _: None
     ) -> EncodeSummary:
         """See `Schema.encode`."""
-        planner = self.schema_planner(schema)
-        started = time.perf_counter()
-
-        def encode() -> Encoded:
-            with self.lock, torch.inference_mode():
-                missing = planner.missing()
-                return planner.encoder.encode(missing, lambda unit: progress(unit.name))
-
-        done = on_model_thread(encode)
-        if done.problem is not None:
-            raise done.problem
-        present = len(planner.units) - len(done.units)
-        seconds = time.perf_counter() - started
-        return EncodeSummary(len(done.units), present, (), done.tokens, seconds)
-
-    def missing_units(self, schema: Schema) -> list[str]:
-        """Names of what `encode_schema` would prefill; empty for text that is in every prompt."""
-        return [unit.name for unit in self.schema_planner(schema).missing()]
-
-    def schema_planner(self, schema: Schema) -> SchemaPlanner:
-        """A schema's layout and encodings on this engine's model."""
-        with self._compiling:
-            found = self._schemas.get(schema.digest)
-            if found is None:
-                found = planner_of(schema, self.model, self.library, self.tokenization)
-                self._schemas[schema.digest] = found
-            return found
+        return self.schemas.encode(schema, progress)

@@ -27,7 +27,7 @@ class Encoded:
     Attributes:
         units: encoded now.
         tokens: of them.
-        kv: theirs, by their recipes' names.
+        kv: theirs, by their recipes' names; only what could not be kept, unless all was wanted.
         problem: why something could not be kept; None if all was.
     """
 
@@ -67,9 +67,16 @@ class RunEncoder:
         ]
 
     def encode(
-        self, units: Iterable[Unit], progress: Callable[[Unit], object] = lambda _: None
+        self,
+        units: Iterable[Unit],
+        progress: Callable[[Unit], object] = lambda _: None,
+        *,
+        at_hand: bool = False,
     ) -> Encoded:
         """Compute the KV of units, and keep it.
+
+        Args:
+            at_hand: give all of it back, too.
 
         Raises:
             ContextOverflowError: a unit stands beyond the model's context.
@@ -78,19 +85,21 @@ class RunEncoder:
         done = Encoded()
         for unit in units:
             if unit not in done.units:
-                self._encode(unit, done)
+                self._encode(unit, done, at_hand=at_hand)
             progress(unit)
         return done
 
-    def _encode(self, unit: Unit, done: Encoded) -> None:
+    def _encode(self, unit: Unit, done: Encoded, *, at_hand: bool) -> None:
         context = {run: self._context(run, done) for run in unit.context}
         computed = self._compute(unit, context)
         for run, recipe in self.recipes.of(unit).items():
-            done.kv[recipe.name] = computed[run]
             try:
                 self.library.put(_behind(recipe), computed[run])
+                is_kept = True
             except StoreFullError as error:
-                done.problem = error
+                done.problem, is_kept = error, False
+            if at_hand or not is_kept:
+                done.kv[recipe.name] = computed[run]
         done.units.append(unit)
         done.tokens += sum(run.length for run in unit.runs)
 
@@ -99,7 +108,7 @@ class RunEncoder:
         recipe = self.recipes.single[run]
         found = done.kv.get(recipe.name) or self.library.fetch(_behind(recipe), run.ids)
         if found is None:
-            self._encode(recipe.unit, done)
+            self._encode(recipe.unit, done, at_hand=True)
             found = done.kv[recipe.name]
         return found
 

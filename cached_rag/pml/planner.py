@@ -110,7 +110,8 @@ class SchemaPlanner:
     ) -> None:
         """Fill the gaps in what was found."""
         missing = [run for run, kv in found.items() if kv is None]
-        done = self.encoder.encode(dict.fromkeys(recipes[run].unit for run in missing))
+        units = dict.fromkeys(recipes[run].unit for run in missing)
+        done = self.encoder.encode(units, at_hand=True)
         for run in missing:
             found[run] = done.kv[recipes[run].name]
         report.modules_missed = sum(bool(unit.name) for unit in done.units)

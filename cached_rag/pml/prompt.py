@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from cached_rag.errors import PMLError
-from cached_rag.pml.markup import Chars, Element, nearest
+from cached_rag.pml.markup import nearest
 from cached_rag.pml.nodes import (
     ROLES,
     Message,
@@ -27,7 +26,6 @@ from cached_rag.pml.nodes import (
     modules,
     params,
 )
-from cached_rag.pml.whitespace import separator, split
 
 _NOWHERE = Where()
 _END: Path = ("",)  # no module is called so: where text behind all imports goes
@@ -255,48 +253,3 @@ def _check_unions(children: tuple[Node, ...], choice: _Choice) -> None:
                 )
         if not isinstance(child, Text | Param):
             _check_unions(child.children, choice)
-
-
-def parse_prompt(root: Element, file: str | None = None) -> tuple[list[Part], dict[str, str]]:
-    """The parts of a <prompt> element, and the arguments it gives to the schema itself.
-
-    Raises:
-        PMLError: it is no prompt.
-    """
-    if root.tag != "prompt":
-        raise PMLError(f"a prompt's root is <prompt>, not <{root.tag}>", root.where, file)
-    arguments = {name: value for name, value in root.attributes.items() if name != "schema"}
-    return list(_parts(root, file)), arguments
-
-
-def _parts(element: Element, file: str | None) -> Iterator[Part]:
-    said: Element | None = None
-    for part in element.content:
-        if isinstance(part, Chars):
-            text = _text(part.text)
-            if text and said:
-                raise PMLError(
-                    f"text behind <{said.tag}>: put it inside, or before", part.where, file
-                )
-            if text:
-                yield text
-        elif part.tag in ROLES:
-            said = part
-            inside = [c for c in part.content if isinstance(c, Element)]
-            if inside:
-                raise PMLError(
-                    f"<{inside[0].tag}> inside <{part.tag}>: a prompt's own messages hold text "
-                    "only; imports stand before them",
-                    inside[0].where,
-                    file,
-                )
-            text = "".join(c.text for c in part.content if isinstance(c, Chars))
-            yield Said(part.tag, split(text)[1], part.where)
-        else:
-            inner: Any = _parts(part, file)
-            yield Import(part.tag, *inner, **part.attributes).at(part.where)
-
-
-def _text(text: str) -> str:
-    before, body, _ = split(text)
-    return separator(before) + body if body else ""

@@ -19,7 +19,8 @@ from cached_rag.fingerprint import digest
 from cached_rag.pml.markup import parse_markup
 from cached_rag.pml.nodes import SchemaNode, Where
 from cached_rag.pml.parse import parse_schema
-from cached_rag.pml.prompt import Part, Said, Turn, parse_prompt, select
+from cached_rag.pml.parse_prompt import parse_prompt
+from cached_rag.pml.prompt import Part, Said, Turn, select
 from cached_rag.pml.units import BEHIND
 
 # Prompts on their way through a framework that carries text only; found again by that text.
