@@ -81,7 +81,7 @@ class Plan:
     @property
     def length(self) -> int:
         """Positions up to the last token's, and one more."""
-        return self.num_tokens if self.positions is None else self.positions[-1] + 1
+        return self.positions[-1] + 1 if self.positions else self.num_tokens
 
     def delta(self, place: Placement) -> int:
         """How far a placement's keys have to be moved."""

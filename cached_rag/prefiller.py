@@ -83,7 +83,7 @@ class Prefiller:
             lazy = config.adaptive or self.library.is_pipelined
             tokens, plan = planner(report.method, report, lazy=lazy)
             report.prompt_tokens = len(tokens)
-            self._check_fits(plan.length, config.max_tokens)
+            self._check_fits(len(tokens), plan, config.max_tokens)
             report.match_ms = clock.lap() - report.load_ms
             # 2) Cached KV at its positions, in one buffer.
             plan, selector = self._allowed(plan, config, report)
@@ -218,16 +218,23 @@ class Prefiller:
         report.cached_tokens = cached - report.recomputed_tokens
         return done
 
-    def _check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
+    def _check_fits(self, prompt_tokens: int, plan: Plan, max_tokens: int) -> None:
         if not prompt_tokens:
             raise ConfigError("the prompt is empty; there is nothing to answer")
         room = self.model.context_length
-        if prompt_tokens + max_tokens > room:
+        if plan.length + max_tokens <= room:
+            return
+        if plan.length > prompt_tokens:
             raise ContextOverflowError(
-                f"a prompt of {prompt_tokens} tokens and an answer of up to {max_tokens} "
-                f"exceed the model's context of {room}; retrieve fewer or smaller chunks, or lower "
-                "max_tokens"
+                f"a prompt that reaches position {plan.length} of its schema and an answer of up "
+                f"to {max_tokens} tokens exceed the model's context of {room}; use "
+                'layout="compact", unions, or a smaller max_tokens'
             )
+        raise ContextOverflowError(
+            f"a prompt of {prompt_tokens} tokens and an answer of up to {max_tokens} "
+            f"exceed the model's context of {room}; retrieve fewer or smaller chunks, or lower "
+            "max_tokens"
+        )
 
 
 def _as_they_are(plan: Plan, selector: Selector) -> tuple[Placement, ...]:

@@ -166,9 +166,7 @@ class Tokenization:
 
         SentencePiece would begin it with a space of its own, which no text behind others has.
         """
-        if text[:1].isalnum():
-            return self.literal(text)
-        tokens = self.literal("a" + text)
+        tokens = self.literal(("(" if text[:1].isalnum() else "a") + text)
         if not tokens.ends or tokens.ends[0] != 1:
             return self.literal(text)
         starts, ends = [at - 1 for at in tokens.starts[1:]], [at - 1 for at in tokens.ends[1:]]

@@ -134,4 +134,4 @@ def _import(module: Module, rng: random.Random) -> Import:
 
 def _arguments(children: tuple[Node, ...]) -> dict[str, str]:
     """One word each, which is one token in most vocabularies."""
-    return {name: "seven" if param.lead else " seven" for name, param in params(children).items()}
+    return {name: "it" if param.lead else " it" for name, param in params(children).items()}

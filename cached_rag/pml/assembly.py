@@ -36,11 +36,9 @@ class Piece:
 class Assembler:
     """Turns prompts of one schema into tokens."""
 
-    def __init__(
-        self, layout: Layout, tokenization: Tokenization, *, is_compact: bool, file: str | None
-    ) -> None:
+    def __init__(self, layout: Layout, tokenization: Tokenization, *, is_compact: bool) -> None:
         self._layout, self._tokenization = layout, tokenization
-        self._is_compact, self._file = is_compact, file
+        self._is_compact = is_compact
         self._frames = lru_cache(64)(self._framed)
 
     def pieces(self, turns: Sequence[Turn]) -> list[Piece]:
@@ -59,7 +57,9 @@ class Assembler:
         for before, turn in zip(around, turns, strict=False):
             found += before
             found += [piece for bit in turn.bits for piece in self._bit(bit)]
-        return [*found, *around[-1]]
+        # Behind the question stands nothing but what it is answered by: methods that ask it look
+        # at the last text that was computed.
+        return [*found, *(Piece(piece.ids) for piece in around[-1])]
 
     def positions(self, pieces: Sequence[Piece]) -> list[int] | None:
         """Where the tokens stand; None if that is where they are."""
@@ -87,7 +87,7 @@ class Assembler:
                 f"{bit.param.name!r} takes {bit.param.length} at most; shorten it, or raise len in "
                 "the schema",
                 bit.where,
-                self._file,
+                bit.file,
             )
         return [Piece(ids, start=self._layout.texts[bit.param.number].start)]
 
@@ -98,10 +98,10 @@ class Assembler:
         for index, text in enumerate(frames(self._tokenization, roles, open_answer=True)):
             run, own = known[index] if index < len(known) else (None, "")
             if run is not None and run.ids and text.startswith(own):
-                rest = frame_ids(self._tokenization, text[len(own) :])
+                rest = frame_ids(self._tokenization, text[len(own) :], is_first=False)
                 found.append([_of(run), *([Piece(rest)] if rest else [])])
             else:
-                found.append([Piece(frame_ids(self._tokenization, text))])
+                found.append([Piece(frame_ids(self._tokenization, text, is_first=not index))])
         return found
 
 

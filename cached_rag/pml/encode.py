@@ -27,13 +27,14 @@ class Encoded:
     Attributes:
         units: encoded now.
         tokens: of them.
-        kv: theirs, by their recipes' names; only what could not be kept, unless all was wanted.
+        kv: theirs, by their recipes' names and their tokens; only what could not be kept, unless
+            all was wanted.
         problem: why something could not be kept; None if all was.
     """
 
     units: list[Unit] = field(default_factory=list)
     tokens: int = 0
-    kv: dict[str, ModuleKV] = field(default_factory=dict)
+    kv: dict[tuple[str, tuple[int, ...]], ModuleKV] = field(default_factory=dict)
     problem: StoreFullError | None = None
 
 
@@ -99,17 +100,17 @@ class RunEncoder:
             except StoreFullError as error:
                 done.problem, is_kept = error, False
             if at_hand or not is_kept:
-                done.kv[recipe.name] = computed[run]
+                done.kv[recipe.name, run.ids] = computed[run]
         done.units.append(unit)
         done.tokens += sum(run.length for run in unit.runs)
 
     def _context(self, run: Run, done: Encoded) -> ModuleKV:
         """KV of a run that stands before a unit; made first, if there is none."""
         recipe = self.recipes.single[run]
-        found = done.kv.get(recipe.name) or self.library.fetch(_behind(recipe), run.ids)
+        found = done.kv.get((recipe.name, run.ids)) or self.library.fetch(_behind(recipe), run.ids)
         if found is None:
             self._encode(recipe.unit, done, at_hand=True)
-            found = done.kv[recipe.name]
+            found = done.kv[recipe.name, run.ids]
         return found
 
     def _compute(self, unit: Unit, context: dict[Run, ModuleKV]) -> dict[Run, ModuleKV]:

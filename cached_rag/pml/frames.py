@@ -45,6 +45,12 @@ def frames(tokenization: Tokenization, roles: Sequence[str], *, open_answer: boo
     return [*found, text]
 
 
-def frame_ids(tokenization: Tokenization, frame: str) -> tuple[int, ...]:
+def frame_ids(tokenization: Tokenization, frame: str, *, is_first: bool) -> tuple[int, ...]:
     """Tokens of a frame, its control tokens obeyed; BOS is in it where the template wants one."""
-    return tuple(tokenization.tokenize(Rendered(frame, is_chat=True)).ids) if frame else ()
+    if not frame:
+        return ()
+    if not is_first:  # so that SentencePiece begins it as it does behind other text
+        tokens = tokenization.tokenize(Rendered("a" + frame, is_chat=True))
+        if tokens.ends[0] == 1:
+            return tuple(tokens.ids[1:])
+    return tuple(tokenization.tokenize(Rendered(frame, is_chat=True)).ids)

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import update_wrapper
 from typing import Any
 
+from cached_rag.errors import PMLError
 from cached_rag.fingerprint import digest
 from cached_rag.pml.markup import Element
 from cached_rag.pml.nodes import Where
@@ -35,16 +36,16 @@ class PromptFunction:
         Raises:
             PMLError: it does what a schema cannot say; the error names file and line.
         """
-        update_wrapper(self, function)
-        self.name = function.__name__
         source = read_function(function)
+        self.name = function.__name__
+        update_wrapper(self, function)
         self._program = Program(source)
         root = self._program.element("schema", self.name)
         node = parse_schema(root, source.file)
         self.schema = Schema(node, digest(repr(node)), layout, behind, source.file)
         self._trace = tracer(source, self._program.branches)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> SchemaPrompt:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> SchemaPrompt:
         """The prompt for these arguments.
 
         Raises:
@@ -55,14 +56,34 @@ class PromptFunction:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Names of its parameters."""
-        return tuple(inspect.signature(self).parameters)
+        """Names of the parameters that have no default."""
+        return tuple(p.name for p in self._parameters if p.default is p.empty)
 
-    def fill(self, **values: object) -> SchemaPrompt:
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Names of the parameters that have one."""
+        return tuple(p.name for p in self._parameters if p.default is not p.empty)
+
+    @property
+    def _parameters(self) -> list[inspect.Parameter]:
+        kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        return [p for p in inspect.signature(self).parameters.values() if p.kind not in kinds]
+
+    def fill(self, /, **values: object) -> SchemaPrompt:
         """As a call, by keywords."""
         return self(**values)
 
-    def trace(self, *args: Any, **kwargs: Any) -> tuple[list[Import], dict[str, str]]:
+    def __get__(self, instance: object, owner: type | None = None) -> PromptFunction:
+        """Refuse to be a method.
+
+        Raises:
+            PMLError: it was called on an object, whose `self` a prompt does not have.
+        """
+        if instance is not None:
+            raise PMLError(f"{self.name!r} is a method; a prompt function stands by itself")
+        return self
+
+    def trace(self, /, *args: Any, **kwargs: Any) -> tuple[list[Import], dict[str, str]]:
         """What a call imports, and the arguments that it gives outside all modules."""
         return self._trace(*args, **kwargs)
 

@@ -7,7 +7,7 @@ its argument may have tokens. Other than in the paper, chat templates have posit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tokenizers.decoders import ByteLevel
@@ -62,7 +62,8 @@ class Layout:
             template has it.
         size: positions in all.
         order: all runs in document order.
-        stand_ins: units that stand before later ones while these are encoded.
+        stand_ins: units that stand in for their unions while later ones are encoded, each with
+            all that it excludes, itself included.
     """
 
     texts: dict[int, Run]
@@ -71,7 +72,7 @@ class Layout:
     begin: Run | None
     size: int
     order: tuple[Run, ...]
-    stand_ins: frozenset[Path]
+    stand_ins: Mapping[Path, frozenset[Path]]
 
     def own(self, unit: Path) -> list[Run]:
         """A module's own runs, in order."""
@@ -137,10 +138,10 @@ def lay_out(schema: SchemaNode, tokenization: Tokenization) -> Layout:
     begin, around, said = None, [], []
     if schema.messages:
         said = frames(tokenization, [m.role for m in schema.messages], open_answer=False)
-        for frame, message in zip(said, schema.messages, strict=False):
-            around.append(setter.put(frame_ids(tokenization, frame)))
-            setter.nodes(message.children)
-        around.append(setter.put(frame_ids(tokenization, said[-1])))
+        for index, frame in enumerate(said):
+            around.append(setter.put(frame_ids(tokenization, frame, is_first=not index)))
+            if index < len(schema.messages):
+                setter.nodes(schema.messages[index].children)
     else:
         begin = setter.put(tokenization.begin_ids)
         setter.nodes(schema.children)
@@ -151,7 +152,7 @@ def lay_out(schema: SchemaNode, tokenization: Tokenization) -> Layout:
         begin,
         setter.position,
         tuple(setter.order),
-        frozenset(_stand_ins(schema.children)),
+        dict(_stand_ins(schema.children)),
     )
 
 
@@ -166,13 +167,13 @@ def _unknown(tokenization: Tokenization) -> int | None:
     return None if is_byte_level or known.unk_token_id is None else int(known.unk_token_id)
 
 
-def _stand_ins(children: tuple[Node, ...]) -> Iterator[Path]:
+def _stand_ins(children: tuple[Node, ...]) -> Iterator[tuple[Path, frozenset[Path]]]:
     """Units chosen to stand in for their unions; those with parameters are not known in advance."""
     for child in walk(children):
         if isinstance(child, Union):
             for module in child.children:
                 if module.name == child.stand_in and not _has_params(module):
-                    yield module.path
+                    yield module.path, frozenset(other.path for other in child.children)
 
 
 def _has_params(module: Module) -> bool:

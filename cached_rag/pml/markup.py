@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 from xml.sax import SAXParseException
-from xml.sax.handler import ContentHandler
+from xml.sax.handler import ContentHandler, LexicalHandler, property_lexical_handler
 from xml.sax.xmlreader import InputSource
 
 from defusedxml import DefusedXmlException
@@ -35,10 +35,15 @@ class Element:
 
 @dataclass
 class Chars:
-    """Text between tags."""
+    """Text between tags.
+
+    Attributes:
+        is_code: some of it was CDATA, whose lines keep their indentation.
+    """
 
     text: str
     where: Where
+    is_code: bool = False
 
 
 def parse_markup(source: str, file: str | None = None) -> Element:
@@ -51,6 +56,7 @@ def parse_markup(source: str, file: str | None = None) -> Element:
     parser = make_parser()
     parser.setContentHandler(handler)
     parser.forbid_dtd = True
+    parser.setProperty(property_lexical_handler, handler)
     try:
         encoded = InputSource()
         encoded.setByteStream(io.BytesIO(source.encode("utf-8")))
@@ -88,7 +94,7 @@ class _DeepError(Exception):
         self.where = where
 
 
-class _Handler(ContentHandler):
+class _Handler(ContentHandler, LexicalHandler):
     """Builds elements; joins text that comments or the parser have torn apart."""
 
     def __init__(self) -> None:
@@ -96,6 +102,7 @@ class _Handler(ContentHandler):
         self.root: Element | None = None
         self._open: list[Element] = []
         self._locator: Any = None
+        self._is_code = False
 
     def setDocumentLocator(self, locator: Any) -> None:  # noqa: N802 (SAX's name)
         self._locator = locator
@@ -117,8 +124,15 @@ class _Handler(ContentHandler):
         last = self._open[-1].content
         if last and isinstance(last[-1], Chars):
             last[-1].text += content
+            last[-1].is_code |= self._is_code
         else:
-            last.append(Chars(content, self._where()))
+            last.append(Chars(content, self._where(), self._is_code))
+
+    def startCDATA(self) -> None:  # noqa: N802
+        self._is_code = True
+
+    def endCDATA(self) -> None:  # noqa: N802
+        self._is_code = False
 
     def _where(self) -> Where:
         return Where(self._locator.getLineNumber(), self._locator.getColumnNumber() + 1)

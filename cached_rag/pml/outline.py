@@ -70,8 +70,9 @@ def _outline(node: Node, layout: Layout) -> Outline:
         run = layout.texts[node.number]
         return Outline("param", f"{node.name} (at most {node.length})", 0, run.start, run.end)
     children = tuple(_outline(child, layout) for child in node.children)
-    start = min((child.start for child in children), default=0)
-    end = max((child.end for child in children), default=start)
+    taken = [child for child in children if child.end > child.start]  # modules may be empty
+    start = min((child.start for child in taken), default=0)
+    end = max((child.end for child in taken), default=start)
     sizes = [child.tokens for child in children]
     if isinstance(node, Union):
         return Outline("union", "", max(sizes), start, end, children)

@@ -24,6 +24,7 @@ from cached_rag.pml.nodes import (
     Union,
     Where,
     modules,
+    walk,
 )
 from cached_rag.pml.whitespace import separator, split, wider
 
@@ -95,7 +96,7 @@ class _Parser:
     ) -> Iterator[Node]:
         for part in parent.content:
             if isinstance(part, Chars):
-                if text := self._text(part.text, keep=keep):
+                if text := self._text(part, keep=keep):
                     yield Text(self._number(), text, unit, is_cached)
             elif part.tag in _PARAM:
                 yield self._param(part, unit)
@@ -108,17 +109,19 @@ class _Parser:
                     f"<{part.tag}> inside <{parent.tag}>: messages stand directly in the schema",
                     part.where,
                 )
+            elif part.tag == "scaffold":
+                raise self.fail("a scaffold stands directly in <schema>", part.where)
             else:
                 known = ("module", "union", *_PARAM, *ROLES)
                 hint = nearest(part.tag, known)
                 raise self.fail(f"a schema has no <{part.tag}>{hint}", part.where)
 
-    def _text(self, text: str, *, keep: bool) -> str:
+    def _text(self, chars: Chars, *, keep: bool) -> str:
         """A text with the white space before it; empty if it is white space alone."""
         if keep:
             before, self._separator = self._separator or "", ""
-            return before + text
-        before, body, after = split(text)
+            return before + chars.text
+        before, body, after = split(chars.text, is_code=chars.is_code)
         if not body:
             if self._separator is not None:
                 self._separator = wider(self._separator, separator(before))
@@ -157,10 +160,11 @@ class _Parser:
     def _union(self, element: Element, unit: Path, *, keep: bool, is_cached: bool) -> Union:
         check_attributes(element, ("scaffold", _SPACE), self._file)
         keep = self._keeps_space(element, keep=keep)
-        first = element.content[0] if element.content else None
-        if isinstance(first, Chars) and not first.text.strip() and self._separator is not None:
-            self._separator = wider(self._separator, separator(first.text))
-        before, after = self._separator, ""
+        edges = [] if keep else [element.content[i] for i in (0, -1) if element.content]
+        spaces = [separator(e.text) if isinstance(e, Chars) else "" for e in edges]
+        if spaces and self._separator is not None:
+            self._separator = wider(self._separator, spaces[0])
+        before, after = self._separator, spaces[-1] if spaces else ""
         children: list[Module] = []
         for part in element.content:
             if isinstance(part, Element) and part.tag == "module":
@@ -185,6 +189,9 @@ class _Parser:
         paths = frozenset(self._imported(element, children))
         if not paths:
             raise self.fail("a scaffold names the modules that it holds together", element.where)
+        for union in (node for node in walk(children) if isinstance(node, Union)):
+            if sum(module.path in paths for module in union.children) > 1:
+                raise self.fail("a scaffold of modules that exclude each other", element.where)
         return Scaffold(self._name(element), paths, element.where)
 
     def _imported(self, element: Element, children: tuple[Node, ...]) -> Iterator[Path]:

@@ -28,7 +28,7 @@ def _parts(element: Element, file: str | None) -> Iterator[Part]:
     said: Element | None = None
     for part in element.content:
         if isinstance(part, Chars):
-            text = _text(part.text)
+            text = _text(part)
             if text and said:
                 raise PMLError(
                     f"text behind <{said.tag}>: put it inside, or before", part.where, file
@@ -45,13 +45,13 @@ def _parts(element: Element, file: str | None) -> Iterator[Part]:
                     inside[0].where,
                     file,
                 )
-            text = "".join(c.text for c in part.content if isinstance(c, Chars))
-            yield Said(part.tag, split(text)[1], part.where)
+            text = "".join(_text(c) for c in part.content if isinstance(c, Chars))
+            yield Said(part.tag, text.lstrip(), part.where)
         else:
             inner: Any = _parts(part, file)
             yield Import(part.tag, *inner, **part.attributes).at(part.where)
 
 
-def _text(text: str) -> str:
-    before, body, _ = split(text)
+def _text(chars: Chars) -> str:
+    before, body, _ = split(chars.text, is_code=chars.is_code)
     return separator(before) + body if body else ""

@@ -113,7 +113,7 @@ class SchemaPlanner:
         units = dict.fromkeys(recipes[run].unit for run in missing)
         done = self.encoder.encode(units, at_hand=True)
         for run in missing:
-            found[run] = done.kv[recipes[run].name]
+            found[run] = done.kv[recipes[run].name, run.ids]
         report.modules_missed = sum(bool(unit.name) for unit in done.units)
         report.missed_tokens = done.tokens
         if done.problem is not None:
@@ -122,11 +122,13 @@ class SchemaPlanner:
     def _recipes(self, pieces: Sequence[Piece]) -> dict[Run, Recipe]:
         """By which KV each run is reused: a scaffold's, if the prompt has all of it."""
         single = self.encoder.recipes.single
-        chosen = {p.run: single[p.run] for p in pieces if p.run is not None and p.run.is_cached}
+        there = {piece.run for piece in pieces if piece.run is not None}
+        chosen = {run: single[run] for run in there if run.is_cached}
         held: set[Run] = set()
         for scaffold in self.scaffolds:
             own = self.encoder.recipes.of(scaffold)
-            if own.keys() <= chosen.keys() and held.isdisjoint(own):
+            texts = {run for run in scaffold.runs if not run.is_param}
+            if texts <= there and held.isdisjoint(own):
                 chosen |= own
                 held |= own.keys()
         return chosen
@@ -172,7 +174,7 @@ def planner_of(
         units_of(layout, behind),
         is_compact=is_compact,
         is_movable=is_movable,
-        room=model.context_length,
+        room=min(model.context_length, model.rule.limit or model.context_length),
     )
     scaffolds = [scaffold_unit(layout, behind, scaffold) for scaffold in schema.node.scaffolds]
     scaffolds = [unit for unit in scaffolds if unit.runs]  # modules may be empty
@@ -180,7 +182,7 @@ def planner_of(
     return SchemaPlanner(
         model,
         layout,
-        Assembler(layout, tokenization, is_compact=is_compact, file=schema.file),
+        Assembler(layout, tokenization, is_compact=is_compact),
         RunEncoder(model, library, recipes),
         scaffolds,
     )

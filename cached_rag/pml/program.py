@@ -11,10 +11,10 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from cached_rag.errors import PMLError
 from cached_rag.pml.markup import Chars, Element
@@ -60,24 +60,52 @@ def read_function(function: Callable[..., Any]) -> Source:
     Raises:
         PMLError: it cannot be had (typed at a prompt), or is no plain function.
     """
-    file = inspect.getsourcefile(function) or "<unknown>"
     try:
+        file = inspect.getsourcefile(function) or "<unknown>"
         lines, first = inspect.getsourcelines(function)
     except (OSError, TypeError) as error:
         raise PMLError(f"the source of {function!r} cannot be read: {error}") from error
-    tree = ast.parse(textwrap.dedent("".join(lines))).body[0]
-    if not isinstance(tree, ast.FunctionDef):
-        raise PMLError("a prompt function is a plain `def`", Where(first, 1), file)
-    ast.increment_lineno(tree, first - 1)
-    hints = get_type_hints(function, include_extras=True)
-    lengths = {}
-    for name, hint in hints.items():
-        for mark in get_args(hint)[1:] if get_origin(hint) is not None else ():
-            if isinstance(mark, MaxTokens):
-                lengths[name] = mark.length
-    closure = inspect.getclosurevars(function)
-    scope = {**closure.builtins, **closure.globals, **closure.nonlocals}
+    # In a block of its own, so that neither its indentation nor that of its strings is touched.
+    is_inside = lines[0][:1].isspace()
+    block: Any = ast.parse("".join(["if True:\n" if is_inside else "", *lines])).body[0]
+    tree = block.body[0] if is_inside else block
+    where = Where(first, 1)
+    if not isinstance(tree, ast.FunctionDef) or hasattr(function, "__wrapped__"):
+        raise PMLError("a prompt function is a plain `def`, decorated by nothing else", where, file)
+    ast.increment_lineno(tree, first - 1 - is_inside)
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise PMLError(
+            f"an annotation names what the module does not have: {error}; write the number of "
+            "MaxTokens out, or define it at the top of the module",
+            where,
+            file,
+        ) from error
+    lengths = {name: mark.length for name, hint in hints.items() for mark in _marks(hint)}
+    scope = {**function.__globals__, **closed_over(function)}
+    for name in inspect.signature(function).parameters:
+        scope.pop(name, None)
     return Source(function, tree, file, lengths, scope)
+
+
+def _marks(hint: Any) -> Iterator[MaxTokens]:
+    """MaxTokens anywhere in an annotation, as in `Annotated[str, MaxTokens(3)] | None`."""
+    for part in get_args(hint):
+        if isinstance(part, MaxTokens):
+            yield part
+        else:
+            yield from _marks(part)
+
+
+def closed_over(function: Callable[..., Any]) -> dict[str, Any]:
+    """What a function closes over, as far as it is bound yet."""
+    found = {}
+    cells = function.__closure__ or ()
+    for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+        with suppress(ValueError):  # bound later
+            found[name] = cell.cell_contents
+    return found
 
 
 @dataclass
@@ -133,8 +161,8 @@ class Program:
             node,
         )
 
-    def _refuse_yields(self, node: ast.stmt) -> None:
-        for inner in ast.walk(node):
+    def _refuse_yields(self, node: ast.AST | None) -> None:
+        for inner in ast.walk(node) if node is not None else ():
             if isinstance(inner, ast.Yield | ast.YieldFrom):
                 raise self.source.fail("`yield` is a statement of its own here", inner)
 
@@ -178,6 +206,9 @@ class Program:
 
     def _if(self, node: ast.If) -> Element:
         arms = list(arms_of(node))
+        for part in ast.walk(node):
+            if isinstance(part, ast.If):
+                self._refuse_yields(part.test)
         if len(arms) == 1:
             return self._arm(*arms[0])
         union = Element("union", _KEEP, self._where(node))
@@ -186,7 +217,9 @@ class Program:
 
     def _match(self, node: ast.Match) -> Element:
         union = Element("union", _KEEP, self._where(node))
+        self._refuse_yields(node.subject)
         for case in node.cases:
+            self._refuse_yields(case.guard)
             guard = f" if {ast.unparse(case.guard)}" if case.guard is not None else ""
             shown = ast.unparse(case.pattern) + guard
             union.content.append(self._arm(_OTHERWISE if shown == "_" else shown, case.body))

@@ -48,7 +48,8 @@ class Import:
     def __init__(self, name: str, /, *parts: Import | str, **arguments: object) -> None:
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "parts", parts)
-        object.__setattr__(self, "arguments", {key: str(arguments[key]) for key in arguments})
+        given = {name: str(value) for name, value in arguments.items() if value is not None}
+        object.__setattr__(self, "arguments", given)
         object.__setattr__(self, "where", _NOWHERE)
 
     def at(self, where: Where) -> Import:
@@ -76,6 +77,7 @@ class Argument:
     param: Param
     text: str
     where: Where
+    file: str | None
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ def select(
         raise PMLError(f"the schema itself has no parameter {name!r}{hint}", root.where, file)
     choice.read(parts, schema.children, ())
     _check_unions(schema.children, choice)
-    added = [Said("user", text) for text in choice.after[_END]]
+    added = choice.after[_END]
     if not schema.messages:
         if choice.said:
             raise PMLError(
@@ -202,14 +204,13 @@ def select(
                 choice.said[0].where,
                 file,
             )
-        bits = [*_bits(schema.children, choice), *(New(said.text) for said in added)]
+        bits = [*_bits(schema.children, choice), *map(New, added)]
         return (Turn("", _spaced(bits)),)
     turns = [(m.role, list(_bits(m.children, choice))) for m in schema.messages]
-    for said in (*added, *choice.said):
-        if said in added and turns[-1][0] == "user":
-            turns[-1][1].append(New(said.text))
-        else:
-            turns.append((said.role, [New(said.text)]))
+    if added and turns[-1][0] != "user":
+        turns.append(("user", []))
+    turns[-1][1].extend(map(New, added))
+    turns += [(said.role, [New(said.text)]) for said in choice.said]
     return tuple(Turn(role, _spaced(bits)) for role, bits in turns)
 
 
@@ -220,7 +221,7 @@ def _bits(children: tuple[Node, ...], choice: _Choice) -> Iterator[Bit]:
         elif isinstance(child, Param):
             given = choice.imports[child.unit]
             if value := given.arguments.get(child.name):
-                yield Argument(child, child.lead + value, given.where)
+                yield Argument(child, child.lead + value, given.where, choice.file)
         elif isinstance(child, Union | Message):
             yield from _bits(child.children, choice)
         elif child.path in choice.imports:

@@ -114,7 +114,7 @@ class Schema:
         """Equal for schemas that say the same and are laid out in the same way."""
         return digest(self.source, self.layout, self.behind)
 
-    def prompt(self, *parts: Part, **arguments: str) -> SchemaPrompt:
+    def prompt(self, /, *parts: Part, **arguments: str) -> SchemaPrompt:
         """A prompt from Python: imports, new text between and behind them, new messages at the end.
 
         Args:

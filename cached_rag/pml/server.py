@@ -71,14 +71,14 @@ class SchemaServer:
         planner = self.planner(schema)
         started = time.perf_counter()
 
-        def encode() -> Encoded:
+        def encode() -> tuple[int, Encoded]:
             with self._lock, torch.inference_mode():
                 missing = planner.missing()
-                return planner.encoder.encode(missing, lambda unit: progress(unit.name))
+                named = planner.encoder.encode(missing, lambda unit: progress(unit.name))
+                return len(missing), named
 
-        done = on_model_thread(encode)
+        count, done = on_model_thread(encode)
         if done.problem is not None:
             raise done.problem
-        present = len(planner.units) - len(done.units)
-        seconds = time.perf_counter() - started
-        return EncodeSummary(len(done.units), present, (), done.tokens, seconds)
+        present = len(planner.units) - count
+        return EncodeSummary(count, present, (), done.tokens, time.perf_counter() - started)

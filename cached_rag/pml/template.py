@@ -23,10 +23,15 @@ class Fillable(Protocol):
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Names of the values."""
+        """Names of the values that must be given."""
         ...
 
-    def fill(self, **values: object) -> SchemaPrompt:
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Names of those that may be."""
+        ...
+
+    def fill(self, /, **values: object) -> SchemaPrompt:
         """The prompt for these values."""
         ...
 
@@ -38,6 +43,7 @@ class SchemaTemplate:
     schema: Schema
     parts: tuple[Part, ...]
     arguments: Mapping[str, str]
+    optional = ()
 
     @classmethod
     def from_string(cls, schema: Schema, source: str) -> SchemaTemplate:
@@ -57,7 +63,7 @@ class SchemaTemplate:
         texts = [*self.arguments.values(), *_texts(self.parts)]
         return tuple(dict.fromkeys(name for text in texts for name in _names(text)))
 
-    def fill(self, **values: object) -> SchemaPrompt:
+    def fill(self, /, **values: object) -> SchemaPrompt:
         """The prompt for these values.
 
         Raises:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
-from cached_rag.pml.program import Source
+from cached_rag.pml.program import Source, closed_over
 from cached_rag.pml.prompt import Import
 
 _EVENTS = "__cached_rag_events__"
@@ -33,7 +33,7 @@ class Events:
         name, parts, arguments = self._open.pop()
         self._open[-1][1].append(Import(name, *parts, **arguments))
 
-    def give(self, **arguments: object) -> None:
+    def give(self, /, **arguments: object) -> None:
         """Arguments of the module that is open; None gives none."""
         given = {name: str(value) for name, value in arguments.items() if value is not None}
         self._open[-1][2].update(given)
@@ -71,8 +71,7 @@ def tracer(
         bound.apply_defaults()
         events = Events()
         # Names are looked up now, as in any function: what it calls may be defined below it.
-        closure = inspect.getclosurevars(source.function)
-        scope = {**source.function.__globals__, **closure.nonlocals, _EVENTS: events}
+        scope = {**source.function.__globals__, **closed_over(source.function), _EVENTS: events}
         exec(compile(module, source.file, "exec"), scope)  # the user's own code, once more
         scope[tree.name](*bound.args, **bound.kwargs)
         return events.result()

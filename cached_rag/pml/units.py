@@ -111,13 +111,25 @@ def _groups(layout: Layout) -> Iterator[tuple[Run, ...]]:
 def _unit(layout: Layout, behind: str, name: str, runs: tuple[Run, ...]) -> Unit:
     if not runs or behind == "nothing":
         return Unit(name, runs, ())
-    before = [r for r in layout.order if r.end <= runs[0].start and r not in runs]
+    before = layout.order[: layout.order.index(runs[0])]
     if behind == "head":
-        context = _head(layout)
-        return Unit(name, runs, tuple(r for r in context if r in before))
+        return Unit(name, runs, tuple(r for r in _head(layout) if r in before))
     path = runs[0].unit
-    seen = [r for r in before if _is_around(r.unit, path) or r.unit in layout.stand_ins]
+    seen = [r for r in before if r not in runs and _is_before(layout, r.unit, path)]
     return Unit(name, runs, tuple(run for run in seen if run.is_cached))
+
+
+def _is_before(layout: Layout, unit: Path, path: Path) -> bool:
+    """Whether every prompt with the module `path` has what `unit` says, or has it stood in for.
+
+    A stand-in belongs to a union of a module around `path`, and `path` to no child of that union.
+    """
+    if _is_around(unit, path):
+        return True
+    excluded = layout.stand_ins.get(unit)
+    if excluded is None or not _is_around(unit[:-1], path):
+        return False
+    return not any(_is_around(other, path) for other in excluded)
 
 
 def _head(layout: Layout) -> list[Run]:
@@ -147,7 +159,7 @@ class Recipes:
                 what full prefill would compute.
             is_movable: keys can be moved, so that it matters not where, but how far apart tokens
                 stand.
-            room: positions that the model has.
+            room: positions that the model has, before its frequencies change.
         """
         self.units = units
         self._is_compact, self._is_movable, self._room = is_compact, is_movable, room
@@ -182,8 +194,9 @@ class Recipes:
     def positions(self, unit: Unit) -> dict[Run, int]:
         """Where a unit and its context stand while it is encoded."""
         every = (*unit.context, *unit.runs)
-        is_beyond = self._is_movable and unit.runs[-1].end > self._room
-        if not is_beyond and not (self._is_compact and unit.is_scaffold):
+        is_beyond = unit.runs[-1].end > self._room
+        is_closed = is_beyond or (self._is_compact and unit.is_scaffold)
+        if not (is_closed and self._is_movable):
             return {run: run.start for run in every}
         found, position = {}, 0
         for run in every:

@@ -22,13 +22,19 @@ def wider(first: str, second: str) -> str:
     return max(first, second, key=_WEIGHT.index)
 
 
-def split(text: str) -> tuple[str, str, str]:
-    """(white space before, the text without common indentation, white space after)."""
+def split(text: str, *, is_code: bool = False) -> tuple[str, str, str]:
+    """(white space before, the text without common indentation, white space after).
+
+    Of code, the indentation stays.
+    """
     body = text.strip()
     if not body:
         return text, "", ""
     at = text.index(body)
     before, after = text[:at], text[at + len(body) :]
+    if is_code:
+        before, newline, indent = before.rpartition("\n")
+        return before + newline, indent + body, after
     if "\n" in before:
         # The first line's own indentation counts: it stands on a line of its own.
         indent = before.rpartition("\n")[2]

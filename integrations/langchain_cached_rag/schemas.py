@@ -49,7 +49,8 @@ class PMLPromptTemplate(BasePromptTemplate[Any]):
     @classmethod
     def from_function(cls, function: Fillable) -> PMLPromptTemplate:
         """A prompt function, whose parameters are the variables."""
-        return cls(source=function, input_variables=list(function.variables))
+        names = {"input_variables": function.variables, "optional_variables": function.optional}
+        return cls(source=function, **{name: list(known) for name, known in names.items()})
 
     @property
     def _prompt_type(self) -> str:
@@ -57,8 +58,9 @@ class PMLPromptTemplate(BasePromptTemplate[Any]):
 
     def format_prompt(self, **kwargs: Any) -> PromptValue:
         """The prompt as messages, or, of a schema without messages, as a string."""
-        values = self._merge_partial_and_user_variables(**kwargs)
-        plain = self.source.fill(**values).sent()
+        given = self._merge_partial_and_user_variables(**kwargs)
+        known = (*self.source.variables, *self.source.optional)
+        plain = self.source.fill(**{name: given[name] for name in known if name in given}).sent()
         if isinstance(plain, str):
             return StringPromptValue(text=plain)
         return ChatPromptValue(messages=[_message(said) for said in plain])

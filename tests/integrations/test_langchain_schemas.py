@@ -78,7 +78,9 @@ def test_string_models_take_schemas_without_messages(engine):
 def test_prompt_functions_are_templates(engine):
     template = PMLPromptTemplate.from_function(mine)
     llm = CachedRAGLLM(engine=engine, max_tokens=4)
-    assert set(template.input_variables) == {"what", "rules"}
+    assert template.input_variables == ["what"]
+    assert template.optional_variables == ["rules"]
+    assert template.format(what="tin", more="x") == mine("tin").plain()
     values = {"what": "tin", "rules": True}
     llm.invoke(template.invoke(values))
     answer = llm.generate_prompt([template.invoke(values)]).generations[0][0]

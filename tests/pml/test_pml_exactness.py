@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -214,3 +215,87 @@ def test_learned_positions_are_served_where_the_schema_has_them_and_nowhere_else
     assert done.report.cached_tokens > 0.5 * len(done.tokens)
     with pytest.raises(RelocationError, match="learned positions"):
         engine.prefill(hills(trip("compact", "nothing")), method="reuse", max_tokens=1)
+
+
+NESTED = """
+<schema name="s">Head
+  <union scaffold="b">
+    <module name="a">travel abroad <union scaffold="x"><module name="x">to Lisbon</module></union>
+      and stay there for the whole of the summer <module name="c">by the sea</module></module>
+    <module name="b">stay at home</module>
+  </union>
+  <module name="opt">maybe <union scaffold="y"><module name="y">by train</module></union></module>
+  <module name="z">and tell the story of it.</module>
+</schema>
+"""
+
+
+@pytest.mark.parametrize("layout", ["schema", "compact"])
+def test_stand_ins_stand_only_where_a_prompt_could_have_them(layout):
+    """What units are encoded behind is a beginning of some prompt, at positions that ascend."""
+    engine = Engine(tiny_model("llama"))
+    schema = Schema.from_string(NESTED, layout=layout)
+    for unit in engine.schemas.planner(schema).units:
+        every = [*unit.context, *unit.runs]
+        assert all(a.end <= b.start for a, b in pairwise(every))
+    before = {
+        unit.name: {"/".join(run.unit) for run in unit.context}
+        for unit in engine.schemas.planner(schema).units
+    }
+    assert before["z"] == {"", "b"}
+    assert before["a/c"] == {"", "a", "a/x"}
+    assert before["a/x"] == {"", "a"}
+    prompt = schema.prompt(Import("b"), Import("z"), "Why?")
+    ids, positions, plan = laid_out(engine, prompt)
+    done = engine.prefill(prompt, method="prefix", max_tokens=1)
+    own = logits_at(engine.model, ids, positions)
+    assert torch.allclose(done.logits[0], own, atol=TOLERANCE)
+    if layout == "schema":
+        assert all(place.is_exact for place in plan.placements)
+
+
+def test_units_of_the_same_tokens_in_other_runs_are_told_apart():
+    source = (
+        '<schema name="s" xml:space="preserve"><module name="a">foo bar</module>'
+        '<module name="b">foo<module name="e"></module> bar</module></schema>'
+    )
+    engine = Engine(tiny_model("llama"))
+    prompt = Schema.from_string(source).prompt(Import("a"), Import("b"), "why?")
+    for _ in range(2):  # computed, then from the store
+        done = engine.prefill(prompt, method="prefix", max_tokens=1)
+        own = plain_logits(engine.model, done.tokens.ids)[-1]
+        assert torch.allclose(done.logits[0], own, atol=TOLERANCE)
+
+
+def test_short_prompts_of_schemas_beyond_a_frequency_switch_are_served():
+    engine = Engine(tiny_model("longrope"))
+    modules = "".join(f'<module name="m{i}">Line {i} of a long story.</module>' for i in range(6))
+    schema = Schema.from_string(f'<schema name="s">{modules}</schema>')
+    prompt = schema.prompt(Import("m5"), "Why?")
+    done = engine.prefill(prompt, method="cacheblend", recompute_ratio=1.0, max_tokens=1)
+    assert len(done.tokens) < engine.model.rule.limit
+    own = plain_logits(engine.model, done.tokens.ids)[-1]
+    assert torch.allclose(done.logits[0], own, atol=TOLERANCE)
+    assert engine.prefill(prompt, method="reuse", max_tokens=1).report.cached_tokens > 10
+
+
+def test_a_scaffold_serves_only_prompts_that_have_all_of_it():
+    source = """<schema name="s"><module name="u" cache="false">not kept</module>
+    <module name="m">module em</module><scaffold name="j"><u/><m/></scaffold></schema>"""
+    engine = Engine(tiny_model("llama"))
+    schema = Schema.from_string(source)
+    for parts, is_exact in (((Import("m"),), True), ((Import("u"), Import("m")), True)):
+        done = engine.prefill(schema.prompt(*parts, "Why?"), method="reuse", max_tokens=1)
+        own = plain_logits(engine.model, done.tokens.ids)[-1]
+        assert torch.allclose(done.logits[0], own, atol=TOLERANCE) == is_exact
+
+
+def test_the_question_is_the_last_text_that_is_computed():
+    """Methods that ask it must not take the template's answer header for it."""
+    engine = Engine(tiny_model("llama"))
+    schema = Schema.from_string(
+        '<schema name="s"><user>A<module name="m">B</module></user></schema>'
+    )
+    tokens, plan = engine.plan(schema.prompt(Import("m"), "Why?"), "reuse", Report("reuse"))
+    question = tokens.ids[plan.layout(4).question :]
+    assert "Why?" in engine.model.tokenizer.decode(question)

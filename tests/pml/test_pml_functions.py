@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated
 
 import pytest
@@ -124,6 +125,65 @@ def test_prompts_of_functions_are_answered_from_cache():
     assert Schema.from_function(journey).digest == journey.schema.digest
 
 
+def test_strings_are_taken_as_they_are():
+    @prompt_function
+    def letter(
+        days: Annotated[str, MaxTokens(3)] | None = None,
+        self: Annotated[str, MaxTokens(3)] = "me",
+    ):
+        yield """Line one
+        Line two, eight spaces in
+at the margin"""
+        yield f"\n{days}\n{self}"
+
+    text = "Line one\n        Line two, eight spaces in\nat the margin\n"
+    assert letter().plain() == f"{text}\nme"
+    assert letter("3").plain() == f"{text}3\nme"
+    assert letter.fill(days="3", self="you").plain() == f"{text}3\nyou"
+
+
+def test_a_parameter_hides_a_constant_of_its_name():
+    def hidden(STYLE: str):  # noqa: N803
+        yield f"{STYLE}"
+
+    with pytest.raises(PMLError, match="neither a parameter marked"):
+        Schema.from_function(hidden)
+
+
+def test_names_bound_later_are_seen_by_calls():
+    @prompt_function
+    def late(count: int):
+        yield "Some."
+        if count > limit:
+            yield " More."
+
+    limit = 3
+    assert late(4).plain() == "Some. More."
+
+
+def test_methods_and_other_decorators_are_refused():
+    class Holder:
+        @prompt_function
+        def method(self, days: str):
+            yield "text"
+
+    with pytest.raises(PMLError, match="'method' is a method"):
+        Holder().method("3")
+
+    def louder(function):
+        return functools.wraps(function)(lambda *args: function(*args))
+
+    with pytest.raises(PMLError, match="decorated by nothing else"):
+        prompt_function(louder(plain))
+    with pytest.raises(PMLError, match="cannot be read"):
+        prompt_function(functools.partial(plain, "3"))
+
+
+def asking():
+    if (yield "a"):
+        yield "b"
+
+
 def plain(days: Annotated[str, MaxTokens(3)], other: str):
     yield f"{days}{other}"
 
@@ -162,6 +222,7 @@ def formatted(days: Annotated[str, MaxTokens(3)]):
         (returning, 2, "cannot use `return`"),
         (assigning, 1, "`yield` is a statement of its own"),
         (formatted, 1, "cannot be formatted"),
+        (asking, 1, "`yield` is a statement of its own"),
     ],
 )
 def test_what_no_schema_can_say_is_refused_with_its_line(function, line, what):

@@ -59,6 +59,21 @@ def test_indentation_goes_and_lines_stay():
     assert hidden == ["\nthis is a secret."]
 
 
+def test_code_keeps_its_indentation():
+    code = "class A:\n    x = 1\n\n    def f(self):\n        return self.x"
+    assert texts(schema(f'<module name="a.py"><![CDATA[{code}]]></module>')) == [code]
+    indented = schema('<module name="a.py">\n<![CDATA[    x = 1\n    y = 2\n]]></module>')
+    assert texts(indented) == ["    x = 1\n    y = 2"]
+    found = Schema.from_string(schema("<user>Read.</user>"))
+    prompt = found.prompt_from_string(f"<prompt><user><![CDATA[{code}]]></user></prompt>")
+    assert prompt.plain()[-1]["content"] == code
+
+
+def test_white_space_behind_the_last_of_a_union_counts():
+    body = 'go <union><module name="a">now</module>\n</union>and stay'
+    assert texts(schema(body)) == ["go", " now", "\nand stay"]
+
+
 def test_white_space_can_be_kept():
     kept = '<module name="m" xml:space="preserve">  a\n   b </module>'
     assert texts(schema(f"x {kept} y")) == ["x", "   a\n   b ", " y"]
@@ -110,6 +125,16 @@ MISTAKES = [
     (schema("text<user>x</user>"), 1, 18, "holds everything inside them"),
     (schema('<module name="a"/><scaffold name="s"><b/></scaffold>'), 1, 55, "no module 'b'"),
     (schema('<scaffold name="s"/>'), 1, 18, "names the modules"),
+    (schema('<module name="a"><scaffold name="s"/></module>'), 1, 35, "directly in <schema>"),
+    (
+        schema(
+            '<union><module name="a"/><module name="b"/></union>'
+            '<scaffold name="s"><a/><b/></scaffold>'
+        ),
+        1,
+        69,
+        "exclude each other",
+    ),
     (schema('<module name="a" xml:space="no"/>'), 1, 18, "preserve"),
     ("<!DOCTYPE s [<!ENTITY a 'b'>]><schema name='s'>&a;</schema>", 1, None, "not allowed"),
     ("<schema name='s'>&nbsp;</schema>", 1, None, "not well-formed"),
@@ -172,6 +197,10 @@ def test_messages_come_behind_the_schemas_own():
     found = Schema.from_string(GOOD)
     prompt = found.prompt(Import("letter"), Said("assistant", "Yes."), Said("user", "Why?"))
     assert [m["content"] for m in prompt.plain()][2:] == ["Yes.", "Why?"]
+    twice = found.prompt("Hi", Said("user", "Hi")).plain()
+    assert [m["content"] for m in twice][1:] == ["Read:\nHi", "Hi"]
+    assert found.prompt(Import("letter", who=None)) == found.prompt(Import("letter"))
+    assert "Dear 3," in found.prompt(Import("letter", who=3)).plain()[1]["content"]
     with pytest.raises(PMLError, match="there is no role 'robot'"):
         found.prompt(Said("robot", "x"))
     plain = Schema.from_string(schema("text"))

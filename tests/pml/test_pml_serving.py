@@ -84,9 +84,11 @@ def test_union_children_share_their_start_and_parameters_have_their_room(engine)
 
 def test_arguments_beyond_their_length_are_refused(engine):
     source = f'<prompt what="{"x" * 99}"><door/></prompt>'
+    prompt = house(file="schema.xml").prompt_from_string(source, file="prompt.xml")
     with pytest.raises(PMLError, match="has 100 tokens and parameter 'what' takes 30") as failed:
-        engine.generate(house().prompt_from_string(source), max_tokens=1)
-    assert (failed.value.line, failed.value.column) == (1, 1)
+        engine.generate(prompt, max_tokens=1)
+    place = (failed.value.file, failed.value.line, failed.value.column)
+    assert place == ("prompt.xml", 1, 1)
 
 
 def test_encoding_is_lazy_or_eager_and_happens_once(engine):
@@ -175,7 +177,7 @@ def test_schemas_beyond_the_context_serve_prompts_that_fit():
     done = engine.generate(schema.prompt(Import("m4"), "Why?"), method="reuse", max_tokens=4)
     assert done.report.modules_hit == 1
     far = replace(schema, layout="schema")
-    with pytest.raises(ContextOverflowError, match="exceed the model's context of 1024"):
+    with pytest.raises(ContextOverflowError, match="context of 1024"):
         engine.generate(far.prompt(Import("m4"), "Why?"), method="reuse", max_tokens=4)
 
 
@@ -221,7 +223,12 @@ def test_schemas_with_messages_need_a_chat_template():
     assert engine.generate(plain.prompt(Import("m"), "Why?"), max_tokens=2).report.prompt_tokens
 
 
-@pytest.mark.parametrize("prompt", ["", Schema.from_string('<schema name="s"/>').prompt()])
+EMPTY = '<schema name="s"><module name="a">x</module></schema>'
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", *(Schema.from_string(EMPTY, layout=n).prompt() for n in ("schema", "compact"))]
+)
 def test_empty_prompts_are_refused(engine, prompt):
     with pytest.raises(ConfigError, match="the prompt is empty"):
         engine.generate(prompt, max_tokens=1)

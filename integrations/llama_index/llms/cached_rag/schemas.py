@@ -45,7 +45,7 @@ class PMLPromptTemplate(BasePromptTemplate):
     @classmethod
     def from_function(cls, function: Fillable) -> PMLPromptTemplate:
         """A prompt function, whose parameters are the variables."""
-        names = list(function.variables)
+        names = [*function.variables, *function.optional]
         return cls(source=function, metadata={}, template_vars=names, kwargs={}, output_parser=None)
 
     def partial_format(self, **kwargs: Any) -> PMLPromptTemplate:
