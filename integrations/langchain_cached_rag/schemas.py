@@ -49,8 +49,11 @@ class PMLPromptTemplate(BasePromptTemplate[Any]):
     @classmethod
     def from_function(cls, function: Fillable) -> PMLPromptTemplate:
         """A prompt function, whose parameters are the variables."""
-        names = {"input_variables": function.variables, "optional_variables": function.optional}
-        return cls(source=function, **{name: list(known) for name, known in names.items()})
+        return cls(
+            source=function,
+            input_variables=list(function.variables),
+            optional_variables=list(function.optional),
+        )
 
     @property
     def _prompt_type(self) -> str:
