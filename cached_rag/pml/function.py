@@ -30,7 +30,9 @@ class PromptFunction:
         schema: all that it may say.
     """
 
-    def __init__(self, function: Callable[..., Any], layout: str, behind: str) -> None:
+    def __init__(
+        self, function: Callable[..., Any], layout: str = "auto", behind: str = "schema"
+    ) -> None:
         """Read the function.
 
         Raises:

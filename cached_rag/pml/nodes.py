@@ -43,7 +43,8 @@ class Param:
 
     Attributes:
         lead: white space between what is before it and the argument.
-        placeholder: what stands there while the module is encoded; empty for unknown tokens.
+        placeholder: what stands there while the module is encoded; empty for unknown tokens, or
+            for empty positions where the vocabulary has none.
     """
 
     number: int

@@ -55,6 +55,7 @@ class SchemaPlanner:
 
         Raises:
             PMLError: an argument is too long.
+            ContextOverflowError: a module that has no KV stands beyond the model's context.
             RelocationError: new text pushes modules on, and the model's keys cannot be moved.
         """
         pieces = [piece for piece in self.assembler.pieces(turns) if piece.ids]

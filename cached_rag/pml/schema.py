@@ -52,7 +52,7 @@ class Schema:
         behind: what modules are encoded behind: "nothing" (the paper), the schema's "head", or all
             of the "schema" that is in every prompt.
         file: where it was read from, for errors.
-        source: as it was read.
+        source: as it was read; of a function, a digest of what it may yield.
     """
 
     node: SchemaNode
@@ -91,18 +91,26 @@ class Schema:
 
     @classmethod
     def from_function(
-        cls, function: Callable[..., Any], *, layout: str = "auto", behind: str = "schema"
+        cls,
+        function: Callable[..., Any],
+        *,
+        layout: str | None = None,
+        behind: str | None = None,
     ) -> Schema:
         """All that a function may yield; see `prompt_function`, whose calls are prompts.
+
+        Args:
+            layout, behind: None for the decorator's, if it is decorated, else for the defaults.
 
         Raises:
             PMLError: it does what a schema cannot say; the error names file and line.
         """
         from cached_rag.pml.function import PromptFunction
 
-        if isinstance(function, PromptFunction):
-            return replace(function.schema, layout=layout, behind=behind)
-        return PromptFunction(function, layout, behind).schema
+        if not isinstance(function, PromptFunction):
+            function = PromptFunction(function)
+        found = function.schema
+        return replace(found, layout=layout or found.layout, behind=behind or found.behind)
 
     @property
     def name(self) -> str:
@@ -156,6 +164,7 @@ class Schema:
 
         Raises:
             ContextOverflowError: a module stands beyond the model's context.
+            RelocationError: one stands where the model's rotary frequencies change.
             StoreFullError: no room left; what was encoded before is kept.
         """
         return engine.encode_schema(self, progress)

@@ -63,7 +63,7 @@ def tracer(
     # Defaults are the original's, bound before the call.
     spec.defaults = [ast.Constant(None) for _ in spec.defaults]
     spec.kw_defaults = [d and ast.Constant(None) for d in spec.kw_defaults]
-    module = ast.fix_missing_locations(ast.Module([tree], []))
+    code = compile(ast.fix_missing_locations(ast.Module([tree], [])), source.file, "exec")
     signature = inspect.signature(source.function)
 
     def trace(*args: Any, **kwargs: Any) -> tuple[list[Import], dict[str, str]]:
@@ -72,7 +72,7 @@ def tracer(
         events = Events()
         # Names are looked up now, as in any function: what it calls may be defined below it.
         scope = {**source.function.__globals__, **closed_over(source.function), _EVENTS: events}
-        exec(compile(module, source.file, "exec"), scope)  # the user's own code, once more
+        exec(code, scope)  # the user's own code, once more
         scope[tree.name](*bound.args, **bound.kwargs)
         return events.result()
 

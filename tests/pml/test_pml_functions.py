@@ -123,6 +123,10 @@ def test_prompts_of_functions_are_answered_from_cache():
     assert again.report.modules_missed == 0
     assert again.report.recomputed_tokens > 10
     assert Schema.from_function(journey).digest == journey.schema.digest
+    laid_out = prompt_function(plain_text, layout="schema", behind="head")
+    assert Schema.from_function(laid_out).layout == "schema"
+    assert Schema.from_function(laid_out, layout="compact").layout == "compact"
+    assert Schema.from_function(laid_out, layout="compact").behind == "head"
 
 
 def test_strings_are_taken_as_they_are():
@@ -177,6 +181,10 @@ def test_methods_and_other_decorators_are_refused():
         prompt_function(louder(plain))
     with pytest.raises(PMLError, match="cannot be read"):
         prompt_function(functools.partial(plain, "3"))
+
+
+def plain_text():
+    yield "Text."
 
 
 def asking():
