@@ -212,17 +212,20 @@ class Engine:
         self,
         prompts: Sequence[Prompt],
         config: GenerationConfig | None = None,
+        *,
+        shares_memory: bool = False,
         **options: Any,
     ) -> list[Generation]:
         """Answer several prompts, their tokens computed together; each as `generate` would.
 
-        Prompts of schemas keep modules that none of them repairs once in memory, and read them
-        once a token, where the model's attention can be replaced.
+        Args:
+            shares_memory: prompts of schemas keep modules that none of them repairs once in
+                memory, where the model's attention can be replaced. Slower with many small modules.
 
         Raises:
             As `generate`, for the first prompt that fails; the others are stopped then.
         """
-        pool = Pool(self.model.shapes) if can_batch(self.model) else None
+        pool = Pool(self.model.shapes) if shares_memory and can_batch(self.model) else None
         config = (config or GenerationConfig()).replace(**options)
         streams = [self._stream(prompt, config, pool) for prompt in prompts]
         with ThreadPoolExecutor(_BATCH_ROWS, "batch") as threads:

@@ -49,7 +49,7 @@ def test_answers_over_shared_modules_are_those_over_copies(family, layout):
     engine = Engine(tiny_model(family))
     asked = prompts(layout)
     alone = [engine.generate(prompt, method="reuse", max_tokens=8) for prompt in asked]
-    together = engine.generate_batch(asked, method="reuse", max_tokens=8)
+    together = engine.generate_batch(asked, shares_memory=True, method="reuse", max_tokens=8)
     assert [a.token_ids for a in together] == [a.token_ids for a in alone]
     assert all(answer.report.shared_kv_bytes > 0 for answer in together)
     assert not any(answer.report.shared_kv_bytes for answer in alone)
@@ -58,7 +58,7 @@ def test_answers_over_shared_modules_are_those_over_copies(family, layout):
 def test_the_bytes_of_a_shared_module_count_once():
     engine = Engine(tiny_model("llama"))
     asked = prompts("schema")
-    answers = engine.generate_batch(asked, method="reuse", max_tokens=4)
+    answers = engine.generate_batch(asked, shares_memory=True, method="reuse", max_tokens=4)
     token = engine.model.shapes.bytes_per_token
     for answer in answers:
         own, shared = answer.report.kv_bytes // token, answer.report.shared_kv_bytes // token
@@ -90,9 +90,9 @@ def test_repaired_modules_stay_a_prompts_own():
     asked = prompts("compact")
     options = {"method": "cacheblend", "recompute_ratio": 1.0, "max_tokens": 6}
     alone = [engine.generate(prompt, **options) for prompt in asked]
-    together = engine.generate_batch(asked, **options)
+    together = engine.generate_batch(asked, shares_memory=True, **options)
     assert [a.token_ids for a in together] == [a.token_ids for a in alone]
-    reused = engine.generate_batch(asked, method="reuse", max_tokens=6)
+    reused = engine.generate_batch(asked, shares_memory=True, method="reuse", max_tokens=6)
     for answer, other in zip(together, reused, strict=True):  # only what is exact
         assert 0 < answer.report.shared_kv_bytes < other.report.shared_kv_bytes
 
@@ -103,7 +103,7 @@ def test_models_whose_attention_is_their_own_keep_copies(family):
     assert not can_batch(engine.model)
     asked = prompts("schema")
     alone = [engine.generate(prompt, method="reuse", max_tokens=4).text for prompt in asked]
-    together = engine.generate_batch(asked, method="reuse", max_tokens=4)
+    together = engine.generate_batch(asked, shares_memory=True, method="reuse", max_tokens=4)
     assert [answer.text for answer in together] == alone
     assert not any(answer.report.shared_kv_bytes for answer in together)
 
