@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub
@@ -216,3 +217,12 @@ def plain_cache(
         )
     layers = [seen[i] for i in range(len(seen))]
     return torch.stack([k for k, _ in layers]), torch.stack([v for _, v in layers])
+
+
+def count_at_rest(items: list[Any], seconds: float = 0.2) -> int:
+    """How long a list is once nothing was added to it for a while."""
+    count = -1
+    while count != len(items):
+        count = len(items)
+        time.sleep(seconds)
+    return count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import numpy as np
 import pytest
@@ -202,7 +203,9 @@ def test_retrieval_brings_chunks_into_memory(opened, docs):
     assert len(memory) == 0
     hits = rag.search("copper green", 2)
     rag.engine.prefetch([hit.text for hit in hits])
-    rag.engine.library.close()
+    deadline = time.monotonic() + 60
+    while len(memory) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert len(memory) == 2
 
 

@@ -98,7 +98,9 @@ def open_blob(
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         return None
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:
+        if not path.exists():  # another process removed it between its header and its content
+            return None
         raise CorruptBlobError(_message(path, f"it cannot be read ({error})")) from error
     if header.get("key") != key or header.get("codec") != codec.name:
         raise CorruptBlobError(_message(path, "it belongs to another module or codec"))

@@ -8,6 +8,7 @@ import os
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -267,6 +268,23 @@ def test_two_processes_may_share_a_store(tmp_path):
     store = DiskStore(tmp_path)
     assert [p for p in store.check() if "litter" not in p.reason] == []
     store.close()
+
+
+def test_a_file_that_goes_while_it_is_opened_is_a_miss(disk, monkeypatch):
+    disk.put(key(1), module(1))
+    fails = [True]
+
+    def opened(path, **_):
+        if fails:  # another process evicts it between its header and its content
+            Path(path).unlink()
+        raise RuntimeError(f"unable to open file <{path}>")
+
+    monkeypatch.setattr(blob, "safe_open", opened)
+    assert disk.get(key(1), module(1).token_ids) is None
+    fails.clear()
+    disk.put(key(2), module(2))
+    with pytest.raises(CorruptBlobError, match="cannot be read"):
+        disk.get(key(2), module(2).token_ids)
 
 
 def test_memory_is_asked_before_disk_and_damage_below_does_not_matter(tmp_path):
