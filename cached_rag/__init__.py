@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cached_rag.answer import Answer, AnswerStream
-    from cached_rag.config import METHODS, GenerationConfig, StoreConfig
+    from cached_rag.answering import Generation
+    from cached_rag.config import METHODS, BatchConfig, GenerationConfig, StoreConfig
     from cached_rag.context import PRIMER, Context
     from cached_rag.documents import Embedder
     from cached_rag.encode import EncodeSummary
     from cached_rag.engine import Engine
     from cached_rag.errors import (
+        BusyError,
         CachedRAGError,
         ConfigError,
         ContextOverflowError,
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from cached_rag.pml import Import, Said, Schema, SchemaPrompt
     from cached_rag.rag import CachedRAG
     from cached_rag.report import Report
-    from cached_rag.stream import Generation, Stream
+    from cached_rag.stream import Stream
 
 __version__ = "0.1.0"
 
@@ -44,6 +46,8 @@ __all__ = [
     "PRIMER",
     "Answer",
     "AnswerStream",
+    "BatchConfig",
+    "BusyError",
     "CachedRAG",
     "CachedRAGError",
     "ConfigError",
@@ -78,8 +82,8 @@ __all__ = [
 ]
 
 _MODULES = (
-    *("errors", "config", "context", "report", "model", "stream", "encode", "pml", "engine"),
-    *("documents", "answer", "ingest", "rag"),
+    *("errors", "config", "context", "report", "model", "encode", "answering", "stream"),
+    *("pml", "engine", "documents", "answer", "ingest", "rag"),
 )
 
 

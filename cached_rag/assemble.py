@@ -82,6 +82,11 @@ class KVBuffer:
         """Number of slots."""
         return self.keys.shape[3]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.keys.nbytes + self.values.nbytes
+
     def place(self, module: LayerSource, slot: int, rule: PositionRule) -> None:
         """Copy a module to slots `slot...`, its keys rotated to their positions.
 

@@ -1,8 +1,8 @@
-"""One decode step of several answers at once, each over its own KV or over what they share.
+"""One forward pass for several prompts at once: each appends some tokens to its own KV.
 
-The linear layers read the weights once for all rows; attention goes row by row, so that rows need
-neither the same length nor one common buffer. Knows nothing of sampling, and not whose rows they
-are.
+One token each is a decoding step, many are a piece of prefill; both go together. The linear layers
+read the weights once for all tokens, attention reads what rows share once for all rows. Rows need
+neither the same length nor a common buffer. Knows nothing of sampling, and not whose rows they are.
 """
 
 from __future__ import annotations
@@ -14,20 +14,39 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from cached_rag.assemble import KVBuffer
-from cached_rag.attention import Rows, attending
+from cached_rag.attention import attending
 from cached_rag.decode import step
+from cached_rag.lse_attention import attend
 from cached_rag.model import LanguageModel
-from cached_rag.relay import SharedKV, relay_attention
+from cached_rag.relay import Part, relay_attention
+from cached_rag.row_kv import Piece, RowKV, Run, pieces
 
 
 @dataclass(frozen=True)
-class NextToken:
-    """A token at `slot`, to be computed over the slots before it in `buffer`."""
+class Ahead:
+    """Tokens that follow what `kv` holds; their KV is appended to it."""
 
-    buffer: KVBuffer | SharedKV
-    token: int
-    slot: int
+    kv: RowKV
+    token_ids: Sequence[int]
+
+    @property
+    def end(self) -> int:
+        """Slots that are filled afterwards."""
+        return self.kv.length + len(self.token_ids)
+
+
+class _Layers:
+    """A run of a buffer, one view a layer."""
+
+    def __init__(self, piece: Piece, tokens: slice | torch.Tensor | None) -> None:
+        there = slice(piece.begin, piece.end)
+        self.keys = piece.buffer.keys[:, :, :, there].unbind(0)
+        self.values = piece.buffer.values[:, :, :, there].unbind(0)
+        self.tokens = tokens
+
+    def part(self, layer: int) -> Part:
+        """One layer's keys and values."""
+        return Part(self.keys[layer], self.values[layer], self.tokens)
 
 
 class _BatchCache(Cache):  # type: ignore[misc]
@@ -36,25 +55,51 @@ class _BatchCache(Cache):  # type: ignore[misc]
     It is the cache and the rows of `attending` in one: attention follows update layer by layer.
     """
 
-    def __init__(self, steps: Sequence[NextToken], windows: tuple[int | None, ...]) -> None:
+    def __init__(self, batch: Sequence[Ahead], windows: tuple[int | None, ...]) -> None:
         super().__init__(layers=[])
         self.windows = windows
-        self._last = max(one.slot for one in steps)
-        self._own: dict[int, tuple[KVBuffer, Rows]] = {}
-        self._shared: dict[int, SharedKV] = {}
-        for index, one in enumerate(steps):
-            if isinstance(one.buffer, SharedKV):
-                one.buffer.open_slot(one.slot)
-                self._shared[index] = one.buffer
-            else:
-                slot = torch.tensor([one.slot], device=one.buffer.keys.device)
-                self._own[index] = (one.buffer, Rows(slot, one.slot + 1))
+        self._batch = batch
+        self._tokens = _token_slices(batch)
+        self._longest = max(ahead.end for ahead in batch)
+        self._fresh = [
+            _fresh(ahead, where) for ahead, where in zip(batch, self._tokens, strict=True)
+        ]
+        self._shared, self._private = self._divided()
         self._layer = 0
 
     @property
     def rows(self) -> _BatchCache:
         """What attends: this."""
         return self
+
+    def _divided(self) -> tuple[list[_Layers], list[_Layers]]:
+        """What several tokens see whole, and for each row what ends with its own tokens."""
+        shared: list[_Layers] = []
+        private: dict[int, _Layers] = {}
+        for piece in pieces([ahead.kv.every_run(ahead.end) for ahead in self._batch]):
+            row = self._ends_with(piece)
+            if row is not None:
+                private[row] = _Layers(piece, self._tokens[row])
+            else:
+                shared.append(_Layers(piece, self._seeing(piece)))
+        return shared, [private[row] for row in range(len(self._batch))]
+
+    def _ends_with(self, piece: Piece) -> int | None:
+        """The row whose new tokens are a piece's last."""
+        if len(piece.rows) > 1:
+            return None
+        ahead = self._batch[piece.rows[0]]
+        is_own = piece.buffer is ahead.kv.own and piece.end == ahead.kv.at(ahead.end)
+        return piece.rows[0] if is_own else None
+
+    def _seeing(self, piece: Piece) -> slice | torch.Tensor | None:
+        """The tokens of a piece's rows."""
+        if len(piece.rows) == len(self._batch):
+            return None
+        if len(piece.rows) == 1:
+            return self._tokens[piece.rows[0]]
+        numbers = [i for row in piece.rows for i in _numbers(self._tokens[row])]
+        return torch.tensor(numbers, device=piece.buffer.keys.device)
 
     def update(
         self,
@@ -64,14 +109,11 @@ class _BatchCache(Cache):  # type: ignore[misc]
         *_: Any,
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write (batch, num_kv_heads, 1, dim), a row to each buffer."""
+        """Write (1, num_kv_heads, num_tokens, dim), each row's tokens to its buffer."""
         self._layer = layer_idx
-        for index, (buffer, rows) in self._own.items():
-            one = slice(index, index + 1)
-            buffer.write(layer_idx, rows.index, key_states[one], value_states[one])
-        for index, shared in self._shared.items():
-            one = slice(index, index + 1)
-            shared.write(layer_idx, key_states[one], value_states[one])
+        for fresh in self._fresh:
+            fresh.keys[layer_idx].copy_(key_states[:, :, fresh.tokens])
+            fresh.values[layer_idx].copy_(value_states[:, :, fresh.tokens])
         return key_states, value_states
 
     def attend(
@@ -82,29 +124,62 @@ class _BatchCache(Cache):  # type: ignore[misc]
         scale: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """(batch, num_heads, 1, value_dim) for a (batch, num_heads, 1, head_dim) query."""
-        parts: dict[int, torch.Tensor] = {}
-        for index, (buffer, rows) in self._own.items():
-            seen = buffer.keys[self._layer][:, :, : rows.length]
-            values = buffer.values[self._layer][:, :, : rows.length]
-            parts[index] = rows.attend(query[index : index + 1], seen, values, scale, window)
-        if self._shared:
-            every = list(self._shared.values())
-            asked = query[list(self._shared)]
-            relayed = relay_attention(asked, every, self._layer, scale, window)
-            parts |= zip(self._shared, relayed[:, None], strict=True)
-        return torch.cat([parts[index] for index in range(len(query))])
+        """(1, num_heads, num_tokens, value_dim) for a (1, num_heads, num_tokens, dim) query."""
+        asked = query[0].transpose(0, 1).contiguous()
+        if window is not None and window < self._longest:
+            found = self._within(asked, scale, window)
+        else:
+            shared = [part.part(self._layer) for part in self._shared]
+            private = [part.part(self._layer) for part in self._private]
+            found = relay_attention(asked, shared, private, scale)
+        return found.transpose(0, 1)[None]
+
+    def _within(self, query: torch.Tensor, scale: float | None, window: int) -> torch.Tensor:
+        """Attention of single tokens over their windows, row by row: nothing is read in common."""
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        found = []
+        for index, ahead in enumerate(self._batch):
+            runs = (run.cut(ahead.end - window, ahead.end) for run in ahead.kv.every_run(ahead.end))
+            seen = [run for run in runs if run is not None]
+            keys = _joined([(run.buffer.keys[self._layer], run) for run in seen])
+            values = _joined([(run.buffer.values[self._layer], run) for run in seen])
+            folded = query[index].view(1, keys.shape[1], -1, query.shape[-1])
+            found.append(attend(folded, keys, values, factor)[0].flatten(0, 2))
+        return torch.stack(found)
 
     def observe(self, *_: Any) -> None:
-        """Nobody watches decoding."""
+        """Nobody watches."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Slots before the longest row's token."""
-        return self._last
+        """Slots of the longest row."""
+        return self._longest
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """All slots of the longest row, from the first."""
-        return self.get_seq_length() + query_length, 0
+        """Masks are not used."""
+        return self._longest + query_length, 0
+
+
+def _joined(parts: Sequence[tuple[torch.Tensor, Run]]) -> torch.Tensor:
+    """Runs of one layer's (1, num_kv_heads, capacity, dim) buffers, one behind the other."""
+    return torch.cat([side[:, :, run.begin : run.end] for side, run in parts], dim=2)
+
+
+def _token_slices(batch: Sequence[Ahead]) -> list[slice]:
+    found, begin = [], 0
+    for ahead in batch:
+        found.append(slice(begin, begin + len(ahead.token_ids)))
+        begin += len(ahead.token_ids)
+    return found
+
+
+def _numbers(tokens: slice) -> range:
+    return range(tokens.start, tokens.stop)
+
+
+def _fresh(ahead: Ahead, tokens: slice) -> _Layers:
+    """Where a row's tokens are written."""
+    kv = ahead.kv
+    return _Layers(Piece(kv.own, kv.at(kv.length), kv.at(ahead.end), ()), tokens)
 
 
 def can_batch(model: LanguageModel) -> bool:
@@ -116,27 +191,47 @@ def can_batch(model: LanguageModel) -> bool:
     return model.decoder.is_fast and model.rule.limit is None
 
 
-@torch.inference_mode()
-def step_batch(model: LanguageModel, steps: Sequence[NextToken]) -> torch.Tensor:
-    """(batch, vocab_size) logits after one more token each; their KV is written.
+def can_append(model: LanguageModel) -> bool:
+    """Whether a row may append more than one token a pass: not with sliding windows."""
+    return can_batch(model) and not any(model.decoder.windows)
 
-    Models that cannot batch take one row after the other.
+
+@torch.inference_mode()
+def step_batch(model: LanguageModel, batch: Sequence[Ahead]) -> torch.Tensor:
+    """(batch, vocab_size) logits after each row's tokens; their KV is written and counted.
+
+    Models that cannot batch take one row after the other, a token each.
     """
-    own = [(one.buffer, one) for one in steps if isinstance(one.buffer, KVBuffer)]
-    if len(own) == len(steps) and (len(steps) == 1 or not can_batch(model)):
-        return torch.cat([step(model, buffer, one.token, one.slot) for buffer, one in own])
+    if not can_batch(model) or (len(batch) == 1 and _is_plain(batch[0])):
+        logits = torch.cat(
+            [step(model, row.kv.own, row.token_ids[-1], row.kv.length) for row in batch]
+        )
+    else:
+        logits = _pass(model, batch)
+    for row in batch:
+        row.kv.length = row.end
+    return logits
+
+
+def _is_plain(row: Ahead) -> bool:
+    return len(row.token_ids) == 1 and not row.kv.runs
+
+
+def _pass(model: LanguageModel, batch: Sequence[Ahead]) -> torch.Tensor:
     decoder, device = model.decoder, model.device
-    cache = _BatchCache(steps, decoder.windows)
+    cache = _BatchCache(batch, decoder.windows)
+    ids = [token for row in batch for token in row.token_ids]
+    positions = [row.kv.position(s) for row in batch for s in range(row.kv.length, row.end)]
+    last = torch.tensor([where.stop - 1 for where in _token_slices(batch)], device=device)
     inputs = {
-        "input_ids": torch.tensor([[one.token] for one in steps], device=device),
-        "position_ids": torch.tensor(
-            [[one.buffer.position(one.slot)] for one in steps], device=device
-        ),
+        "input_ids": torch.tensor([ids], device=device),
+        "position_ids": torch.tensor([positions], device=device),
         "past_key_values": cache,
         "use_cache": True,
+        "logits_to_keep": last,
     }
     known = decoder.parameters
     with attending(cache):
         output = decoder.model(**{k: v for k, v in inputs.items() if k in known})
-    logits: torch.Tensor = output.logits[:, -1]
-    return logits
+    logits: torch.Tensor = output.logits[0]
+    return logits if "logits_to_keep" in known else logits[last]

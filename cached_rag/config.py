@@ -98,6 +98,33 @@ class GenerationConfig:
 
 
 @dataclass(frozen=True)
+class BatchConfig:
+    """How many prompts are answered at the same time.
+
+    Attributes:
+        max_rows: most answers that are made together; the other requests wait.
+        max_bytes: most bytes of the KV of these answers; None for no bound. The store's own
+            memory is bounded by `StoreConfig`.
+        max_waiting: most requests that wait; None for no bound. One more is refused.
+        prefill_tokens: how many prompt tokens are computed between two tokens of running answers.
+        shares: prompts that have KV in common keep it once and read it once.
+    """
+
+    max_rows: int = 16
+    max_bytes: int | None = None
+    max_waiting: int | None = None
+    prefill_tokens: int = 512
+    shares: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.max_rows >= 1, f"max_rows must be at least 1, not {self.max_rows}")
+        _require(self.prefill_tokens >= 1, f"prefill_tokens must be at least 1: {self}")
+        for name in ("max_bytes", "max_waiting"):
+            bound = getattr(self, name)
+            _require(bound is None or bound > 0, f"{name} must be positive: {bound}")
+
+
+@dataclass(frozen=True)
 class StoreConfig:
     """Where KV is kept and how much of it.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,8 +15,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from cached_rag.batch_step import can_batch
-from cached_rag.config import GenerationConfig, StoreConfig
+from cached_rag.answering import Generation, Prefill
+from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.context import Context
 from cached_rag.encode import EncodeSummary
 from cached_rag.encoder import Encoder
@@ -32,15 +31,11 @@ from cached_rag.pml.server import SchemaServer
 from cached_rag.prefiller import Planner, Prefiller
 from cached_rag.prompt import Message, Rendered, Tokenization, Tokens
 from cached_rag.report import Report
+from cached_rag.request import Request
+from cached_rag.scheduler import Scheduler
 from cached_rag.sequences import SequenceTree
-from cached_rag.sharing import Pool
-from cached_rag.stepper import Stepper
-from cached_rag.stream import Generation, Prefill, Stream
+from cached_rag.stream import Stream
 from cached_rag.write_back import WriteBack
-
-# Answers made together at most: each holds the KV of its whole prompt.
-_BATCH_ROWS = 16
-
 
 Prompt = str | Sequence[Message] | Rendered | SchemaPrompt
 
@@ -52,22 +47,40 @@ _SHARING = threading.Lock()
 class Engine:
     """A model and its library of modules. Safe for several threads.
 
-    Prompts are prefilled one after the other; answers made at the same time step together.
+    All answers are made by its scheduler: those wanted at the same time, together.
 
     Use `Engine.load`; or give a `LanguageModel` from `wrap_model`.
     """
 
-    def __init__(self, model: LanguageModel, store: StoreConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        store: StoreConfig | None = None,
+        batch: BatchConfig | None = None,
+        *,
+        beside: Engine | None = None,
+    ) -> None:
+        """Open the store.
+
+        Args:
+            batch: bounds on answers made at the same time.
+            beside: see `tenant`.
+        """
         self.model = model
         settings = store or StoreConfig()
         if settings.pipelined is None:
             settings = replace(settings, pipelined=model.device.type == "cuda")
-        self.library = Library(settings, model.fingerprint, model.device)
+        self.settings = settings
+        memory = beside.library.memory if beside else None
+        self.library: Library = Library(settings, model.fingerprint, model.device, memory)
         self.tokenization = Tokenization(model.tokenizer)
         self.lock = model.lock
         self._encoder = Encoder(model, self.library, self.tokenization)
         self._leftovers = Leftovers(self.library, self._encoder, settings, self.lock)
-        self.stepper = Stepper(model, self.lock)
+        self._owns_scheduler = beside is None
+        self.scheduler: Scheduler = (
+            beside.scheduler if beside else Scheduler(model, batch or BatchConfig())
+        )
         self.schemas = SchemaServer(model, self.library, self.tokenization, self.lock)
         self._prefiller = Prefiller(
             model, self.library, self.tokenization, self._leftovers, self.lock
@@ -89,6 +102,7 @@ class Engine:
         model: str = "smollm2-135m",
         *,
         store: StoreConfig | str | None = None,
+        batch: BatchConfig | None = None,
         dtype: torch.dtype | str | None = None,
         device: str | None = None,
     ) -> Engine:
@@ -98,7 +112,7 @@ class Engine:
             ModelNotFoundError, ModelError: see `load_model`.
         """
         settings = StoreConfig(path=store) if isinstance(store, str) else store
-        return cls(submit(lambda: load_model(model, dtype, device)).result(), settings)
+        return cls(submit(lambda: load_model(model, dtype, device)).result(), settings, batch)
 
     @classmethod
     def shared(
@@ -119,8 +133,15 @@ class Engine:
                 _SHARED[name] = engine
             return engine
 
+    def tenant(self, namespace: str) -> Engine:
+        """An engine on the same model, memory and scheduler that shares no KV with this one."""
+        settings = replace(self.settings, namespace=namespace)
+        return Engine(self.model, settings, beside=self)
+
     def close(self) -> None:
-        """Write what is pending and release files."""
+        """End all answers, write what is pending and release files."""
+        if self._owns_scheduler:
+            self.scheduler.close()
         with _SHARING:
             for name in [name for name, engine in _SHARED.items() if engine is self]:
                 del _SHARED[name]
@@ -209,46 +230,42 @@ class Engine:
         return self.stream(prompt, config, **options).result()
 
     def generate_batch(
-        self,
-        prompts: Sequence[Prompt],
-        config: GenerationConfig | None = None,
-        *,
-        shares_memory: bool = False,
-        **options: Any,
+        self, prompts: Sequence[Prompt], config: GenerationConfig | None = None, **options: Any
     ) -> list[Generation]:
         """Answer several prompts, their tokens computed together; each as `generate` would.
 
-        Args:
-            shares_memory: prompts of schemas keep modules that none of them repairs once in
-                memory, where the model's attention can be replaced. Slower with many small modules.
-
         Raises:
             As `generate`, for the first prompt that fails; the others are stopped then.
+            BusyError: more prompts than may wait.
         """
-        pool = Pool(self.model.shapes) if shares_memory and can_batch(self.model) else None
-        config = (config or GenerationConfig()).replace(**options)
-        streams = [self._stream(prompt, config, pool) for prompt in prompts]
-        with ThreadPoolExecutor(_BATCH_ROWS, "batch") as threads:
-            try:
-                return list(threads.map(Stream.result, streams))
-            finally:
-                for stream in streams:
-                    stream.cancel()
+        streams = [self.stream(prompt, config, **options) for prompt in prompts]
+        try:
+            for stream in streams:
+                stream.start()
+            return [stream.result() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.cancel()
 
     def stream(
-        self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any
+        self,
+        prompt: Prompt,
+        config: GenerationConfig | None = None,
+        *,
+        tenant: str = "",
+        **options: Any,
     ) -> Stream:
-        """The answer piece by piece, as it is made. Errors as `generate`, at the first piece."""
-        return self._stream(prompt, (config or GenerationConfig()).replace(**options))
+        """The answer piece by piece, as it is made. Errors as `generate`, at the first piece.
 
-    def _stream(self, prompt: Prompt, config: GenerationConfig, pool: Pool | None = None) -> Stream:
-        def start() -> Prefill:
-            done = self.prefill(prompt, config)
-            if pool is None or not isinstance(prompt, SchemaPrompt) or not done.as_they_are:
-                return done
-            return pool.share(done, config.max_tokens)
-
-        return Stream(self.model, self.stepper, start, config)
+        Args:
+            tenant: where requests have to wait, those of different tenants take turns.
+        """
+        config = (config or GenerationConfig()).replace(**options)
+        planner = self._planner(prompt)
+        return Stream(
+            self.scheduler,
+            lambda deliver: Request(self._prefiller, planner, config, deliver, tenant),
+        )
 
     def prefill(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any

@@ -6,6 +6,7 @@
     │   ├── ModelNotFoundError     no weights under that name
     │   └── RelocationError        this model's keys cannot be moved to other positions
     ├── ContextOverflowError   the prompt does not fit the model's context
+    ├── BusyError              too many requests wait, or one is too large for the memory bound
     ├── StoreError
     │   ├── CorruptBlobError       a KV file that is damaged, or belongs to something else
     │   └── StoreFullError         no room left on the disk
@@ -42,6 +43,10 @@ class RelocationError(ModelError):
 
 class ContextOverflowError(CachedRAGError):
     """The prompt and the tokens to be generated exceed the model's context."""
+
+
+class BusyError(CachedRAGError):
+    """No room for a request: too many wait already, or it needs more KV than is allowed."""
 
 
 class StoreError(CachedRAGError):

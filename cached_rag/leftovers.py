@@ -56,6 +56,10 @@ class Leftovers:
         """When an answer is complete: keep its modules' KV, and see to those it missed."""
         names, ends = [name for name, _ in plan.modules], [end for _, end in plan.modules]
         self.sequences.add(kind, tokens.ids, ends, names, buffer)
+        self.see_to(tokens, plan)
+
+    def see_to(self, tokens: Tokens, plan: Plan) -> None:
+        """Encode in the background what a prompt missed, and bring what it read into memory."""
         if self.write_back is None:
             return
         self._offer_modules(tokens, plan)

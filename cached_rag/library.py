@@ -53,16 +53,25 @@ class Library:
     """Modules of one model and one tenant. Safe for several threads."""
 
     def __init__(
-        self, config: StoreConfig, fingerprint: str, device: torch.device | None = None
+        self,
+        config: StoreConfig,
+        fingerprint: str,
+        device: torch.device | None = None,
+        memory: Sequence[MemoryStore] | None = None,
     ) -> None:
+        """Open what the configuration names.
+
+        Args:
+            memory: another tenant's tiers in memory, to be used together; None for new ones.
+        """
         self.fingerprint = fingerprint
         self.namespace = config.namespace
         self.is_pipelined = bool(config.pipelined)
         self.table = ModuleTable()
         self.disk: DiskStore | None = None
         self._catalog: Catalog | None = None
-        self._memory = list(memory_tiers(config, device))
-        tiers: list[KVStore] = list(self._memory)
+        self.memory = tuple(memory_tiers(config, device) if memory is None else memory)
+        tiers: list[KVStore] = list(self.memory)
         if config.path is not None:
             root = Path(config.path)
             self.disk = DiskStore(root, codec=config.codec, max_bytes=config.disk_bytes)
@@ -150,11 +159,11 @@ class Library:
 
     def memory_bytes(self) -> int:
         """Bytes of KV in memory, the host's and a device's."""
-        return sum(tier.nbytes for tier in self._memory)
+        return sum(tier.nbytes for tier in self.memory)
 
     def memory_tokens(self) -> int:
         """Tokens whose KV is there; one that is in two tiers counts twice, as its bytes do."""
-        return sum(tier.num_tokens for tier in self._memory)
+        return sum(tier.num_tokens for tier in self.memory)
 
     def fetch(self, behind: Behind, token_ids: Sequence[int]) -> ModuleKV | None:
         """A module's KV, or None if there is none or it is damaged (which is logged)."""

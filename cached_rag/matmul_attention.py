@@ -13,6 +13,11 @@ import threading
 
 import torch
 
+# So many rows' scores over some thousand keys stay in the cache.
+_LSE_ROWS = 384
+# Below this a weight has lost digits.
+_VANISHING = 1e-30
+
 
 class _Scratch(threading.local):
     """Memory for scores, one block a dtype and thread; grows, never shrinks."""
@@ -72,3 +77,44 @@ def matmul_attention(
         torch.softmax(scores, dim=-1, out=scores)  # in fp32 inside, whatever the dtype
         torch.mm(scores, values[row, head], out=output[row, head])
     return output.view(batch, heads, rows, -1)
+
+
+def matmul_attention_lse(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `matmul_attention` for rows that see all keys, with the log of the sum of exponentials.
+
+    The sum is read off one weight of a row and its score, so it is as exact as the dtype's weights.
+
+    Args:
+        query: (1, num_kv_heads, num_rows, head_dim), the heads of a group being rows.
+        keys, values: (1, num_kv_heads, num_keys, dim).
+
+    Returns:
+        (1, num_kv_heads, num_rows, value_dim), and (1, num_kv_heads, num_rows) in fp32.
+    """
+    scaled = query[0] * scale
+    kv_heads, rows = scaled.shape[:2]
+    output = query.new_empty(1, kv_heads, rows, values.shape[3])
+    lse = query.new_empty(1, kv_heads, rows, dtype=torch.float32)
+    for begin, head in itertools.product(range(0, rows, _LSE_ROWS), range(kv_heads)):
+        block = slice(begin, min(begin + _LSE_ROWS, rows))
+        scores = _scratch.take((block.stop - begin, keys.shape[2]), query.dtype)
+        lse[0, head, block] = _weigh(scaled[head, block], keys[0, head].T, scores)
+        torch.mm(scores, values[0, head], out=output[0, head, block])
+    return output, lse
+
+
+def _weigh(query: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Fill (rows, keys) weights; returns their rows' log-sum-exp in fp32."""
+    torch.mm(query, keys, out=weights)
+    first = weights[:, 0].float()
+    torch.softmax(weights, dim=-1, out=weights)
+    weight = weights[:, 0].float()
+    if float(weight.min()) > _VANISHING:
+        return first - weight.log()
+    # The first key's weight says nothing; the largest one always does, but takes two more passes.
+    torch.mm(query, keys, out=weights)
+    largest = weights.amax(-1).float()
+    torch.softmax(weights, dim=-1, out=weights)
+    return largest - weights.amax(-1).float().log()

@@ -30,10 +30,14 @@ class ModelThread:
 
     def run(self, work: Callable[[], T]) -> T:
         """Do it and wait for it: here, if this is the main thread or the model's own."""
-        here = threading.current_thread()
-        if here is threading.main_thread() or here is self._thread:
+        if self.is_here():
             return work()
         return self.submit(work).result()
+
+    def is_here(self) -> bool:
+        """Whether this thread may compute: the main one, or the model's."""
+        here = threading.current_thread()
+        return here is threading.main_thread() or here is self._thread
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Do it in the model's thread, behind what waits there."""
@@ -65,3 +69,4 @@ class ModelThread:
 _SHARED = ModelThread()
 on_model_thread = _SHARED.run
 submit = _SHARED.submit
+is_here = _SHARED.is_here

@@ -98,12 +98,17 @@ class Plan:
         exact = tuple(place for place in self.placements if place.is_exact)
         return replace(self, placements=exact)
 
-    def behind(self, pieces: Sequence[ModuleKV]) -> Plan:
+    @property
+    def num_modules(self) -> int:
+        """Placements that are modules."""
+        return sum(place.is_module for place in self.placements)
+
+    def behind(self, pieces: Sequence[ModuleKV], *, are_modules: bool = True) -> Plan:
         """The plan with its beginning replaced by KV that a prompt like this one left."""
         if not pieces:
             return self
         end = pieces[-1].start + pieces[-1].seq_len
-        ahead = tuple(Placement(kv.start, kv, is_exact=True, is_module=True) for kv in pieces)
+        ahead = tuple(Placement(kv.start, kv, True, are_modules) for kv in pieces)
         later = tuple(place for place in self.placements if place.begin >= end)
         return replace(self, placements=(*ahead, *later))
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from cached_rag.answering import Clock, Prefill
 from cached_rag.assemble import KVBuffer, Workspace
 from cached_rag.config import GenerationConfig
 from cached_rag.controller import Controller
@@ -31,7 +33,6 @@ from cached_rag.prompt import Rendered, Tokenization, Tokens
 from cached_rag.report import Report
 from cached_rag.selectors import CacheBlend, Reuse, Selector
 from cached_rag.sequences import EXACT
-from cached_rag.stream import Clock, Prefill
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +43,31 @@ class Planner(Protocol):
     def __call__(self, method: str, report: Report, *, lazy: bool) -> tuple[Tokens, Plan]:
         """See `Engine.plan`."""
         ...
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prompt before its prefill.
+
+    Attributes:
+        is_over: to be called when its answer is complete, or given up.
+        plan: without what earlier prompts left.
+        selector: the method, after what the model allows.
+    """
+
+    planner: Planner
+    config: GenerationConfig
+    report: Report
+    is_over: Callable[[], None]
+    tokens: Tokens
+    plan: Plan
+    selector: Selector
+
+    @property
+    def exact_length(self) -> int:
+        """Tokens from the first whose KV is what full prefill computes."""
+        inexact = [place.begin for place in self.plan.placements if not place.is_exact]
+        return min(inexact, default=len(self.tokens))
 
 
 class Prefiller:
@@ -61,21 +87,24 @@ class Prefiller:
 
     def prefill(self, planner: Planner, config: GenerationConfig) -> Prefill:
         """See `Engine.prefill`."""
-        report = Report(config.method_name)
+        return on_model_thread(lambda: self.complete(self.prepare(planner, config)))
+
+    def prepare(self, planner: Planner, config: GenerationConfig) -> Prepared:
+        """What there is to do for a prompt; nothing is computed. Errors as `Engine.generate`.
+
+        Until it is completed or given up (`is_over`), the prompt counts as under way.
+        """
         is_over = self._leftovers.activity.begin()
         try:
-            return on_model_thread(lambda: self._prefill(planner, config, report, is_over))
+            return self._prepare(planner, config, is_over)
         except BaseException:
             is_over()
             raise
 
-    def _prefill(
-        self,
-        planner: Planner,
-        config: GenerationConfig,
-        report: Report,
-        is_over: Callable[[], None],
-    ) -> Prefill:
+    def _prepare(
+        self, planner: Planner, config: GenerationConfig, is_over: Callable[[], None]
+    ) -> Prepared:
+        report = Report(config.method_name)
         with self._lock, torch.inference_mode():
             # 1) The prompt's tokens, as plain generation would have them.
             clock = Clock()
@@ -85,18 +114,39 @@ class Prefiller:
             report.prompt_tokens = len(tokens)
             self._check_fits(len(tokens), plan, config.max_tokens)
             report.match_ms = clock.lap() - report.load_ms
-            # 2) Cached KV at its positions, in one buffer.
             plan, selector = self._allowed(plan, config, report)
             if config.adaptive:
                 plan, selector = self._adapted(plan, selector, report)
-            kind = _kind(report.method, selector)
-            plan = plan.behind(self._leftovers.seen(kind, tokens, plan))
+        return Prepared(planner, config, report, is_over, tokens, plan, selector)
+
+    def complete(self, prepared: Prepared, behind: Sequence[ModuleKV] = ()) -> Prefill:
+        """Compute what has no KV, up to the logits of the first answer token.
+
+        Args:
+            behind: exact KV of the prompt's beginning, in pieces.
+        """
+        try:
+            return self._complete(prepared, behind)
+        except BaseException:
+            prepared.is_over()
+            raise
+
+    def _complete(self, prepared: Prepared, behind: Sequence[ModuleKV]) -> Prefill:
+        config, report, tokens = prepared.config, prepared.report, prepared.tokens
+        with self._lock, torch.inference_mode():
+            # 2) Cached KV at its positions, in one buffer.
+            clock = Clock()
+            kind = _kind(report.method, prepared.selector)
+            seen = self._leftovers.seen(kind, tokens, prepared.plan)
+            is_live = _tokens_in(behind) >= _tokens_in(seen)
+            plan = prepared.plan.behind(behind if is_live else seen, are_modules=not is_live)
+            hit = prepared.plan.num_modules if is_live else plan.num_modules
             buffer = self._workspace.take(len(tokens) + config.max_tokens)
             buffer.lay_out(plan.positions)
             loader = self._place(plan, buffer)
             # 3) The rows that have no KV, and those that the method repairs.
             try:
-                done = self._compute(tokens, plan, selector, buffer, report, loader)
+                done = self._compute(tokens, plan, prepared.selector, buffer, report, loader)
             except CorruptBlobError as error:
                 assert loader is not None
                 self._drop(loader.failed, error, report)
@@ -104,18 +154,31 @@ class Prefiller:
             finally:
                 if loader is not None:
                     loader.finish()
+            report.modules_hit = hit
             report.fuse_ms = clock.lap()
         if done is None:  # with what was damaged gone, once more
-            return self._prefill(planner, config, report, is_over)
+            notes = report.notes
+            again = self._prepare(prepared.planner, config, prepared.is_over)
+            again.report.notes[:0] = notes
+            return self._complete(again, ())
 
-        def release() -> None:
+        return Prefill(
+            tokens,
+            done.logits,
+            buffer,
+            report,
             # Never under the model's lock: others may be at work, and the collector may call it.
-            self._leftovers.remember(kind, tokens, plan, buffer)
-            self._workspace.give(buffer)
-            is_over()
+            partial(self._leftovers.remember, kind, tokens, plan, buffer),
+            partial(self._workspace.give, buffer),
+            prepared.is_over,
+            done.rows,
+            _as_they_are(plan, prepared.selector),
+            prepared.exact_length,
+        )
 
-        kept = _as_they_are(plan, selector)
-        return Prefill(tokens, done.logits, buffer, report, release, done.rows, kept)
+    def remember(self, prepared: Prepared) -> None:
+        """When a prompt that was not completed here is over: see to the modules it missed."""
+        self._leftovers.see_to(prepared.tokens, prepared.plan)
 
     def _adapted(self, plan: Plan, selector: Selector, report: Report) -> tuple[Plan, Selector]:
         """Plan and method as the loading controller wants them."""
@@ -207,7 +270,6 @@ class Prefiller:
         ids = torch.tensor([tokens.ids], device=self.model.device)
         layout = plan.layout(self.model.shapes.num_layers)
         cached = int((~layout.live).sum())
-        report.modules_hit = sum(place.is_module for place in plan.placements)
         if not cached:
             done = prefill_rows(self.model.decoder, buffer, ids)
         else:
@@ -245,6 +307,10 @@ def _as_they_are(plan: Plan, selector: Selector) -> tuple[Placement, ...]:
         for place in plan.placements
         if isinstance(place.kv, ModuleKV) and (place.is_exact or not is_repaired)
     )
+
+
+def _tokens_in(pieces: Sequence[ModuleKV]) -> int:
+    return sum(kv.seq_len for kv in pieces)
 
 
 def _kind(method: str, selector: Selector) -> str:

@@ -10,12 +10,14 @@ import pytest
 import torch
 from conftest import CHUNKS, FAMILIES, UNMOVABLE, random_ids, tiny_model
 
-from cached_rag import ContextOverflowError, Engine, StoreConfig, stepper
+from cached_rag import ContextOverflowError, Engine, StoreConfig, scheduler
+from cached_rag.answering import Answering
 from cached_rag.assemble import KVBuffer
-from cached_rag.batch_step import NextToken, can_batch, step_batch
+from cached_rag.batch_step import Ahead, can_batch, step_batch
 from cached_rag.decode import step
 from cached_rag.fuse import prefill_rows
 from cached_rag.model_thread import ModelThread
+from cached_rag.row_kv import RowKV
 
 PROMPTS = [f"{chunk}\n\nWhat is said {word}?" for chunk in CHUNKS for word in ("here", "there")]
 
@@ -31,18 +33,16 @@ def filled(model, length, seed):
 def test_rows_of_a_batch_equal_rows_alone(family):
     model = tiny_model(family)
     lengths = (5, 40, 23)
-    steps = [
-        NextToken(filled(model, length, seed), 7 + seed, length)
-        for seed, length in enumerate(lengths)
-    ]
-    alone = torch.cat([step(model, one.buffer, one.token, one.slot) for one in steps])
-    written = [one.buffer.keys[:, :, :, one.slot].clone() for one in steps]
-    for one in steps:
-        one.buffer.keys[:, :, :, one.slot] = 0
-    together = step_batch(model, steps)
+    buffers = [filled(model, length, seed) for seed, length in enumerate(lengths)]
+    rows = list(zip(buffers, range(7, 10), lengths, strict=True))
+    alone = torch.cat([step(model, *row) for row in rows])
+    written = [buffer.keys[:, :, :, slot].clone() for buffer, _, slot in rows]
+    for buffer, _, slot in rows:
+        buffer.keys[:, :, :, slot] = 0
+    together = step_batch(model, [Ahead(RowKV(b, slot), [token]) for b, token, slot in rows])
     assert torch.allclose(together, alone, atol=1e-4)
-    for one, keys in zip(steps, written, strict=True):
-        assert torch.allclose(one.buffer.keys[:, :, :, one.slot], keys, atol=1e-4)
+    for (buffer, _, slot), keys in zip(rows, written, strict=True):
+        assert torch.allclose(buffer.keys[:, :, :, slot], keys, atol=1e-4)
     assert not torch.allclose(together[0], alone[1], atol=1e-2)
 
 
@@ -62,7 +62,7 @@ def passes(monkeypatch):
         sizes.append(len(steps))
         return step_batch(model, steps)
 
-    monkeypatch.setattr(stepper, "step_batch", recording)
+    monkeypatch.setattr(scheduler, "step_batch", recording)
     return sizes
 
 
@@ -105,31 +105,25 @@ def test_a_consumer_that_pauses_holds_nobody_up(engine):
     assert first + "".join(paused) == engine.generate(PROMPTS[0], max_tokens=6).text
 
 
-def test_an_error_in_one_rows_sampling_is_that_rows_alone(engine):
-    stepping = engine.stepper
-    rows = [filled(engine.model, 9, seed) for seed in range(2)]
-    results = {}
+def test_an_error_in_one_rows_sampling_is_that_rows_alone(engine, monkeypatch):
+    take = Answering.take
 
-    def fail(_):
-        raise RuntimeError("no token")
+    def fail_once(answer, logits):
+        if len(answer.token_ids) == 2 and not failed:
+            failed.append(answer)
+            raise RuntimeError("no token")
+        return take(answer, logits)
 
-    def run(index, pick):
-        with stepping.seat() as seat:
-            barrier.wait()
-            try:
-                results[index] = seat.step(NextToken(rows[index], 5, 9), pick)
-            except RuntimeError as error:
-                results[index] = str(error)
-
-    barrier = threading.Barrier(2)
-    picks = (fail, lambda logits: int(logits.argmax()))
-    threads = [threading.Thread(target=run, args=item) for item in enumerate(picks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results[0] == "no token"
-    assert isinstance(results[1], int)
+    failed = []
+    expected = [engine.generate(prompt, max_tokens=6).text for prompt in PROMPTS[:3]]
+    monkeypatch.setattr(Answering, "take", fail_once)
+    streams = [engine.stream(prompt, max_tokens=6) for prompt in PROMPTS[:3]]
+    for stream in streams:
+        stream.start()
+    with pytest.raises(RuntimeError, match="no token"):
+        streams[0].result()
+    assert [stream.result().text for stream in streams[1:]] == expected[1:]
+    assert engine.scheduler.num_running == 0
 
 
 def test_a_cancelled_answer_ends_before_its_next_token(engine):
@@ -148,9 +142,9 @@ def test_a_cancelled_answer_ends_before_its_next_token(engine):
 def test_a_dropped_stream_is_over_at_once(engine):
     stream = engine.stream(PROMPTS[0], max_tokens=50)
     next(stream)
-    assert engine.stepper._seats == 1
+    assert engine.scheduler.num_running == 1
     del stream  # no collector needed: nothing holds it
-    assert engine.stepper._seats == 0
+    assert engine.scheduler.num_running == 0
     stream = engine.stream(PROMPTS[0], max_tokens=50)
     next(stream)
     with engine.lock:  # somebody else's pass, in the midst of which the collector runs

@@ -7,8 +7,9 @@ import torch
 from conftest import FAMILIES, RELOCATABLE, logits_at, plain_logits, random_ids, tiny_model
 
 from cached_rag.assemble import KVBuffer
-from cached_rag.batch_step import NextToken, step_batch
+from cached_rag.batch_step import Ahead, step_batch
 from cached_rag.fuse import prefill_rows
+from cached_rag.row_kv import RowKV
 
 TOLERANCE = 1e-4
 POSITIONS = [*range(3, 15), *range(19, 31), *range(48, 60)]
@@ -39,7 +40,7 @@ def test_tokens_to_come_follow_the_last_position(family):
     buffers = [KVBuffer.like(model.shapes, 40).lay_out(POSITIONS) for _ in range(2)]
     for buffer in buffers:
         prefill_rows(model.decoder, buffer, torch.tensor([ids[:-1]]))
-    steps = [NextToken(buffer, ids[-1], len(POSITIONS)) for buffer in buffers]
+    steps = [Ahead(RowKV(buffer, len(POSITIONS)), ids[-1:]) for buffer in buffers]
     for logits in step_batch(model, steps):
         assert torch.allclose(logits, own, atol=TOLERANCE)
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from cached_rag.assemble import KVBuffer
+from cached_rag.answering import Clock, Prefill, answer_alone
 from cached_rag.config import GenerationConfig
 from cached_rag.engine import Engine
 from cached_rag.evaluation.metrics import exact_match, f1, rouge_l
 from cached_rag.fuse import prefill_rows
 from cached_rag.pml import SchemaPrompt
 from cached_rag.prompt import Message
-from cached_rag.stream import Prefill, Stream
 
 
 @dataclass(frozen=True)
@@ -62,17 +60,12 @@ def read_on(
     generates: bool = True,
 ) -> Reading:
     """As `read`, for a prompt that is prefilled in another way."""
-    done: list[Prefill] = []
-
-    def start() -> Prefill:
-        done.append(prefill_prompt())
-        # The buffer is still needed when the answer is complete.
-        return dataclasses.replace(done[0], release=lambda: None)
-
     shown = config if generates else config.replace(max_tokens=1)
-    stream = Stream(engine.model, engine.stepper, start, shown)
-    text = "".join(stream)
-    prefill, report = done[0], stream.report
+    clock = Clock()
+    prefill = prefill_prompt()
+    report = prefill.report
+    report.ttft_ms = clock.total()
+    text = answer_alone(engine.model, prefill, shown).text
     try:
         nll = answer_nll(engine, prefill, reference, config) if reference else None
         own_nll = answer_nll(engine, prefill, text, config) if text and generates else None
@@ -98,7 +91,6 @@ def answer_nll(
     answer = engine.tokenization.literal(reference.strip()).ids[: config.max_tokens]
     if not answer:
         return None
-    assert isinstance(prefill.buffer, KVBuffer)  # only prompts answered together share theirs
     scores = [prefill.logits]
     if len(answer) > 1:
         begin = len(prefill.tokens)

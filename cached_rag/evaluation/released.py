@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from cached_rag.answering import Prefill
 from cached_rag.assemble import KVBuffer
 from cached_rag.attention import Rows
 from cached_rag.config import GenerationConfig
@@ -23,7 +24,6 @@ from cached_rag.plan import Placement
 from cached_rag.prompt import Message, Tokens
 from cached_rag.report import Report
 from cached_rag.selectors import CacheBlend, Layout
-from cached_rag.stream import Prefill
 
 
 class BottomRightRows(Rows):
@@ -89,4 +89,8 @@ def _prefill(
     done = prefill_selected(model.decoder, buffer, ids, layout, selector, BottomRightRows)
     report = Report("cacheblend-released", length)
     report.charged_recompute = done.computed / (length * model.shapes.num_layers)
-    return Prefill(tokens, done.logits, buffer, report, lambda: None, done.rows)
+    return Prefill(tokens, done.logits, buffer, report, _nothing, _nothing, _nothing, done.rows)
+
+
+def _nothing() -> None:
+    """The buffer is nobody else's."""

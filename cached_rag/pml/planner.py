@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from cached_rag.answering import Clock
 from cached_rag.errors import RelocationError
 from cached_rag.kv import LayerSource
 from cached_rag.library import Library
@@ -22,7 +23,6 @@ from cached_rag.pml.schema import Schema
 from cached_rag.pml.units import Recipe, Recipes, Trail, Unit, scaffold_unit, units_of
 from cached_rag.prompt import Tokenization, Tokens
 from cached_rag.report import Report
-from cached_rag.stream import Clock
 
 
 @dataclass(frozen=True)

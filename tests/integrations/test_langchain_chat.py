@@ -22,7 +22,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from pydantic import ValidationError
 
 from cached_rag import CachedRAG, ConfigError, Engine
-from cached_rag import stepper as stepper_module
+from cached_rag import scheduler as scheduler_module
 
 QUESTION = f"{CHUNKS[0]}\n\nWhy?"
 
@@ -212,13 +212,13 @@ def test_an_index_can_be_the_engine(engine, tmp_path):
 
 def test_the_first_token_is_handed_over_when_it_is_made(llm, monkeypatch):
     steps = []
-    original = stepper_module.step_batch
+    original = scheduler_module.step_batch
 
     def counting(model, batch):
         steps.append(len(batch))
         return original(model, batch)
 
-    monkeypatch.setattr(stepper_module, "step_batch", counting)
+    monkeypatch.setattr(scheduler_module, "step_batch", counting)
     stream = llm.stream(QUESTION)
     next(stream)
     assert len(steps) <= 1  # LangChain holds nothing back; one token may be half a character
@@ -237,14 +237,14 @@ def test_the_first_token_is_handed_over_when_it_is_made(llm, monkeypatch):
 def slow_steps(monkeypatch):
     """Each decoding step takes 20 ms; returns what counts them."""
     steps = []
-    original = stepper_module.step_batch
+    original = scheduler_module.step_batch
 
     def slow(model, batch):
         time.sleep(0.02)
         steps.append(time.monotonic())
         return original(model, batch)
 
-    monkeypatch.setattr(stepper_module, "step_batch", slow)
+    monkeypatch.setattr(scheduler_module, "step_batch", slow)
     return steps
 
 
@@ -314,13 +314,13 @@ def test_a_batch_is_a_batch(llm, monkeypatch, is_async):
     questions = [f"{chunk}\n\nWhy?" for chunk in CHUNKS * 2]
     alone = [llm.invoke(question).content for question in questions]
     sizes = []
-    original = stepper_module.step_batch
+    original = scheduler_module.step_batch
 
     def recording(model, batch):
         sizes.append(len(batch))
         return original(model, batch)
 
-    monkeypatch.setattr(stepper_module, "step_batch", recording)
+    monkeypatch.setattr(scheduler_module, "step_batch", recording)
     config = {"max_concurrency": 6}
     if is_async:
         together = asyncio.run(llm.abatch(questions, config))

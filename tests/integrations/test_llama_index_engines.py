@@ -240,7 +240,8 @@ def test_a_sub_question_query_engine(llm, index, use_async):
         [tool(index)], question_gen=Questions(), verbose=False, use_async=use_async
     )
     cold, warm = runs(llm, lambda: engine.query(QUESTION))
-    assert cached(cold) == 0
+    assert use_async or cached(cold) == 0  # those asked together share their beginning
+    assert not any(report.modules_hit for report in cold)
     assert [report.modules_hit for report in warm] == [3, 3, 0]
 
 

@@ -1,0 +1,206 @@
+"""Many requests over one shared beginning: relayed, over copies, and one after another.
+
+All three find the shared tokens' KV in the store, so what differs is how answers are made
+(RelayAttention, section 4: vLLM-RA against vLLM-PS).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from cached_rag.answering import Generation
+from cached_rag.benchmarks.ttft import make_texts
+from cached_rag.config import BatchConfig, GenerationConfig
+from cached_rag.engine import Engine
+from cached_rag.errors import ConfigError
+from cached_rag.model import LanguageModel
+
+METHODS = ("relay", "copied", "sequential")
+_OPENING = "Follow these rules.\n\n"
+
+
+@dataclass(frozen=True)
+class ServingRow:
+    """One way of serving all requests at once.
+
+    Attributes:
+        tokens_per_s: median over rounds of answer tokens a second, prefill included.
+        speedup: over "copied", plain batched decoding with the shared KV copied for every row.
+        step_ms: median time of an answer's later tokens, each.
+        kv_bytes: most KV of running answers at a time.
+    """
+
+    method: str
+    requests: int
+    tokens_per_s: float
+    speedup: float
+    step_ms: float
+    kv_bytes: int
+
+
+@dataclass(frozen=True)
+class ArrivalRow:
+    """One way of serving requests that arrive by chance (section 4.3).
+
+    Attributes:
+        rate: requests a second that arrive, on average.
+        requests_per_s: that were answered.
+        latency_ms: mean over requests of time from arrival to last token, a token.
+    """
+
+    method: str
+    rate: float
+    requests_per_s: float
+    latency_ms: float
+
+
+class Workload:
+    """Prompts that share a beginning, and an engine for each way to serve them."""
+
+    def __init__(
+        self, model: LanguageModel, shared_tokens: int, private_tokens: int, requests: int
+    ) -> None:
+        """Encode the shared beginning.
+
+        Raises:
+            ConfigError: a count below 1.
+        """
+        if min(shared_tokens, private_tokens, requests) < 1:
+            raise ConfigError("shared tokens, private tokens and requests must be at least 1")
+        # Answers must be of one length, whatever the model says.
+        endless = replace(model, eos_ids=frozenset())
+        every = BatchConfig(max_rows=requests)
+        self.engines = {
+            "relay": Engine(endless, batch=every),
+            "copied": Engine(endless, batch=replace(every, shares=False)),
+            "sequential": Engine(endless, batch=BatchConfig(max_rows=1, shares=False)),
+        }
+        engine = self.engines["relay"]
+        (shared,), _ = make_texts(engine, 1, shared_tokens, 1)
+        texts, _ = make_texts(engine, requests + 1, private_tokens, 1)
+        self.prompts = [f"{_OPENING}{shared}\n{text}" for text in texts[1:]]
+        for engine in self.engines.values():
+            engine.encode([shared], prefix=_OPENING)
+
+    def close(self) -> None:
+        """Close all engines."""
+        for engine in self.engines.values():
+            engine.close()
+
+
+def bench_serving(
+    model: LanguageModel,
+    *,
+    shared_tokens: int = 2048,
+    private_tokens: int = 128,
+    requests: int = 16,
+    new_tokens: int = 32,
+    repeats: int = 3,
+    methods: Sequence[str] = METHODS,
+    on_round: Callable[[], None] = lambda: None,
+) -> list[ServingRow]:
+    """Ask all at once, in every way in turn, `repeats` rounds after one to warm up.
+
+    Raises:
+        ConfigError: a count below 1, or an unknown method.
+    """
+    unknown = set(methods) - set(METHODS)
+    if unknown or min(new_tokens, repeats) < 1:
+        raise ConfigError(f"methods are {', '.join(METHODS)}; new tokens and repeats at least 1")
+    work = Workload(model, shared_tokens, private_tokens, requests)
+    config = GenerationConfig(method="prefix", max_tokens=new_tokens)
+    samples: dict[str, list[tuple[float, float, int]]] = {method: [] for method in methods}
+    for round_ in range(repeats + 1):
+        for method, taken in samples.items():
+            found = _timed(work.engines[method], work.prompts, config)
+            if round_:
+                taken.append(found)
+        on_round()
+    work.close()
+    medians = {
+        method: [statistics.median(column) for column in zip(*taken, strict=True)]
+        for method, taken in samples.items()
+    }
+    base = medians.get("copied", next(iter(medians.values())))[0]
+    return [
+        ServingRow(
+            method, requests, round(rate, 2), round(rate / base, 3), round(step, 2), int(held)
+        )
+        for method, (rate, step, held) in medians.items()
+    ]
+
+
+def _timed(
+    engine: Engine, prompts: Sequence[str], config: GenerationConfig
+) -> tuple[float, float, int]:
+    """Tokens a second, milliseconds a later token, bytes of KV."""
+    streams = [engine.stream(prompt, config) for prompt in prompts]
+    began = time.perf_counter()
+    held = 0
+    for stream in streams:
+        stream.start()
+    answers: list[Generation] = []
+    for stream in streams:
+        for _ in stream:
+            held = max(held, engine.scheduler.nbytes)
+        answers.append(stream.result())
+    seconds = time.perf_counter() - began
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    later = [
+        (report.total_ms - report.ttft_ms) / max(1, report.output_tokens - 1)
+        for report in (answer.report for answer in answers)
+    ]
+    return tokens / seconds, statistics.median(later), held
+
+
+def bench_arrivals(
+    model: LanguageModel,
+    rates: Sequence[float],
+    *,
+    shared_tokens: int = 2048,
+    private_tokens: int = 128,
+    requests: int = 32,
+    new_tokens: int = 32,
+    max_rows: int = 16,
+    methods: Sequence[str] = ("relay", "copied"),
+) -> list[ArrivalRow]:
+    """Ask at random moments (Poisson), the same ones for every way, for each rate."""
+    work = Workload(model, shared_tokens, private_tokens, requests)
+    config = GenerationConfig(method="prefix", max_tokens=new_tokens)
+    rows = []
+    for rate in rates:
+        for method in methods:
+            engine = work.engines[method]
+            engine.scheduler.config = replace(engine.scheduler.config, max_rows=max_rows)
+            engine.generate(work.prompts[0], config)
+            answered, latency = asyncio.run(_arriving(engine, work.prompts, config, rate))
+            rows.append(ArrivalRow(method, rate, round(answered, 3), round(latency, 1)))
+    work.close()
+    return rows
+
+
+async def _arriving(
+    engine: Engine, prompts: Sequence[str], config: GenerationConfig, rate: float
+) -> tuple[float, float]:
+    """Requests answered a second, and mean milliseconds a token."""
+    draw = random.Random(0)
+    latencies: list[float] = []
+
+    async def ask(prompt: str) -> None:
+        arrived = time.perf_counter()
+        stream = engine.stream(prompt, config)
+        await stream.atext()
+        latencies.append((time.perf_counter() - arrived) * 1000 / len(stream.token_ids))
+
+    began = time.perf_counter()
+    tasks = []
+    for prompt in prompts:
+        tasks.append(asyncio.create_task(ask(prompt)))
+        await asyncio.sleep(draw.expovariate(rate))
+    await asyncio.gather(*tasks)
+    return len(prompts) / (time.perf_counter() - began), statistics.fmean(latencies)

@@ -1,0 +1,129 @@
+"""Attention that also gives the logarithm of its sum of exponentials, by the device's best kernel.
+
+With it, attention over parts of the keys can be merged into attention over all of them
+(RelayAttention, equation 12). Knows tensors only; `reference` is the definition.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+
+from cached_rag.matmul_attention import matmul_attention_lse
+
+_log = logging.getLogger(__name__)
+_OPS = torch.ops.aten
+# In bf16 the CPU's flash kernel loses to plain products once keys no longer fit the cache
+# (SmolLM2's shapes, two cores: equal at 1000 keys, half as fast at 4000).
+_FLASH_KEYS = 1024
+_SMALL = (torch.bfloat16, torch.float16)
+
+Attended = tuple[torch.Tensor, torch.Tensor]
+
+
+def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> Attended:
+    """Attention of rows that see all keys.
+
+    Args:
+        query: (1, num_kv_heads, num_rows, head_dim), the heads of a group being rows.
+        keys, values: (1, num_kv_heads, num_keys, dim); at least one key.
+        scale: softmax scale.
+
+    Returns:
+        (1, num_kv_heads, num_rows, value_dim), and (1, num_kv_heads, num_rows) in fp32.
+    """
+    if query.device.type == "cpu":
+        if query.dtype == torch.bfloat16 and keys.shape[2] > _FLASH_KEYS:
+            return matmul_attention_lse(query, keys, values, scale)
+        if keys.shape[3] == values.shape[3]:
+            return _cpu(query, keys, values, scale, causal=False)
+    elif query.device.type == "cuda" and _cuda_kernel_works(query.dtype, query.shape[3]):
+        return _cuda(query, keys, values, scale, causal=False)
+    return reference(query, keys, values, scale)
+
+
+def attend_causal(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> Attended:
+    """Attention of as many rows as keys, row i seeing keys up to i.
+
+    Args:
+        query: (1, num_heads, num_rows, head_dim).
+        keys, values: (1, num_kv_heads, num_rows, dim).
+
+    Returns:
+        (1, num_heads, num_rows, value_dim), and (1, num_heads, num_rows) in fp32.
+    """
+    if query.device.type == "cpu" and keys.shape[3] == values.shape[3]:
+        return _cpu(query, keys, values, scale, causal=True)
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    if query.device.type == "cuda" and _cuda_kernel_works(query.dtype, query.shape[3]):
+        return _cuda(query, keys, values, scale, causal=True)
+    return reference(query, keys, values, scale, causal=True)
+
+
+def reference(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+) -> Attended:
+    """The same in plain torch, scores in fp32. A row that sees nothing gives 0 and -inf."""
+    scores = (query.float() @ keys.float().transpose(2, 3)) * scale
+    if causal:
+        hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    lse = scores.logsumexp(-1) if keys.shape[2] else scores.new_full(scores.shape[:3], -torch.inf)
+    weights = (scores - lse[..., None]).exp()
+    return (weights @ values.float()).to(query.dtype), lse
+
+
+def _cpu(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *, causal: bool
+) -> Attended:
+    """The kernel behind torch's own attention on CPUs; grouped heads are its own.
+
+    It gives 0 for the lse of a row that sees no key; here every row sees one.
+    """
+    output, lse = _OPS._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, causal, attn_mask=None, scale=scale
+    )
+    return output, lse
+
+
+def _cuda(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *, causal: bool
+) -> Attended:
+    if query.dtype in _SMALL:
+        found = _OPS._scaled_dot_product_flash_attention(
+            query, keys, values, 0.0, causal, False, scale=scale
+        )
+    else:
+        found = _OPS._scaled_dot_product_efficient_attention(
+            query, keys, values, None, True, 0.0, causal, scale=scale
+        )
+    return found[0], found[1][:, :, : query.shape[2]].float()  # some pad the rows of the lse
+
+
+@functools.cache
+def _cuda_kernel_works(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the kernel does what the reference does; torch may change it between versions."""
+    query, keys, values = torch.randn(3, 1, 2, 33, head_dim, device="cuda").to(dtype)
+    expected = reference(query, keys, values, 0.2, causal=True)
+    try:
+        found = _cuda(query, keys, values, 0.2, causal=True)
+        good = all(
+            torch.allclose(a.float(), b.float(), atol=0.03)
+            for a, b in zip(found, expected, strict=True)
+        )
+        reason = "it gives other results"
+    except (RuntimeError, AttributeError, TypeError) as error:
+        good, reason = False, str(error)
+    if not good:
+        _log.warning("torch's attention kernel is not used, plain torch is: %s", reason)
+    return good

@@ -1,0 +1,259 @@
+"""Attention over what rows share equals attention over copies; so do the models' own layers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from conftest import FAMILIES, UNMOVABLE, plain_logits, random_ids, tiny_model
+
+from cached_rag import lse_attention
+from cached_rag.assemble import KVBuffer
+from cached_rag.batch_step import Ahead, can_append, can_batch, step_batch
+from cached_rag.fuse import prefill_rows
+from cached_rag.lse_attention import attend, attend_causal, reference
+from cached_rag.relay import Part, merge, relay_attention
+from cached_rag.row_kv import Piece, RowKV, Run, pieces
+
+BATCHING = sorted(f for f in FAMILIES if can_batch(tiny_model(f)))
+KV_HEADS, HEADS, DIM = 2, 6, 16
+
+
+def kv(count, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, KV_HEADS, count, DIM, generator=generator).to(dtype) for _ in range(2)]
+
+
+def tokens(count, seed=0):
+    return torch.randn(count, HEADS, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 7, 300, 2000])
+def test_kernels_give_output_and_lse_of_the_reference(dtype, count):
+    query = torch.randn(1, KV_HEADS, 500, DIM).to(dtype)
+    keys, values = kv(count, dtype=dtype)
+    output, lse = attend(query, keys, values, 0.3)
+    expected, expected_lse = reference(query, keys, values, 0.3)
+    atol = 1e-4 if dtype == torch.float32 else 0.04
+    assert torch.allclose(output.float(), expected.float(), atol=atol)
+    assert torch.allclose(lse, expected_lse, atol=atol)
+    assert lse.dtype == torch.float32
+
+
+def test_the_lse_does_not_need_the_first_key():
+    query = torch.randn(1, KV_HEADS, 500, DIM).bfloat16()
+    keys, values = kv(2000, dtype=torch.bfloat16)
+    keys[:, :, 0] = -50 * query[:, :, :1].mean(2)
+    keys[:, :, 1] = 50 * query[:, :, 7]
+    _, lse = attend(query, keys, values, 0.3)
+    _, expected = reference(query, keys, values, 0.3)
+    scores = 0.3 * (query.float() @ keys.float().transpose(2, 3))
+    assert (scores[..., 0] - expected).min() < -100
+    assert torch.allclose(lse, expected, rtol=0.01, atol=0.1)
+
+
+def test_causal_kernels_too():
+    query = tokens(33).transpose(0, 1)[None]
+    keys, values = kv(33)
+    output, lse = attend_causal(query, keys, values, 0.3)
+    groups = HEADS // KV_HEADS
+    wide = [side.repeat_interleave(groups, 1) for side in (keys, values)]
+    expected, expected_lse = reference(query, *wide, 0.3, causal=True)
+    assert torch.allclose(output, expected, atol=1e-5)
+    assert torch.allclose(lse, expected_lse, atol=1e-5)
+    uncausal, _ = reference(query, *wide, 0.3)
+    assert not torch.allclose(output, uncausal, atol=1e-2)
+
+
+def test_values_of_another_width_take_the_plain_way():
+    keys, _ = kv(40)
+    values = torch.randn(1, KV_HEADS, 40, 5)
+    output, lse = attend(torch.randn(1, KV_HEADS, 3, DIM), keys, values, 0.3)
+    assert output.shape == (1, KV_HEADS, 3, 5)
+    assert torch.isfinite(lse).all()
+
+
+def test_what_sees_nothing_weighs_nothing():
+    query, none = torch.randn(1, KV_HEADS, 3, DIM), torch.zeros(1, KV_HEADS, 0, DIM)
+    nothing = reference(query, none, none, 1.0)
+    assert torch.isneginf(nothing[1]).all()
+    keys, values = kv(9)
+    whole = reference(query, keys, values, 1.0)
+    merged = merge(whole, nothing)
+    assert torch.allclose(merged[0], whole[0])
+    assert torch.allclose(merged[1], whole[1])
+
+
+def whole_attention(query, keys, values):
+    """Twin: one softmax over all keys, token i of m seeing all but the last m - 1 - i."""
+    count = len(query)
+    groups = HEADS // KV_HEADS
+    wide = [side.repeat_interleave(groups, 1) for side in (keys, values)]
+    found = [
+        reference(
+            query[i][None, :, None],
+            *(side[:, :, : side.shape[2] - count + 1 + i] for side in wide),
+            DIM**-0.5,
+        )
+        for i in range(count)
+    ]
+    return torch.stack([output[0, :, 0] for output, _ in found])
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 1), (4, 1, 6)])
+def test_relayed_attention_equals_attention_over_the_concatenation(counts):
+    """A tree: one run seen by all rows, one by two of them, and each row's own."""
+    system, document = kv(20, 1), kv(7, 2)
+    own = [kv(5 + count, 3 + count) for count in counts]
+    query = tokens(sum(counts))
+    begins = [0, counts[0], counts[0] + counts[1]]
+    where = [slice(b, b + c) for b, c in zip(begins, counts, strict=True)]
+    both = torch.tensor([i for w in (where[0], where[2]) for i in range(w.start, w.stop)])
+    private = [Part(*sides, w) for sides, w in zip(own, where, strict=True)]
+    shared = [Part(*system), Part(*document, both)]
+    relayed = relay_attention(query, shared, private)
+    for row, held in enumerate(((system, document), (system,), (system, document))):
+        runs = [*held, own[row]]
+        keys, values = (torch.cat([run[side] for run in runs], 2) for side in (0, 1))
+        expected = whole_attention(query[where[row]], keys, values)
+        assert torch.allclose(relayed[where[row]], expected, atol=1e-5)
+    everyone = relay_attention(query, [Part(*system), Part(*document)], private)
+    assert not torch.allclose(everyone[where[1]], relayed[where[1]], atol=1e-3)
+    assert torch.allclose(everyone[where[0]], relayed[where[0]], atol=1e-5)
+
+
+def test_rows_are_cut_where_others_begin_and_end():
+    first, second = (KVBuffer(*torch.zeros(2, 1, 1, 1, 100, 1)) for _ in range(2))
+    rows = [
+        [Run(first, 0, 90, 0)],
+        [Run(first, 0, 60, 0), Run(second, 0, 30, 60)],
+        [Run(first, 0, 40, 0), Run(second, 10, 20, 40)],
+    ]
+    assert pieces(rows) == [
+        Piece(first, 0, 40, (0, 1, 2)),
+        Piece(first, 40, 60, (0, 1)),
+        Piece(first, 60, 90, (0,)),
+        Piece(second, 0, 10, (1,)),
+        Piece(second, 10, 20, (1, 2)),
+        Piece(second, 20, 30, (1,)),
+    ]
+
+
+def test_pieces_hold_exactly_what_rows_refer_to():
+    draw = random.Random(0)
+    buffers = [KVBuffer(*torch.zeros(2, 1, 1, 1, 50, 1)) for _ in range(3)]
+    for _ in range(50):
+        rows = []
+        for _ in range(draw.randint(1, 5)):
+            runs, slot = [], 0
+            for buffer in draw.sample(buffers, draw.randint(1, 3)):
+                begin, end = sorted(draw.sample(range(51), 2))
+                runs.append(Run(buffer, begin, end, slot))
+                slot += end - begin
+            rows.append(runs)
+        expected = {
+            (index, id(run.buffer), at)
+            for index, runs in enumerate(rows)
+            for run in runs
+            for at in range(run.begin, run.end)
+        }
+        found = [
+            (index, id(piece.buffer), at)
+            for piece in pieces(rows)
+            for index in piece.rows
+            for at in range(piece.begin, piece.end)
+        ]
+        assert len(found) == len(expected)
+        assert set(found) == expected
+
+
+def prefilled(model, ids, room=8):
+    buffer = KVBuffer.like(model.shapes, len(ids) + room)
+    prefill_rows(model.decoder, buffer, torch.tensor([ids]), num_logits=0)
+    return buffer
+
+
+def on(model, ids, count, base):
+    """A prompt whose first `count` tokens' KV is in `base`, the others' in a buffer of its own."""
+    whole = prefilled(model, ids)
+    own = KVBuffer.like(model.shapes, len(ids) - count + 8)
+    own.keys[:, :, :, : len(ids) - count] = whole.keys[:, :, :, count : len(ids)]
+    own.values[:, :, :, : len(ids) - count] = whole.values[:, :, :, count : len(ids)]
+    return RowKV(own, len(ids), [Run(base, 0, count, 0)])
+
+
+@pytest.mark.parametrize("family", BATCHING)
+def test_rows_that_share_a_beginning_step_as_rows_with_copies(family):
+    model = tiny_model(family)
+    system, document = random_ids(30, 1), random_ids(20, 2)
+    prompts = [
+        [*system, *document, *random_ids(5, 3)],
+        [*system, *document, *random_ids(11, 4)],
+        [*system, *random_ids(8, 5)],
+    ]
+    base = prefilled(model, prompts[0])
+    rows = [
+        RowKV(base, len(prompts[0])),
+        on(model, prompts[1], 50, base),
+        on(model, prompts[2], 30, base),
+    ]
+    for token in (5, 6, 7):
+        logits = step_batch(model, [Ahead(row, [token]) for row in rows])
+        for prompt, row, found in zip(prompts, rows, logits, strict=True):
+            prompt.append(token)
+            assert row.length == len(prompt)
+            assert torch.allclose(found, plain_logits(model, prompt)[-1], atol=1e-4)
+
+
+@pytest.mark.parametrize("family", [f for f in BATCHING if can_append(tiny_model(f))])
+def test_prompts_are_prefilled_in_pieces_beside_answers(family):
+    model = tiny_model(family)
+    system = random_ids(30, 1)
+    answered, asked = [*system, *random_ids(5, 2)], [*system, *random_ids(17, 3)]
+    alone = random_ids(12, 4)
+    base = prefilled(model, answered)
+    rows = [
+        RowKV(base, len(answered)),
+        RowKV(KVBuffer.like(model.shapes, 30), 30, [Run(base, 0, 30, 0)]),
+        RowKV(KVBuffer.like(model.shapes, 20), 0),
+    ]
+    first = [[9], asked[30:40], alone[:7]]
+    step_batch(model, [Ahead(row, ids) for row, ids in zip(rows, first, strict=True)])
+    second = [[8], asked[40:], alone[7:]]
+    logits = step_batch(model, [Ahead(row, ids) for row, ids in zip(rows, second, strict=True)])
+    for ids, found in zip(([*answered, 9, 8], asked, alone), logits, strict=True):
+        assert torch.allclose(found, plain_logits(model, ids)[-1], atol=1e-4)
+
+
+def test_windows_take_one_token_a_pass():
+    assert not can_append(tiny_model("mistral"))
+    assert can_batch(tiny_model("mistral"))
+
+
+def test_a_kernel_that_does_something_else_is_not_used(monkeypatch, caplog):
+    """On a machine without CUDA: what is drawn there is drawn here, and the kernel is given."""
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *size, device: randn(*size))
+    check = lse_attention._cuda_kernel_works.__wrapped__
+
+    def right(query, keys, values, scale, *, causal):
+        return reference(query, keys, values, scale, causal=causal)
+
+    monkeypatch.setattr(lse_attention, "_cuda", right)
+    assert check(torch.float32, 8)
+    monkeypatch.setattr(lse_attention, "_cuda", lambda *a, **k: right(*a, **k)[::-1])
+    assert not check(torch.float32, 8)
+
+    def shifted(*args, **options):
+        output, lse = right(*args, **options)
+        return output, lse + 1
+
+    monkeypatch.setattr(lse_attention, "_cuda", shifted)
+    assert not check(torch.float32, 8)
+    assert "other results" in caplog.text
+
+
+def test_unmovable_models_share_beginnings_too():
+    assert any(can_batch(tiny_model(family)) for family in UNMOVABLE)
