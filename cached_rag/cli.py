@@ -16,6 +16,7 @@ from rich.table import Table
 from cached_rag import __version__
 from cached_rag.cli_eval import evaluate_command
 from cached_rag.cli_schema import schema_app
+from cached_rag.cli_serve import serve_command
 from cached_rag.cli_store import store_app
 from cached_rag.errors import CachedRAGError
 from cached_rag.terminal import (
@@ -38,6 +39,7 @@ app = typer.Typer(
 app.add_typer(store_app, name="store")
 app.add_typer(schema_app, name="schema")
 app.command("eval")(evaluate_command)
+app.command("serve")(serve_command)
 Model = Annotated[
     str | None, typer.Option(help="Alias, hub id, folder or .gguf file; kept in a new index.")
 ]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cached_rag.answer import Answer, AnswerStream
-from cached_rag.config import GenerationConfig, StoreConfig
+from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.context import PRIMER, Context
 from cached_rag.documents import (
     DEFAULT_EMBEDDING,
@@ -72,6 +72,7 @@ class CachedRAG:
         disk_bytes: int | None = None,
         sequence_bytes: int = 0,
         engine: Engine | None = None,
+        batch: BatchConfig | None = None,
         dtype: str | None = None,
         device: str | None = None,
     ) -> CachedRAG:
@@ -91,6 +92,7 @@ class CachedRAG:
             memory_bytes, disk_bytes: bounds on the KV kept in memory and on disk.
             sequence_bytes: keep KV of whole runs of chunks as prompts left them, see `StoreConfig`.
             engine: one that exists already, instead of loading `model`; it keeps its own store.
+            batch: bounds on answers made at the same time.
             dtype, device: see `load_model`.
 
         Raises:
@@ -118,7 +120,9 @@ class CachedRAG:
             sequence_bytes=sequence_bytes,
         )
         embedder = None if isinstance(embedding, str) else embedding
-        rag = cls(root, settings, store, {"dtype": dtype, "device": device}, embedder)
+        rag = cls(
+            root, settings, store, {"dtype": dtype, "device": device, "batch": batch}, embedder
+        )
         rag._engine = engine
         return rag
 

@@ -67,14 +67,17 @@ class Waiting:
                 [request for line in list(self._tenants.values()) for request in list(line)]
             )
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, free: int = 0) -> None:
         """Put a request at its tenant's end.
 
+        Args:
+            free: so many do not really wait: their turn comes at once.
+
         Raises:
-            BusyError: so many wait already.
+            BusyError: too many wait already.
         """
         with self._lock:
-            count = len(self)
+            count = len(self) - free
             if self._bound is not None and count >= self._bound:
                 raise BusyError(
                     f"{count} requests wait already, and no more may; ask again later, or raise "

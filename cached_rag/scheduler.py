@@ -90,7 +90,7 @@ class Scheduler:
         Raises:
             BusyError: too many wait.
         """
-        self._waiting.add(request)
+        self._waiting.add(request, max(0, self.config.max_rows - len(self._running)))
         if is_driven:
             with self._driver:
                 self._driven.add(request)

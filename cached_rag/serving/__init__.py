@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server over one engine. Needs the `serve` extra."""

@@ -1,0 +1,174 @@
+"""What clients send, checked: OpenAI's chat completions and completions, and ours for documents.
+
+What a request asks for and this server cannot do is an error, never ignored. Knows JSON; knows no
+engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+_DEFAULT_TOKENS = 256
+# Settings that clients send and that mean nothing when they have these values.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "logprobs": (None, False, 0),
+    "top_logprobs": (None, 0),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
+    "response_format": (None, {"type": "text"}),
+    "functions": (None, []),
+    "modalities": (None, ["text"]),
+}
+# Settings that say who asks or how it is billed, and change no answer.
+_WITHOUT_EFFECT = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_retention"),
+)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class TextPart(_Strict):
+    """A piece of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Strict):
+    """One message of a conversation; content in several parts is joined."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates take it."""
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class StreamOptions(_Strict):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool = False
+
+
+class _Settings(_Strict):
+    """What both kinds of completion share.
+
+    Ours: `method`, `recompute_ratio`, `top_k`, `repetition_penalty`, as in `GenerationConfig`; and
+    `cache_salt`: requests with different salts share no KV.
+    """
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    method: str | None = None
+    recompute_ratio: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    cache_salt: str | None = Field(None, max_length=256)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_is_neutral(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kept = {name: value for name, value in data.items() if name not in _WITHOUT_EFFECT}
+        for name, neutral in _NEUTRAL.items():
+            if name in kept and name not in cls.model_fields:
+                value = kept.pop(name)
+                if value not in neutral:
+                    raise ValueError(f"this server cannot do {name}={value!r}")
+        return kept
+
+    @field_validator("stop")
+    @classmethod
+    def _few_stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if isinstance(value, list) and len(value) > 16:
+            raise ValueError("at most 16 stop strings")
+        return value
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """Most tokens of the answer; None if the client leaves it to us."""
+        return self.max_tokens
+
+    def options(self) -> dict[str, Any]:
+        """As settings of a `GenerationConfig`; temperature is OpenAI's 1 if it is not given."""
+        given = {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": self.top_p,
+            "stop": tuple([self.stop] if isinstance(self.stop, str) else self.stop or ()),
+            "seed": self.seed,
+            "method": self.method,
+            "recompute_ratio": self.recompute_ratio,
+            "top_k": self.top_k,
+            "repetition_penalty": self.repetition_penalty,
+            "max_tokens": self.wanted_tokens or _DEFAULT_TOKENS,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class ChatRequest(_Settings):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """OpenAI has two names for it."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def prompts(self) -> list[list[dict[str, str]]]:
+        """One conversation."""
+        return [[message.plain() for message in self.messages]]
+
+
+class CompletionRequest(_Settings):
+    """POST /v1/completions."""
+
+    prompt: str | list[str]
+
+    @field_validator("prompt")
+    @classmethod
+    def _some(cls, value: str | list[str]) -> str | list[str]:
+        if not value or len(value if isinstance(value, list) else [value]) > 64:
+            raise ValueError("give one prompt, or a list of 1 to 64")
+        return value
+
+    def prompts(self) -> list[str]:
+        """One prompt or several."""
+        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
+
+
+class DocumentsRequest(_Strict):
+    """POST and DELETE /v1/documents: texts as they will stand in prompts.
+
+    Attributes:
+        messages: how prompts with them begin: with `{documents}` where the texts will stand.
+    """
+
+    texts: list[str] = Field(min_length=1, max_length=10_000)
+    messages: list[ChatMessage] | None = None
+    cache_salt: str | None = Field(None, max_length=256)

@@ -1,0 +1,100 @@
+"""Who may ask, and whose KV they may share. Knows keys and namespaces; knows no HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from cached_rag.engine import Engine
+from cached_rag.errors import ConfigError
+
+_OPEN = 64
+
+
+class Keys:
+    """API keys, "KEY" or "TENANT=KEY" each; without any, everybody may ask."""
+
+    def __init__(self, keys: Sequence[str] = ()) -> None:
+        """Read them.
+
+        Raises:
+            ConfigError: an empty key.
+        """
+        self._tenants: list[tuple[bytes, str]] = []
+        for entry in keys:
+            tenant, _, key = entry.rpartition("=")
+            if not key:
+                raise ConfigError("an API key is empty; give KEY or TENANT=KEY")
+            self._tenants.append((_digest(key), tenant))
+
+    def __bool__(self) -> bool:
+        return bool(self._tenants)
+
+    def tenant(self, authorization: str | None) -> str | None:
+        """Whose key an Authorization header has; None if nobody's. Takes as long for any key."""
+        if not self._tenants:
+            return ""
+        scheme, _, key = (authorization or "").partition(" ")
+        given, found = _digest(key.strip()), None
+        for known, tenant in self._tenants:
+            if hmac.compare_digest(known, given):
+                found = tenant
+        return found if scheme.lower() == "bearer" else None
+
+
+class Tenants:
+    """An engine for each tenant and salt, all on one model, memory and scheduler.
+
+    Only so many are open: of those in no request's use the longest unused is closed. What it kept
+    on disk stays.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._first = engine
+        self._engines: OrderedDict[str, Engine] = OrderedDict()
+        self._uses: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def using(self, tenant: str, salt: str | None) -> Iterator[Engine]:
+        """The engine that sees this tenant's KV with this salt, and no other's."""
+        name = namespace(tenant, salt)
+        if not name:
+            yield self._first
+            return
+        with self._lock:
+            engine = self._engines.get(name) or self._first.tenant(name)
+            self._engines[name] = engine
+            self._engines.move_to_end(name)
+            self._uses[name] += 1
+        try:
+            yield engine
+        finally:
+            with self._lock:
+                self._uses[name] -= 1
+                self._close_idle(_OPEN)
+
+    def close(self) -> None:
+        """Close all that are in no use."""
+        with self._lock:
+            self._close_idle(0)
+
+    def _close_idle(self, kept: int) -> None:
+        idle = [name for name in self._engines if not self._uses[name]]
+        for name in idle[: max(0, len(self._engines) - kept)]:
+            self._engines.pop(name).close()
+
+
+def namespace(tenant: str, salt: str | None) -> str:
+    """What separates KV; "" for the one without tenant and salt, which is the command line's."""
+    if not salt:
+        return tenant
+    return f"{tenant}:{hashlib.blake2b(salt.encode(), digest_size=16).hexdigest()}"
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

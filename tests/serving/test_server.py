@@ -1,0 +1,401 @@
+"""The server over real sockets, asked by OpenAI's own client and by LangChain's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from conftest import CHUNKS, tiny_model
+from langchain_core.messages import HumanMessage
+from langchain_openai import ChatOpenAI
+
+from cached_rag import BatchConfig, Engine, scheduler
+from cached_rag.batch_step import step_batch
+from cached_rag.serving.app import create_app
+from cached_rag.serving.run import _Server
+from cached_rag.serving.service import Service
+from cached_rag.serving.tenants import Keys, Tenants, namespace
+
+NAME = "tiny"
+MESSAGES = [
+    {"role": "system", "content": "Answer from the texts."},
+    {"role": "user", "content": f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\nWhy is it green?"},
+]
+GREEDY = {"model": NAME, "temperature": 0, "max_tokens": 8}
+
+
+@contextlib.contextmanager
+def serving(engine, keys=(), drain=5, **limits):
+    """A server on a port of its own; yields its address and the service."""
+    service = Service(engine, NAME)
+    app = create_app(service, Keys(keys), **limits)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = uvicorn.Config(
+        app, "127.0.0.1", port, log_level="error", timeout_graceful_shutdown=drain
+    )
+    server = _Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while not server.started and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server.started
+    try:
+        yield f"http://127.0.0.1:{port}", service
+    finally:
+        server.handle_exit(signal.SIGTERM, None)
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine(tiny_model("llama")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    with serving(engine) as (address, service):
+        yield address, service
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Every pass takes 20 ms; the list of passes."""
+    passes = []
+
+    def slower(model, batch):
+        time.sleep(0.02)
+        passes.append(len(batch))
+        return step_batch(model, batch)
+
+    monkeypatch.setattr(scheduler, "step_batch", slower)
+    return passes
+
+
+def until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_a_chat_completion_is_the_engines_answer(client, engine):
+    done = client.chat.completions.create(messages=MESSAGES, **GREEDY)
+    expected = engine.generate(MESSAGES, max_tokens=8)
+    choice = done.choices[0]
+    assert choice.message.content == expected.text
+    assert (choice.message.role, choice.finish_reason) == ("assistant", expected.finish_reason)
+    assert done.usage.prompt_tokens == expected.report.prompt_tokens
+    assert done.usage.completion_tokens == len(expected.token_ids)
+    assert done.usage.total_tokens == done.usage.prompt_tokens + done.usage.completion_tokens
+    assert done.model == NAME
+    assert done.object == "chat.completion"
+
+
+def test_streamed_pieces_are_the_same_answer(client):
+    whole = client.chat.completions.create(messages=MESSAGES, **GREEDY)
+    options = GREEDY | {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.chat.completions.create(messages=MESSAGES, **options))
+    said = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert said == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 8
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert len(chunks) > 4
+    without = list(client.chat.completions.create(messages=MESSAGES, **GREEDY, stream=True))
+    assert all(chunk.usage is None for chunk in without)
+
+
+def test_completions_of_one_prompt_and_of_several(client, engine):
+    prompts = [f"{chunk} And so" for chunk in CHUNKS[:3]]
+    expected = [engine.generate(prompt, max_tokens=8).text for prompt in prompts]
+    one = client.completions.create(prompt=prompts[0], **GREEDY)
+    assert one.choices[0].text == expected[0]
+    every = client.completions.create(prompt=prompts, **GREEDY)
+    assert [choice.text for choice in every.choices] == expected
+    assert [choice.index for choice in every.choices] == [0, 1, 2]
+    assert every.usage.completion_tokens == 24
+    texts = ["", "", ""]
+    for chunk in client.completions.create(prompt=prompts, **GREEDY, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == expected
+
+
+def test_documents_are_cached_and_forgotten(client, server):
+    texts = [f"{chunk} So it was in the year {n}." for n, chunk in enumerate(CHUNKS)]
+    messages = [
+        {"role": "system", "content": "Answer from the texts."},
+        {"role": "user", "content": "{documents}\n\nWhy?"},
+    ]
+    documents = f"{server[0]}/v1/documents"
+    body = {"texts": [*texts, "", "word " * 2000], "messages": messages}
+    done = httpx.post(documents, json=body, timeout=60).json()
+    assert (done["encoded"], done["known"]) == (len(texts), 0)
+    assert [skipped["index"] for skipped in done["skipped"]] == [len(texts), len(texts) + 1]
+    again = httpx.post(documents, json={"texts": texts, "messages": messages}, timeout=60).json()
+    assert (again["encoded"], again["known"], again["tokens"]) == (0, len(texts), 0)
+    asked = [messages[0], {"role": "user", "content": "\n\n".join(texts) + "\n\nWhy?"}]
+    extra = {"extra_body": {"method": "reuse"}}
+    usage = client.chat.completions.create(messages=asked, **GREEDY, **extra).usage
+    assert usage.prompt_tokens_details.cached_tokens > 0.8 * usage.prompt_tokens
+    salted = {"extra_body": {"method": "reuse", "cache_salt": "other"}}
+    usage = client.chat.completions.create(messages=asked, **GREEDY, **salted).usage
+    assert usage.prompt_tokens_details.cached_tokens == 0
+    gone = httpx.request("DELETE", documents, json={"texts": texts}, timeout=60).json()
+    assert gone["deleted"] >= len(texts)
+    usage = client.chat.completions.create(messages=asked, **GREEDY, **extra).usage
+    assert usage.prompt_tokens_details.cached_tokens < 0.5 * usage.prompt_tokens
+
+
+def test_settings_reach_the_engine(client, engine):
+    options = {"temperature": 2.0, "seed": 7, "max_tokens": 12, "top_p": 0.9, "stop": ["e", "zz"]}
+    done = client.chat.completions.create(model=NAME, messages=MESSAGES, **options)
+    expected = engine.generate(MESSAGES, **options)
+    assert done.choices[0].message.content == expected.text
+    assert done.choices[0].finish_reason == expected.finish_reason == "stop"
+    newer = client.chat.completions.create(
+        model=NAME, messages=MESSAGES, temperature=0, max_completion_tokens=3
+    )
+    assert newer.usage.completion_tokens == 3
+    parts = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Why"}, {"type": "text", "text": "?"}],
+        }
+    ]
+    joined = client.chat.completions.create(messages=parts, **GREEDY)
+    assert (
+        joined.choices[0].message.content
+        == engine.generate([{"role": "user", "content": "Why?"}], max_tokens=8).text
+    )
+
+
+def test_an_answer_without_a_length_has_what_there_is_room_for(client, engine):
+    long = [{"role": "user", "content": "word " * 330}]
+    room = engine.model.context_length - engine.count_tokens(long)
+    assert 0 < room < 256
+    done = client.chat.completions.create(
+        model=NAME, messages=long, temperature=2.0, seed=3, extra_body={"top_k": 0}
+    )
+    assert done.usage.completion_tokens <= room
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"n": 2}, "n=2"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logprobs": True}, "logprobs"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"colour": "blue"}, "colour"),
+        ({"temperature": 3}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
+        ({"method": "magic"}, "magic"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"max_tokens": 5000}, "context"),
+        ({"messages": [{"role": "user", "content": "word " * 3000}]}, "context"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_done_is_said(client, changed, says, stream):
+    body = GREEDY | {"messages": MESSAGES, "stream": stream} | changed
+    with pytest.raises(openai.BadRequestError, match=says) as caught:
+        client.post("/chat/completions", body=body, cast_to=object)
+    assert caught.value.body["type"] == "invalid_request_error"
+
+
+def test_neutral_settings_are_no_errors(client):
+    body = {"n": 1, "logprobs": False, "presence_penalty": 0, "user": "me", "store": False}
+    assert client.chat.completions.create(messages=MESSAGES, **GREEDY, **body).choices
+
+
+def test_what_there_is_not(client, server):
+    with pytest.raises(openai.NotFoundError, match="'gpt' here; it is 'tiny'"):
+        client.chat.completions.create(messages=MESSAGES, **GREEDY | {"model": "gpt"})
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt")
+    assert httpx.get(f"{server[0]}/v1/nothing").status_code == 404
+    assert httpx.post(f"{server[0]}/v1/completions", content="{").status_code == 400
+
+
+def test_health_and_metrics(client, server):
+    client.chat.completions.create(messages=MESSAGES, **GREEDY)
+    assert httpx.get(f"{server[0]}/health").json() == {"status": "ok", "running": 0, "waiting": 0}
+    text = httpx.get(f"{server[0]}/metrics").text
+    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    path = '{path="/v1/chat/completions",status="200"}'
+    assert float(found[f"cached_rag_requests_total{path}"]) >= 1
+    assert float(found['cached_rag_tokens_total{kind="answer"}']) >= 8
+    assert float(found["cached_rag_running"]) == 0
+    assert "cached_rag_time_to_first_token_seconds_bucket" in text
+    assert CHUNKS[0][:20] not in text
+
+
+def test_langchains_client_works_against_it(server, engine):
+    llm = ChatOpenAI(
+        model=NAME, base_url=f"{server[0]}/v1", api_key="none", temperature=0, max_tokens=8
+    )
+    question = f"{CHUNKS[0]} Why?"
+    expected = engine.generate([{"role": "user", "content": question}], max_tokens=8).text
+    answer = llm.invoke([HumanMessage(question)])
+    assert answer.content == expected
+    assert answer.usage_metadata["output_tokens"] == 8
+    assert "".join(chunk.content for chunk in llm.stream(question)) == expected
+    assert [a.content for a in llm.batch([question] * 3)] == [expected] * 3
+    assert asyncio.run(llm.ainvoke(question)).content == expected
+
+
+def test_requests_at_the_same_time_are_made_together(client, slow):
+    asked = [[{"role": "user", "content": f"{CHUNKS[0]} Question {n}?"}] for n in range(6)]
+    with ThreadPoolExecutor(6) as threads:
+        found = list(
+            threads.map(lambda m: client.chat.completions.create(messages=m, **GREEDY), asked)
+        )
+    alone = [client.chat.completions.create(messages=m, **GREEDY) for m in asked]
+    texts = [[answer.choices[0].message.content for answer in some] for some in (found, alone)]
+    assert texts[0] == texts[1]
+    assert max(slow) > 3
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_stops_the_answer(server, slow, stream):
+    address, service = server
+    body = GREEDY | {"messages": MESSAGES, "max_tokens": 600, "stream": stream, "temperature": 2}
+    with httpx.Client() as leaving, contextlib.suppress(httpx.ReadTimeout):
+        url = f"{address}/v1/chat/completions"
+        with leaving.stream("POST", url, json=body, timeout=0.5) as response:
+            next(response.iter_lines())
+    assert until(lambda: service.num_open == 0)
+    assert until(lambda: service.engine.scheduler.num_running == 0)
+    assert len(slow) < 500
+
+
+def test_keys_tenants_and_limits():
+    engine = Engine(tiny_model("llama"))
+    with serving(engine, ["red=secret", "plain"], max_body_bytes=5000) as (address, _):
+        for key, status in (("secret", 200), ("plain", 200), ("wrong", 401)):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert httpx.get(f"{address}/v1/models", headers=headers).status_code == status
+        assert httpx.get(f"{address}/v1/models").json()["error"]["code"] == "invalid_api_key"
+        assert httpx.get(f"{address}/metrics").status_code == 401
+        assert httpx.get(f"{address}/health").status_code == 200
+
+        def cached(key):
+            with openai.OpenAI(base_url=f"{address}/v1", api_key=key) as client:
+                extra = {"extra_body": {"method": "reuse"}}
+                done = client.chat.completions.create(messages=MESSAGES, **GREEDY, **extra)
+                return done.usage.prompt_tokens_details.cached_tokens
+
+        headers = {"Authorization": "Bearer secret"}
+        body = {"texts": list(CHUNKS[:2])}
+        httpx.post(f"{address}/v1/documents", json=body, headers=headers, timeout=60)
+        assert cached("secret") > 0
+        assert cached("plain") == 0
+        large = {"texts": ["word " * 5000]}
+        url = f"{address}/v1/documents"
+        assert httpx.post(url, json=large, headers=headers).status_code == 413
+        pieces = (json.dumps(large).encode()[i : i + 500] for i in range(0, 20000, 500))
+        assert httpx.post(url, content=pieces, headers=headers).status_code == 413
+    engine.close()
+
+
+def test_who_finds_the_queue_full_is_told_to_come_again(slow):
+    engine = Engine(tiny_model("llama"), batch=BatchConfig(max_rows=1, max_waiting=1))
+    with serving(engine) as (address, service):
+        url = f"{address}/v1/chat/completions"
+        body = GREEDY | {"messages": MESSAGES, "max_tokens": 60}
+        with ThreadPoolExecutor(2) as threads:
+            busy = [threads.submit(httpx.post, url, json=body, timeout=60) for _ in range(2)]
+            assert until(lambda: engine.scheduler.num_running + engine.scheduler.num_waiting == 2)
+            refused = httpx.post(url, json=body)
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["code"] == "busy"
+            streamed = httpx.post(url, json=body | {"stream": True})
+            assert streamed.status_code == 429
+            assert [one.result().status_code for one in busy] == [200, 200]
+        assert service.num_open == 0
+    engine.close()
+
+
+def test_a_server_that_stops_finishes_what_runs(slow, caplog):
+    engine = Engine(tiny_model("llama"))
+    with ThreadPoolExecutor(1) as threads, serving(engine, drain=20) as (address, service):
+        body = GREEDY | {"messages": MESSAGES, "max_tokens": 30}
+        url = f"{address}/v1/chat/completions"
+        running = threads.submit(httpx.post, url, json=body, timeout=60)
+        assert until(lambda: engine.scheduler.num_running == 1)
+    assert running.result().json()["usage"]["completion_tokens"] == 30
+    assert "1 requests are finished first" in caplog.text
+    assert service.num_open == 0
+    engine.close()
+
+
+def test_a_server_that_must_stop_says_what_it_cut_off(slow, caplog):
+    engine = Engine(tiny_model("llama"))
+    with serving(engine, drain=1) as (address, service):
+        body = GREEDY | {"messages": MESSAGES, "max_tokens": 600, "temperature": 2, "stream": True}
+        url = f"{address}/v1/chat/completions"
+        lines = []
+
+        def read():
+            with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", url, json=body) as got:
+                lines.extend(got.iter_lines())
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert until(lambda: engine.scheduler.num_running == 1)
+    reader.join(30)
+    assert not any("[DONE]" in line for line in lines)
+    assert until(lambda: engine.scheduler.num_running == 0)
+    assert service.num_open == 0
+    engine.close()
+
+
+def test_tenants_that_nobody_uses_are_closed(monkeypatch):
+    monkeypatch.setattr("cached_rag.serving.tenants._OPEN", 2)
+    engine = Engine(tiny_model("llama"))
+    tenants = Tenants(engine)
+    with tenants.using("", None) as first:
+        assert first is engine
+    with tenants.using("a", None) as a, tenants.using("b", None) as b:
+        for name in "cde":
+            with tenants.using(name, "salt"):
+                pass
+        with tenants.using("a", None) as again:
+            assert again is a
+        assert b is not a
+    assert len(tenants._engines) == 2
+    tenants.close()
+    assert not tenants._engines
+    assert namespace("a", "b") != namespace("", "a:b") != namespace("a", None)
+    engine.close()
