@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +12,7 @@ import typer
 from rich.table import Table
 
 from cached_rag import __version__
+from cached_rag.cli_bench import bench_app
 from cached_rag.cli_eval import evaluate_command
 from cached_rag.cli_schema import schema_app
 from cached_rag.cli_serve import serve_command
@@ -21,8 +20,11 @@ from cached_rag.cli_store import store_app
 from cached_rag.errors import CachedRAGError
 from cached_rag.terminal import (
     DEFAULT_INDEX,
+    Device,
+    Dtype,
     Index,
     Json,
+    Model,
     err,
     out,
     print_json,
@@ -38,13 +40,9 @@ app = typer.Typer(
 )
 app.add_typer(store_app, name="store")
 app.add_typer(schema_app, name="schema")
+app.add_typer(bench_app, name="bench")
 app.command("eval")(evaluate_command)
 app.command("serve")(serve_command)
-Model = Annotated[
-    str | None, typer.Option(help="Alias, hub id, folder or .gguf file; kept in a new index.")
-]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps.")]
 Method = Annotated[str, typer.Option(help="auto, full, prefix, reuse, cacheblend, epic, ...")]
 Ratio = Annotated[float | None, typer.Option(help="Share of cached tokens to recompute.")]
 
@@ -181,78 +179,6 @@ def doctor(
         out.print(table)
     if not all(test["passed"] for test in tests):
         raise typer.Exit(1)
-
-
-@app.command()
-def bench(
-    model: Model = None,
-    modules: Annotated[int, typer.Option(help="Modules in the prompt.")] = 8,
-    module_tokens: Annotated[int, typer.Option(help="Tokens of each.")] = 512,
-    question_tokens: Annotated[int, typer.Option(help="Tokens of the question.")] = 32,
-    methods: Annotated[str, typer.Option(help="Comma-separated.")] = "reuse,cacheblend",
-    ratio: Annotated[float, typer.Option(help="Share to recompute.")] = 0.15,
-    repeats: Annotated[int, typer.Option(help="Timed rounds.")] = 5,
-    loading: Annotated[bool, typer.Option(help="Also time KV on the disk of this folder.")] = False,
-    dtype: Dtype = None,
-    device: Device = None,
-    as_json: Json = False,
-) -> None:
-    """Time to first token of each method against full prefill, in one run."""
-    from cached_rag import Engine
-    from cached_rag.benchmarks import bench_ingest, bench_ttft, machine
-
-    with Engine.load(model or "smollm2-135m", dtype=dtype, device=device) as engine:
-        rows = bench_ttft(
-            engine,
-            modules=modules,
-            module_tokens=module_tokens,
-            question_tokens=question_tokens,
-            methods=methods.split(","),
-            ratio=ratio,
-            repeats=repeats,
-        )
-        encoding = bench_ingest(engine, modules=modules, module_tokens=module_tokens)
-        facts = machine(engine.model)
-        stored = _bench_loading(engine, modules, module_tokens, repeats) if loading else []
-    if as_json:
-        table_rows = [dataclasses.asdict(row) for row in rows]
-        ingestion = dataclasses.asdict(encoding)
-        found: dict[str, Any] = {"rows": table_rows, "ingest": ingestion, "machine": facts}
-        print_json(
-            found | ({"loading": [dataclasses.asdict(row) for row in stored]} if loading else {})
-        )
-        return
-    table = Table("method", "tokens", "TTFT ms", "speed-up", "charged", "overhead ms")
-    for row in rows:
-        table.add_row(
-            row.method,
-            str(row.prompt_tokens),
-            f"{row.ttft_ms:.1f}",
-            f"{row.speedup:.1f}x",
-            f"{row.charged_recompute:.3f}",
-            f"{row.overhead_ms:.1f}",
-        )
-    out.print(table)
-    for timed in stored:
-        out.print(f"{timed.method}, KV in {timed.loading}: {timed.ttft_ms:.1f} ms")
-    out.print(
-        f"ingestion: {encoding.tokens_per_s:.0f} tokens/s, {encoding.ratio:.2f}x the model's own "
-        f"batched prefill"
-    )
-    out.print(json.dumps(facts), style="dim", markup=False)
-
-
-def _bench_loading(engine: Any, modules: int, module_tokens: int, repeats: int) -> list[Any]:
-    from cached_rag.benchmarks import bench_loading
-
-    with tempfile.TemporaryDirectory(dir=".") as folder:
-        return bench_loading(
-            engine.model,
-            Path(folder),
-            modules=modules,
-            module_tokens=module_tokens,
-            repeats=repeats,
-        )
 
 
 @app.command()

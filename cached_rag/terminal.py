@@ -17,6 +17,11 @@ out, err = Console(), Console(stderr=True)
 
 Index = Annotated[Path, typer.Option("--index", help="Folder of the index.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Model = Annotated[
+    str | None, typer.Option(help="Alias, hub id, folder or .gguf file; kept in a new index.")
+]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps.")]
 DEFAULT_INDEX = Path("cached-rag-index")
 
 

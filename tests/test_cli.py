@@ -6,11 +6,13 @@ import json
 
 import pytest
 from conftest import CHUNKS
+from fastapi.testclient import TestClient
 from test_rag import WordEmbedding
 from typer.testing import CliRunner
 
-from cached_rag import cli
+from cached_rag import ConfigError, cli
 from cached_rag.documents import Embedder
+from cached_rag.rag import SYSTEM
 
 run = CliRunner().invoke
 
@@ -86,6 +88,85 @@ def test_bench_prints_rows_and_the_machine(model_folder):
     assert found["machine"]["cores"]
 
 
+def bench(*arguments):
+    result = run(cli.app, ["bench", *map(str, arguments), "--dtype", "float32", "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["rows"]
+
+
+def test_bench_serving_prints_a_row_for_each_way(model_folder):
+    sizes = ["--shared-tokens", 200, "--private-tokens", 20, "--new-tokens", 4, "--repeats", 1]
+    rows = bench("serving", "--model", model_folder, *sizes, "--requests", "3,5")
+    assert [row["method"] for row in rows] == ["relay", "copied", "sequential"] * 2
+    assert [row["requests"] for row in rows] == [3] * 3 + [5] * 3
+    relay, copied, _ = rows[3:]
+    assert copied["speedup"] == 1
+    assert abs(relay["speedup"] - relay["tokens_per_s"] / copied["tokens_per_s"]) < 0.05
+    assert relay["kv_bytes"] < copied["kv_bytes"] / 2
+    arriving = bench(
+        "serving", "--model", model_folder, *sizes, "--rates", "50", "--methods", "relay"
+    )
+    assert arriving[0]["requests_per_s"] > 0
+    bad = run(cli.app, ["bench", "serving", "--model", model_folder, "--methods", "magic"])
+    assert isinstance(bad.exception, ConfigError)
+
+
+def test_bench_attention_prints_the_theory(model_folder):
+    rows = bench(
+        "attention", "--model", model_folder, "--batches", "1,8", "--shared-tokens", "64,256"
+    )
+    assert [(row["batch"], row["shared_tokens"]) for row in rows] == [
+        (1, 64),
+        (8, 64),
+        (1, 256),
+        (8, 256),
+    ]
+    assert rows[3]["theory"] == round((256 + 128 + 2) / (256 / 8 + 128 + 7), 2)
+
+
+def test_bench_traffic_compares_methods(tmp_path, model_folder):
+    write_set(tmp_path / "set.jsonl", "Why is copper green?", "Who?", "Where?")
+    rows = bench(
+        "traffic",
+        tmp_path / "set.jsonl",
+        "--model",
+        model_folder,
+        "--clients",
+        2,
+        "--new-tokens",
+        3,
+    )
+    assert [row["method"] for row in rows] == ["full", "prefix", "auto"]
+    assert rows[0]["speedup"] == 1
+    assert rows[2]["cached"] > rows[0]["cached"]
+    assert rows[0]["ttft_p95_ms"] >= rows[0]["ttft_p50_ms"]
+
+
+def test_serve_refuses_what_cannot_be(model_folder, index):
+    for options in (["--index", str(index), "--store", "x"], ["--api-key", "red="]):
+        result = run(cli.app, ["serve", "--model", model_folder, *options])
+        assert isinstance(result.exception, ConfigError)
+
+
+def test_serve_serves_an_index_until_it_is_stopped(index, monkeypatch, capfd):
+    def asked_once(app, host, port, drain_seconds):
+        assert (host, port, drain_seconds) == ("0.0.0.0", 8001, 30)
+        with TestClient(app) as client:
+            asked = [{"role": "system", "content": SYSTEM}]
+            asked += [{"role": "user", "content": f"{CHUNKS[0]} Why?"}]
+            body = {"model": "m", "messages": asked}
+            response = client.post("/v1/chat/completions", json=body | {"max_tokens": 3})
+            answers.append(response.json())
+
+    answers = []
+    monkeypatch.setattr("cached_rag.serving.run.run", asked_once)
+    options = ["--name", "m", "--host", "0.0.0.0", "--port", "8001", "--dtype", "float32"]
+    result = run(cli.app, ["serve", "--index", str(index), *options])
+    assert result.exit_code == 0, result.output
+    assert answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert "anybody who reaches" in result.stderr
+
+
 def write_set(path, *questions):
     rows = [
         {"id": q, "question": q, "answers": ["copper"], "chunks": [{"text": c} for c in CHUNKS]}
@@ -142,7 +223,21 @@ def test_errors_are_one_line_and_exit_1(arguments, message, monkeypatch, capsys,
 
 @pytest.mark.parametrize(
     "command",
-    ["", "ingest", "ask", "demo", "doctor", "bench", "store stats", "store verify", "store prune"],
+    [
+        "",
+        "ingest",
+        "ask",
+        "demo",
+        "doctor",
+        "bench",
+        "bench serving",
+        "bench attention",
+        "bench traffic",
+        "serve",
+        "store stats",
+        "store verify",
+        "store prune",
+    ],
 )
 def test_every_command_has_help(command):
     result = run(cli.app, [*command.split(), "--help"])

@@ -1,5 +1,6 @@
 """Timings as library code behind the command line. Ratios within one run, medians, interleaved."""
 
+from cached_rag.benchmarks.attention import AttentionRow, bench_attention
 from cached_rag.benchmarks.ingest import IngestRow, bench_ingest
 from cached_rag.benchmarks.loading import LoadingRow, bench_loading
 from cached_rag.benchmarks.machine import machine
@@ -12,19 +13,29 @@ from cached_rag.benchmarks.schemas import (
     footprint,
     plot_lengths,
 )
+from cached_rag.benchmarks.serving import ArrivalRow, ServingRow, bench_arrivals, bench_serving
+from cached_rag.benchmarks.traffic import TrafficRow, bench_traffic
 from cached_rag.benchmarks.ttft import TtftRow, bench_ttft
 
 __all__ = [
+    "ArrivalRow",
+    "AttentionRow",
     "Footprint",
     "IngestRow",
     "LengthRow",
     "LoadingRow",
     "PromptRow",
+    "ServingRow",
+    "TrafficRow",
     "TtftRow",
+    "bench_arrivals",
+    "bench_attention",
     "bench_ingest",
     "bench_lengths",
     "bench_loading",
     "bench_prompt",
+    "bench_serving",
+    "bench_traffic",
     "bench_ttft",
     "footprint",
     "machine",

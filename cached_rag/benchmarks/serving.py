@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from cached_rag.answering import Generation
 from cached_rag.benchmarks.ttft import make_texts
@@ -19,6 +20,7 @@ from cached_rag.config import BatchConfig, GenerationConfig
 from cached_rag.engine import Engine
 from cached_rag.errors import ConfigError
 from cached_rag.model import LanguageModel
+from cached_rag.model_thread import submit
 
 METHODS = ("relay", "copied", "sequential")
 _OPENING = "Follow these rules.\n\n"
@@ -85,7 +87,7 @@ class Workload:
         texts, _ = make_texts(engine, requests + 1, private_tokens, 1)
         self.prompts = [f"{_OPENING}{shared}\n{text}" for text in texts[1:]]
         for engine in self.engines.values():
-            engine.encode([shared], prefix=_OPENING)
+            engine.encode([shared], _OPENING)
 
     def close(self) -> None:
         """Close all engines."""
@@ -170,14 +172,15 @@ def bench_arrivals(
     methods: Sequence[str] = ("relay", "copied"),
 ) -> list[ArrivalRow]:
     """Ask at random moments (Poisson), the same ones for every way, for each rate."""
-    work = Workload(model, shared_tokens, private_tokens, requests)
+    # In the model's thread, where requests are answered (see `model_thread`).
+    work = submit(partial(Workload, model, shared_tokens, private_tokens, requests)).result()
     config = GenerationConfig(method="prefix", max_tokens=new_tokens)
     rows = []
     for rate in rates:
         for method in methods:
             engine = work.engines[method]
             engine.scheduler.config = replace(engine.scheduler.config, max_rows=max_rows)
-            engine.generate(work.prompts[0], config)
+            asyncio.run(_arriving(engine, work.prompts[:1], config, rate))
             answered, latency = asyncio.run(_arriving(engine, work.prompts, config, rate))
             rows.append(ArrivalRow(method, rate, round(answered, 3), round(latency, 1)))
     work.close()

@@ -1,0 +1,107 @@
+"""Questions over chunks that many of them share, as a stream of requests: throughput and waiting.
+
+What an application sees: several clients, each asking its next question when it has its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from cached_rag.config import GenerationConfig
+from cached_rag.context import PRIMER
+from cached_rag.engine import Engine
+from cached_rag.model_thread import submit
+from cached_rag.prompts import Prompts
+from cached_rag.report import Report
+
+_SYSTEM = "Answer the question with the help of the documents. Answer with a few words only."
+
+
+@dataclass(frozen=True)
+class TrafficRow:
+    """One method on one stream of questions.
+
+    Attributes:
+        speedup: in requests a second, over the first method.
+        ttft_p50_ms, ttft_p95_ms: percentiles of the time from asking to the first token.
+        cached: share of all prompt tokens that came from the cache.
+    """
+
+    name: str
+    method: str
+    requests: int
+    clients: int
+    requests_per_s: float
+    speedup: float
+    ttft_p50_ms: float
+    ttft_p95_ms: float
+    cached: float
+
+
+def bench_traffic(
+    engine: Engine,
+    questions: Sequence[tuple[Sequence[str], str]],
+    *,
+    name: str = "",
+    methods: Sequence[str] = ("full", "prefix", "auto"),
+    clients: int = 4,
+    new_tokens: int = 32,
+) -> list[TrafficRow]:
+    """Ask all questions with each method; their chunks are encoded before, and not timed.
+
+    Args:
+        questions: chunks and question of each.
+    """
+    texts = list(dict.fromkeys(chunk for chunks, _ in questions for chunk in chunks))
+    asked = Prompts(engine, _SYSTEM)
+    prompts = [asked.messages(question, chunks) for chunks, question in questions]
+    # In the model's thread, where requests are answered (see `model_thread`).
+    submit(partial(engine.encode, texts, asked.head(), context=PRIMER)).result()
+    rows: list[TrafficRow] = []
+    for method in methods:
+        config = GenerationConfig(method=method, max_tokens=new_tokens)
+        asyncio.run(_stream(engine, prompts[:1], config, 1))
+        seconds, reports = asyncio.run(_stream(engine, prompts, config, clients))
+        rate = len(prompts) / seconds
+        waits = [report.ttft_ms for report in reports]
+        cached = sum(report.cached_tokens for report in reports)
+        rows.append(
+            TrafficRow(
+                name,
+                method,
+                len(prompts),
+                clients,
+                round(rate, 3),
+                round(rate / (rows[0].requests_per_s if rows else rate), 2),
+                round(statistics.median(waits), 1),
+                round(statistics.quantiles(waits, n=20, method="inclusive")[-1], 1),
+                round(cached / sum(report.prompt_tokens for report in reports), 3),
+            )
+        )
+    return rows
+
+
+async def _stream(
+    engine: Engine,
+    prompts: Sequence[Sequence[dict[str, str]]],
+    config: GenerationConfig,
+    clients: int,
+) -> tuple[float, list[Report]]:
+    """Seconds for all, and every request's report."""
+    waiting = iter(prompts)
+    reports: list[Report] = []
+
+    async def client() -> None:
+        for prompt in waiting:
+            stream = engine.stream(prompt, config)
+            await stream.atext()
+            reports.append(stream.report)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return time.perf_counter() - began, reports
