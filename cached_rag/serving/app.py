@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from sse_starlette import EventSourceResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,6 +25,7 @@ from cached_rag.serving.tenants import Keys
 # How often a client that waits for a whole response is looked for.
 _LOOK_SECONDS = 0.25
 _OPEN_PATHS = ("/health",)
+_UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 class BodyLimit:
@@ -149,16 +149,20 @@ async def _streamed(service: Service, asked: Asked) -> Response:
 
     async def events() -> AsyncIterator[str]:
         try:
-            yield json.dumps(first)
+            yield _event(json.dumps(first))
             async for chunk in chunks:
-                yield json.dumps(chunk)
-            yield "[DONE]"
+                yield _event(json.dumps(chunk))
+            yield _event("[DONE]")
         except CachedRAGError as error:
-            yield json.dumps(_described(error)[1])
+            yield _event(json.dumps(_described(error)[1]))
         finally:
             service.finish(asked)
 
-    return EventSourceResponse(events(), sep="\n")
+    return StreamingResponse(events(), media_type="text/event-stream", headers=_UNBUFFERED)
+
+
+def _event(data: str) -> str:
+    return f"data: {data}\n\n"
 
 
 async def _while_waited_for(request: Request, answer: Awaitable[Any]) -> Any:

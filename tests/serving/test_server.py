@@ -347,14 +347,19 @@ def test_who_finds_the_queue_full_is_told_to_come_again(slow):
     engine.close()
 
 
-def test_a_server_that_stops_finishes_what_runs(slow, caplog):
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_stops_finishes_what_runs(slow, caplog, stream):
     engine = Engine(tiny_model("llama"))
     with ThreadPoolExecutor(1) as threads, serving(engine, drain=20) as (address, service):
-        body = GREEDY | {"messages": MESSAGES, "max_tokens": 30}
+        body = GREEDY | {"messages": MESSAGES, "max_tokens": 30, "stream": stream}
+        body |= {"stream_options": {"include_usage": True}} if stream else {}
         url = f"{address}/v1/chat/completions"
         running = threads.submit(httpx.post, url, json=body, timeout=60)
         assert until(lambda: engine.scheduler.num_running == 1)
-    assert running.result().json()["usage"]["completion_tokens"] == 30
+    lines = running.result().text.split("\n\n")
+    whole = lines[-3].removeprefix("data: ") if stream else lines[0]
+    assert json.loads(whole)["usage"]["completion_tokens"] == 30
+    assert not stream or lines[-2] == "data: [DONE]"
     assert "1 requests are finished first" in caplog.text
     assert service.num_open == 0
     engine.close()
@@ -376,6 +381,7 @@ def test_a_server_that_must_stop_says_what_it_cut_off(slow, caplog):
         assert until(lambda: engine.scheduler.num_running == 1)
     reader.join(30)
     assert not any("[DONE]" in line for line in lines)
+    assert "Cancel 1 running task" in caplog.text or "1 requests were still" in caplog.text
     assert until(lambda: engine.scheduler.num_running == 0)
     assert service.num_open == 0
     engine.close()
