@@ -18,8 +18,9 @@ from cached_rag.attention import attending
 from cached_rag.decode import step
 from cached_rag.lse_attention import attend
 from cached_rag.model import LanguageModel
-from cached_rag.relay import Part, relay_attention
+from cached_rag.relay import Padded, Part, relay_attention
 from cached_rag.row_kv import Piece, RowKV, Run, pieces
+from cached_rag.slab import Slab, SlabRow, mask_of
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,41 @@ class _Layers:
         """One layer's keys and values."""
         return Part(self.keys[layer], self.values[layer], self.tokens)
 
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put the run's tokens of (1, num_kv_heads, num_tokens, dim) in."""
+        self.keys[layer].copy_(keys[:, :, self.tokens])
+        self.values[layer].copy_(values[:, :, self.tokens])
+
+
+class _SlabLayers:
+    """Rows of one slab that have a token each, one view a layer."""
+
+    def __init__(self, slab: Slab, members: Sequence[tuple[SlabRow, Piece, int]]) -> None:
+        """Look up where they lie.
+
+        Args:
+            members: row, its piece and its token's number, of each.
+        """
+        spans = {row.row: (piece.begin, piece.end) for row, piece, _ in members}
+        first, last = min(spans), max(spans)
+        self.mask = mask_of(spans, first, last, slab.keys)
+        rows, seen = slice(first, last + 1), slice(0, self.mask.shape[3])
+        self.keys = slab.keys[:, rows, :, seen].unbind(0)
+        self.values = slab.values[:, rows, :, seen].unbind(0)
+        device = slab.keys.device
+        self.tokens = torch.tensor([token for *_, token in members], device=device)
+        self.rows = torch.tensor([row.row - first for row, *_ in members], device=device)
+        self._at = torch.tensor([piece.end - 1 for _, piece, _ in members], device=device)
+
+    def part(self, layer: int) -> Padded:
+        """One layer's keys and values."""
+        return Padded(self.keys[layer], self.values[layer], self.mask, self.tokens, self.rows)
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put the members' tokens of (1, num_kv_heads, num_tokens, dim) in."""
+        self.keys[layer][self.rows, :, self._at] = keys[0, :, self.tokens].transpose(0, 1)
+        self.values[layer][self.rows, :, self._at] = values[0, :, self.tokens].transpose(0, 1)
+
 
 class _BatchCache(Cache):  # type: ignore[misc]
     """Writes each row's keys and values to its own buffer, and attends there.
@@ -61,10 +97,10 @@ class _BatchCache(Cache):  # type: ignore[misc]
         self._batch = batch
         self._tokens = _token_slices(batch)
         self._longest = max(ahead.end for ahead in batch)
-        self._fresh = [
-            _fresh(ahead, where) for ahead, where in zip(batch, self._tokens, strict=True)
-        ]
-        self._shared, self._private = self._divided()
+        self._shared: list[_Layers] = []
+        self._private: list[_Layers | _SlabLayers] = []
+        self._fresh: list[_Layers | _SlabLayers] = []
+        self._divide()
         self._layer = 0
 
     @property
@@ -72,17 +108,23 @@ class _BatchCache(Cache):  # type: ignore[misc]
         """What attends: this."""
         return self
 
-    def _divided(self) -> tuple[list[_Layers], list[_Layers]]:
-        """What several tokens see whole, and for each row what ends with its own tokens."""
-        shared: list[_Layers] = []
-        private: dict[int, _Layers] = {}
+    def _divide(self) -> None:
+        """Find what several tokens see whole, and for each row what ends with its own tokens."""
+        slabs: dict[Slab, list[tuple[SlabRow, Piece, int]]] = {}
         for piece in pieces([ahead.kv.every_run(ahead.end) for ahead in self._batch]):
             row = self._ends_with(piece)
-            if row is not None:
-                private[row] = _Layers(piece, self._tokens[row])
+            if row is None:
+                self._shared.append(_Layers(piece, self._seeing(piece)))
+                continue
+            tokens, own = self._tokens[row], piece.buffer
+            if isinstance(own, SlabRow) and tokens.stop - tokens.start == 1:
+                slabs.setdefault(own.slab, []).append((own, piece, tokens.start))
             else:
-                shared.append(_Layers(piece, self._seeing(piece)))
-        return shared, [private[row] for row in range(len(self._batch))]
+                self._private.append(_Layers(piece, tokens))
+                self._fresh.append(_fresh(self._batch[row], tokens))
+        together = [_SlabLayers(slab, members) for slab, members in slabs.items()]
+        self._private += together
+        self._fresh += together
 
     def _ends_with(self, piece: Piece) -> int | None:
         """The row whose new tokens are a piece's last."""
@@ -112,8 +154,7 @@ class _BatchCache(Cache):  # type: ignore[misc]
         """Write (1, num_kv_heads, num_tokens, dim), each row's tokens to its buffer."""
         self._layer = layer_idx
         for fresh in self._fresh:
-            fresh.keys[layer_idx].copy_(key_states[:, :, fresh.tokens])
-            fresh.values[layer_idx].copy_(value_states[:, :, fresh.tokens])
+            fresh.write(layer_idx, key_states, value_states)
         return key_states, value_states
 
     def attend(

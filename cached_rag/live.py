@@ -20,6 +20,7 @@ from cached_rag.assemble import KVBuffer, KVShapes
 from cached_rag.kv import ModuleKV
 from cached_rag.plan import Placement
 from cached_rag.row_kv import RowKV, Run
+from cached_rag.slab import Slabs
 
 # Each run that is read for itself costs a kernel call a layer; shorter ones are copied.
 MIN_SHARED = 128
@@ -56,6 +57,7 @@ class Live:
     def __init__(self, shapes: KVShapes, *, shares: bool = True) -> None:
         self._shapes, self._shares = shapes, shares
         self._rows: list[Row] = []
+        self._slabs = Slabs(shapes)
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +90,7 @@ class Live:
     def begin(self, namespace: str, ids: Sequence[int], runs: Sequence[Run], room: int) -> Row:
         """A prompt whose KV behind `runs` is still to be computed, as full prefill would."""
         done = runs[-1].slot + len(runs[-1]) if runs else 0
-        own = KVBuffer.like(self._shapes, len(ids) - done + room)
+        own = self._slabs.take(len(ids) - done + room)
         row = Row(namespace, np.asarray(ids), RowKV(own, done, runs), len(ids), {})
         self._rows.append(row)
         return row
@@ -105,7 +107,7 @@ class Live:
         done = runs[-1].slot + len(runs[-1]) if runs else 0
         found = [*runs, *self._elsewhere(named, done)]
         if found:
-            kv = _rest_copied(self._shapes, prefill, found, room)
+            kv = self._rest_copied(prefill, found, room)
             per_token = self._shapes.bytes_per_token
             prefill.report.kv_bytes = kv.own.nbytes
             prefill.report.shared_kv_bytes = sum(map(len, found)) * per_token
@@ -123,8 +125,13 @@ class Live:
     def leave(self, row: Row) -> bool:
         """An answer is over; says whether its own buffer is free, for nobody refers to it."""
         self._rows.remove(row)
-        own = row.kv.own
-        return not any(own is buffer for other in self._rows for buffer in other.kv.buffers())
+        used = {id(buffer) for other in self._rows for buffer in other.kv.buffers()}
+        for buffer in {id(buffer): buffer for buffer in row.kv.buffers()}.values():
+            if id(buffer) not in used:
+                self._slabs.give(buffer)
+        if not self._rows:
+            self._slabs.drop_idle()
+        return id(row.kv.own) not in used
 
     def _elsewhere(self, named: dict[_Name, Placement], done: int) -> list[Run]:
         """Runs of modules behind slot `done` that other rows have, neighbours joined."""
@@ -141,6 +148,25 @@ class Live:
                     break
         return [run for run in found if len(run) >= MIN_SHARED]
 
+    def _rest_copied(self, prefill: Prefill, found: Sequence[Run], room: int) -> RowKV:
+        """The prompt's KV: `found`, and a buffer with all else."""
+        whole, count = prefill.buffer, len(prefill.tokens)
+        own = self._slabs.take(count - sum(map(len, found)) + room)
+        own.positions = whole.positions
+        runs: list[Run] = []
+        slot = at = 0
+        for run in (*found, None):
+            gap = (count if run is None else run.slot) - slot
+            own.keys[:, :, :, at : at + gap] = whole.keys[:, :, :, slot : slot + gap]
+            own.values[:, :, :, at : at + gap] = whole.values[:, :, :, slot : slot + gap]
+            if run is not None:
+                if gap:
+                    runs.append(Run(own, at, at + gap, slot))
+                runs.append(run)
+                slot = run.slot + len(run)
+                at += gap
+        return RowKV(own, count, runs, begin=at)
+
 
 def _join(runs: list[Run], run: Run) -> None:
     """Add a run, to the last one if it goes on there."""
@@ -154,26 +180,6 @@ def _join(runs: list[Run], run: Run) -> None:
         runs[-1] = Run(last.buffer, last.begin, run.end, last.slot)
     else:
         runs.append(run)
-
-
-def _rest_copied(shapes: KVShapes, prefill: Prefill, found: Sequence[Run], room: int) -> RowKV:
-    """The prompt's KV: `found`, and a buffer with all else."""
-    whole, count = prefill.buffer, len(prefill.tokens)
-    own = KVBuffer.like(shapes, count - sum(map(len, found)) + room)
-    own.positions = whole.positions
-    runs: list[Run] = []
-    slot = at = 0
-    for run in (*found, None):
-        gap = (count if run is None else run.slot) - slot
-        own.keys[:, :, :, at : at + gap] = whole.keys[:, :, :, slot : slot + gap]
-        own.values[:, :, :, at : at + gap] = whole.values[:, :, :, slot : slot + gap]
-        if run is not None:
-            if gap:
-                runs.append(Run(own, at, at + gap, slot))
-            runs.append(run)
-            slot = run.slot + len(run)
-            at += gap
-    return RowKV(own, count, runs, begin=at)
 
 
 def _name(place: Placement, whole: KVBuffer) -> _Name:

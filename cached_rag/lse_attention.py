@@ -44,6 +44,31 @@ def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale:
     return reference(query, keys, values, scale)
 
 
+def attend_padded(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+) -> Attended:
+    """Attention of several rows, each over its own keys.
+
+    Args:
+        query: (rows, num_kv_heads, group, head_dim).
+        keys, values: (rows, num_kv_heads, num_keys, dim), finite also where they are masked.
+        mask: (rows, 1, 1, num_keys), additive, of the query's dtype. What rows that see nothing
+            give means nothing.
+
+    Returns:
+        (rows, num_kv_heads, group, value_dim), and (rows, num_kv_heads, group) in fp32.
+    """
+    if query.device.type == "cpu" and keys.shape[3] == values.shape[3]:
+        return _cpu(query, keys, values, scale, causal=False, mask=mask)
+    scores = (query @ keys.transpose(2, 3)).float() * scale + mask
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().to(values.dtype) @ values, lse
+
+
 def attend_causal(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> Attended:
@@ -84,14 +109,20 @@ def reference(
 
 
 def _cpu(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *, causal: bool
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool,
+    mask: torch.Tensor | None = None,
 ) -> Attended:
     """The kernel behind torch's own attention on CPUs; grouped heads are its own.
 
-    It gives 0 for the lse of a row that sees no key; here every row sees one.
+    Of a row that sees no key it gives 0, for the lse too.
     """
     output, lse = _OPS._scaled_dot_product_flash_attention_for_cpu(
-        query, keys, values, 0.0, causal, attn_mask=None, scale=scale
+        query, keys, values, 0.0, causal, attn_mask=mask, scale=scale
     )
     return output, lse
 

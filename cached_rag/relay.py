@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cached_rag.lse_attention import Attended, attend, attend_causal
+from cached_rag.lse_attention import Attended, attend, attend_causal, attend_padded
 
 
 @dataclass(frozen=True)
@@ -30,27 +30,52 @@ class Part:
     tokens: slice | torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Padded:
+    """Single tokens of several rows, whose own keys lie in one tensor.
+
+    Attributes:
+        keys, values: (num_rows, num_kv_heads, num_keys, dim).
+        mask: (num_rows, 1, 1, num_keys), see `attend_padded`.
+        tokens: (n,) which of the batch's tokens.
+        rows: (n,) whose keys they see.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    mask: torch.Tensor
+    tokens: torch.Tensor
+    rows: torch.Tensor
+
+
 def relay_attention(
-    query: torch.Tensor, shared: Sequence[Part], private: Sequence[Part], scale: float | None = None
+    query: torch.Tensor,
+    shared: Sequence[Part],
+    private: Sequence[Part | Padded],
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Attention of all tokens of a batch over what they share and over what is their row's own.
 
     Args:
         query: (num_tokens, num_heads, head_dim), row after row.
         shared: runs whose tokens see every key of them.
-        private: for each row its tokens (a slice) and its own keys; the last of these are the
-            tokens', of which each sees those before it and itself.
+        private: each token's row's own keys, once. Of a part, the last keys are its tokens' (a
+            slice), of which each sees those before it and itself.
         scale: softmax scale; None for 1 / sqrt(head_dim).
 
     Returns:
         (num_tokens, num_heads, value_dim).
     """
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    rows = [_private(query, part, factor) for part in private]
-    output = torch.cat([found for found, _ in rows])
-    if not shared:
-        return output
-    output, lse = output.float(), torch.cat([found for _, found in rows])
+    count, heads, _ = query.shape
+    output = query.new_empty(count, heads, private[0].values.shape[-1], dtype=torch.float32)
+    lse = query.new_empty(count, heads, dtype=torch.float32)
+    for own in private:
+        if isinstance(own, Padded):
+            found = _padded(query, own, factor)
+        else:
+            found = _private(query, own, factor)
+        output[own.tokens], lse[own.tokens] = found[0].float(), found[1]
     for part in shared:
         found = _seen_by_all(_taken(query, part.tokens), part.keys, part.values, factor)
         _merge_into(output, lse, part.tokens, found)
@@ -75,6 +100,17 @@ def _taken(query: torch.Tensor, tokens: slice | torch.Tensor | None) -> torch.Te
     return query if tokens is None else query[tokens]
 
 
+def _padded(query: torch.Tensor, own: Padded, scale: float) -> Attended:
+    """As `_private`, for single tokens of several rows."""
+    count, kv_heads = own.keys.shape[:2]
+    _, heads, dim = query.shape
+    asked = query.new_zeros(count, heads, dim)
+    asked[own.rows] = query[own.tokens]
+    folded = asked.view(count, kv_heads, -1, dim)
+    found, lse = attend_padded(folded, own.keys, own.values, own.mask, scale)
+    return found.reshape(count, heads, -1)[own.rows], lse.reshape(count, heads)[own.rows]
+
+
 def _private(query: torch.Tensor, part: Part, scale: float) -> Attended:
     """(tokens, num_heads, value_dim) and (tokens, num_heads) of one row over its own keys."""
     asked = _taken(query, part.tokens)
@@ -87,8 +123,7 @@ def _private(query: torch.Tensor, part: Part, scale: float) -> Attended:
     if not before:
         return own
     earlier = part.keys[:, :, :before], part.values[:, :, :before]
-    output, lse = merge(own, _seen_by_all(asked, *earlier, scale))
-    return output.to(query.dtype), lse
+    return merge(own, _seen_by_all(asked, *earlier, scale))
 
 
 def _seen_by_all(

@@ -52,6 +52,7 @@ ORDER = (
         "lse_attention",
         "relay",
         "row_kv",
+        "slab",
         "batch_step",
     ),
     *("report", "answering", "live", "sequences"),

@@ -9,12 +9,13 @@ import torch
 from conftest import FAMILIES, UNMOVABLE, plain_logits, random_ids, tiny_model
 
 from cached_rag import lse_attention
-from cached_rag.assemble import KVBuffer
+from cached_rag.assemble import KVBuffer, KVShapes
 from cached_rag.batch_step import Ahead, can_append, can_batch, step_batch
 from cached_rag.fuse import prefill_rows
 from cached_rag.lse_attention import attend, attend_causal, reference
-from cached_rag.relay import Part, merge, relay_attention
+from cached_rag.relay import Padded, Part, merge, relay_attention
 from cached_rag.row_kv import Piece, RowKV, Run, pieces
+from cached_rag.slab import Slab, SlabRow, Slabs, mask_of
 
 BATCHING = sorted(f for f in FAMILIES if can_batch(tiny_model(f)))
 KV_HEADS, HEADS, DIM = 2, 6, 16
@@ -122,6 +123,60 @@ def test_relayed_attention_equals_attention_over_the_concatenation(counts):
     everyone = relay_attention(query, [Part(*system), Part(*document)], private)
     assert not torch.allclose(everyone[where[1]], relayed[where[1]], atol=1e-3)
     assert torch.allclose(everyone[where[0]], relayed[where[0]], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_slab_are_attended_together(dtype):
+    shapes = KVShapes(1, KV_HEADS, DIM, DIM, dtype, torch.device("cpu"))
+    slab = Slab(shapes, 5, 40)
+    spans = {1: (0, 17), 2: (5, 40), 4: (0, 3)}  # rows 0 and 3 are somebody else's, or nobody's
+    for row in (slab.take() for _ in range(5)):
+        row.keys.normal_()
+        row.values.normal_()
+    query = tokens(4).to(dtype)
+    system = kv(20, 1, dtype)
+    seen = slice(1, 5)
+    together = Padded(
+        slab.keys[0, seen],
+        slab.values[0, seen],
+        mask_of(spans, 1, 4, slab.keys),
+        torch.tensor([3, 0, 1]),
+        torch.tensor([0, 1, 3]),
+    )
+    other = kv(9, 2, dtype)
+    private = [together, Part(*other, slice(2, 3))]
+    relayed = relay_attention(query, [Part(*system)], private)
+    sides = [(slab.keys[0, row], slab.values[0, row]) for row in range(5)]
+    runs = [
+        [side[None, :, 5:40] for side in sides[2]],
+        [side[None, :, 0:3] for side in sides[4]],
+        other,
+        [side[None, :, 0:17] for side in sides[1]],
+    ]
+    for token, own in enumerate(runs):
+        keys, values = (torch.cat([system[i], own[i]], 2) for i in (0, 1))
+        expected = whole_attention(query[token : token + 1], keys, values)
+        atol = 1e-5 if dtype == torch.float32 else 0.03
+        assert torch.allclose(relayed[token].float(), expected[0].float(), atol=atol)
+
+
+def test_slabs_hand_out_rows_and_take_them_back():
+    model = tiny_model("llama")
+    slabs = Slabs(model.shapes)
+    rows = [slabs.take(100) for _ in range(20)]
+    assert all(row.capacity == 256 for row in rows)
+    assert len({(id(row.slab), row.row) for row in rows}) == 20
+    assert all(not row.keys.any() for row in rows)
+    rows[3].keys.fill_(7)
+    slabs.give(rows[3])
+    assert slabs.take(200).row == rows[3].row
+    long = slabs.take(5000)
+    assert not isinstance(long, SlabRow)
+    slabs.give(long)
+    for row in rows:
+        slabs.give(row)
+    slabs.drop_idle()
+    assert not any(slabs._slabs.values())
 
 
 def test_rows_are_cut_where_others_begin_and_end():

@@ -95,7 +95,7 @@ def test_what_is_shared_is_kept_once():
     assert shared[1] == copied[1]
     sizes = [len(Engine(tiny_model("llama")).tokenization.render(p).text) for p in ASKED]
     assert copied[0] >= sum(1024 * -(-(size + 8) // 1024) for size in sizes) // 4
-    assert shared[0] < copied[0] / 2
+    assert shared[0] < copied[0] * 0.6
 
 
 def test_nothing_is_kept_when_all_are_answered():
