@@ -25,7 +25,7 @@ def serve_command(
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help="KEY or TENANT=KEY; may be repeated.", envvar="CACHED_RAG_API_KEYS"),
+        typer.Option(help="KEY or TENANT:KEY; may be repeated.", envvar="CACHED_RAG_API_KEYS"),
     ] = None,
     method: Annotated[str, typer.Option(help="For requests that name none.")] = "auto",
     max_rows: Annotated[int, typer.Option(help="Most answers made at once.")] = 16,
@@ -65,10 +65,7 @@ def serve_command(
         close = engine.close
     service = Service(engine, name or engine.model.name, method)
     err.print(f"serving {service.name} at http://{host}:{port}/v1", highlight=False)
-    try:
-        run(create_app(service, keys, max_body_bytes), host, port, drain_seconds)
-    finally:
-        close()
+    run(create_app(service, keys, max_body_bytes, close), host, port, drain_seconds)
 
 
 def _is_loopback(host: str) -> bool:

@@ -13,6 +13,8 @@ from cached_rag.selectors import SELECTORS, Selector, parse_method
 AUTO = "anchorflow"
 AUTO_RATIO = 0.03
 METHODS = ("auto", "full", "prefix", *SELECTORS)
+# Scores divided by less overflow.
+_COLDEST = 1e-4
 _METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")
 
 
@@ -55,6 +57,9 @@ class GenerationConfig:
         object.__setattr__(self, "stop", _strings(self.stop))
         _require(self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
         _require(self.temperature >= 0, f"temperature cannot be negative: {self.temperature}")
+        is_plain = self.temperature == 0 or self.temperature >= _COLDEST
+        _require(is_plain, f"temperature must be 0 or at least {_COLDEST}: {self.temperature}")
+        _require(self.seed is None or abs(self.seed) < 1 << 63, f"no 64-bit seed: {self.seed}")
         _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}")
         _require(self.top_k >= 0, f"top_k cannot be negative: {self.top_k}")
         penalty = self.repetition_penalty

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from cached_rag.answering import Generation, Prefill
+from cached_rag.assemble import Workspace
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.context import Context
 from cached_rag.encode import EncodeSummary
@@ -35,7 +36,7 @@ from cached_rag.request import Request
 from cached_rag.scheduler import Scheduler
 from cached_rag.sequences import SequenceTree
 from cached_rag.stream import Stream
-from cached_rag.write_back import WriteBack
+from cached_rag.write_back import Activity, WriteBack
 
 Prompt = str | Sequence[Message] | Rendered | SchemaPrompt
 
@@ -76,14 +77,18 @@ class Engine:
         self.tokenization = Tokenization(model.tokenizer)
         self.lock = model.lock
         self._encoder = Encoder(model, self.library, self.tokenization)
-        self._leftovers = Leftovers(self.library, self._encoder, settings, self.lock)
+        activity = beside._leftovers.activity if beside else Activity()
+        self._leftovers: Leftovers = Leftovers(
+            self.library, self._encoder, settings, self.lock, activity
+        )
         self._owns_scheduler = beside is None
         self.scheduler: Scheduler = (
             beside.scheduler if beside else Scheduler(model, batch or BatchConfig())
         )
         self.schemas = SchemaServer(model, self.library, self.tokenization, self.lock)
-        self._prefiller = Prefiller(
-            model, self.library, self.tokenization, self._leftovers, self.lock
+        workspace = beside._prefiller.workspace if beside else Workspace(model.shapes)
+        self._prefiller: Prefiller = Prefiller(
+            model, self.library, self.tokenization, self._leftovers, workspace
         )
 
     @property

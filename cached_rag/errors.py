@@ -5,8 +5,8 @@
     ├── ModelError
     │   ├── ModelNotFoundError     no weights under that name
     │   └── RelocationError        this model's keys cannot be moved to other positions
-    ├── ContextOverflowError   the prompt does not fit the model's context
-    ├── BusyError              too many requests wait, or one is too large for the memory bound
+    ├── ContextOverflowError   the prompt does not fit the model's context, or the memory
+    ├── BusyError              too many requests wait already
     ├── StoreError
     │   ├── CorruptBlobError       a KV file that is damaged, or belongs to something else
     │   └── StoreFullError         no room left on the disk
@@ -42,11 +42,11 @@ class RelocationError(ModelError):
 
 
 class ContextOverflowError(CachedRAGError):
-    """The prompt and the tokens to be generated exceed the model's context."""
+    """The prompt and the tokens to be generated exceed the model's context, or `max_bytes`."""
 
 
 class BusyError(CachedRAGError):
-    """No room for a request: too many wait already, or it needs more KV than is allowed."""
+    """Too many requests wait already."""
 
 
 class StoreError(CachedRAGError):

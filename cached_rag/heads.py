@@ -24,7 +24,7 @@ class Heads:
         self._room = learned
         self._learned: set[tuple[int, ...]] = set()
         self._first: LRUCache[tuple[int, ...], str] = LRUCache(remembered)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # as in `WriteBack`
 
     def learn(self, head: tuple[int, ...], module: str) -> bool:
         """Whether a beginning that now stood before a module has stood before another one."""

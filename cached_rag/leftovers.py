@@ -29,10 +29,15 @@ class Leftovers:
     """Keeps sequences, and encodes and promotes in the background."""
 
     def __init__(
-        self, library: Library, encoder: Encoder, settings: StoreConfig, lock: threading.Lock
+        self,
+        library: Library,
+        encoder: Encoder,
+        settings: StoreConfig,
+        lock: threading.Lock,
+        activity: Activity,
     ) -> None:
         self.sequences = SequenceTree(settings.sequence_bytes)
-        self.activity = Activity()
+        self.activity = activity
         self.write_back = WriteBack(self.activity) if settings.write_back else None
         self.library = library
         learns = settings.learn_prefixes and settings.write_back
@@ -46,11 +51,11 @@ class Leftovers:
         if self.write_back is not None:
             self.write_back.close()
 
-    def seen(self, kind: str, tokens: Tokens, plan: Plan) -> list[ModuleKV]:
-        """KV of the longest beginning that an earlier prompt shared."""
+    def seen(self, kind: str, tokens: Tokens, plan: Plan) -> tuple[list[ModuleKV], bool]:
+        """KV of the longest beginning that an earlier prompt shared, and whether it is exact."""
         ends = [end for _, end in plan.modules]
-        found = [self.sequences.find(name, tokens.ids, ends) for name in (EXACT, kind)]
-        return max(found, key=len)
+        exact, own = (self.sequences.find(name, tokens.ids, ends) for name in (EXACT, kind))
+        return (exact, True) if len(exact) >= len(own) else (own, kind == EXACT)
 
     def remember(self, kind: str, tokens: Tokens, plan: Plan, buffer: KVBuffer) -> None:
         """When an answer is complete: keep its modules' KV, and see to those it missed."""

@@ -85,7 +85,7 @@ class Live:
                 if min(common, row.kv.length) > count:
                     count, best = min(common, row.kv.length), row
         runs = tuple(best.kv.cut(0, count)) if best else ()
-        return runs, coming - count >= MIN_SHARED
+        return runs, coming - (count if best else 0) >= MIN_SHARED
 
     def begin(self, namespace: str, ids: Sequence[int], runs: Sequence[Run], room: int) -> Row:
         """A prompt whose KV behind `runs` is still to be computed, as full prefill would."""

@@ -39,7 +39,7 @@ def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale:
             return matmul_attention_lse(query, keys, values, scale)
         if keys.shape[3] == values.shape[3]:
             return _cpu(query, keys, values, scale, causal=False)
-    elif query.device.type == "cuda" and _cuda_kernel_works(query.dtype, query.shape[3]):
+    elif _on_cuda(query, keys, values):
         return _cuda(query, keys, values, scale, causal=False)
     return reference(query, keys, values, scale)
 
@@ -85,7 +85,7 @@ def attend_causal(
         return _cpu(query, keys, values, scale, causal=True)
     groups = query.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-    if query.device.type == "cuda" and _cuda_kernel_works(query.dtype, query.shape[3]):
+    if _on_cuda(query, keys, values):
         return _cuda(query, keys, values, scale, causal=True)
     return reference(query, keys, values, scale, causal=True)
 
@@ -139,6 +139,16 @@ def _cuda(
             query, keys, values, None, True, 0.0, causal, scale=scale
         )
     return found[0], found[1][:, :, : query.shape[2]].float()  # some pad the rows of the lse
+
+
+def _on_cuda(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether CUDA's kernels take these."""
+    same_width = keys.shape[3] == values.shape[3]
+    return (
+        query.device.type == "cuda"
+        and same_width
+        and _cuda_kernel_works(query.dtype, query.shape[3])
+    )
 
 
 @functools.cache

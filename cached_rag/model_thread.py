@@ -8,6 +8,7 @@ compute goes through here. Knows no model.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable
@@ -26,7 +27,9 @@ class ModelThread:
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._is_closing = False
+        # Entered again where the collector ends an answer while its thread is in here.
+        self._lock = threading.RLock()
 
     def run(self, work: Callable[[], T]) -> T:
         """Do it and wait for it: here, if this is the main thread or the model's own."""
@@ -49,8 +52,20 @@ class ModelThread:
                 self._thread.start()
         return done
 
+    def close(self) -> None:
+        """Let the thread finish its task and end; what waits behind that is left undone.
+
+        A thread that the interpreter ends in the midst of torch takes the process down.
+        """
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            self._is_closing = True
+            self.submit(lambda: None)
+            thread.join()
+            self._is_closing = False
+
     def _serve(self) -> None:
-        while True:
+        while not self._is_closing:
             try:
                 work, done = self._tasks.get(timeout=_IDLE_SECONDS)
             except queue.Empty:
@@ -64,9 +79,12 @@ class ModelThread:
             except BaseException as error:
                 done.set_exception(error)
             del work, done  # else the last task's objects would live until the next
+        with self._lock:
+            self._thread = None
 
 
 _SHARED = ModelThread()
+atexit.register(_SHARED.close)
 on_model_thread = _SHARED.run
 submit = _SHARED.submit
 is_here = _SHARED.is_here

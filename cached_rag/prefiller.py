@@ -7,7 +7,6 @@ generation.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,6 +52,7 @@ class Prepared:
         is_over: to be called when its answer is complete, or given up.
         plan: without what earlier prompts left.
         selector: the method, after what the model allows.
+        exact_length: tokens from the first whose KV is what full prefill computes.
     """
 
     planner: Planner
@@ -62,12 +62,7 @@ class Prepared:
     tokens: Tokens
     plan: Plan
     selector: Selector
-
-    @property
-    def exact_length(self) -> int:
-        """Tokens from the first whose KV is what full prefill computes."""
-        inexact = [place.begin for place in self.plan.placements if not place.is_exact]
-        return min(inexact, default=len(self.tokens))
+    exact_length: int
 
 
 class Prefiller:
@@ -79,11 +74,10 @@ class Prefiller:
         library: Library,
         tokenization: Tokenization,
         leftovers: Leftovers,
-        lock: threading.Lock,
+        workspace: Workspace,
     ) -> None:
         self.model, self.library, self.tokenization = model, library, tokenization
-        self._leftovers, self._lock = leftovers, lock
-        self._workspace = Workspace(model.shapes)
+        self._leftovers, self._lock, self.workspace = leftovers, model.lock, workspace
 
     def prefill(self, planner: Planner, config: GenerationConfig) -> Prefill:
         """See `Engine.prefill`."""
@@ -117,7 +111,13 @@ class Prefiller:
             plan, selector = self._allowed(plan, config, report)
             if config.adaptive:
                 plan, selector = self._adapted(plan, selector, report)
-        return Prepared(planner, config, report, is_over, tokens, plan, selector)
+        exact = _exact_length(plan, is_lossy=self._is_lossy)
+        return Prepared(planner, config, report, is_over, tokens, plan, selector, exact)
+
+    @property
+    def _is_lossy(self) -> bool:
+        """Whether KV that was computed exactly may come back a little changed."""
+        return self.library.disk is not None and self.library.disk.codec.name != "raw"
 
     def complete(self, prepared: Prepared, behind: Sequence[ModuleKV] = ()) -> Prefill:
         """Compute what has no KV, up to the logits of the first answer token.
@@ -137,11 +137,11 @@ class Prefiller:
             # 2) Cached KV at its positions, in one buffer.
             clock = Clock()
             kind = _kind(report.method, prepared.selector)
-            seen = self._leftovers.seen(kind, tokens, prepared.plan)
+            seen, is_exact = self._leftovers.seen(kind, tokens, prepared.plan)
             is_live = _tokens_in(behind) >= _tokens_in(seen)
             plan = prepared.plan.behind(behind if is_live else seen, are_modules=not is_live)
             hit = prepared.plan.num_modules if is_live else plan.num_modules
-            buffer = self._workspace.take(len(tokens) + config.max_tokens)
+            buffer = self.workspace.take(len(tokens) + config.max_tokens)
             buffer.lay_out(plan.positions)
             loader = self._place(plan, buffer)
             # 3) The rows that have no KV, and those that the method repairs.
@@ -169,11 +169,11 @@ class Prefiller:
             report,
             # Never under the model's lock: others may be at work, and the collector may call it.
             partial(self._leftovers.remember, kind, tokens, plan, buffer),
-            partial(self._workspace.give, buffer),
+            partial(self.workspace.give, buffer),
             prepared.is_over,
             done.rows,
             _as_they_are(plan, prepared.selector),
-            prepared.exact_length,
+            prepared.exact_length if is_live or is_exact or not seen else 0,
         )
 
     def remember(self, prepared: Prepared) -> None:
@@ -307,6 +307,12 @@ def _as_they_are(plan: Plan, selector: Selector) -> tuple[Placement, ...]:
         for place in plan.placements
         if isinstance(place.kv, ModuleKV) and (place.is_exact or not is_repaired)
     )
+
+
+def _exact_length(plan: Plan, *, is_lossy: bool) -> int:
+    """Tokens from the first whose KV is, or will be, what full prefill computes."""
+    inexact = [place.begin for place in plan.placements if is_lossy or not place.is_exact]
+    return min(inexact, default=plan.num_tokens)
 
 
 def _tokens_in(pieces: Sequence[ModuleKV]) -> int:

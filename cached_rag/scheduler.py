@@ -8,46 +8,26 @@ all others. Knows rows and bounds; knows no text.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
-from cached_rag import model_thread
-from cached_rag.answering import Answering, Prefill
+from cached_rag import model_thread, running
 from cached_rag.batch_step import Ahead, can_append, can_batch, step_batch
 from cached_rag.config import BatchConfig
-from cached_rag.errors import BusyError
-from cached_rag.kv import ModuleKV
-from cached_rag.live import Live, Row
+from cached_rag.errors import ContextOverflowError
+from cached_rag.live import Live
 from cached_rag.model import LanguageModel
 from cached_rag.prefiller import Prepared
 from cached_rag.request import Request, Waiting
 from cached_rag.row_kv import Run
+from cached_rag.running import Running
 
-
-@dataclass(eq=False)
-class _Running:
-    """A request that is being answered.
-
-    Attributes:
-        pending: tokens whose KV is not there yet: the rest of the prompt, or the last token.
-        prefill: None for prompts that are prefilled in the batch.
-    """
-
-    request: Request
-    prepared: Prepared
-    row: Row
-    answer: Answering
-    pending: list[int] = field(default_factory=list)
-    prefill: Prefill | None = None
-
-    @property
-    def is_answering(self) -> bool:
-        """Whether its prompt is prefilled."""
-        return bool(self.answer.token_ids)
+_log = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -57,7 +37,7 @@ class Scheduler:
         self.config = config
         self._model = model
         self._waiting = Waiting(config.max_waiting)
-        self._running: list[_Running] = []
+        self._running: list[Running] = []
         self._live = Live(model.shapes, shares=config.shares and can_batch(model))
         self._prepared: tuple[Request, Prepared] | None = None
         self._turning = threading.Lock()
@@ -92,11 +72,7 @@ class Scheduler:
         """
         self._waiting.add(request, max(0, self.config.max_rows - len(self._running)))
         if is_driven:
-            with self._driver:
-                self._driven.add(request)
-                if not self._is_driving:
-                    self._is_driving = True
-                    model_thread.submit(self._drive)
+            self.drive(request)
 
     def cancel(self, request: Request) -> None:
         """End a request's answer before its next token. Never waits, so a collector may call it."""
@@ -109,6 +85,7 @@ class Scheduler:
         for request in [*self._waiting, *(one.request for one in list(self._running))]:
             self.cancel(request)
 
+    @torch.inference_mode()
     def turn(self) -> None:
         """Let requests in, and make one step of all answers. On a thread that may use torch."""
         with self._turning:
@@ -121,11 +98,23 @@ class Scheduler:
 
     def _drive(self) -> None:
         """Turn after turn; between two of them the thread is free for other work."""
-        self.turn()
+        try:
+            self.turn()
+        except BaseException as error:  # else those who wait would wait forever
+            _log.exception("a turn failed; all requests fail with it")
+            self._fail_all(error)
         with self._driver:
             self._driven = {request for request in self._driven if not request.finish_reason}
             self._is_driving = bool(self._driven)
             if self._is_driving:
+                model_thread.submit(self._drive)
+
+    def drive(self, request: Request) -> None:
+        """Let the model's thread make a request's answer from now on."""
+        with self._driver:
+            self._driven.add(request)
+            if not self._is_driving:
+                self._is_driving = True
                 model_thread.submit(self._drive)
 
     # Coming ----------------------------------------------------------------------------------
@@ -137,6 +126,9 @@ class Scheduler:
             request = self._waiting.first()
             if request is None:
                 break
+            if request.is_cancelled:
+                self._leave_queue(request)
+                continue
             try:
                 prepared = self._prepare(request)
                 runs, more_is_coming = self._beginning(request, prepared)
@@ -147,6 +139,8 @@ class Scheduler:
             except BaseException as error:
                 self._waiting.remove(request)
                 self._give_up_prepared()
+                for one in [one for one in self._running if one.request is request]:
+                    self._end(one, error)
                 self._fail(request, error)
                 if not isinstance(error, Exception):
                     raise
@@ -178,7 +172,7 @@ class Scheduler:
         """Whether the memory bound allows for a prompt's KV and its answer's.
 
         Raises:
-            BusyError: it never will.
+            ContextOverflowError: it never will.
         """
         bound = self.config.max_bytes
         if bound is None:
@@ -188,7 +182,7 @@ class Scheduler:
         if self._live.nbytes + needed <= bound:
             return True
         if not self._running:
-            raise BusyError(
+            raise ContextOverflowError(
                 f"prompt and answer need {needed} bytes of KV, and BatchConfig.max_bytes is "
                 f"{bound}; raise it, retrieve less, or lower max_tokens"
             )
@@ -196,37 +190,20 @@ class Scheduler:
 
     def _start(self, request: Request, prepared: Prepared, runs: Sequence[Run]) -> int:
         """Begin an answer; returns how many prompt tokens were computed."""
-        tokens, config = prepared.tokens, request.config
-        request.report = prepared.report
-        answer = Answering(self._model, tokens.ids, config, request.token_ids)
         done = sum(map(len, runs))
         rest = [place for place in prepared.plan.placements if place.end > done]
+        what = (self._model, self._live, request, prepared, runs)
         if not rest and (runs or self._running) and can_append(self._model):
-            row = self._live.begin(
-                request.prefiller.library.namespace, tokens.ids, runs, config.max_tokens
-            )
-            row.kv.lay_out(prepared.plan.positions)
-            _say_shared(prepared, row, done, self._model.shapes.bytes_per_token)
-            pending = list(tokens.ids[done:])
-            self._running.append(_Running(request, prepared, row, answer, pending))
+            self._running.append(running.begin(*what))
             return 0
-        pieces = [_piece(run, tokens.ids) for run in runs]
-        prefill = request.prefiller.complete(prepared, pieces)
-        request.report = prefill.report
-        try:
-            namespace = request.prefiller.library.namespace
-            row = self._live.adopt(namespace, prefill, runs, config.max_tokens)
-        except BaseException:
-            prefill.release()
-            raise
-        running = _Running(request, prepared, row, answer, prefill=prefill)
-        self._running.append(running)
-        self._take(running, prefill.logits)
-        return int(prefill.report.charged_recompute * len(tokens))
+        one, logits = running.complete(*what)
+        self._running.append(one)
+        self._take(one, logits)
+        return int(request.report.charged_recompute * len(prepared.tokens))
 
     # Going on --------------------------------------------------------------------------------
 
-    def _batch(self, computed: int) -> list[tuple[_Running, int]]:
+    def _batch(self, computed: int) -> list[tuple[Running, int]]:
         """Who steps, and with how many tokens: every answer with one, prompts with what is left."""
         left = max(1, self.config.prefill_tokens - computed)
         batch = []
@@ -237,7 +214,7 @@ class Scheduler:
                 left -= 0 if one.is_answering else count
         return batch
 
-    def _step(self, batch: Sequence[tuple[_Running, int]]) -> None:
+    def _step(self, batch: Sequence[tuple[Running, int]]) -> None:
         ahead = [Ahead(one.row.kv, one.pending[:count]) for one, count in batch]
         try:
             with self._model.lock:
@@ -246,18 +223,27 @@ class Scheduler:
             for one, _ in batch:
                 self._end(one, error)
             return
-        for index, (one, count) in enumerate(batch):
+        for one, count in batch:
             del one.pending[:count]
-            if not one.pending:
-                self._take(one, logits[index : index + 1])
+        left = [(one, row) for row, (one, _) in enumerate(batch) if not one.pending]
+        try:
+            while left:
+                one, row = left.pop(0)
+                self._take(one, logits[row : row + 1])
+        except BaseException as error:  # whose token was not taken cannot go on
+            for one, _ in left:
+                self._end(one, error)
+            raise
 
-    def _take(self, one: _Running, logits: torch.Tensor) -> None:
+    def _take(self, one: Running, logits: torch.Tensor) -> None:
         """The row's next token; its last one ends it."""
         request, is_first = one.request, not one.is_answering
         try:
             piece = one.answer.take(logits)
-        except Exception as error:
+        except BaseException as error:
             self._end(one, error)
+            if not isinstance(error, Exception):
+                raise
             return
         if is_first:
             request.report.ttft_ms = request.clock.total()
@@ -270,27 +256,33 @@ class Scheduler:
 
     # Leaving ---------------------------------------------------------------------------------
 
-    def _end(self, one: _Running, last: BaseException | None) -> None:
+    def _end(self, one: Running, last: BaseException | None) -> None:
         """A row leaves; what it held is free, unless others refer to it."""
         self._running.remove(one)
-        request, prefill = one.request, one.prefill
-        report = request.report
-        report.output_tokens = len(request.token_ids)
-        report.total_ms = request.clock.total()
-        is_free = self._live.leave(one.row)
-        if prefill is None:
-            request.prefiller.remember(one.prepared)
-        elif one.row.kv.own is prefill.buffer:
-            prefill.remember()
-            if is_free:
-                prefill.give_back()
-        one.prepared.is_over()
-        request.finish_reason = request.finish_reason or ("error" if last else "cancelled")
-        request.deliver(last)
+        request = one.request
+        request.report.output_tokens = len(request.token_ids)
+        request.report.total_ms = request.clock.total()
+        try:
+            one.leave(self._live)
+        finally:
+            one.prepared.is_over()
+            request.finish_reason = request.finish_reason or ("error" if last else "cancelled")
+            request.deliver(last)
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._turning:
+            for one in list(self._running):
+                with contextlib.suppress(Exception):
+                    self._end(one, error)
+            for request in self._waiting:
+                self._waiting.remove(request)
+                self._fail(request, error)
+            self._give_up_prepared()
 
     def _fail(self, request: Request, error: BaseException) -> None:
-        request.finish_reason = "error"
-        request.deliver(error)
+        if request.finish_reason is None:
+            request.finish_reason = "error"
+            request.deliver(error)
 
     def _sweep(self) -> None:
         """Let the cancelled go."""
@@ -298,13 +290,18 @@ class Scheduler:
             request = self._cancelled.popleft()
             if request.finish_reason:
                 continue
-            running = next((one for one in self._running if one.request is request), None)
-            if running is not None:
-                self._end(running, None)
+            found = next((one for one in self._running if one.request is request), None)
+            if found is not None:
+                self._end(found, None)
                 continue
-            self._waiting.remove(request)
-            if self._prepared is not None and self._prepared[0] is request:
-                self._give_up_prepared()
+            self._leave_queue(request)
+
+    def _leave_queue(self, request: Request) -> None:
+        """A request that waited is cancelled."""
+        self._waiting.remove(request)
+        if self._prepared is not None and self._prepared[0] is request:
+            self._give_up_prepared()
+        if request.finish_reason is None:
             request.finish_reason = "cancelled"
             request.deliver(None)
 
@@ -315,25 +312,3 @@ class Scheduler:
                 self._sweep()
             finally:
                 self._turning.release()
-
-
-def _say_shared(prepared: Prepared, row: Row, shared: int, bytes_per_token: int) -> None:
-    """What a prompt that is prefilled in the batch takes from others."""
-    report = prepared.report
-    report.modules_hit = prepared.plan.num_modules
-    report.cached_tokens = shared
-    report.charged_recompute = 1 - shared / len(row.ids)
-    if shared:
-        report.kv_bytes = row.kv.own.nbytes
-        report.shared_kv_bytes = shared * bytes_per_token
-
-
-def _piece(run: Run, ids: Sequence[int]) -> ModuleKV:
-    """A run of a prompt's beginning as KV to be placed."""
-    there = slice(run.begin, run.end)
-    return ModuleKV(
-        tuple(ids[run.slot : run.slot + len(run)]),
-        run.slot,
-        run.buffer.keys[:, 0, :, there],
-        run.buffer.values[:, 0, :, there],
-    )

@@ -27,7 +27,7 @@ class SequenceTree:
     def __init__(self, max_bytes: int) -> None:
         self._store = MemoryStore(max(1, max_bytes))
         self._paths: dict[tuple[str, ...], str] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # as in `WriteBack`
         self.is_on = max_bytes > 0
 
     @property

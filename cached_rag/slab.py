@@ -39,12 +39,13 @@ class Slab:
 
     def take(self) -> SlabRow:
         """A free row; there must be one."""
-        row = self.free.pop()
+        row = self.free[-1]
         found = SlabRow(self, row)
         if row in self._fresh:  # what is masked must be finite all the same
             self._fresh.remove(row)
             found.keys.zero_()
             found.values.zero_()
+        self.free.pop()
         return found
 
 

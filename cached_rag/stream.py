@@ -17,6 +17,8 @@ from cached_rag.report import Report
 from cached_rag.request import Item, Request
 from cached_rag.scheduler import Scheduler
 
+_ONE_WAY = "this stream was begun in another way; make a new one"
+
 
 class Stream(Iterator[str]):
     """Pieces of an answer. Its attributes grow with it and are complete at its end.
@@ -34,6 +36,7 @@ class Stream(Iterator[str]):
         self._taking = threading.Lock()
         self._is_started = self._is_over = False
         self._is_driven = True
+        self._is_async = False
 
     @property
     def report(self) -> Report:
@@ -75,10 +78,15 @@ class Stream(Iterator[str]):
         with self._taking:
             if self._is_over:
                 raise StopIteration
+            if self._is_async:
+                raise RuntimeError(_ONE_WAY)
             self.start()
             return self._checked(self._next_item())
 
     def _next_item(self) -> Item:
+        if not self._is_driven and not model_thread.is_here():
+            self._is_driven = True
+            self._scheduler.drive(self._request)
         if self._is_driven:
             return self._items.get()
         while True:
@@ -111,7 +119,8 @@ class Stream(Iterator[str]):
             RuntimeError: pieces were taken in another way before.
         """
         if self._is_started:
-            raise RuntimeError("this stream was begun in another way; make a new one")
+            raise RuntimeError(_ONE_WAY)
+        self._is_async = True
         loop = asyncio.get_running_loop()
         items: asyncio.Queue[Item] = asyncio.Queue()
 
@@ -133,6 +142,8 @@ class Stream(Iterator[str]):
     def close(self) -> None:
         """Stop generating, and wait until it has stopped; for any thread, at any time."""
         self.cancel()
+        if self._is_async:  # its pieces go to the loop, where the last one is taken
+            return
         with self._taking:
             while self._is_started and not self._is_over:
                 self._is_over = not isinstance(self._next_item(), str)

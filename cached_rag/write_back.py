@@ -22,7 +22,6 @@ class Activity:
 
     def __init__(self) -> None:
         self._count = 0
-        self._is_stopped = False
         self._changed = threading.Condition()
 
     def begin(self) -> Callable[[], None]:
@@ -40,16 +39,14 @@ class Activity:
 
         return end
 
-    def wait_idle(self) -> bool:
-        """Wait until no request is under way; False if there is to be no more waiting."""
+    def wait_idle(self, is_stopped: Callable[[], bool]) -> None:
+        """Wait until no request is under way, or there is to be no more waiting."""
         with self._changed:
-            self._changed.wait_for(lambda: self._count == 0 or self._is_stopped)
-            return not self._is_stopped
+            self._changed.wait_for(lambda: self._count == 0 or is_stopped())
 
-    def stop(self) -> None:
-        """Let nobody wait any longer."""
+    def wake(self) -> None:
+        """Let those who wait look whether they are stopped."""
         with self._changed:
-            self._is_stopped = True
             self._changed.notify_all()
 
 
@@ -66,7 +63,9 @@ class WriteBack:
         self._tasks: queue.Queue[tuple[object, Callable[[], object]]] = queue.Queue(capacity)
         self._known: set[object] = set()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._is_stopped = False
+        # Entered again where the collector ends an answer while its thread is in here.
+        self._lock = threading.RLock()
 
     def offer(self, name: object, task: Callable[[], object]) -> None:
         """Do something later; a name that is waiting already is not queued twice."""
@@ -89,7 +88,8 @@ class WriteBack:
 
     def close(self) -> None:
         """Drop what waits, finish what runs."""
-        self._activity.stop()  # what waits is skipped from now on
+        self._is_stopped = True  # what waits is skipped from now on
+        self._activity.wake()
         self._tasks.join()
 
     def _run(self) -> None:
@@ -103,7 +103,8 @@ class WriteBack:
                         return
                 continue
             try:
-                if self._activity.wait_idle():
+                self._activity.wait_idle(lambda: self._is_stopped)
+                if not self._is_stopped:
                     task()
             except Exception as error:  # the thread must outlive a full disk or a bad module
                 _log.warning("a missed module could not be written back: %s", error)

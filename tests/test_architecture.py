@@ -57,7 +57,7 @@ ORDER = (
     ),
     *("report", "answering", "live", "sequences"),
     *("write_back", "heads", "leftovers", "profile", "controller", "pml", "prefiller"),
-    *("request", "scheduler", "stream", "engine"),
+    *("request", "running", "scheduler", "stream", "engine"),
     *(
         "documents",
         "prompts",

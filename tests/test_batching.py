@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -181,6 +183,23 @@ def test_the_models_thread_ends_when_idle(monkeypatch):
         time.sleep(0.01)
     assert not first.is_alive()
     assert thread.submit(threading.current_thread).result() is not first
+
+
+def test_the_models_thread_ends_before_the_interpreter():
+    code = """
+import threading, time, torch
+from cached_rag.model_thread import submit
+matrix = torch.randn(600, 600)
+def work():
+    for _ in range(60):
+        matrix @ matrix
+submit(work)
+submit(lambda: time.sleep(60))  # is never begun
+time.sleep(0.05)
+"""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=50)
+        assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_engines_are_shared_by_what_they_were_asked_for(monkeypatch):

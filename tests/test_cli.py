@@ -143,7 +143,7 @@ def test_bench_traffic_compares_methods(tmp_path, model_folder):
 
 
 def test_serve_refuses_what_cannot_be(model_folder, index):
-    for options in (["--index", str(index), "--store", "x"], ["--api-key", "red="]):
+    for options in (["--index", str(index), "--store", "x"], ["--api-key", "red:"]):
         result = run(cli.app, ["serve", "--model", model_folder, *options])
         assert isinstance(result.exception, ConfigError)
 

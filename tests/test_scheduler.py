@@ -19,8 +19,10 @@ from cached_rag import (
     Import,
     Said,
     Schema,
+    StoreConfig,
     scheduler,
 )
+from cached_rag.answering import Answering
 from cached_rag.batch_step import can_append, can_batch, step_batch
 from cached_rag.request import Request, Waiting
 
@@ -284,7 +286,7 @@ def test_memory_is_bounded_and_everyone_is_answered(monkeypatch):
     assert [answer.token_ids for answer in answers] == alone("llama", ASKED, **GREEDY)
     assert 0 < max(used) <= room
     small = Engine(model, batch=BatchConfig(max_bytes=room // 40))
-    with pytest.raises(BusyError, match="max_bytes"):
+    with pytest.raises(ContextOverflowError, match="max_bytes"):
         small.generate(ASKED[0], **GREEDY)
     assert small.generate("Why?", max_tokens=2).token_ids
     assert small.scheduler.num_waiting == 0
@@ -411,6 +413,162 @@ def test_streams_dropped_by_many_threads_leave_nothing():
     while engine.scheduler.num_running and not done.wait(0.01):
         engine.scheduler.turn()
     assert engine.scheduler.nbytes == 0
+
+
+def test_plain_prompts_and_shared_modules_use_the_same_slabs():
+    engine = Engine(tiny_model("llama"))
+    engine.encode(DOCUMENTS)
+    asked = [(f"{DOCUMENTS[0]}\nQuestion {n}?", "reuse") for n in range(2)]
+    asked += [(f"What is {word}, and why?", "full") for word in WORDS[1:4]]
+    expected = [engine.generate(p, method=m, max_tokens=8).token_ids for p, m in asked]
+    streams = [engine.stream(p, method=m, max_tokens=8) for p, m in asked]
+    for stream in streams:
+        stream.start()
+    assert [stream.result().token_ids for stream in streams] == expected
+    assert streams[1].report.shared_kv_bytes > 0
+
+
+def test_short_beginnings_are_shared_by_those_who_come_together():
+    engine = Engine(tiny_model("llama"))
+    head = SYSTEM[: len(SYSTEM) // 3]
+    assert 130 < engine.count_tokens(head) < 250
+    first = engine.stream("Why is it green?", max_tokens=60, temperature=5.0, seed=1)
+    next(first)
+    answers = engine.generate_batch([f"{head} {n}?" for n in range(3)], **GREEDY)
+    assert [a.report.shared_kv_bytes > 0 for a in answers] == [False, True, True]
+
+
+class Panic(BaseException):
+    """As libraries in Rust raise them."""
+
+
+def test_a_turn_that_breaks_fails_all_and_the_next_request_is_served(monkeypatch):
+    engine = Engine(tiny_model("llama"))
+    fails = []
+
+    def failing(model, batch):
+        if fails:
+            fails.clear()
+            raise Panic  # no Exception: nothing in a turn handles it
+        return step_batch(model, batch)
+
+    monkeypatch.setattr(scheduler, "step_batch", failing)
+    fails.append(True)
+
+    async def ask():
+        done = [engine.stream(prompt, **GREEDY).atext() for prompt in ASKED[:3]]
+        return await asyncio.gather(*done, return_exceptions=True)
+
+    assert all(isinstance(error, Panic) for error in asyncio.run(ask()))
+    assert engine.scheduler.nbytes == engine.scheduler.num_running == 0
+    with ThreadPoolExecutor(1) as threads:
+        again = threads.submit(lambda: engine.generate(ASKED[0], **GREEDY)).result()
+    assert again.token_ids == alone("llama", ASKED[:1], **GREEDY)[0]
+
+
+def test_an_interrupt_ends_whose_tokens_it_took(monkeypatch):
+    engine = Engine(tiny_model("llama"))
+    streams = begun(engine, ASKED[:3], **GREEDY)
+    for stream in streams:
+        next(stream)
+    take, calls = Answering.take, []
+
+    def interrupted(answer, logits):
+        calls.append(answer)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return take(answer, logits)
+
+    monkeypatch.setattr(Answering, "take", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.scheduler.turn()
+    assert [stream.finish_reason for stream in streams[1:]] == ["error", "error"]
+    monkeypatch.setattr(Answering, "take", take)
+    "".join(streams[0])
+    assert tuple(streams[0].token_ids) == alone("llama", ASKED[:1], **GREEDY)[0]
+    for stream in streams[1:]:
+        with pytest.raises(KeyboardInterrupt):
+            list(stream)
+    assert engine.scheduler.nbytes == 0
+
+
+def test_a_stream_may_change_threads_and_be_closed_anywhere():
+    engine = Engine(tiny_model("llama"))
+    stream = engine.stream(ASKED[0], **GREEDY)
+    stream.start()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(lambda: list(stream)).result(timeout=60)
+    assert tuple(stream.token_ids) == alone("llama", ASKED[:1], **GREEDY)[0]
+    other = engine.stream(ASKED[0], max_tokens=100, temperature=5.0, seed=1)
+
+    async def begin():
+        pieces = other.apieces()
+        await anext(pieces)
+        other.close()  # does not wait: the loop it would wait for is this one
+        with pytest.raises(RuntimeError, match="another way"):
+            next(other)
+        return len("".join([piece async for piece in pieces]))
+
+    assert asyncio.run(begin()) < 400
+    assert other.finish_reason == "cancelled"
+
+
+def test_a_request_cancelled_while_it_is_queued_is_not_answered():
+    engine = Engine(tiny_model("llama"))
+    stream = engine.stream(ASKED[0], **GREEDY)
+    stream.start()
+    stream._request.is_cancelled = True  # as another thread may at any moment
+    assert list(stream) == []
+    assert stream.finish_reason == "cancelled"
+    assert engine.scheduler.num_waiting == 0
+
+
+def test_what_comes_back_changed_is_not_exact(tmp_path):
+    """A codec that loses digits makes a prompt's beginning its own."""
+    engine = Engine(tiny_model("llama"), StoreConfig(path=str(tmp_path), codec="int8"))
+    engine.encode(DOCUMENTS[:1], prefix=SYSTEM)
+    asked = [f"{SYSTEM}{DOCUMENTS[0]}\nQuestion {n}?" for n in range(2)]
+    streams = [
+        engine.stream(prompt, method=method, max_tokens=4)
+        for prompt, method in zip(asked, ("prefix", "full"), strict=True)
+    ]
+    for stream in streams:
+        stream.start()
+    answers = [stream.result() for stream in streams]
+    assert answers[0].report.cached_tokens > 200
+    assert answers[1].report.cached_tokens == 0
+    engine.close()
+
+
+def test_repaired_sequences_are_not_exact():
+    engine = Engine(tiny_model("llama"), StoreConfig(sequence_bytes=1 << 26))
+    engine.encode(DOCUMENTS)
+    prompt = f"{DOCUMENTS[0]}\n{DOCUMENTS[1]}\nWhy?"
+    engine.generate(prompt, max_tokens=2)
+    engine.encode(DOCUMENTS[:1], prefix="")
+    streams = [engine.stream(prompt, method=m, max_tokens=4) for m in ("auto", "full")]
+    for stream in streams:
+        stream.start()
+    assert streams[0].result().report.modules_hit == 2
+    assert streams[1].result().report.shared_kv_bytes == 0
+
+
+def test_tenants_encode_in_the_background_only_while_nobody_asks():
+    engine = Engine(tiny_model("llama"))
+    other = engine.tenant("b")
+    done = []
+    stream = engine.stream(ASKED[0], **GREEDY)
+    next(stream)
+    other.write_back.offer("x", lambda: done.append("x"))
+    assert count_at_rest(done) == 0
+    stream.close()
+    other.write_back.drain()
+    assert done == ["x"]
+    other.write_back.offer("y", lambda: done.append("y"))
+    other.close()
+    engine.write_back.offer("z", lambda: done.append("z"))  # closing one stops no other
+    engine.write_back.drain()
+    assert done[-1] == "z"
 
 
 def test_settings_are_checked():

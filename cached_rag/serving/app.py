@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
@@ -25,6 +26,8 @@ from cached_rag.serving.tenants import Keys
 # How often a client that waits for a whole response is looked for.
 _LOOK_SECONDS = 0.25
 _OPEN_PATHS = ("/health",)
+_log = logging.getLogger(__name__)
+_BROKEN = failure("the server failed; its log says more", "server_error")
 _UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -67,25 +70,43 @@ class Counting:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As any ASGI application."""
 
+        is_begun = False
+
         async def counting(message: Message) -> None:
+            nonlocal is_begun
             if message["type"] == "http.response.start":
+                is_begun = True
                 path = getattr(scope.get("route"), "path", "unknown")
                 self._metrics.responded(path, message["status"])
             await send(message)
 
-        await self._app(scope, receive, counting)
+        try:
+            await self._app(scope, receive, counting)
+        except Exception:
+            if scope["type"] != "http" or is_begun:
+                raise
+            _log.exception("a request failed")
+            await JSONResponse(_BROKEN, 500)(scope, receive, counting)
 
 
 def create_app(
-    service: Service, keys: Keys | None = None, max_body_bytes: int = 16 << 20
+    service: Service,
+    keys: Keys | None = None,
+    max_body_bytes: int = 16 << 20,
+    at_end: Callable[[], object] = lambda: None,
 ) -> FastAPI:
-    """The server for one service; `app.state.is_stopping` makes it refuse new work."""
+    """The server for one service; `app.state.is_stopping` makes it refuse new work.
+
+    Args:
+        at_end: called when it has stopped; signals may end the process right after.
+    """
     known = keys or Keys()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         service.close()
+        at_end()
 
     app = FastAPI(
         title="Cached RAG", version=__version__, lifespan=lifespan, dependencies=[Depends(_allow)]
@@ -128,7 +149,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
             raise HTTPException(404, f"no model {asked_for.model!r} here; it is {service.name!r}")
         asked = await asyncio.to_thread(service.ask, asked_for, tenant)
         if asked_for.stream:
-            return await _streamed(service, asked)
+            return await _streamed(request, service, asked)
         return JSONResponse(await _while_waited_for(request, service.answer(asked)))
 
     @app.post("/v1/chat/completions")
@@ -142,10 +163,18 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         return await answer(request, body, tenant)
 
 
-async def _streamed(service: Service, asked: Asked) -> Response:
+async def _streamed(request: Request, service: Service, asked: Asked) -> Response:
     """Server-sent events. The first is waited for, so that what fails at once has its status."""
     chunks = service.chunks(asked)
-    first = await anext(chunks)
+
+    async def begin() -> dict[str, Any]:
+        return await anext(chunks)
+
+    try:
+        first = await _while_waited_for(request, begin())
+    except BaseException:
+        service.finish(asked)
+        raise
 
     async def events() -> AsyncIterator[str]:
         try:
@@ -155,6 +184,9 @@ async def _streamed(service: Service, asked: Asked) -> Response:
             yield _event("[DONE]")
         except CachedRAGError as error:
             yield _event(json.dumps(_described(error)[1]))
+        except Exception:
+            _log.exception("an answer failed")
+            yield _event(json.dumps(_BROKEN))
         finally:
             service.finish(asked)
 

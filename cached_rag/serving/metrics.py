@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from cached_rag.engine import Engine
@@ -68,7 +70,9 @@ class Metrics:
         self._modules.labels("hit").inc(report.modules_hit)
         self._modules.labels("missed").inc(report.modules_missed)
         if report.output_tokens:
-            self._first.labels(report.method).observe(report.ttft_ms / 1000)
+            # Clients may give options; what they write must not make ever more labels.
+            name = re.split(r"[:+]", report.method)[0]
+            self._first.labels(name).observe(report.ttft_ms / 1000)
             self._whole.observe(report.total_ms / 1000)
 
     def text(self) -> bytes:

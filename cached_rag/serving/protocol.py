@@ -36,6 +36,9 @@ _WITHOUT_EFFECT = (
 )
 
 
+_ANSWERED = ("refusal", "tool_calls", "function_call", "audio", "annotations")
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -53,6 +56,14 @@ class ChatMessage(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_is_empty(cls, data: Any) -> Any:
+        """Clients send our own messages back, with all that they might have had."""
+        if not isinstance(data, dict):
+            return data
+        return {k: v for k, v in data.items() if k not in _ANSWERED or v not in (None, [])}
 
     def plain(self) -> dict[str, str]:
         """As chat templates take it."""
@@ -75,14 +86,14 @@ class _Settings(_Strict):
     """
 
     model: str
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     stop: str | list[str] | None = None
     seed: int | None = None
-    method: str | None = None
+    method: str | None = Field(None, max_length=200)
     recompute_ratio: float | None = None
     top_k: int | None = None
     repetition_penalty: float | None = None

@@ -165,18 +165,22 @@ class Service:
         """Prefill texts, so that prompts with them need not; those that cannot be are named."""
         skipped: list[Json] = []
         encoded = tokens = 0
-        with self.tenants.using(tenant, request.cache_salt) as engine:
+        with ExitStack() as lease:
+            using = self.tenants.using(tenant, request.cache_salt)
+            engine = await asyncio.to_thread(lease.enter_context, using)
             prefix = self._head(engine, request)
             for index, text in enumerate(request.texts):
-                if not text.strip():
-                    skipped.append({"index": index, "reason": "the text is empty"})
-                    continue
+                reason = ""
                 try:  # one by one, so that answers go on in between
                     done = await asyncio.to_thread(engine.encode, [text], prefix, context=PRIMER)
                 except (ConfigError, ContextOverflowError) as error:
-                    skipped.append({"index": index, "reason": str(error)})
+                    reason = str(error)
                 else:
                     encoded, tokens = encoded + done.encoded, tokens + done.tokens
+                    if done.skipped:
+                        reason = "the text is empty, or too short to be worth keeping"
+                if reason:
+                    skipped.append({"index": index, "reason": reason})
         known = len(request.texts) - len(skipped) - encoded
         return {"encoded": encoded, "known": known, "tokens": tokens, "skipped": skipped}
 

@@ -7,16 +7,20 @@ import hmac
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from cached_rag.engine import Engine
 from cached_rag.errors import ConfigError
+from cached_rag.model_thread import submit
 
+# Each is a table of texts and two database connections; KV in memory is bounded for all together.
 _OPEN = 64
+_OPEN_SALTS = 16
 
 
 class Keys:
-    """API keys, "KEY" or "TENANT=KEY" each; without any, everybody may ask."""
+    """API keys, "KEY" or "TENANT:KEY" each; without any, everybody may ask."""
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
         """Read them.
@@ -26,9 +30,9 @@ class Keys:
         """
         self._tenants: list[tuple[bytes, str]] = []
         for entry in keys:
-            tenant, _, key = entry.rpartition("=")
-            if not key:
-                raise ConfigError("an API key is empty; give KEY or TENANT=KEY")
+            tenant, _, key = entry.rpartition(":")
+            if not key or ":" in tenant:
+                raise ConfigError("an API key is given as KEY or TENANT:KEY, neither with a colon")
             self._tenants.append((_digest(key), tenant))
 
     def __bool__(self) -> bool:
@@ -49,8 +53,8 @@ class Keys:
 class Tenants:
     """An engine for each tenant and salt, all on one model, memory and scheduler.
 
-    Only so many are open: of those in no request's use the longest unused is closed. What it kept
-    on disk stays.
+    Only so many are open, and of one tenant's salts fewer: of those in no request's use the longest
+    unused is closed. What it kept on disk stays.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -58,6 +62,7 @@ class Tenants:
         self._engines: OrderedDict[str, Engine] = OrderedDict()
         self._uses: Counter[str] = Counter()
         self._lock = threading.Lock()
+        self._closer = ThreadPoolExecutor(1, "closing")
 
     @contextmanager
     def using(self, tenant: str, salt: str | None) -> Iterator[Engine]:
@@ -76,17 +81,36 @@ class Tenants:
         finally:
             with self._lock:
                 self._uses[name] -= 1
-                self._close_idle(_OPEN)
+                if not self._uses[name]:
+                    del self._uses[name]
+                idle = self._surplus(tenant)
+            for engine in idle:  # which may wait for an encoding, so somebody else does it
+                self._closer.submit(_close, engine)
 
     def close(self) -> None:
         """Close all that are in no use."""
         with self._lock:
-            self._close_idle(0)
+            idle = [name for name in self._engines if name not in self._uses]
+            engines = [self._engines.pop(name) for name in idle]
+        for engine in engines:
+            _close(engine)
+        self._closer.shutdown()
 
-    def _close_idle(self, kept: int) -> None:
-        idle = [name for name in self._engines if not self._uses[name]]
-        for name in idle[: max(0, len(self._engines) - kept)]:
-            self._engines.pop(name).close()
+    def _surplus(self, tenant: str) -> list[Engine]:
+        """Take out what is too much: of this tenant's salts, then of all."""
+        own = [name for name in self._engines if name.startswith(f"{tenant}:")]
+        found = []
+        for names, most in ((own, _OPEN_SALTS), (list(self._engines), _OPEN)):
+            held = [name for name in names if name in self._engines]
+            idle = [name for name in held if name not in self._uses]
+            found += [self._engines.pop(name) for name in idle[: max(0, len(held) - most)]]
+        return found
+
+
+def _close(engine: Engine) -> None:
+    """Close it, once the model's thread is through with what was cancelled."""
+    submit(lambda: None).result()
+    engine.close()
 
 
 def namespace(tenant: str, salt: str | None) -> str:

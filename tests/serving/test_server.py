@@ -99,6 +99,31 @@ def until(condition, seconds=20):
     return condition()
 
 
+def test_a_conversation_goes_on_with_the_servers_own_messages(client):
+    first = client.chat.completions.create(messages=MESSAGES, **GREEDY).choices[0].message
+    again = {"role": "user", "content": "And why?"}
+    for said in (first, first.model_dump()):
+        done = client.chat.completions.create(messages=[*MESSAGES, said, again], **GREEDY)
+        assert done.usage.completion_tokens == 8
+    asked = first.model_dump() | {"tool_calls": [{"id": "x"}]}
+    with pytest.raises(openai.BadRequestError, match="tool_calls"):
+        client.chat.completions.create(messages=[*MESSAGES, asked], **GREEDY)
+
+
+def test_what_breaks_is_an_error_of_the_server_and_counted(server, monkeypatch):
+    address, service = server
+
+    def broken(*_):
+        raise RuntimeError("secret path")
+
+    monkeypatch.setattr(type(service), "ask", broken)
+    response = httpx.post(f"{address}/v1/completions", json=GREEDY | {"prompt": "x"})
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "server_error"
+    assert "secret" not in response.text
+    assert 'status="500"' in httpx.get(f"{address}/metrics").text
+
+
 def test_a_chat_completion_is_the_engines_answer(client, engine):
     done = client.chat.completions.create(messages=MESSAGES, **GREEDY)
     expected = engine.generate(MESSAGES, max_tokens=8)
@@ -218,6 +243,9 @@ def test_an_answer_without_a_length_has_what_there_is_room_for(client, engine):
         ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
         ({"method": "magic"}, "magic"),
+        ({"method": "x" * 300}, "method"),
+        ({"seed": 2**70}, "seed"),
+        ({"temperature": 1e-40}, "temperature"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"max_tokens": 5000}, "context"),
         ({"messages": [{"role": "user", "content": "word " * 3000}]}, "context"),
@@ -301,8 +329,8 @@ def test_who_leaves_stops_the_answer(server, slow, stream):
 
 def test_keys_tenants_and_limits():
     engine = Engine(tiny_model("llama"))
-    with serving(engine, ["red=secret", "plain"], max_body_bytes=5000) as (address, _):
-        for key, status in (("secret", 200), ("plain", 200), ("wrong", 401)):
+    with serving(engine, ["red:secret", "plain=="], max_body_bytes=5000) as (address, _):
+        for key, status in (("secret", 200), ("plain==", 200), ("wrong", 401)):
             headers = {"Authorization": f"Bearer {key}"}
             assert httpx.get(f"{address}/v1/models", headers=headers).status_code == status
         assert httpx.get(f"{address}/v1/models").json()["error"]["code"] == "invalid_api_key"
@@ -319,7 +347,7 @@ def test_keys_tenants_and_limits():
         body = {"texts": list(CHUNKS[:2])}
         httpx.post(f"{address}/v1/documents", json=body, headers=headers, timeout=60)
         assert cached("secret") > 0
-        assert cached("plain") == 0
+        assert cached("plain==") == 0
         large = {"texts": ["word " * 5000]}
         url = f"{address}/v1/documents"
         assert httpx.post(url, json=large, headers=headers).status_code == 413
@@ -388,7 +416,8 @@ def test_a_server_that_must_stop_says_what_it_cut_off(slow, caplog):
 
 
 def test_tenants_that_nobody_uses_are_closed(monkeypatch):
-    monkeypatch.setattr("cached_rag.serving.tenants._OPEN", 2)
+    monkeypatch.setattr("cached_rag.serving.tenants._OPEN", 3)
+    monkeypatch.setattr("cached_rag.serving.tenants._OPEN_SALTS", 1)
     engine = Engine(tiny_model("llama"))
     tenants = Tenants(engine)
     with tenants.using("", None) as first:
@@ -400,7 +429,12 @@ def test_tenants_that_nobody_uses_are_closed(monkeypatch):
         with tenants.using("a", None) as again:
             assert again is a
         assert b is not a
-    assert len(tenants._engines) == 2
+    assert list(tenants._engines) == ["b", namespace("e", "salt"), "a"]
+    for salt in ("1", "2", "3"):
+        with tenants.using("f", salt):
+            pass
+    assert [name for name in tenants._engines if name.startswith("f:")] == [namespace("f", "3")]
+    assert not tenants._uses
     tenants.close()
     assert not tenants._engines
     assert namespace("a", "b") != namespace("", "a:b") != namespace("a", None)
