@@ -31,6 +31,9 @@ def serve_command(
     max_rows: Annotated[int, typer.Option(help="Most answers made at once.")] = 16,
     max_waiting: Annotated[int, typer.Option(help="Most requests that wait.")] = 256,
     kv_bytes: Annotated[int | None, typer.Option(help="Most KV of running answers.")] = None,
+    recent_bytes: Annotated[
+        int, typer.Option(help="Most KV of finished conversations, for their next turn.")
+    ] = 1 << 30,
     memory_bytes: Annotated[int, typer.Option(help="Most KV of texts in memory.")] = 2 << 30,
     max_body_bytes: Annotated[int, typer.Option(help="Largest request.")] = 16 << 20,
     drain_seconds: Annotated[int, typer.Option(help="Time to finish when stopped.")] = 30,
@@ -50,7 +53,12 @@ def serve_command(
     keys = Keys(api_key or [])
     if not keys and not _is_loopback(host):
         err.print(f"anybody who reaches {host}:{port} may ask; see --api-key", style="yellow")
-    batch = BatchConfig(max_rows=max_rows, max_waiting=max_waiting, max_bytes=kv_bytes)
+    batch = BatchConfig(
+        max_rows=max_rows,
+        max_waiting=max_waiting,
+        max_bytes=kv_bytes,
+        recent_bytes=recent_bytes,
+    )
     if index is not None and store is not None:
         raise ConfigError("give --index or --store: an index has its own store")
     where: dict[str, Any] = {"dtype": dtype, "device": device, "batch": batch}

@@ -113,6 +113,8 @@ class BatchConfig:
         max_waiting: most requests that wait; None for no bound. One more is refused.
         prefill_tokens: how many prompt tokens are computed between two tokens of running answers.
         shares: prompts that have KV in common keep it once and read it once.
+        recent_bytes: most bytes of exact KV of finished prompts and answers, kept for requests that
+            begin alike; 0 keeps none.
     """
 
     max_rows: int = 16
@@ -120,8 +122,10 @@ class BatchConfig:
     max_waiting: int | None = None
     prefill_tokens: int = 512
     shares: bool = True
+    recent_bytes: int = 0
 
     def __post_init__(self) -> None:
+        _require(self.recent_bytes >= 0, f"recent_bytes is negative: {self.recent_bytes}")
         _require(self.max_rows >= 1, f"max_rows must be at least 1, not {self.max_rows}")
         _require(self.prefill_tokens >= 1, f"prefill_tokens must be at least 1: {self}")
         for name in ("max_bytes", "max_waiting"):

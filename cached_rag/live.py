@@ -48,22 +48,30 @@ class Row:
 
 
 class Live:
-    """The prompts that are being answered now. Used by one thread at a time.
+    """The prompts that are being answered now, and some that were. Used by one thread at a time.
 
     Args:
         shares: whether they share anything; else each keeps all of its KV.
+        recent_bytes: most bytes of KV of finished prompts and their answers, kept for those to
+            come that begin alike: the next turn of a conversation, another with its system prompt.
     """
 
-    def __init__(self, shapes: KVShapes, *, shares: bool = True) -> None:
+    def __init__(self, shapes: KVShapes, *, shares: bool = True, recent_bytes: int = 0) -> None:
         self._shapes, self._shares = shapes, shares
+        self._recent_bytes = recent_bytes if shares else 0
         self._rows: list[Row] = []
+        self._recent: list[Row] = []  # least recently used first
         self._slabs = Slabs(shapes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all their KV, each buffer once."""
-        buffers = {id(buffer): buffer for row in self._rows for buffer in row.kv.buffers()}
-        return sum(buffer.nbytes for buffer in buffers.values())
+        """Bytes of the KV of prompts that are being answered, each buffer once."""
+        return sum(buffer.nbytes for buffer in _buffers(self._rows).values())
+
+    @property
+    def recent_nbytes(self) -> int:
+        """Bytes of the KV that is kept of finished ones."""
+        return sum(buffer.nbytes for buffer in _buffers(self._recent).values())
 
     def beginning(
         self, namespace: str, ids: Sequence[int], limit: int
@@ -78,12 +86,15 @@ class Live:
         """
         count, coming, best = MIN_SHARED - 1, 0, None
         asked = np.asarray(ids[: min(limit, len(ids) - 1)])  # the last token's logits are wanted
-        for row in self._rows if self._shares else ():
+        for row in (*self._rows, *self._recent) if self._shares else ():
             if row.namespace == namespace and row.kv.positions is None:
                 common = min(_common(asked, row.ids), row.exact_length)
                 coming = max(coming, common)
                 if min(common, row.kv.length) > count:
                     count, best = min(common, row.kv.length), row
+        if best in self._recent:
+            self._recent.remove(best)
+            self._recent.append(best)
         runs = tuple(best.kv.cut(0, count)) if best else ()
         return runs, coming - (count if best else 0) >= MIN_SHARED
 
@@ -122,16 +133,30 @@ class Live:
         self._rows.append(row)
         return row
 
-    def leave(self, row: Row) -> bool:
+    def leave(self, row: Row, answer_ids: Sequence[int]) -> bool:
         """An answer is over; says whether its own buffer is free, for nobody refers to it."""
         self._rows.remove(row)
-        used = {id(buffer) for other in self._rows for buffer in other.kv.buffers()}
-        for buffer in {id(buffer): buffer for buffer in row.kv.buffers()}.values():
-            if id(buffer) not in used:
+        gone = [row, *self._keep(row, answer_ids)] if self._is_worth_keeping(row) else [row]
+        used = _buffers([*self._rows, *self._recent])
+        for name, buffer in _buffers(gone).items():
+            if name not in used:
                 self._slabs.give(buffer)
-        if not self._rows:
+        if not used:
             self._slabs.drop_idle()
         return id(row.kv.own) not in used
+
+    def _keep(self, row: Row, answer_ids: Sequence[int]) -> list[Row]:
+        """Keep a finished row; returns those that have to go, or of which it has all."""
+        kept = _with_answer(row, answer_ids)
+        gone = [old for old in self._recent if _has_all(kept, old)]
+        self._recent = [old for old in self._recent if old not in gone] + [kept]
+        while self._recent and self.recent_nbytes > self._recent_bytes:
+            gone.append(self._recent.pop(0))
+        return gone
+
+    def _is_worth_keeping(self, row: Row) -> bool:
+        exact = min(row.exact_length, row.kv.length)
+        return self._recent_bytes > 0 and row.kv.positions is None and exact >= MIN_SHARED
 
     def _elsewhere(self, named: dict[_Name, Placement], done: int) -> list[Run]:
         """Runs of modules behind slot `done` that other rows have, neighbours joined."""
@@ -168,6 +193,19 @@ class Live:
         return RowKV(own, count, runs, begin=at)
 
 
+def _buffers(rows: Sequence[Row]) -> dict[int, KVBuffer]:
+    """What they refer to, each once, by identity."""
+    return {id(buffer): buffer for row in rows for buffer in row.kv.buffers()}
+
+
+def _with_answer(row: Row, answer_ids: Sequence[int]) -> Row:
+    """A finished row: where all of its prompt is exact, so is its answer."""
+    if row.exact_length < len(row.ids):
+        return row
+    ids = np.concatenate([row.ids, np.asarray(answer_ids, dtype=np.int64)])[: row.kv.length]
+    return Row(row.namespace, ids, row.kv, len(ids), {})
+
+
 def _join(runs: list[Run], run: Run) -> None:
     """Add a run, to the last one if it goes on there."""
     last = runs[-1] if runs else None
@@ -180,6 +218,11 @@ def _join(runs: list[Run], run: Run) -> None:
         runs[-1] = Run(last.buffer, last.begin, run.end, last.slot)
     else:
         runs.append(run)
+
+
+def _has_all(row: Row, old: Row) -> bool:
+    """Whether a row begins with another."""
+    return row.namespace == old.namespace and _common(row.ids, old.ids) == len(old.ids)
 
 
 def _name(place: Placement, whole: KVBuffer) -> _Name:

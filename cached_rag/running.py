@@ -44,7 +44,7 @@ class Running:
 
     def leave(self, live: Live) -> None:
         """Free what it held, unless others refer to it."""
-        is_free = live.leave(self.row)
+        is_free = live.leave(self.row, self.answer.token_ids)
         if self.prefill is not None:
             self.prefill.remember()
             if is_free:

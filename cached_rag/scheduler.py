@@ -38,7 +38,8 @@ class Scheduler:
         self._model = model
         self._waiting = Waiting(config.max_waiting)
         self._running: list[Running] = []
-        self._live = Live(model.shapes, shares=config.shares and can_batch(model))
+        shares = config.shares and can_batch(model)
+        self._live = Live(model.shapes, shares=shares, recent_bytes=config.recent_bytes)
         self._prepared: tuple[Request, Prepared] | None = None
         self._turning = threading.Lock()
         self._cancelled: deque[Request] = deque()
@@ -60,6 +61,11 @@ class Scheduler:
     def nbytes(self) -> int:
         """Bytes of the KV of running answers, what they share counted once."""
         return self._live.nbytes
+
+    @property
+    def recent_nbytes(self) -> int:
+        """Bytes of the KV that is kept of finished answers."""
+        return self._live.recent_nbytes
 
     def submit(self, request: Request, *, is_driven: bool) -> None:
         """Queue a request.

@@ -47,6 +47,7 @@ class Metrics:
             ("running", "Answers being made.", lambda: scheduler.num_running),
             ("waiting", "Requests that wait.", lambda: scheduler.num_waiting),
             ("kv_bytes", "KV of running answers.", lambda: scheduler.nbytes),
+            ("recent_bytes", "KV of finished ones.", lambda: scheduler.recent_nbytes),
             ("store_memory_bytes", "KV of texts in memory.", library.memory_bytes),
             ("store_bytes", "KV of texts kept.", lambda: library.store.nbytes),
         ):

@@ -327,6 +327,21 @@ def test_who_leaves_stops_the_answer(server, slow, stream):
     assert len(slow) < 500
 
 
+def test_the_next_turn_of_a_conversation_is_mostly_cached():
+    engine = Engine(tiny_model("llama"), batch=BatchConfig(recent_bytes=1 << 26))
+    with (
+        serving(engine) as (address, _),
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client,
+    ):
+        turns = [{"role": "user", "content": f"{' '.join(CHUNKS)} {' '.join(CHUNKS)} Why?"}]
+        for turn in range(3):
+            done = client.chat.completions.create(messages=turns, **GREEDY)
+            cached = done.usage.prompt_tokens_details.cached_tokens
+            assert (cached > 0.6 * done.usage.prompt_tokens) == (turn > 0)
+            turns += [done.choices[0].message, {"role": "user", "content": "And then?"}]
+    engine.close()
+
+
 def test_keys_tenants_and_limits():
     engine = Engine(tiny_model("llama"))
     with serving(engine, ["red:secret", "plain=="], max_body_bytes=5000) as (address, _):
