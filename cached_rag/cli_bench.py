@@ -148,13 +148,14 @@ def attention(
     batches: Annotated[str, typer.Option(help="Rows, comma-separated.")] = "1,4,8,16,32",
     shared_tokens: Annotated[str, typer.Option(help="Comma-separated.")] = "512,1024,2048,4096",
     private_tokens: Annotated[int, typer.Option(help="Tokens of each row's own.")] = 128,
+    plot: Annotated[Path | None, typer.Option(help="Draw the speed-ups here.")] = None,
     dtype: Dtype = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
     """One layer's attention, relayed and over copies, beside equation 10 of RelayAttention."""
     from cached_rag import load_model
-    from cached_rag.benchmarks import bench_attention, machine
+    from cached_rag.benchmarks import bench_attention, machine, plot_attention
 
     loaded = load_model(model or "smollm2-135m", dtype, device)
     heads = loaded.decoder.model.config.get_text_config().num_attention_heads
@@ -165,6 +166,8 @@ def attention(
         lengths=[int(count) for count in shared_tokens.split(",")],
         private_tokens=private_tokens,
     )
+    if plot is not None:
+        plot_attention(rows, plot)
     _show(rows, machine(loaded), as_json)
 
 

@@ -111,10 +111,10 @@ def test_bench_serving_prints_a_row_for_each_way(model_folder):
     assert isinstance(bad.exception, ConfigError)
 
 
-def test_bench_attention_prints_the_theory(model_folder):
-    rows = bench(
-        "attention", "--model", model_folder, "--batches", "1,8", "--shared-tokens", "64,256"
-    )
+def test_bench_attention_prints_the_theory(model_folder, tmp_path):
+    sizes = ["--batches", "1,8", "--shared-tokens", "64,256", "--plot", tmp_path / "plot.png"]
+    rows = bench("attention", "--model", model_folder, *sizes)
+    assert (tmp_path / "plot.png").stat().st_size > 1000
     assert [(row["batch"], row["shared_tokens"]) for row in rows] == [
         (1, 64),
         (8, 64),

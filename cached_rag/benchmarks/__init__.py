@@ -1,6 +1,6 @@
 """Timings as library code behind the command line. Ratios within one run, medians, interleaved."""
 
-from cached_rag.benchmarks.attention import AttentionRow, bench_attention
+from cached_rag.benchmarks.attention import AttentionRow, bench_attention, plot_attention
 from cached_rag.benchmarks.ingest import IngestRow, bench_ingest
 from cached_rag.benchmarks.loading import LoadingRow, bench_loading
 from cached_rag.benchmarks.machine import machine
@@ -39,5 +39,6 @@ __all__ = [
     "bench_ttft",
     "footprint",
     "machine",
+    "plot_attention",
     "plot_lengths",
 ]

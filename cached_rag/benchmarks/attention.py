@@ -9,10 +9,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from cached_rag.assemble import KVShapes
+from cached_rag.plotting import new_figure, save
 from cached_rag.relay import Part, relay_attention
 
 
@@ -55,6 +57,24 @@ def bench_attention(
         for shared in lengths
         for batch in batches
     ]
+
+
+def plot_attention(rows: Sequence[AttentionRow], path: Path) -> None:
+    """Draw speed-ups against shared tokens, a colour for each batch, theory dashed (figure 6).
+
+    Raises:
+        EvaluationError: matplotlib is missing, or does not know the format.
+    """
+    figure, axes = new_figure()
+    for batch in sorted({row.batch for row in rows}):
+        drawn = [row for row in rows if row.batch == batch]
+        tokens = [row.shared_tokens for row in drawn]
+        (line,) = axes.plot(tokens, [row.speedup for row in drawn], "o-", label=str(batch))
+        axes.plot(tokens, [row.theory for row in drawn], linestyle="--", color=line.get_color())
+    axes.set(xlabel="shared tokens", ylabel="attention over copies / relayed", yscale="log")
+    axes.grid(visible=True, alpha=0.3)
+    figure.legend(title="rows (dashed: eq. 10)", loc="outside right upper")
+    save(figure, path)
 
 
 def _timed(
