@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -223,7 +224,7 @@ def test_rows_come_and_go_with_their_own_settings(passes):
 
 def test_who_asks_in_threads_and_loops_is_in_the_same_batch(passes):
     engine = Engine(tiny_model("llama"))
-    options = {"max_tokens": 16, "method": "full"}
+    options = {"max_tokens": 48, "method": "full"}
     expected = [engine.generate(prompt, **options).text for prompt in ASKED]
     passes.clear()
     with ThreadPoolExecutor(6) as threads:
@@ -623,6 +624,68 @@ def test_tenants_encode_in_the_background_only_while_nobody_asks():
     engine.write_back.offer("z", lambda: done.append("z"))  # closing one stops no other
     engine.write_back.drain()
     assert done[-1] == "z"
+
+
+def test_a_storm_of_requests_gives_right_answers_and_leaves_nothing():
+    """Threads that ask, stream, leave, cancel and encode at random, in three namespaces."""
+    model = tiny_model("llama")
+    room = 4 * 1024 * model.shapes.bytes_per_token
+    bounds = BatchConfig(max_rows=5, max_bytes=room, recent_bytes=room)
+    engine = Engine(model, StoreConfig(sequence_bytes=1 << 22), bounds)
+    engine.encode(DOCUMENTS)
+    engines = [engine, engine.tenant("a"), engine.tenant("b")]
+    expected = dict(zip(ASKED, alone("llama", ASKED, **GREEDY), strict=True))
+
+    def ask(engine, draw):
+        prompt = draw.choice(ASKED)
+        assert engine.generate(prompt, **GREEDY).token_ids == expected[prompt]
+
+    def ask_several(engine, draw):
+        prompts = draw.sample(ASKED, 3)
+        answers = engine.generate_batch(prompts, **GREEDY)
+        assert [a.token_ids for a in answers] == [expected[prompt] for prompt in prompts]
+
+    def leave(engine, draw):
+        method = draw.choice(["full", "auto", "reuse"])
+        stream = engine.stream(draw.choice(ASKED), method=method, max_tokens=40, temperature=5.0)
+        for _ in range(draw.randint(0, 5)):
+            next(stream, None)
+        if draw.random() < 0.5:
+            stream.close()
+
+    def cancel(engine, draw):
+        stream = engine.stream(draw.choice(PARTS), method="reuse", max_tokens=20)
+        stream.start()
+        threading.Event().wait(draw.random() / 50)
+        stream.cancel()
+
+    def cancel_a_task(engine, draw):
+        async def go():
+            prompts = draw.sample(ASKED, 3)
+            tasks = [asyncio.create_task(engine.stream(p, **GREEDY).atext()) for p in prompts]
+            await asyncio.sleep(draw.random() / 20)
+            tasks[0].cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run(go())
+
+    def encode(engine, draw):
+        engine.encode([f"{draw.random()} {DOCUMENTS[0]}"])
+
+    def client(seed):
+        draw = random.Random(seed)
+        for _ in range(16):
+            deed = draw.choice([ask, ask, ask_several, leave, cancel, cancel_a_task, encode])
+            deed(draw.choice(engines), draw)
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(client, range(6)))
+    engine.scheduler.turn()
+    scheduler_ = engine.scheduler
+    assert (scheduler_.num_running, scheduler_.num_waiting, scheduler_.nbytes) == (0, 0, 0)
+    assert scheduler_.recent_nbytes <= room
+    for one in engines[::-1]:
+        one.close()
 
 
 def test_settings_are_checked():
