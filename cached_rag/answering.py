@@ -1,4 +1,7 @@
-"""An answer as it is made: logits in, tokens and pieces of text out. Knows no KV and no batch."""
+"""An answer as it is made: logits in, tokens and pieces of text out.
+
+`answer_alone` is the plain loop around it, the scheduler's twin. Knows one prompt; knows no other.
+"""
 
 from __future__ import annotations
 

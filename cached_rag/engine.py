@@ -267,10 +267,7 @@ class Engine:
         """
         config = (config or GenerationConfig()).replace(**options)
         planner = self._planner(prompt)
-        return Stream(
-            self.scheduler,
-            lambda deliver: Request(self._prefiller, planner, config, deliver, tenant),
-        )
+        return Stream(self.scheduler, Request(self._prefiller, planner, config, tenant))
 
     def prefill(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any

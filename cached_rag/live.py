@@ -2,8 +2,8 @@
 
 A prompt that begins as another does takes the other's KV of that beginning, where both are exact;
 modules that neither repairs are shared wherever they stand (Prompt Cache, section 3.4;
-RelayAttention, section 3.3 and appendix D). Only prompts that live at the same time share: what
-outlives them is the store's. Knows tokens and KV; computes nothing.
+RelayAttention, section 3.3 and appendix D). Some that are finished are kept for what begins alike;
+what outlives the process is the store's. Knows tokens and KV; computes nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from cached_rag.answering import Prefill
 from cached_rag.assemble import KVBuffer, KVShapes
@@ -106,7 +105,6 @@ class Live:
         self._rows.append(row)
         return row
 
-    @torch.inference_mode()
     def adopt(self, namespace: str, prefill: Prefill, runs: Sequence[Run], room: int) -> Row:
         """A prefilled prompt; what others have is taken from them, and its buffer given back.
 
@@ -209,12 +207,7 @@ def _with_answer(row: Row, answer_ids: Sequence[int]) -> Row:
 def _join(runs: list[Run], run: Run) -> None:
     """Add a run, to the last one if it goes on there."""
     last = runs[-1] if runs else None
-    if (
-        last
-        and last.buffer is run.buffer
-        and last.end == run.begin
-        and (last.slot + len(last) == run.slot)
-    ):
+    if last and last.buffer is run.buffer and last.shift == run.shift and last.end == run.begin:
         runs[-1] = Run(last.buffer, last.begin, run.end, last.slot)
     else:
         runs.append(run)

@@ -1,7 +1,7 @@
 """One prompt, from its text to the logits of its first answer token.
 
-`Prefiller.prefill` is the main flow; its numbered steps are the library in one screen. Knows no
-generation.
+`prepare` and `complete` are the main flow; their numbered steps are the library in one screen.
+Knows no generation.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class Request:
     prefiller: Prefiller
     planner: Planner
     config: GenerationConfig
-    deliver: Callable[[Item], None]
     tenant: str = ""
+    deliver: Callable[[Item], None] = lambda _: None
     report: Report = field(init=False)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None

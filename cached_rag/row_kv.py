@@ -25,13 +25,17 @@ class Run:
     def __len__(self) -> int:
         return self.end - self.begin
 
+    @property
+    def shift(self) -> int:
+        """From the prompt's slots to the buffer's."""
+        return self.begin - self.slot
+
     def cut(self, first: int, last: int) -> Run | None:
         """What lies in the prompt's slots `first` to `last` (exclusive); None if nothing does."""
         low, high = max(first, self.slot), min(last, self.slot + len(self))
         if low >= high:
             return None
-        shift = self.begin - self.slot
-        return Run(self.buffer, low + shift, high + shift, low)
+        return Run(self.buffer, low + self.shift, high + self.shift, low)
 
 
 class RowKV:

@@ -147,7 +147,7 @@ class Scheduler:
                 self._give_up_prepared()
                 for one in [one for one in self._running if one.request is request]:
                     self._end(one, error)
-                self._fail(request, error)
+                _finish(request, "error", error)
                 if not isinstance(error, Exception):
                     raise
             self._prepared = None
@@ -257,7 +257,6 @@ class Scheduler:
         if piece:
             request.deliver(piece)
         if one.answer.finish_reason:
-            request.finish_reason = one.answer.finish_reason
             self._end(one, None)
 
     # Leaving ---------------------------------------------------------------------------------
@@ -272,8 +271,7 @@ class Scheduler:
             one.leave(self._live)
         finally:
             one.prepared.is_over()
-            request.finish_reason = request.finish_reason or ("error" if last else "cancelled")
-            request.deliver(last)
+            _finish(request, one.answer.finish_reason or ("error" if last else "cancelled"), last)
 
     def _fail_all(self, error: BaseException) -> None:
         with self._turning:
@@ -282,13 +280,8 @@ class Scheduler:
                     self._end(one, error)
             for request in self._waiting:
                 self._waiting.remove(request)
-                self._fail(request, error)
+                _finish(request, "error", error)
             self._give_up_prepared()
-
-    def _fail(self, request: Request, error: BaseException) -> None:
-        if request.finish_reason is None:
-            request.finish_reason = "error"
-            request.deliver(error)
 
     def _sweep(self) -> None:
         """Let the cancelled go."""
@@ -307,9 +300,7 @@ class Scheduler:
         self._waiting.remove(request)
         if self._prepared is not None and self._prepared[0] is request:
             self._give_up_prepared()
-        if request.finish_reason is None:
-            request.finish_reason = "cancelled"
-            request.deliver(None)
+        _finish(request, "cancelled", None)
 
     def _sweep_if_free(self) -> None:
         """Whoever makes a turn sweeps behind it, so nobody has to wait for that here."""
@@ -318,3 +309,10 @@ class Scheduler:
                 self._sweep()
             finally:
                 self._turning.release()
+
+
+def _finish(request: Request, reason: str, last: BaseException | None) -> None:
+    """Say how a request ended, unless that was said before."""
+    if request.finish_reason is None:
+        request.finish_reason = reason
+        request.deliver(last)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, suppress
 
 from cached_rag import model_thread
@@ -26,13 +26,11 @@ class Stream(Iterator[str]):
     A stream that is dropped, or closed, or cancelled, stops generating.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, request: Callable[[Callable[[Item], None]], Request]
-    ) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, request: Request) -> None:
+        self._scheduler, self._request = scheduler, request
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         # The request must not hold the stream, or dropping it would end nothing.
-        self._request = request(self._items.put)
+        request.deliver = self._items.put
         self._taking = threading.Lock()
         self._is_started = self._is_over = False
         self._is_driven = True

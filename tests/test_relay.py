@@ -311,5 +311,5 @@ def test_a_kernel_that_does_something_else_is_not_used(monkeypatch, caplog):
     assert "other results" in caplog.text
 
 
-def test_unmovable_models_share_beginnings_too():
+def test_the_families_above_include_unmovable_ones():
     assert any(can_batch(tiny_model(family)) for family in UNMOVABLE)

@@ -309,7 +309,7 @@ def test_tenants_take_turns():
     waiting = Waiting(None)
 
     def request(tenant):
-        return Request(None, None, GenerationConfig(), lambda _: None, tenant)
+        return Request(None, None, GenerationConfig(), tenant)
 
     greedy = [request("a") for _ in range(3)]
     modest = [request(name) for name in "bc"]

@@ -12,6 +12,7 @@ from cached_rag.config import GenerationConfig
 from cached_rag.engine import Engine
 from cached_rag.evaluation.metrics import exact_match, f1, rouge_l
 from cached_rag.fuse import prefill_rows
+from cached_rag.model_thread import on_model_thread
 from cached_rag.pml import SchemaPrompt
 from cached_rag.prompt import Message
 
@@ -65,7 +66,7 @@ def read_on(
     prefill = prefill_prompt()
     report = prefill.report
     report.ttft_ms = clock.total()
-    text = answer_alone(engine.model, prefill, shown).text
+    text = on_model_thread(lambda: answer_alone(engine.model, prefill, shown)).text
     try:
         nll = answer_nll(engine, prefill, reference, config) if reference else None
         own_nll = answer_nll(engine, prefill, text, config) if text and generates else None

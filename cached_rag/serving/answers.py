@@ -33,7 +33,7 @@ class Envelope:
     def opening(self, index: int) -> Json:
         """The first chunk of a streamed choice."""
         start = {"delta": {"role": "assistant", "content": ""}} if self.is_chat else {"text": ""}
-        return self._chunk(index, start, None)
+        return self._chunk(index, start)
 
     def piece(self, index: int, text: str) -> Json:
         """A chunk with text."""

@@ -36,6 +36,7 @@ class BodyLimit:
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app, self._max = app, max_bytes
+        self._says = f"the request's body exceeds {max_bytes} bytes"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As any ASGI application."""
@@ -49,13 +50,12 @@ class BodyLimit:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > self._max:
-                raise HTTPException(413, f"the request's body exceeds {self._max} bytes")
+                raise HTTPException(413, self._says)
             return message
 
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > self._max:
-            text = f"the request's body exceeds {self._max} bytes"
-            response = JSONResponse(failure(text, "invalid_request_error"), 413)
+            response = JSONResponse(failure(self._says, "invalid_request_error"), 413)
             await response(scope, receive, send)
             return
         await self._app(scope, counting, send)
@@ -69,7 +69,6 @@ class Counting:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As any ASGI application."""
-
         is_begun = False
 
         async def counting(message: Message) -> None:
@@ -145,8 +144,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     async def answer(
         request: Request, asked_for: ChatRequest | CompletionRequest, tenant: str
     ) -> Response:
-        if asked_for.model != service.name:
-            raise HTTPException(404, f"no model {asked_for.model!r} here; it is {service.name!r}")
+        _check_model(service, asked_for.model)
         asked = await asyncio.to_thread(service.ask, asked_for, tenant)
         if asked_for.stream:
             return await _streamed(request, service, asked)
@@ -161,6 +159,11 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     async def complete(request: Request, body: CompletionRequest, tenant: Tenant) -> Response:
         """OpenAI's completions."""
         return await answer(request, body, tenant)
+
+
+def _check_model(service: Service, name: str) -> None:
+    if name != service.name:
+        raise HTTPException(404, f"no model {name!r} here; it is {service.name!r}")
 
 
 async def _streamed(request: Request, service: Service, asked: Asked) -> Response:
@@ -223,18 +226,18 @@ def _add_documents(app: FastAPI, service: Service) -> None:
 
 
 def _add_status(app: FastAPI, service: Service) -> None:
+    only = {"id": service.name, "object": "model", "created": 0, "owned_by": "cached-rag"}
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The one model."""
-        model = {"id": service.name, "object": "model", "created": 0, "owned_by": "cached-rag"}
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [only]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         """The one model, by name."""
-        if name != service.name:
-            raise HTTPException(404, f"no model {name!r} here; it is {service.name!r}")
-        return {"id": name, "object": "model", "created": 0, "owned_by": "cached-rag"}
+        _check_model(service, name)
+        return only
 
     @app.get("/health")
     async def health(request: Request) -> Response:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from cached_rag.answering import Generation
 from cached_rag.config import GenerationConfig
 from cached_rag.context import PRIMER
-from cached_rag.engine import Engine, Prompt
+from cached_rag.engine import Engine
 from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.prompt import Rendered
 from cached_rag.serving.answers import Envelope, Json
@@ -49,15 +49,13 @@ class Service:
         """Requests that are not answered yet."""
         return len(self._asked)
 
-    def close(self) -> int:
-        """End what runs; says how many requests were cut off."""
-        cut = self.num_open
-        if cut:
-            _log.warning("%d requests were still being answered and are cut off", cut)
+    def close(self) -> None:
+        """End what runs, and log how many requests are cut off."""
+        if self.num_open:
+            _log.warning("%d requests were still being answered and are cut off", self.num_open)
         for asked in list(self._asked):
             self.finish(asked)
         self.tenants.close()
-        return cut
 
     # Answers ---------------------------------------------------------------------------------
 
@@ -71,9 +69,10 @@ class Service:
         lease = ExitStack()
         try:
             engine = lease.enter_context(self.tenants.using(tenant, request.cache_salt))
+            prompts = [engine.tokenization.render(prompt) for prompt in request.prompts()]
             streams = [
                 engine.stream(prompt, self._fitting(request, prompt, config), tenant=tenant)
-                for prompt in request.prompts()
+                for prompt in prompts
             ]
         except BaseException:
             lease.close()
@@ -143,20 +142,20 @@ class Service:
             asked.lease.close()
 
     def _fitting(
-        self, request: ChatRequest | CompletionRequest, prompt: Prompt, config: GenerationConfig
+        self, request: ChatRequest | CompletionRequest, prompt: Rendered, config: GenerationConfig
     ) -> GenerationConfig:
         """The settings; where the client leaves the length to us, no more than there is room for.
 
         Raises:
             ContextOverflowError: not even one token fits.
         """
-        if request.wanted_tokens is not None:
+        context = self.engine.model.context_length
+        surely = len(prompt.text.encode()) + 1  # a token is a byte at least, and BOS is one more
+        if request.wanted_tokens is not None or surely + config.max_tokens <= context:
             return config
-        room = self.engine.model.context_length - self.engine.count_tokens(prompt)
+        room = context - self.engine.count_tokens(prompt)
         if room < 1:
-            raise ContextOverflowError(
-                f"the prompt fills the model's context of {self.engine.model.context_length} tokens"
-            )
+            raise ContextOverflowError(f"the prompt fills the model's context of {context} tokens")
         return config.replace(max_tokens=min(config.max_tokens, room))
 
     # Documents -------------------------------------------------------------------------------

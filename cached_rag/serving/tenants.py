@@ -26,7 +26,7 @@ class Keys:
         """Read them.
 
         Raises:
-            ConfigError: an empty key.
+            ConfigError: an empty key, or a colon too many.
         """
         self._tenants: list[tuple[bytes, str]] = []
         for entry in keys:
