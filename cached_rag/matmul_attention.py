@@ -2,8 +2,13 @@
 
 In bf16 the CPU's flash kernel of torch 2.13 reaches a third of the speed of the matrix product it
 is made of. For few rows the scores fit the cache, so the plain form is the faster one: products in
-bf16, softmax in fp32 inside, as in transformers' eager attention. The memory for scores is kept:
-fresh memory would cost more in page faults than the arithmetic.
+bf16, softmax in fp32 inside. The memory for scores is kept: fresh memory would cost more in page
+faults than the arithmetic.
+
+Scores are rounded to bf16 before the softmax, so they must be small. Real keys are not: where
+projections have biases (Qwen 2) they lie around a far point, and scores of hundreds lose all that
+tells keys apart. What all keys have in common moves all of a row's scores alike, which the softmax
+ignores; it is taken off first (as in SageAttention, arXiv:2410.02367).
 """
 
 from __future__ import annotations
@@ -17,6 +22,8 @@ import torch
 _LSE_ROWS = 384
 # Below this a weight has lost digits.
 _VANISHING = 1e-30
+# The common part of keys is their mean; of every so many of them, for it need not be exact.
+_CENTRE_STEP = 8
 
 
 class _Scratch(threading.local):
@@ -42,6 +49,14 @@ _scratch = _Scratch()
 def prefers_matmul(query: torch.Tensor) -> bool:
     """Whether `matmul_attention` is the faster form for a (batch, heads, rows, dim) query."""
     return query.device.type == "cpu" and query.dtype == torch.bfloat16
+
+
+def centre_of(keys: torch.Tensor) -> torch.Tensor:
+    """(head_dim,) what (num_keys, head_dim) keys have in common, in their dtype.
+
+    Any vector is right; the nearer it is to the keys, the smaller are the scores of what is left.
+    """
+    return keys[::_CENTRE_STEP].mean(dim=0, dtype=torch.float32).to(keys.dtype)
 
 
 def matmul_attention(
@@ -71,7 +86,8 @@ def matmul_attention(
     output = query.new_empty(batch, kv_heads, folded.shape[2], values.shape[3])
     # One head at a time: its scores stay in cache, and a strided batch would be copied.
     for row, head in itertools.product(range(batch), range(kv_heads)):
-        torch.mm(folded[row, head], keys[row, head].T, out=scores)
+        centred = keys[row, head] - centre_of(keys[row, head])
+        torch.mm(folded[row, head], centred.T, out=scores)
         if mask is not None:
             by_head[:, :, count - mask.shape[1] :] += mask
         torch.softmax(scores, dim=-1, out=scores)  # in fp32 inside, whatever the dtype
@@ -97,11 +113,15 @@ def matmul_attention_lse(
     kv_heads, rows = scaled.shape[:2]
     output = query.new_empty(1, kv_heads, rows, values.shape[3])
     lse = query.new_empty(1, kv_heads, rows, dtype=torch.float32)
-    for begin, head in itertools.product(range(0, rows, _LSE_ROWS), range(kv_heads)):
-        block = slice(begin, min(begin + _LSE_ROWS, rows))
-        scores = _scratch.take((block.stop - begin, keys.shape[2]), query.dtype)
-        lse[0, head, block] = _weigh(scaled[head, block], keys[0, head].T, scores)
-        torch.mm(scores, values[0, head], out=output[0, head, block])
+    for head in range(kv_heads):
+        centre = centre_of(keys[0, head])
+        centred = (keys[0, head] - centre).T
+        for begin in range(0, rows, _LSE_ROWS):
+            block = slice(begin, min(begin + _LSE_ROWS, rows))
+            scores = _scratch.take((block.stop - begin, keys.shape[2]), query.dtype)
+            lse[0, head, block] = _weigh(scaled[head, block], centred, scores)
+            torch.mm(scores, values[0, head], out=output[0, head, block])
+        lse[0, head] += scaled[head].float() @ centre.float()
     return output, lse
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from cached_rag.attention import Rows
+from cached_rag.matmul_attention import centre_of
 from cached_rag.selectors.base import Layout
 from cached_rag.selectors.question import QuestionSelector
 
@@ -75,7 +76,8 @@ def head_mean(
     factor = head_dim**-0.5 if scale is None else scale
     # One head at a time: all heads' scores at once would not fit the cache.
     for head_query, head_keys in zip(grouped, keys, strict=True):
-        scores = ((head_query * factor) @ head_keys.T).view(-1, count, keys.shape[1])
+        centred = head_keys - centre_of(head_keys)
+        scores = ((head_query * factor) @ centred.T).view(-1, count, keys.shape[1])
         scores[:, :, first:].masked_fill_(hidden, float("-inf"))
         torch.softmax(scores, dim=-1, out=scores)  # in fp32 inside, whatever the dtype
         mean += scores.sum(dim=0, dtype=torch.float32)

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from cached_rag.attention import Rows
-from cached_rag.matmul_attention import matmul_attention
+from cached_rag.lse_attention import reference
+from cached_rag.matmul_attention import matmul_attention, matmul_attention_lse
+from cached_rag.observe import head_mean
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -41,3 +43,30 @@ def test_a_wrong_mask_is_noticed():
     expected = F.scaled_dot_product_attention(query, keys, values, is_causal=True)
     assert torch.allclose(masked.float(), expected.float(), atol=3e-2)
     assert not torch.allclose(unmasked.float(), expected.float(), atol=3e-2)
+
+
+@pytest.fixture
+def far_keys():
+    """bf16 attention whose keys lie around a far point, as those of projections with biases do."""
+    torch.manual_seed(0)
+    query, keys, values = (torch.randn(1, heads, 40, 16) for heads in (4, 2, 2))
+    keys += 40 * torch.randn(16)
+    return [tensor.bfloat16() for tensor in (query, keys, values)]
+
+
+def test_what_all_keys_have_in_common_costs_no_precision(far_keys):
+    query, keys, values = far_keys
+    exact = F.scaled_dot_product_attention(
+        *(tensor.float() for tensor in far_keys), enable_gqa=True
+    )
+    found = matmul_attention(query, keys, values, None, None)
+    assert torch.allclose(found.float(), exact, atol=0.05)
+    grouped = query.view(1, 2, 80, 16)
+    merged, lse = matmul_attention_lse(grouped, keys, values, 0.25)
+    assert torch.allclose(merged.view(1, 4, 40, 16).float(), exact, atol=0.05)
+    expected = reference(*(tensor.float() for tensor in (grouped, keys, values)), 0.25)[1]
+    assert torch.allclose(lse, expected, atol=0.1)
+    slots = torch.arange(40)
+    weights = head_mean(query[0], keys[0], slots, None, None)
+    true = head_mean(query[0].float(), keys[0].float(), slots, None, None)
+    assert torch.allclose(weights, true, atol=0.03)
