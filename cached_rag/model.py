@@ -19,11 +19,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from cached_rag import attention, fingerprint
+from cached_rag import fingerprint
 from cached_rag.assemble import KVShapes
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.fuse import Decoder
-from cached_rag.probe import find_decoder, find_rule, kv_shapes
+from cached_rag.probe import examine
 from cached_rag.relocate import PositionRule
 from cached_rag.resolve import ModelSource, cache_dir, resolve
 
@@ -130,23 +130,20 @@ def wrap_model(model: Any, tokenizer: Any, *, name: str, revision: str) -> Langu
             "Convert it with transformers, or use another model."
         )
     model.eval()
-    attention.register()
-    decoder = find_decoder(model)
-    shapes = kv_shapes(decoder)
-    rule = find_rule(decoder, shapes)
+    found = examine(model)
     facts = {
         "version": _KV_VERSION,
         "weights": revision,
         "config": _config_facts(model.config),
         "tokenizer": fingerprint.digest(tokenizer.backend_tokenizer.to_str()),
-        "dtype": str(shapes.dtype),
+        "dtype": str(found.shapes.dtype),
     }
     return LanguageModel(
         name=name,
-        decoder=decoder,
+        decoder=found.decoder,
         tokenizer=tokenizer,
-        shapes=shapes,
-        rule=rule,
+        shapes=found.shapes,
+        rule=found.rule,
         fingerprint=fingerprint.model_fingerprint(facts),
         context_length=_context_length(model.config),
         eos_ids=_eos_ids(model),

@@ -19,6 +19,8 @@ from cached_rag.errors import RelocationError
 Style = Literal["none", "half", "interleaved"]
 # Keys are rotated in slices of about this many elements: the fp32 intermediates then stay in cache.
 _SLICE_ELEMENTS = 1 << 19
+# Pairs of dimensions smaller than this share of a head's average hold rounding errors, no position.
+_LEAST_PAIR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -179,10 +181,9 @@ def match_rule(
         at_zero, at_delta: (num_kv_heads, seq_len, head_dim) keys of one layer, same tokens.
         delta: how far apart the observations are.
         candidates: frequency sets to try.
-        tolerance: largest error allowed, as a share of the largest key.
+        tolerance: largest error allowed of a pair of dimensions, as a share of its size.
     """
     before, after = at_zero.float()[None], at_delta.float()[None]
-    scale = float(after.abs().max())
     rules = [LayerRule("none")]
     for inv_freq in candidates:
         rules += [LayerRule("half", inv_freq), LayerRule("interleaved", inv_freq)]
@@ -192,6 +193,21 @@ def match_rule(
             continue
         moved = torch.empty_like(before)
         _rotate(before, rule, delta, moved)
-        errors.append((float((moved - after).abs().max()), rule))
+        errors.append((_mismatch(moved, after, rule), rule))
     error, best = min(errors, key=lambda pair: pair[0])
-    return best if error <= tolerance * scale else None
+    return best if error <= tolerance else None
+
+
+def _mismatch(moved: torch.Tensor, after: torch.Tensor, rule: LayerRule) -> float:
+    """The largest error of dimensions that turn together, as a share of their size over tokens.
+
+    Of each pair by itself: real keys have pairs a hundred times as large as others.
+    """
+    parts = []
+    for square in ((moved - after).square(), after.square()):
+        first, second = _pairs(square, rule)
+        both = torch.cat([first + second, square[..., rule.rotary_dim :]], dim=-1)
+        parts.append(both.mean(dim=2).sqrt())
+    error, size = parts
+    least = _LEAST_PAIR * size.mean(dim=-1, keepdim=True)
+    return float((error / size.maximum(least).clamp(min=1e-30)).max())

@@ -37,6 +37,8 @@ ORDER = (
         "row_pass",
         "store",
         "fuse",
+        "full_precision",
+        "recording",
         "probe",
         "model",
         "prompt",
