@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from cached_rag import fingerprint
 from cached_rag.assemble import KVShapes
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.fuse import Decoder
+from cached_rag.gguf import convert
+from cached_rag.memory import check_fits
 from cached_rag.probe import examine
 from cached_rag.relocate import PositionRule
 from cached_rag.resolve import ModelSource, cache_dir, resolve
@@ -80,13 +82,15 @@ def load_model(
 
     Raises:
         ModelNotFoundError: no such model, or it cannot be fetched.
-        ModelError: it is not a causal LM with a fast tokenizer, or partial prefill fails on it.
+        ModelError: it is not a causal LM with a fast tokenizer, partial prefill fails on it, or it
+            does not fit in memory.
     """
     source = resolve(name)
     device = device or best_device()
     torch_dtype = parse_dtype(dtype) if dtype is not None else fastest_dtype(device)
-    path = _converted(source) if source.is_gguf else source.path
     try:
+        path = _converted(source) if source.is_gguf else source.path
+        check_fits(name, AutoConfig.from_pretrained(path), torch_dtype, device)
         tokenizer = AutoTokenizer.from_pretrained(path)
         with _without_bars() if Path(path).is_dir() else nullcontext():
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype)
@@ -214,28 +218,18 @@ def _eos_ids(model: Any) -> frozenset[int]:
 
 
 def _converted(source: ModelSource) -> str:
-    """Folder with the GGUF's weights as bf16 safetensors, made once and keyed by its digest.
-
-    Reading a GGUF takes ten times as long as reading what it is converted to.
-    """
+    """Folder with the GGUF's weights as bf16 safetensors, made once and keyed by its digest."""
     folder = cache_dir() / "models" / source.digest
     if (folder / "config.json").is_file():
         return str(folder)
-    path = Path(source.path)
-    where = {"gguf_file": path.name}
-    model = AutoModelForCausalLM.from_pretrained(str(path.parent), dtype=torch.bfloat16, **where)
-    tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **where)
-    model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = tempfile.mkdtemp(dir=folder.parent)
     try:
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+        convert(Path(source.path), Path(temporary))
         os.replace(temporary, folder)
     except OSError:
-        shutil.rmtree(temporary, ignore_errors=True)
         if not (folder / "config.json").is_file():  # else another process was first
             raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return str(folder)

@@ -26,6 +26,8 @@ ORDER = (
         "assemble",
         "loading",
         "resolve",
+        "gguf",
+        "memory",
     ),
     *(
         "matmul_attention",

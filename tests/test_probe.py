@@ -140,7 +140,7 @@ def test_one_layers_window_ignored_stands_out(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "80 layers", "8B"])
+@pytest.mark.parametrize("name", ["llama", "80 layers", "1.5B"])
 def test_wrong_frequencies_stand_out(name, dtype, monkeypatch):
     model = model_of(name, dtype)
     true = probe._frequencies(model)

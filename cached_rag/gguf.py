@@ -1,0 +1,131 @@
+"""A GGUF file to a folder of bf16 safetensors, tensor by tensor. Knows files; loads no model.
+
+Reading a GGUF takes ten times as long as reading what it is converted to. Names, permutations and
+the tokenizer are transformers' own; only the order is ours: a tensor is unpacked, written down and
+forgotten, so the conversion needs memory for the largest tensor and one shard, not for the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import modeling_gguf_pytorch_utils as loader
+from transformers.integrations.gguf import is_gguf_arch_supported
+
+_SHARD_BYTES = 512 << 20
+# Unpacking takes several times the memory of what it gives, so it is done by so many elements.
+_UNPACKED = 1 << 24
+
+
+def convert(source: Path, folder: Path) -> None:
+    """Write a GGUF's configuration, tokenizer and weights into an existing folder.
+
+    Raises:
+        OSError: there is no room.
+        ValueError: the file is damaged, or of an unknown kind.
+    """
+    try:
+        _convert(source, folder)
+    except (LookupError, RuntimeError, TypeError) as error:  # whatever readers make of damage
+        raise ValueError(f"{source} is damaged ({type(error).__name__}: {error})") from error
+
+
+def _convert(source: Path, folder: Path) -> None:
+    from gguf import GGUFReader
+
+    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+    reader = GGUFReader(source)
+    kind = loader.read_field(reader, "general.architecture")[0]
+    if is_gguf_arch_supported(kind):
+        _convert_whole(where, folder)
+        return
+    config = AutoConfig.from_pretrained(**where)
+    config.architectures = [type(_empty(config)).__name__]
+    config.dtype = torch.bfloat16
+    reader.fields.clear()  # the vocabulary, as a million small arrays
+    _write(_tensors(reader, config, kind), folder)
+    config.save_pretrained(folder)  # last: a folder with a configuration is complete
+
+
+def _empty(config: Any) -> Any:
+    """The model without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _tensors(reader: Any, config: Any, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight by its name in transformers, in bf16."""
+    processor = loader.TENSOR_PROCESSORS.get(kind, loader.TensorProcessor)(config.to_dict())
+    names = loader.get_gguf_hf_weights_map(_empty(config), processor)
+    # Experts are put together from several tensors; they wait here for the last one.
+    merged: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}
+
+    def converted(tensor: Any) -> tuple[str, torch.Tensor] | None:
+        done = processor.process(
+            weights=_unpacked(tensor),
+            name=tensor.name,
+            tensor_key_mapping=names,
+            parsed_parameters=merged,
+        )
+        if done.name not in names:
+            return None
+        return names[done.name], torch.from_numpy(np.ascontiguousarray(done.weights)).bfloat16()
+
+    yield from filter(None, map(converted, reader.tensors))
+    for name, weights in merged["tensors"].items():
+        yield name, weights.bfloat16()
+
+
+def _unpacked(tensor: Any) -> Any:
+    """A tensor's values in fp32."""
+    from gguf import dequantize
+
+    data, shape = tensor.data, tuple(int(n) for n in reversed(tensor.shape))
+    if data.ndim < 2:
+        return dequantize(data, tensor.tensor_type).copy()  # of the mapped file
+    values = np.empty(shape, np.float32)
+    step = max(1, _UNPACKED // (values.size // len(values)))
+    for begin in range(0, len(data), step):
+        some = slice(begin, begin + step)
+        values[some] = dequantize(data[some], tensor.tensor_type)
+    return values
+
+
+def _write(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Shards of a bounded size, and an index of them."""
+    shard: dict[str, torch.Tensor] = {}
+    places: dict[str, str] = {}
+    total = 0
+
+    def flush() -> None:
+        file = f"model-{len(set(places.values())) + 1:05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        places.update(dict.fromkeys(shard, file))
+        shard.clear()
+
+    for name, weights in tensors:
+        shard[name] = weights
+        total += weights.nbytes
+        if sum(kept.nbytes for kept in shard.values()) >= _SHARD_BYTES:
+            flush()
+    if shard:
+        flush()
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def _convert_whole(where: dict[str, str], folder: Path) -> None:
+    """As transformers does it, for the kinds whose tensors it converts itself while it loads."""
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)

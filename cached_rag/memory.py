@@ -1,0 +1,58 @@
+"""Whether a model fits, said before it is loaded. Knows bytes; loads nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoModelForCausalLM
+
+from cached_rag.errors import ModelError
+
+# What loading takes besides the weights, and what the first prompts do (docs/models.md).
+_OVERHEAD = 512 << 20
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def weight_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of a model's weights in a dtype, by its configuration."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(int(weights.numel()) for weights in model.parameters()) * dtype.itemsize
+
+
+def free_bytes(device: str) -> int:
+    """Bytes that a model may take there: of the machine, and of the container it is in."""
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info(torch.device(device))[0]
+    found = int(psutil.virtual_memory().available)
+    limit, used = (_number(_CGROUP / name) for name in ("memory.max", "memory.current"))
+    return found if limit is None or used is None else min(found, limit - used)
+
+
+def check_fits(name: str, config: Any, dtype: torch.dtype, device: str) -> None:
+    """Refuse what would be ended by the system halfway.
+
+    Raises:
+        ModelError: the weights and what loading takes besides exceed what is free.
+    """
+    weights, free = weight_bytes(config, dtype), free_bytes(device)
+    if weights + _OVERHEAD <= free:
+        return
+    kind = str(dtype).removeprefix("torch.")
+    raise ModelError(
+        f"{name} does not fit: its weights take {weights / 2**30:.1f} GiB in {kind} and "
+        f"loading {_OVERHEAD / 2**30:.1f} GiB more, and {max(free, 0) / 2**30:.1f} GiB of memory "
+        f"are free on {device}. Free some, use a smaller model, or a machine with more memory"
+        + ('; dtype="bfloat16" takes half of it.' if dtype == torch.float32 else ".")
+    )
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None without a file, or where it says "max"."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
