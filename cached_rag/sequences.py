@@ -86,11 +86,14 @@ class SequenceTree:
         taken: list[int] = []
         left = list(range(len(names)))
         with self._lock:
-            while step := next((i for i in left if self._is_known((*path, names[i]))), None):
+            while (step := self._next(path, names, left)) is not None:
                 path = (*path, names[step])
                 taken.append(step)
                 left.remove(step)
         return [*taken, *left]
+
+    def _next(self, path: tuple[str, ...], names: Sequence[str], left: list[int]) -> int | None:
+        return next((i for i in left if self._is_known((*path, names[i]))), None)
 
     def _is_known(self, path: tuple[str, ...]) -> bool:
         key = self._paths.get(path)

@@ -94,6 +94,9 @@ def test_order_follows_the_longest_known_path(engine):
     ]
     assert [["d", "b", "a"][i] for i in tree.order(["d", "b", "a"])] == ["a", "d", "b"]
     assert tree.order(["b", "c"]) == [0, 1]
+    # A path may begin with the first name, and go on with it.
+    assert [["a", "c", "b"][i] for i in tree.order(["a", "c", "b"])] == ["a", "b", "c"]
+    assert [["a", "x", "d"][i] for i in tree.order(["a", "x", "d"])] == ["a", "d", "x"]
     done.release()
 
 
