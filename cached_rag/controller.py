@@ -39,39 +39,38 @@ class Controller:
     profile: Profile
     floor: float
 
-    def decide(self, modules: Sequence[tuple[int, str]]) -> Decision:
-        """Decide for modules, each given as (tokens, tier that has it)."""
-        loaded = tuple(self.is_worth_loading(tokens, tier) for tokens, tier in modules)
+    def decide(self, modules: Sequence[tuple[int, int, str]]) -> Decision:
+        """Decide for modules, each given as (tokens before it, tokens, tier that has it)."""
+        loaded = tuple(self.is_worth_loading(n, tier, behind) for behind, n, tier in modules)
         kept = [module for module, is_kept in zip(modules, loaded, strict=True) if is_kept]
-        tokens = sum(count for count, _ in kept)
-        loading = sum(self.profile.load_s(count, tier) for count, tier in kept)
-        hidden = loading / self.profile.compute_s(tokens) if tokens else 0.0
+        loading = sum(self.profile.load_s(count, tier) for _, count, tier in kept)
+        computing = sum(self.profile.compute_s(count, behind) for behind, count, _ in kept)
+        hidden = loading / computing if kept else 0.0
         ratio = min(1.0, max(self.floor, hidden))
-        return Decision(ratio, loaded, self._reason(ratio, tokens, loading, len(modules), kept))
+        why = "the floor" if ratio == self.floor else "what hides behind loading"
+        reason = (
+            f"{len(kept)} of {len(modules)} modules loaded, {sum(n for _, n, _ in kept)} tokens "
+            f"in {loading * 1000:.1f} ms; ratio {ratio:.3f} is {why} and takes "
+            f"{ratio * computing * 1000:.1f} ms"
+        )
+        return Decision(ratio, loaded, reason)
 
-    def is_worth_loading(self, tokens: int, tier: str) -> bool:
-        """Whether a module is sooner loaded than computed."""
-        return self.profile.load_s(tokens, tier) < self.profile.compute_s(tokens)
+    def is_worth_loading(self, tokens: int, tier: str, behind: int = 0) -> bool:
+        """Whether a module that stands behind other tokens is sooner loaded than computed."""
+        return self.profile.load_s(tokens, tier) < self.profile.compute_s(tokens, behind)
 
-    def cheapest_tier(self, tokens: int, ratio: float, tiers: Mapping[str, float]) -> str | None:
+    def cheapest_tier(
+        self, tokens: int, ratio: float, tiers: Mapping[str, float], behind: int = 0
+    ) -> str | None:
         """For a fixed ratio, the cheapest tier whose loading hides behind the recompute.
 
         Args:
             tiers: price of each tier, in any unit.
+            behind: tokens before the module.
 
         Returns:
             None if even the fastest adds delay.
         """
-        room = self.profile.compute_s(ratio * tokens)
+        room = ratio * self.profile.compute_s(tokens, behind)
         hiding = [tier for tier in tiers if self.profile.load_s(tokens, tier) <= room]
         return min(hiding, key=lambda tier: tiers[tier], default=None)
-
-    def _reason(
-        self, ratio: float, tokens: int, loading: float, count: int, kept: Sequence[object]
-    ) -> str:
-        computing = self.profile.compute_s(ratio * tokens)
-        why = "the floor" if ratio == self.floor else "what hides behind loading"
-        return (
-            f"{len(kept)} of {count} modules loaded, {tokens} tokens in {loading * 1000:.1f} ms; "
-            f"ratio {ratio:.3f} is {why} and takes {computing * 1000:.1f} ms"
-        )

@@ -16,6 +16,8 @@ from cached_rag.profile import profile_of
 from cached_rag.selectors import CacheBlend, Layout
 
 _TOKENS = 64
+# What the loading controller is shown on: modules of so many tokens, a prompt of so many.
+_MODULE, _PROMPT = 512, 8192
 # What rounding may do to logits, as a share of the largest.
 _ROUNDING = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
@@ -52,15 +54,22 @@ def examine(engine: Engine) -> dict[str, object]:
 
 
 def _loading(engine: Engine) -> dict[str, object]:
-    """What the loading controller knows, and what it makes of eight modules of 512 tokens."""
-    profile = profile_of(engine.model, fresh=True)
+    """What the loading controller knows, and what it makes of modules of 512 tokens."""
+    model = engine.model
+    profile = profile_of(model, fresh=True)
     control = Controller(profile, AUTO_RATIO)
+    lengths = [min(length, model.context_length) for length in (_MODULE, _PROMPT)]
+    places = range(0, lengths[-1], lengths[0])
+
+    def reason(tier: str) -> str:
+        return control.decide([(begin, lengths[0], tier) for begin in places]).reason
+
     return {
-        "prefill_tokens_per_s": profile.prefill_tokens_per_s,
+        **{f"prefill_tokens_per_s_{n}": round(n / profile.compute_s(n), 1) for n in lengths},
         "memory_bytes_per_s": profile.memory_bytes_per_s,
         "disk_bytes_per_s": profile.disk_bytes_per_s,
-        "loading_from_memory": control.decide([(512, "memory")] * 8).reason,
-        "loading_from_disk": control.decide([(512, "disk")] * 8).reason,
+        "loading_from_memory": reason("memory"),
+        "loading_from_disk": reason("disk"),
     }
 
 

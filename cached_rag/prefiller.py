@@ -186,10 +186,12 @@ class Prefiller:
         if floor is None:  # `auto` on a model that cannot have its method
             return plan, selector
         placements = plan.placements
-        tiers = ["memory" if isinstance(p.kv, ModuleKV) else "disk" for p in placements]
-        control = Controller(profile_of(self.model), floor)
-        sizes = [place.kv.seq_len for place in placements]
-        decision = control.decide(list(zip(sizes, tiers, strict=True)))
+        decision = Controller(profile_of(self.model), floor).decide(
+            [
+                (p.begin, p.kv.seq_len, "memory" if isinstance(p.kv, ModuleKV) else "disk")
+                for p in placements
+            ]
+        )
         report.decision = decision.reason
         kept = [p for p, is_loaded in zip(placements, decision.loaded, strict=True) if is_loaded]
         chosen: Any = selector
