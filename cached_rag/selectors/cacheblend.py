@@ -1,8 +1,8 @@
-"""CacheBlend (sections 4.2 and 4.3): recompute the tokens whose values deviate most.
+"""CacheBlend (sections 4.2 and 4.3): recompute the tokens whose keys and values deviate most.
 
-All rows run through layer 0; at the check layer the fresh values are compared with the cached
-ones, and from there on only the most deviating rows and the live ones are computed. Unlike the
-authors' released scripts, every question token is live.
+All rows run through layer 0; at the check layer what is fresh is compared with what was cached,
+and from there on only the most deviating rows and the live ones are computed. Unlike the authors'
+released scripts, every question token is live.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from cached_rag.selectors.base import LayerCheck, Layout
 
 # Schedules start at 1.5 r. The gradual one falls to 0.5 r at the last layer: r on average.
 _SPAN = 0.5
-_SCORES = ("values", "keys")
+_SCORES = ("values", "keys", "kv")
 
 
 @dataclass(frozen=True)
 class CacheBlend:
-    """Top-r by squared deviation.
+    """Top-r by deviation.
 
     Attributes:
         recompute_ratio: share r of the reused tokens that is recomputed.
@@ -30,7 +30,9 @@ class CacheBlend:
             layers each keeps fewer rows, the last one r.
         gradual: the paper's gradual filtering (Figure 9): measured again at every layer from the
             check layer on, r on average.
-        score: deviation of the "values" (the paper) or of the "keys" (LMCache).
+        score: what deviates: the "values" (the authors' released code) or the "keys" (LMCache),
+            squared differences; or both, "kv": the paper's KV deviation (section 4.1), absolute
+            differences of keys and values together.
     """
 
     transfers_drift: ClassVar[bool] = False
@@ -45,6 +47,8 @@ class CacheBlend:
             raise ConfigError(f"recompute_ratio is a share, 0 to 1, not {self.recompute_ratio}")
         if self.score not in _SCORES:
             raise ConfigError(f"score is one of {', '.join(_SCORES)}, not {self.score!r}")
+        if not isinstance(self.gradual, bool):
+            raise ConfigError(f"gradual is true or false, not {self.gradual!r}")
         layers = self.check_layer
         layers = (layers,) if isinstance(layers, int) else tuple(layers)
         if not layers or min(layers) < 1 or list(layers) != sorted(set(layers)):
@@ -81,11 +85,12 @@ class CacheBlend:
         return keep
 
     def deviation(self, check: LayerCheck) -> torch.Tensor:
-        """(num_rows,) squared distance of fresh to cached, over heads and dimensions."""
-        pair = (check.fresh_values, check.cached_values)
-        if self.score == "keys":
-            pair = (check.fresh_keys, check.cached_keys)
-        return (pair[0].float() - pair[1].float()).square().sum(dim=(0, 2))
+        """(num_rows,) how far fresh is from cached, summed over heads and dimensions."""
+        keys = check.fresh_keys.float() - check.cached_keys.float()
+        values = check.fresh_values.float() - check.cached_values.float()
+        if self.score == "kv":
+            return keys.abs().sum(dim=(0, 2)) + values.abs().sum(dim=(0, 2))
+        return (keys if self.score == "keys" else values).square().sum(dim=(0, 2))
 
     def _share(self, layer: int, layers: tuple[int, ...]) -> float:
         if len(layers) == 1:
