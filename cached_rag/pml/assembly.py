@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from cached_rag.errors import PMLError
-from cached_rag.pml.frames import frame_ids, frames
+from cached_rag.pml.frames import answer_header, frame_ids, frames, role_marks
 from cached_rag.pml.layout import Ids, Layout, Run
-from cached_rag.pml.nodes import Text
+from cached_rag.pml.nodes import Mark, Text
 from cached_rag.pml.prompt import Argument, Bit, Turn
 from cached_rag.prompt import Tokenization
 
@@ -40,6 +40,7 @@ class Assembler:
         self._layout, self._tokenization = layout, tokenization
         self._is_compact = is_compact
         self._frames = lru_cache(64)(self._framed)
+        self._markup = cache(self._marked)
 
     def pieces(self, turns: Sequence[Turn]) -> list[Piece]:
         """A prompt's tokens, up to the header of its answer.
@@ -51,7 +52,8 @@ class Assembler:
             begin = self._layout.begin
             found = [_of(begin)] if begin and begin.ids else []
             found += [piece for bit in turns[0].bits for piece in self._bit(bit)]
-            return found
+            header = [Piece(self._markup("", True))] if turns[0].ends_a_message else []
+            return [*found, *header]
         found = []
         around = self._frames(tuple(turn.role for turn in turns))
         for before, turn in zip(around, turns, strict=False):
@@ -76,8 +78,10 @@ class Assembler:
         return found
 
     def _bit(self, bit: Bit) -> list[Piece]:
-        if isinstance(bit, Text):
+        if isinstance(bit, Text | Mark) and bit.number is not None:
             return [_of(self._layout.texts[bit.number])]
+        if isinstance(bit, Mark):
+            return [Piece(self._markup(bit.role, bit.is_begin))]
         ids = tuple(self._tokenization.following(bit.text).ids)
         if not isinstance(bit, Argument):
             return [Piece(ids)]
@@ -90,6 +94,14 @@ class Assembler:
                 bit.file,
             )
         return [Piece(ids, start=self._layout.texts[bit.param.number].start)]
+
+    def _marked(self, role: str, is_begin: bool) -> Ids:
+        """Tokens around a message that a prompt adds; without a role, those before its answer."""
+        if role:
+            text = role_marks(self._tokenization, role)[not is_begin]
+        else:
+            text = answer_header(self._tokenization)
+        return frame_ids(self._tokenization, text, is_first=False)
 
     def _framed(self, roles: tuple[str, ...]) -> list[list[Piece]]:
         """The template around turns: the schema's own as far as it says the same."""

@@ -45,6 +45,55 @@ def frames(tokenization: Tokenization, roles: Sequence[str], *, open_answer: boo
     return [*found, text]
 
 
+def role_marks(tokenization: Tokenization, role: str) -> tuple[str, str]:
+    """What the template puts before and after a message of a role, whatever stands around it.
+
+    Raises:
+        ConfigError: as `frames`, or what it puts there depends on what stands around it.
+    """
+
+    def around(*roles: str) -> list[str]:
+        return frames(tokenization, roles, open_answer=False)
+
+    said = around("user", "assistant", "user")
+    ends = {"user": said[3], "assistant": around("user", "assistant")[2]}
+    begins = {
+        "user": _behind(ends["assistant"], said[2], role),
+        "assistant": _behind(ends["user"], said[1], role),
+    }
+    if role in ends:
+        return begins[role], ends[role]
+    before, between, _ = around("system", "user")
+    if not between.endswith(begins["user"]):
+        raise _depends(role)
+    bos = tokenization.tokenizer.decode(tokenization.begin_ids)
+    return before.removeprefix(bos), between.removesuffix(begins["user"])
+
+
+def answer_header(tokenization: Tokenization) -> str:
+    """What the template puts between a user's message and its answer.
+
+    Raises:
+        ConfigError: as `role_marks`.
+    """
+    _, end = role_marks(tokenization, "user")
+    return _behind(end, frames(tokenization, ["user"], open_answer=True)[-1], "assistant")
+
+
+def _behind(end: str, frame: str, role: str) -> str:
+    """A frame without the end of the message before it."""
+    if not frame.startswith(end):
+        raise _depends(role)
+    return frame.removeprefix(end)
+
+
+def _depends(role: str) -> ConfigError:
+    return ConfigError(
+        f"what this model's chat template puts around <{role}> depends on the messages beside it, "
+        "so that message cannot stand in a module; put it directly into the schema"
+    )
+
+
 def frame_ids(tokenization: Tokenization, frame: str, *, is_first: bool) -> tuple[int, ...]:
     """Tokens of a frame, its control tokens obeyed; BOS is in it where the template wants one."""
     if not frame:

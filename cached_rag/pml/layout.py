@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from tokenizers.decoders import ByteLevel
 
-from cached_rag.pml.frames import frame_ids, frames
-from cached_rag.pml.nodes import Module, Node, Param, Path, SchemaNode, Text, Union, walk
+from cached_rag.pml.frames import frame_ids, frames, role_marks
+from cached_rag.pml.nodes import Mark, Module, Node, Param, Path, SchemaNode, Text, Union, walk
 from cached_rag.prompt import Tokenization
 
 Ids = tuple[int, ...]
@@ -55,7 +55,7 @@ class Layout:
     """A schema's runs.
 
     Attributes:
-        texts: of texts and parameters, by their number in the schema.
+        texts: of texts, parameters and marks, by their number in the schema.
         frames: of the chat template around messages: one before each, one after the last.
         frame_texts: what those say.
         begin: tokens every prompt begins with that no text has (BOS); empty in chats, whose
@@ -108,6 +108,11 @@ class _Setter:
                 fill = self._placeholder(child)
                 run = Run((), self.position, child.length, child.unit, fill, is_cached=False)
                 self.texts[child.number] = self._add(run)
+            elif isinstance(child, Mark):
+                assert child.number is not None
+                markup = role_marks(self.tokenization, child.role)[not child.is_begin]
+                ids = frame_ids(self.tokenization, markup, is_first=False)
+                self.texts[child.number] = self.put(ids, child.unit, is_cached=child.is_cached)
             elif isinstance(child, Union):
                 self._union(child)
             else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 Path = tuple[str, ...]
 ROLES = ("system", "user", "assistant")
@@ -87,7 +87,27 @@ class Message:
     where: Where
 
 
-Node = Text | Param | Module | Union | Message
+@dataclass(frozen=True)
+class Mark:
+    """Where a message of a schema with messages in modules begins or ends.
+
+    There, the chat template's markup is text of the module that says it.
+
+    Attributes:
+        number: as of a text; None for a message that a prompt adds.
+        text: nothing; what stands there is for the model's template to say.
+    """
+
+    number: int | None
+    role: str
+    is_begin: bool
+    unit: Path = ()
+    is_cached: bool = True
+    text: ClassVar[str] = ""
+
+
+Leaf = Text | Param | Mark
+Node = Leaf | Module | Union | Message
 
 
 @dataclass(frozen=True)
@@ -104,7 +124,8 @@ class SchemaNode:
     """A whole schema.
 
     Attributes:
-        children: messages only, or no message at all.
+        children: messages only, or no message at all; messages in modules are marks and what
+            stands between them.
     """
 
     name: str
@@ -117,12 +138,17 @@ class SchemaNode:
         """Its turns; empty for a schema that is no chat."""
         return tuple(child for child in self.children if isinstance(child, Message))
 
+    @property
+    def has_marks(self) -> bool:
+        """Whether modules hold messages."""
+        return any(isinstance(node, Mark) for node in walk(self.children))
+
 
 def walk(children: tuple[Node, ...]) -> Iterator[Node]:
     """All nodes in document order, parents first."""
     for child in children:
         yield child
-        if not isinstance(child, Text | Param):
+        if not isinstance(child, Leaf):
             yield from walk(child.children)
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cached_rag.pml.layout import Layout, lay_out
-from cached_rag.pml.nodes import Message, Module, Node, Param, Text, Union
+from cached_rag.pml.nodes import Mark, Message, Module, Node, Param, Text, Union
 from cached_rag.pml.schema import Schema
 from cached_rag.prompt import Tokenization
 
@@ -66,6 +66,11 @@ def _outline(node: Node, layout: Layout) -> Outline:
     if isinstance(node, Text):
         run = layout.texts[node.number]
         return Outline("text", _short(node.text), run.length, run.start, run.end)
+    if isinstance(node, Mark):
+        assert node.number is not None
+        run = layout.texts[node.number]
+        label = f"begin of {node.role}" if node.is_begin else f"end of {node.role}"
+        return Outline("template", label, run.length, run.start, run.end)
     if isinstance(node, Param):
         run = layout.texts[node.number]
         return Outline("param", f"{node.name} (at most {node.length})", 0, run.start, run.end)

@@ -13,6 +13,7 @@ from cached_rag.errors import PMLError
 from cached_rag.pml.markup import Chars, Element, check_attributes, nearest
 from cached_rag.pml.nodes import (
     ROLES,
+    Mark,
     Message,
     Module,
     Node,
@@ -47,12 +48,14 @@ class _Parser:
     """Walks elements in document order; remembers the white space that the next text begins with.
 
     `_separator` is None where a prompt or a message begins: no white space stands there.
+    `_role` is that of the message it is in; empty outside of messages.
     """
 
     def __init__(self, file: str | None) -> None:
         self._file = file
         self._count = 0
         self._separator: str | None = None
+        self._role = ""
 
     def fail(self, what: str, where: Where) -> PMLError:
         return PMLError(what, where, self._file)
@@ -65,7 +68,8 @@ class _Parser:
         name = self._name(root)
         scaffolds = [e for e in root.content if isinstance(e, Element) and e.tag == "scaffold"]
         content = [e for e in root.content if e not in scaffolds]
-        is_chat = any(isinstance(e, Element) and e.tag in ROLES for e in content)
+        tags = [e for e in content if isinstance(e, Element)]
+        is_chat = any(e.tag in ROLES for e in tags) and not any(map(_holds_messages, tags))
         inside = Element("schema", root.attributes, root.where, content)
         keep = self._keeps_space(root, keep=False)
         children = tuple(
@@ -79,15 +83,12 @@ class _Parser:
     def _turns(self, root: Element, *, keep: bool) -> Iterator[Message]:
         for part in root.content:
             if isinstance(part, Element) and part.tag in ROLES:
-                check_attributes(part, (_SPACE,), self._file)
-                self._separator = None
-                nodes = self._nodes(part, (), keep=self._keeps_space(part, keep=keep))
-                yield Message(part.tag, tuple(nodes), part.where)
+                yield Message(part.tag, tuple(self._said(part, (), keep=keep)), part.where)
             elif isinstance(part, Element) or part.text.strip():
                 what = f"<{part.tag}>" if isinstance(part, Element) else "text"
                 raise self.fail(
                     f"{what} beside messages: a schema with <system>, <user> or <assistant> holds "
-                    "everything inside them",
+                    "everything inside them, or has messages in its modules",
                     part.where,
                 )
 
@@ -105,16 +106,30 @@ class _Parser:
             elif part.tag == "union":
                 yield self._union(part, unit, keep=keep, is_cached=is_cached)
             elif part.tag in ROLES:
-                raise self.fail(
-                    f"<{part.tag}> inside <{parent.tag}>: messages stand directly in the schema",
-                    part.where,
-                )
+                begin = Mark(self._number(), part.tag, True, unit, is_cached)
+                said = tuple(self._said(part, unit, keep=keep, is_cached=is_cached))
+                end = Mark(self._number(), part.tag, False, unit, is_cached)
+                yield from (begin, *said, end)
             elif part.tag == "scaffold":
                 raise self.fail("a scaffold stands directly in <schema>", part.where)
             else:
                 known = ("module", "union", *_PARAM, *ROLES)
                 hint = nearest(part.tag, known)
                 raise self.fail(f"a schema has no <{part.tag}>{hint}", part.where)
+
+    def _said(
+        self, message: Element, unit: Path, *, keep: bool, is_cached: bool = True
+    ) -> Iterator[Node]:
+        """What a message holds."""
+        if self._role:
+            raise self.fail(
+                f"<{message.tag}> inside <{self._role}>: a message holds no other", message.where
+            )
+        check_attributes(message, (_SPACE,), self._file)
+        self._role, self._separator = message.tag, None
+        keep = self._keeps_space(message, keep=keep)
+        yield from self._nodes(message, unit, keep=keep, is_cached=is_cached)
+        self._role, self._separator = "", None
 
     def _text(self, chars: Chars, *, keep: bool) -> str:
         """A text with the white space before it; empty if it is white space alone."""
@@ -246,6 +261,14 @@ class _Parser:
     def _number(self) -> int:
         self._count += 1
         return self._count - 1
+
+
+def _holds_messages(element: Element) -> bool:
+    """Whether messages stand in a module, or in what is no message itself."""
+    inside = [part for part in element.content if isinstance(part, Element)]
+    return element.tag not in ROLES and any(
+        part.tag in ROLES or _holds_messages(part) for part in inside
+    )
 
 
 def _named(children: tuple[Node, ...]) -> Iterator[tuple[str, Where]]:

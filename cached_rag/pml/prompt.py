@@ -14,6 +14,8 @@ from cached_rag.errors import PMLError
 from cached_rag.pml.markup import nearest
 from cached_rag.pml.nodes import (
     ROLES,
+    Leaf,
+    Mark,
     Message,
     Module,
     Node,
@@ -87,12 +89,12 @@ class New:
     text: str
 
 
-Bit = Text | Argument | New
+Bit = Text | Mark | Argument | New
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One message of a prompt, or the whole of a prompt that is no chat (role "")."""
+    """One message of a prompt, or the whole of a prompt whose schema is no chat (role "")."""
 
     role: str
     bits: tuple[Bit, ...]
@@ -101,6 +103,22 @@ class Turn:
     def text(self) -> str:
         """What it says."""
         return "".join(bit.text for bit in self.bits)
+
+    @property
+    def ends_a_message(self) -> bool:
+        """Whether the last thing in it is the end of a message in a module, or behind modules."""
+        return bool(self.bits) and isinstance(self.bits[-1], Mark)
+
+    def messages(self) -> list[tuple[str, str]]:
+        """(role, text) of the messages in it; text outside of all is the user's."""
+        found = [("user", "")]
+        for bit in self.bits:
+            if isinstance(bit, Mark):
+                found.append((bit.role if bit.is_begin else "user", ""))
+            else:
+                role, text = found[-1]
+                found[-1] = (role, text + bit.text)
+        return [(role, text) for role, text in found if text]
 
 
 @dataclass
@@ -178,7 +196,7 @@ def select(
     """The prompt's turns: the schema's texts that it has, arguments and new text in their places.
 
     New text stands right behind the import before it, or before the first one; behind the last one
-    it stands at the end of the schema, in a message of the user's.
+    it stands at the end of the schema, in a message of the user's where a message stands before it.
 
     Args:
         arguments: of parameters outside all modules.
@@ -197,14 +215,17 @@ def select(
     _check_unions(schema.children, choice)
     added = choice.after[_END]
     if not schema.messages:
-        if choice.said:
+        if choice.said and not schema.has_marks:
             raise PMLError(
                 f"<{choice.said[0].role}> in a prompt whose schema has no messages; put the text "
                 "in without a tag",
                 choice.said[0].where,
                 file,
             )
-        bits = [*_bits(schema.children, choice), *map(New, added)]
+        bits = list(_bits(schema.children, choice))
+        is_user = bool(added) and Turn("", tuple(bits)).ends_a_message
+        bits += _framed("user", added) if is_user else map(New, added)
+        bits += [bit for said in choice.said for bit in _framed(said.role, [said.text])]
         return (Turn("", _spaced(bits)),)
     turns = [(m.role, list(_bits(m.children, choice))) for m in schema.messages]
     if added and turns[-1][0] != "user":
@@ -214,9 +235,14 @@ def select(
     return tuple(Turn(role, _spaced(bits)) for role, bits in turns)
 
 
+def _framed(role: str, texts: Sequence[str]) -> list[Bit]:
+    """A message that the schema does not have."""
+    return [Mark(None, role, True), *map(New, texts), Mark(None, role, False)]
+
+
 def _bits(children: tuple[Node, ...], choice: _Choice) -> Iterator[Bit]:
     for child in children:
-        if isinstance(child, Text):
+        if isinstance(child, Text | Mark):
             yield child
         elif isinstance(child, Param):
             given = choice.imports[child.unit]
@@ -235,8 +261,9 @@ def _spaced(bits: Sequence[Bit]) -> tuple[Bit, ...]:
     spaced: list[Bit] = []
     for bit in bits:
         if isinstance(bit, New):
-            text = bit.text if spaced else bit.text.lstrip()
-            bit = New("\n" + text if spaced and not text[:1].isspace() else text)
+            is_first = not spaced or isinstance(spaced[-1], Mark)
+            text = bit.text.lstrip() if is_first else bit.text
+            bit = New(text if is_first or text[:1].isspace() else "\n" + text)
         spaced.append(bit)
     return tuple(spaced)
 
@@ -252,5 +279,5 @@ def _check_unions(children: tuple[Node, ...], choice: _Choice) -> None:
                     choice.imports[chosen[1].path].where,
                     choice.file,
                 )
-        if not isinstance(child, Text | Param):
+        if not isinstance(child, Leaf):
             _check_unions(child.children, choice)

@@ -200,9 +200,11 @@ class SchemaPrompt:
 
     def plain(self) -> str | list[dict[str, str]]:
         """The same for any model: a string, or chat messages."""
-        if not self.turns[0].role:
-            return self.turns[0].text
-        return [{"role": turn.role, "content": turn.text} for turn in self.turns]
+        whole = self.turns[0]
+        if not whole.role and not self.schema.node.has_marks:
+            return whole.text
+        said = [(turn.role, turn.text) for turn in self.turns] if whole.role else whole.messages()
+        return [{"role": role, "content": text} for role, text in said]
 
     def sent(self) -> str | list[dict[str, str]]:
         """As `plain`, remembered for a while, so that who gets it can `receive` it whole."""

@@ -121,7 +121,11 @@ MISTAKES = [
     (schema("<union>text</union>"), 1, 25, "holds modules only"),
     (schema("<union/>"), 1, 18, "an empty union"),
     (schema('<union scaffold="b"><module name="a"/></union>'), 1, 18, "not in it"),
-    (schema('<module name="a"><user>x</user></module>'), 1, 35, "stand directly in the schema"),
+    (schema('<module name="a"><user>\n<system>x</system></user></module>'), 2, 1, "no other"),
+    (schema('<user><module name="a"><user>x</user></module></user>'), 1, 41, "holds no other"),
+    (schema('<module name="a"><user when="x"/></module>'), 1, 35, "no attribute 'when'"),
+    (schema('<module name="a"><user><param name="p"/></user></module>'), 1, 41, "at least 1"),
+    (schema('<user/><module name="a">x</module>'), 1, 25, "has messages in its modules"),
     (schema("text<user>x</user>"), 1, 18, "holds everything inside them"),
     (schema('<module name="a"/><scaffold name="s"><b/></scaffold>'), 1, 55, "no module 'b'"),
     (schema('<scaffold name="s"/>'), 1, 18, "names the modules"),
@@ -229,27 +233,28 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         Schema.from_file(tmp_path / "bad.xml")
 
 
-AUTHORS = Path(__file__).parents[3] / "shared" / "data" / "prompt_cache"
+FILES = Path(__file__).parent / "files"  # the shapes of the Prompt Cache authors' own
 NAMED = {
-    "code_generation_game.xml": (167, "write &lt; for <"),
-    "schema_code_generation.xml": (26, "messages stand directly in the schema"),
-    "schema_long_task_1.xml": (26, "messages stand directly in the schema"),
-    "prompt_mbti.xml": (1, "checked with its schema"),
+    "game.xml": (9, 20, "write &lt; for <"),
+    "kinds_prompt.xml": (1, 1, "checked with its schema"),
 }
 
 
-@pytest.mark.skipif(not AUTHORS.is_dir(), reason="the paper's schema files are not in this folder")
-def test_the_papers_files_parse_or_their_mistake_is_named():
-    files = sorted(AUTHORS.rglob("*.xml"))
-    assert len(files) > 10
-    for file in files:
-        if file.name in NAMED:
-            line, what = NAMED[file.name]
-            with pytest.raises(PMLError, match=what) as failed:
-                Schema.from_file(file)
-            assert failed.value.line == line
-        else:
-            assert Schema.from_file(file).name
-    mbti = Schema.from_file(next(AUTHORS.rglob("schema_mbti.xml")))
-    said = mbti.prompt_from_file(next(AUTHORS.rglob("prompt_mbti.xml"))).plain()
-    assert "Extroversion (E) trait" in said[1]["content"]
+@pytest.mark.parametrize("file", sorted(FILES.glob("*.xml")), ids=lambda file: file.name)
+def test_files_like_the_papers_parse_or_their_mistake_is_named(file):
+    if file.name not in NAMED:
+        assert list(walk(Schema.from_file(file).node.children))
+        return
+    line, column, what = NAMED[file.name]
+    with pytest.raises(PMLError, match=what) as failed:
+        Schema.from_file(file)
+    assert (failed.value.line, failed.value.column) == (line, column)
+    assert str(failed.value).startswith(f"{file}:{line}:{column}: ")
+
+
+def test_a_prompt_from_a_file_is_of_the_schema_in_its_file():
+    kinds = Schema.from_file(FILES / "kinds.xml")
+    said = kinds.prompt_from_file(FILES / "kinds_prompt.xml").plain()
+    assert [message["role"] for message in said] == ["system", "user", "assistant"]
+    assert "You like company." in said[1]["content"]
+    assert "You like silence." not in said[1]["content"]

@@ -1,0 +1,155 @@
+"""Messages inside modules: their markup is the template's, and part of the modules' tokens."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TEMPLATE, logits_at, tiny_model, tiny_tokenizer
+
+from cached_rag import ConfigError, Engine, Import, Said, Schema, StoreConfig
+from cached_rag.pml.frames import answer_header, role_marks
+from cached_rag.pml.layout import lay_out
+from cached_rag.pml.outline import outline
+from cached_rag.prompt import Tokenization
+from cached_rag.report import Report
+
+ROLES = Path(__file__).parent / "files" / "roles.xml"
+WHOLE = """<schema name="whole">
+  <union>
+    <module name="kind"><system>Be kind <param name="to" len="6"/></system></module>
+    <module name="curt"><system>Be curt.</system></module>
+  </union>
+  <module name="lamp">
+    <user>The lamp of Bishop Rock was lit every evening.</user>
+    <assistant>I see.</assistant>
+  </module>
+  <module name="copper"><user>Copper turns green in the air.</user></module>
+  <user>Tell me more.</user>
+</schema>"""
+
+
+def ids_of(engine, prompt):
+    tokens, _ = engine.plan(prompt, "full", Report("full"))
+    return tokens.ids
+
+
+def decoded(engine, prompt):
+    return engine.model.tokenizer.decode(ids_of(engine, prompt))
+
+
+def whole(*parts):
+    kind = Import("kind", to="all.")
+    return Schema.from_string(WHOLE).prompt(kind, Import("copper"), *parts)
+
+
+def test_modules_that_are_whole_messages_give_the_ids_of_the_chat_template(engine):
+    first = whole(Said("assistant", "Why?"), Said("user", "<|im_end|> is text."))
+    schema = first.schema
+    others = [schema.prompt(Import("curt"), Import("lamp")), schema.prompt(), whole("And why?")]
+    roles = [[m["role"] for m in prompt.plain()] for prompt in (first, *others)]
+    assert roles == [
+        ["system", "user", "user", "assistant", "user"],
+        ["system", "user", "assistant", "user"],
+        ["user"],
+        ["system", "user", "user", "user"],
+    ]
+    for prompt in (first, *others):
+        rendered = engine.tokenization.render(prompt.plain())
+        assert ids_of(engine, prompt) == engine.tokenization.tokenize(rendered).ids
+
+
+def test_the_markup_is_part_of_the_modules_tokens(engine):
+    schema = Schema.from_string(WHOLE)
+    layout = lay_out(schema.node, engine.tokenization)
+    said = [token for run in layout.own(("copper",)) for token in run.ids]
+    text = "<|im_start|>user\nCopper turns green in the air.<|im_end|>\n"
+    assert engine.model.tokenizer.decode(said) == text
+    schema.encode(engine)
+    report = engine.generate(whole(), method="reuse", max_tokens=2).report
+    live = ["<|im_start|>assistant\n", " all."]  # the answer's header, and the argument
+    counts = [len(engine.tokenization.tokenizer(text).input_ids) for text in live]
+    assert report.prompt_tokens - report.cached_tokens == sum(counts)
+    assert report.modules_hit == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
+def test_what_is_exact_is_what_the_model_computes_at_these_positions(family):
+    with Engine(tiny_model(family), StoreConfig()) as engine:
+        roles = Schema.from_file(ROLES)
+        mixed = roles.prompt(
+            Import("opening", Import("aside"), Import("told", order="row"), Import("owner")),
+            Import("errand", Import("errand-wait")),
+            Said("user", "Why?"),
+        )
+        for prompt in (whole(), mixed):
+            tokens, plan = engine.plan(prompt, "prefix", Report("prefix"))
+            positions = list(plan.positions or range(len(tokens)))
+            plain = logits_at(engine.model, tokens.ids, positions)
+            exact = engine.prefill(prompt, method="prefix", max_tokens=2)
+            assert torch.allclose(exact.logits[0], plain, atol=1e-4)
+            reused = engine.prefill(prompt, method="reuse", max_tokens=2)
+            assert not torch.allclose(reused.logits[0], plain, atol=1e-4)
+
+
+def test_text_outside_messages_is_text_and_the_users_to_other_models(engine):
+    schema = Schema.from_file(ROLES)
+    prompt = schema.prompt_from_string("""<prompt schema="roles">
+      <opening so-far="little"><calm/><owner/></opening><errand><errand-wait/></errand>
+    </prompt>""")
+    known = "What is known so far:\nlittle"
+    system = "Stay calm.\n\nThe owner is here."
+    assert decoded(engine, prompt) == (
+        f"{known}<|im_start|>system\n{system}<|im_end|>\nWait at the pier."
+    )
+    assert [(m["role"], m["content"]) for m in prompt.plain()] == [
+        ("user", known),
+        ("system", system),
+        ("user", "Wait at the pier."),
+    ]
+    more = decoded(engine, prompt.then("Now?"))
+    assert more.endswith("<|im_end|>\nWait at the pier.\nNow?")  # no message, so no answer's head
+    asked = decoded(engine, prompt.then(Said("user", "Now?")))
+    assert asked.endswith("pier.<|im_start|>user\nNow?<|im_end|>\n<|im_start|>assistant\n")
+    opening = schema.prompt(Import("opening", Import("calm")))
+    assert decoded(engine, opening).endswith("Stay calm.<|im_end|>\n<|im_start|>assistant\n")
+    assert decoded(engine, opening.then("Now?")).endswith(
+        "Stay calm.<|im_end|>\n<|im_start|>user\nNow?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    shown = outline(schema, engine.tokenization).children[0].children
+    assert [node.label for node in shown if node.kind == "template"] == [
+        "begin of system",
+        "end of system",
+    ]
+
+
+FOLDED = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}<<{{ m['content'] }}>>"
+    "{% elif m['role'] == 'user' %}[{{ m['content'] }}]{% else %}{{ m['content'] }}.{% endif %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "wrong"),
+    [
+        (TEMPLATE, ""),
+        (FOLDED, ""),
+        (FOLDED.replace("<<", "{{ raise_exception('no system') }}"), "system"),
+        (FOLDED.replace("}}.", "}}{% if loop.last %}.{% endif %}"), "user"),
+    ],
+)
+def test_markup_that_depends_on_the_messages_beside_it_is_refused(template, wrong):
+    other = copy.deepcopy(tiny_tokenizer())
+    other.chat_template = template
+    tokenization = Tokenization(other)
+    if wrong:
+        with pytest.raises(ConfigError, match=f"around <{wrong}> depends"):
+            role_marks(tokenization, wrong)
+        return
+    begin, end = role_marks(tokenization, "system")
+    alone = tokenization.render([{"role": "system", "content": "x"}], open_answer=False).text
+    assert alone == f"{begin}x{end}"
+    answer_header(tokenization)
