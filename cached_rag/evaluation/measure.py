@@ -67,21 +67,36 @@ def read_on(
     report = prefill.report
     report.ttft_ms = clock.total()
     text = on_model_thread(lambda: answer_alone(engine.model, prefill, shown)).text
+    return _scored(engine, prefill, config, reference, text if generates else None)
+
+
+def score(
+    engine: Engine,
+    prompt: Sequence[Message],
+    config: GenerationConfig,
+    reference: str | None,
+    text: str,
+) -> Reading:
+    """As `read`, of an answer that was generated elsewhere; without times."""
+    return _scored(engine, engine.prefill(prompt, config), config, reference, text)
+
+
+def _scored(
+    engine: Engine,
+    prefill: Prefill,
+    config: GenerationConfig,
+    reference: str | None,
+    text: str | None,
+) -> Reading:
+    report = prefill.report
     try:
         nll = answer_nll(engine, prefill, reference, config) if reference else None
-        own_nll = answer_nll(engine, prefill, text, config) if text and generates else None
+        own_nll = answer_nll(engine, prefill, text, config) if text else None
         log_probs = prefill.logits[0].float().log_softmax(-1)
     finally:
         prefill.release()
-    return Reading(
-        text if generates else None,
-        nll,
-        own_nll,
-        log_probs,
-        report.charged_recompute,
-        report.ttft_ms,
-        report.total_ms,
-    )
+    charged, ttft_ms = report.charged_recompute, report.ttft_ms
+    return Reading(text, nll, own_nll, log_probs, charged, ttft_ms, report.total_ms)
 
 
 @torch.inference_mode()

@@ -9,6 +9,9 @@ from cached_rag.prompt import Message
 
 _BRIEF = "Answer the question with the help of the documents. Answer with a few words only."
 _LONG = "Answer the question with the help of the documents."
+_SUMMARISE = (
+    "Summarise what the document says that helps to answer the question. Use one or two sentences."
+)
 _LONG_ANSWER_WORDS = 15
 
 
@@ -27,7 +30,9 @@ def messages(chunks: Sequence[str], question: str, *, long: bool) -> list[Messag
     ]
 
 
-def combine(partial_answers: Sequence[str], question: str, *, long: bool) -> list[Message]:
-    """MapReduce's second step: one answer from the answers that single documents gave."""
-    lines = "\n".join(f"- {answer.strip()}" for answer in partial_answers)
-    return messages([f"Answers from single documents:\n{lines}"], question, long=long)
+def summarise(chunk: str, question: str) -> list[Message]:
+    """MapReduce's first step: what a single document says with regard to the question."""
+    return [
+        {"role": "system", "content": _SUMMARISE},
+        {"role": "user", "content": f"{chunk}\n\nQuestion: {question.strip()}"},
+    ]

@@ -54,6 +54,7 @@ class Settings:
             "primer": PRIMER.name,
             "reference": "in the chunks' letter case",
             "tokens": [_ANSWER_TOKENS, _LONG_ANSWER_TOKENS],
+            "mapreduce": "of summaries, in parallel",
         }
 
     def digest(self, engine: Engine) -> str:

@@ -1,50 +1,82 @@
 """MapReduce and MapRerank: the ways of the CacheBlend paper's section 7 to ask without one prompt.
 
-Each document is asked by itself; then the answers are combined, or the best one is taken. Not KV
-methods: each prompt is prefilled in full.
+Each document is asked about by itself, all at the same time; then their summaries become one more
+prompt, or the best answer is taken (LangChain's chains of these names). Not KV methods: each prompt
+is prefilled in full, but for what prompts of one batch begin with alike.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
+from cached_rag.answering import Clock, Generation
 from cached_rag.config import GenerationConfig
 from cached_rag.engine import Engine
 from cached_rag.evaluation.data import Example
-from cached_rag.evaluation.measure import Reading, read
-from cached_rag.evaluation.prompts import combine, messages
+from cached_rag.evaluation.measure import Reading, read, score
+from cached_rag.evaluation.prompts import messages, summarise
+from cached_rag.prompt import Message
+from cached_rag.report import Report
+
+_SUMMARY_TOKENS = 64
 
 
 def map_reduce(
     engine: Engine, example: Example, config: GenerationConfig, reference: str | None, long: bool
 ) -> Reading:
-    """Answers of single documents, and one more prompt that makes one answer of them."""
-    parts, spent = _mapped(engine, example, config, None, long)
-    prompt = combine([part.text or "" for part in parts], example.question, long=long)
-    last = read(engine, prompt, config, reference)
-    return dataclasses.replace(last, ttft_ms=spent + last.ttft_ms)
+    """Summaries of single documents, and one more prompt that makes an answer of them."""
+    prompts = [summarise(chunk, example.question) for chunk in example.chunks]
+    summaries, spent = _mapped(engine, prompts, config.replace(max_tokens=_SUMMARY_TOKENS))
+    reduced = messages([s.text.strip() for s in summaries], example.question, long=long)
+    last = read(engine, reduced, config, reference)
+    computed = _computed(s.report for s in summaries)
+    computed += last.charged_recompute * engine.count_tokens(reduced)
+    return dataclasses.replace(
+        last,
+        ttft_ms=spent + last.ttft_ms,
+        charged_recompute=computed / _plain(engine, example, long),
+    )
 
 
 def map_rerank(
     engine: Engine, example: Example, config: GenerationConfig, reference: str | None, long: bool
 ) -> Reading:
-    """The answer that its own document makes likeliest, by mean log likelihood.
+    """Of the answers to single documents, the one that its own document makes likeliest.
 
-    The paper has the model rate itself in words, which models this small cannot.
+    In the paper the model rates its answers in words, which models this small cannot: the mean log
+    likelihood of an answer stands in for its score, and costs nothing but the answer.
     """
-    parts, spent = _mapped(engine, example, config, reference, long)
+    prompts = [messages([chunk], example.question, long=long) for chunk in example.chunks]
+    answers, spent = _mapped(engine, prompts, config)
+    parts = [
+        score(engine, prompt, config, reference, answer.text)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
     best = min(parts, key=lambda part: float("inf") if part.own_nll is None else part.own_nll)
-    return dataclasses.replace(best, ttft_ms=spent)
+    computed = _computed(answer.report for answer in answers)
+    return dataclasses.replace(
+        best, ttft_ms=spent, charged_recompute=computed / _plain(engine, example, long)
+    )
 
 
 def _mapped(
-    engine: Engine, example: Example, config: GenerationConfig, reference: str | None, long: bool
-) -> tuple[list[Reading], float]:
-    """What each document gives, and the milliseconds until the last answer is complete."""
-    prompts = [messages([chunk], example.question, long=long) for chunk in example.chunks]
-    parts = [read(engine, prompt, config, reference) for prompt in prompts]
-    return parts, sum(part.total_ms for part in parts)
+    engine: Engine, prompts: Sequence[Sequence[Message]], config: GenerationConfig
+) -> tuple[list[Generation], float]:
+    """What each document gives, and the milliseconds until the last of them is complete."""
+    clock = Clock()
+    found = engine.generate_batch(prompts, config)
+    return found, clock.total()
+
+
+def _computed(reports: Iterable[Report]) -> float:
+    """Tokens of prompts that were computed in all layers."""
+    return sum(report.charged_recompute * report.prompt_tokens for report in reports)
+
+
+def _plain(engine: Engine, example: Example, long: bool) -> int:
+    """Tokens of the prompt that these ways do without."""
+    return engine.count_tokens(messages(example.chunks, example.question, long=long))
 
 
 Several = Callable[[Engine, Example, GenerationConfig, str | None, bool], Reading]
