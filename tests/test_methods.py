@@ -100,7 +100,7 @@ def test_r_1_equals_full_prefill_and_r_0_is_reuse(name):
 
 @pytest.mark.parametrize("family", WATCHED)
 @pytest.mark.parametrize(
-    "selector", [ProphetKV(0.2), InfoFlow(0.2), AnchorFlow(0.1, anchor_tokens=3), Epic(4)], ids=repr
+    "selector", [ProphetKV(0.2), InfoFlow(0.2), AnchorFlow(0.1, anchor_tokens=3)], ids=repr
 )
 def test_what_the_question_pass_computed_is_used_again_without_harm(family, selector):
     """Twin: the same rows in a single pass from layer 0, all of them."""
@@ -115,8 +115,7 @@ def test_what_the_question_pass_computed_is_used_again_without_harm(family, sele
     recording = Recording(**dataclasses.asdict(selector))
     ours, twin = copy(buffer), copy(buffer)
     done = prefill_selected(model.decoder, ours, tokens, layout, recording)
-    rows = seen[0] if seen else selector.first_rows(layout)
-    once = Chosen(rows, selector.transfers_drift)
+    once = Chosen(seen[0], selector.transfers_drift)
     plain = prefill_selected(model.decoder, twin, tokens, layout, once)
     assert torch.allclose(done.logits, plain.logits, atol=TOLERANCE)
     assert torch.allclose(ours.keys, twin.keys, atol=TOLERANCE)

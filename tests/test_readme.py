@@ -53,7 +53,3 @@ def test_files_named_in_the_tree_exist():
     assert len(names) > 20
     for name in names:
         assert list(ROOT.glob(f"cached_rag/**/{name}")), name
-
-
-def test_figures_are_filled_in():
-    assert "FIGURES" not in README

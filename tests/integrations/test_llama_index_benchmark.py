@@ -35,6 +35,9 @@ def test_the_three_answer_the_same_questions(engine):
     assert 0 < found["charged_recompute"] < 1
     answers = {(name, example.id): text for name, example, text in told}
     assert len(answers) == 6
+    for number in "12":  # greedy decoding of one model: the same words
+        full = answers["CachedRAGLLM, full", number]
+        assert answers["HuggingFaceLLM", number].strip() == full.strip()
 
 
 def test_a_folder_becomes_questions_and_nodes(engine, tmp_path):
