@@ -17,7 +17,7 @@ LANGCHAIN_TESTS := $(filter-out %_benchmark.py,$(wildcard tests/integrations/tes
 LLAMA_LOWEST := llama-index-core==0.14.0 llama-index-workflows<2 llama-index-instrumentation<0.5
 LLAMA_TESTS := $(filter-out %_benchmark.py,$(wildcard tests/integrations/test_llama_index_*.py))
 
-.PHONY: demo test quick test-langchain test-llama-index lint format bench clean
+.PHONY: demo test quick test-langchain test-llama-index notebooks lint format bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/cached-rag demo
@@ -38,6 +38,10 @@ test-langchain: $(VENV)/.dev
 test-llama-index: $(VENV)/.dev
 	$(PIP) --no-deps --upgrade --target $(VENV)/llama-lowest $(foreach p,$(LLAMA_LOWEST),"$(p)")
 	PYTHONPATH=$(VENV)/llama-lowest $(BIN)/python -m pytest -W ignore -m "not real" $(LLAMA_TESTS)
+
+# Outputs are kept with the notebooks; a test says when they are no longer what the code puts out.
+notebooks: $(VENV)/.dev
+	$(BIN)/jupyter execute --inplace --timeout=900 notebooks/*.ipynb
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
