@@ -113,7 +113,7 @@ def serving(
     from cached_rag.model_thread import submit
 
     loaded = submit(lambda: load_model(model or "smollm2-135m", dtype, device)).result()
-    counts, chosen = [int(count) for count in requests.split(",")], methods.split(",")
+    counts, chosen = _counts(requests), methods.split(",")
     rows: list[Any] = []
     if rates:
         given = [float(rate) for rate in rates.split(",")]
@@ -162,12 +162,35 @@ def attention(
     rows = bench_attention(
         loaded.shapes,
         heads,
-        batches=[int(count) for count in batches.split(",")],
-        lengths=[int(count) for count in shared_tokens.split(",")],
+        batches=_counts(batches),
+        lengths=_counts(shared_tokens),
         private_tokens=private_tokens,
     )
     if plot is not None:
         plot_attention(rows, plot)
+    _show(rows, machine(loaded), as_json)
+
+
+@bench_app.command()
+def kernels(
+    model: Model = None,
+    tokens: Annotated[str, typer.Option(help="Comma-separated.")] = "1,2,4,8,16,32,64,128",
+    keys: Annotated[
+        str, typer.Option(help="Comma-separated.")
+    ] = "256,512,1024,1536,2048,3072,4096,8192",
+    repeats: Annotated[int, typer.Option(help="Timed rounds.")] = 15,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Attention over keys that all tokens see: torch's flash kernel against matrix products."""
+    from cached_rag import load_model
+    from cached_rag.benchmarks import bench_kernels, machine
+
+    loaded = load_model(model or "smollm2-135m", dtype, device)
+    heads = loaded.decoder.model.config.get_text_config().num_attention_heads
+    counts = {"tokens": _counts(tokens), "keys": _counts(keys)}
+    rows = bench_kernels(loaded.shapes, heads, **counts, repeats=repeats)
     _show(rows, machine(loaded), as_json)
 
 
@@ -202,6 +225,10 @@ def traffic(
             )
         facts = machine(engine.model)
     _show(rows, facts, as_json)
+
+
+def _counts(text: str) -> list[int]:
+    return [int(count) for count in text.split(",")]
 
 
 def _show(rows: Sequence[Any], facts: dict[str, object], as_json: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -15,9 +16,10 @@ from cached_rag.matmul_attention import matmul_attention_lse
 
 _log = logging.getLogger(__name__)
 _OPS = torch.ops.aten
-# In bf16 the CPU's flash kernel loses to plain products once keys no longer fit the cache
-# (SmolLM2's shapes, two cores: equal at 1000 keys, half as fast at 4000).
-_FLASH_KEYS = 1024
+# In bf16 the CPU's flash kernel loses to plain products once keys no longer fit the cache. (rows,
+# keys), ascending: from so many rows on (each head of a group is one), up to so many keys flash is
+# taken. `cached-rag bench kernels` times both.
+_FLASH_KEYS = ((1, 1024),)
 _SMALL = (torch.bfloat16, torch.float16)
 
 Attended = tuple[torch.Tensor, torch.Tensor]
@@ -34,14 +36,21 @@ def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale:
     Returns:
         (1, num_kv_heads, num_rows, value_dim), and (1, num_kv_heads, num_rows) in fp32.
     """
-    if query.device.type == "cpu":
-        if query.dtype == torch.bfloat16 and keys.shape[2] > _FLASH_KEYS:
-            return matmul_attention_lse(query, keys, values, scale)
-        if keys.shape[3] == values.shape[3]:
-            return _cpu(query, keys, values, scale, causal=False)
-    elif _on_cuda(query, keys, values):
-        return _cuda(query, keys, values, scale, causal=False)
-    return reference(query, keys, values, scale)
+    return KERNELS[kernel_of(query.shape[2], keys, values)](query, keys, values, scale)
+
+
+def kernel_of(rows: int, keys: torch.Tensor, values: torch.Tensor) -> str:
+    """Which of `KERNELS` `attend` takes for so many rows, the heads of a group being rows."""
+    if keys.device.type == "cpu":
+        if keys.dtype == torch.bfloat16 and not prefers_flash(rows, keys.shape[2]):
+            return "matmul"
+        return "flash" if keys.shape[3] == values.shape[3] else "plain"
+    return "flash" if _on_cuda(keys, values) else "plain"
+
+
+def prefers_flash(rows: int, keys: int) -> bool:
+    """Whether the flash kernel is the faster one in bf16 on a CPU."""
+    return keys <= [most for least, most in _FLASH_KEYS if least <= rows][-1]
 
 
 def attend_padded(
@@ -85,7 +94,7 @@ def attend_causal(
         return _cpu(query, keys, values, scale, causal=True)
     groups = query.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-    if _on_cuda(query, keys, values):
+    if _on_cuda(keys, values):
         return _cuda(query, keys, values, scale, causal=True)
     return reference(query, keys, values, scale, causal=True)
 
@@ -106,6 +115,20 @@ def reference(
     lse = scores.logsumexp(-1) if keys.shape[2] else scores.new_full(scores.shape[:3], -torch.inf)
     weights = (scores - lse[..., None]).exp()
     return (weights @ values.float()).to(query.dtype), lse
+
+
+def _flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> Attended:
+    """The device's flash kernel; keys and values are equally wide."""
+    kernel = _cpu if query.device.type == "cpu" else _cuda
+    return kernel(query, keys, values, scale, causal=False)
+
+
+# What `attend` chooses from.
+KERNELS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Attended]] = {
+    "flash": _flash,
+    "matmul": matmul_attention_lse,
+    "plain": reference,
+}
 
 
 def _cpu(
@@ -141,13 +164,11 @@ def _cuda(
     return found[0], found[1][:, :, : query.shape[2]].float()  # some pad the rows of the lse
 
 
-def _on_cuda(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+def _on_cuda(keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether CUDA's kernels take these."""
     same_width = keys.shape[3] == values.shape[3]
     return (
-        query.device.type == "cuda"
-        and same_width
-        and _cuda_kernel_works(query.dtype, query.shape[3])
+        keys.device.type == "cuda" and same_width and _cuda_kernel_works(keys.dtype, keys.shape[3])
     )
 
 

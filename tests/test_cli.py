@@ -126,6 +126,21 @@ def test_bench_attention_prints_the_theory(model_folder, tmp_path):
     assert rows[3]["theory"] == round((256 + 128 + 2) / (256 / 8 + 128 + 7), 2)
 
 
+def test_bench_kernels_times_both_for_rows_and_keys(model_folder):
+    sizes = ["--tokens", "1,3", "--keys", "16,2000", "--repeats", 1]
+    rows = bench("kernels", "--model", model_folder, *sizes)
+    # Four heads, two of them keys': a token is two rows. In fp32 only flash is ever taken.
+    assert [(row["tokens"], row["rows"], row["keys"], row["taken"]) for row in rows] == [
+        (1, 2, 16, "flash"),
+        (3, 6, 16, "flash"),
+        (1, 2, 2000, "flash"),
+        (3, 6, 2000, "flash"),
+    ]
+    assert all(row["flash_ms"] > 0 and row["matmul_ms"] > 0 for row in rows)
+    bad = run(cli.app, ["bench", "kernels", "--model", model_folder, "--keys", "0"])
+    assert isinstance(bad.exception, ConfigError)
+
+
 def test_bench_traffic_compares_methods(tmp_path, model_folder):
     write_set(tmp_path / "set.jsonl", "Why is copper green?", "Who?", "Where?")
     rows = bench(
@@ -234,6 +249,7 @@ def test_errors_are_one_line_and_exit_1(arguments, message, monkeypatch, capsys,
         "bench",
         "bench serving",
         "bench attention",
+        "bench kernels",
         "bench traffic",
         "serve",
         "store stats",

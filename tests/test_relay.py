@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from cached_rag import lse_attention
 from cached_rag.assemble import KVBuffer, KVShapes
 from cached_rag.batch_step import Ahead, can_append, can_batch, step_batch
 from cached_rag.fuse import prefill_rows
-from cached_rag.lse_attention import attend, attend_causal, reference
+from cached_rag.lse_attention import KERNELS, attend, attend_causal, kernel_of, reference
 from cached_rag.relay import Padded, Part, merge, relay_attention
 from cached_rag.row_kv import Piece, RowKV, Run, pieces
 from cached_rag.slab import Slab, SlabRow, Slabs, mask_of
@@ -41,6 +42,32 @@ def test_kernels_give_output_and_lse_of_the_reference(dtype, count):
     assert torch.allclose(output.float(), expected.float(), atol=atol)
     assert torch.allclose(lse, expected_lse, atol=atol)
     assert lse.dtype == torch.float32
+
+
+def test_the_kernel_is_chosen_by_rows_and_keys(monkeypatch):
+    """All give the same; the table decides, and only in bf16 on a CPU."""
+    monkeypatch.setattr(lse_attention, "_FLASH_KEYS", ((1, 40), (6, 10)))
+    taken = []
+    for name, kernel in list(KERNELS.items()):
+        spy = partial(lambda name, kernel, *given: taken.append(name) or kernel(*given), name)
+        monkeypatch.setitem(KERNELS, name, partial(spy, kernel))
+    for rows, count, expected in (
+        (1, 40, "flash"),
+        (5, 41, "matmul"),
+        (6, 10, "flash"),
+        (9, 11, "matmul"),
+    ):
+        keys, values = kv(count, dtype=torch.bfloat16)
+        query = torch.randn(1, KV_HEADS, rows, DIM).bfloat16()
+        assert kernel_of(rows, keys, values) == expected
+        output, _ = attend(query, keys, values, 0.3)
+        assert taken.pop() == expected
+        assert torch.allclose(
+            output.float(), reference(query, keys, values, 0.3)[0].float(), atol=0.04
+        )
+        assert kernel_of(rows, keys.float(), values.float()) == "flash"
+        assert kernel_of(rows, keys.float(), values[..., :5].float()) == "plain"
+    assert not taken
 
 
 def test_the_lse_does_not_need_the_first_key():

@@ -2,6 +2,7 @@
 
 from cached_rag.benchmarks.attention import AttentionRow, bench_attention, plot_attention
 from cached_rag.benchmarks.ingest import IngestRow, bench_ingest
+from cached_rag.benchmarks.kernels import KernelRow, bench_kernels
 from cached_rag.benchmarks.loading import LoadingRow, bench_loading
 from cached_rag.benchmarks.machine import machine
 from cached_rag.benchmarks.schemas import (
@@ -22,6 +23,7 @@ __all__ = [
     "AttentionRow",
     "Footprint",
     "IngestRow",
+    "KernelRow",
     "LengthRow",
     "LoadingRow",
     "PromptRow",
@@ -31,6 +33,7 @@ __all__ = [
     "bench_arrivals",
     "bench_attention",
     "bench_ingest",
+    "bench_kernels",
     "bench_lengths",
     "bench_loading",
     "bench_prompt",

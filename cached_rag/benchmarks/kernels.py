@@ -1,0 +1,84 @@
+"""The kernels that attention over shared keys chooses from, beside each other in a model's shapes.
+
+The choice between them (`lse_attention.prefers_flash`) is read off these figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from cached_rag.assemble import KVShapes
+from cached_rag.benchmarks.timing import interleaved_ms
+from cached_rag.errors import ConfigError
+from cached_rag.lse_attention import KERNELS, kernel_of
+
+_COMPARED = ("flash", "matmul")
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One layer's attention of some tokens over keys that all of them see.
+
+    Attributes:
+        rows: of the kernel: tokens times the heads of a group.
+        flash_ms, matmul_ms: medians.
+        ratio: flash over matmul; above 1 flash is the slower one.
+        taken: what `lse_attention.attend` takes.
+    """
+
+    tokens: int
+    rows: int
+    keys: int
+    flash_ms: float
+    matmul_ms: float
+    ratio: float
+    taken: str
+
+
+def bench_kernels(
+    shapes: KVShapes,
+    num_heads: int,
+    *,
+    tokens: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128),
+    keys: Sequence[int] = (256, 512, 1024, 1536, 2048, 3072, 4096, 8192),
+    repeats: int = 15,
+) -> list[KernelRow]:
+    """Random queries, keys and values, the kernels in turn.
+
+    Raises:
+        ConfigError: a count below 1, or a model whose keys and values differ in width.
+    """
+    if min(*tokens, *keys, repeats) < 1:
+        raise ConfigError("tokens, keys and repeats must be at least 1")
+    if shapes.head_dim != shapes.value_dim:
+        raise ConfigError(
+            "the flash kernel takes keys and values of one width, unlike this model's"
+        )
+    group = num_heads // shapes.num_kv_heads
+    return [
+        _timed(shapes, count, count * group, many, repeats) for many in keys for count in tokens
+    ]
+
+
+def _timed(shapes: KVShapes, tokens: int, rows: int, keys: int, repeats: int) -> KernelRow:
+    def draw(count: int) -> torch.Tensor:
+        size = (1, shapes.num_kv_heads, count, shapes.head_dim)
+        return torch.randn(size, dtype=shapes.dtype, device=shapes.device)
+
+    held = draw(keys), draw(keys)
+    scale = shapes.head_dim**-0.5
+    ways = {name: partial(KERNELS[name], draw(rows), *held, scale) for name in _COMPARED}
+    flash, matmul = interleaved_ms(ways, repeats, shapes.device).values()
+    return KernelRow(
+        tokens,
+        rows,
+        keys,
+        round(flash, 4),
+        round(matmul, 4),
+        round(flash / matmul, 3),
+        kernel_of(rows, *held),
+    )
