@@ -85,7 +85,7 @@ class _SlabLayers:
         self.values[layer][self.rows, :, self._at] = values[0, :, self.tokens].transpose(0, 1)
 
 
-class _BatchCache(Cache):  # type: ignore[misc]
+class BatchCache(Cache):  # type: ignore[misc]
     """Writes each row's keys and values to its own buffer, and attends there.
 
     It is the cache and the rows of `attending` in one: attention follows update layer by layer.
@@ -104,7 +104,7 @@ class _BatchCache(Cache):  # type: ignore[misc]
         self._layer = 0
 
     @property
-    def rows(self) -> _BatchCache:
+    def rows(self) -> BatchCache:
         """What attends: this."""
         return self
 
@@ -170,10 +170,13 @@ class _BatchCache(Cache):  # type: ignore[misc]
         if window is not None and window < self._longest:
             found = self._within(asked, scale, window)
         else:
-            shared = [part.part(self._layer) for part in self._shared]
-            private = [part.part(self._layer) for part in self._private]
-            found = relay_attention(asked, shared, private, scale)
+            found = relay_attention(asked, *self.parts(self._layer), scale)
         return found.transpose(0, 1)[None]
+
+    def parts(self, layer: int) -> tuple[list[Part], list[Part | Padded]]:
+        """One layer's keys and values: what several tokens see whole, and what is rows' own."""
+        shared = [part.part(layer) for part in self._shared]
+        return shared, [part.part(layer) for part in self._private]
 
     def _within(self, query: torch.Tensor, scale: float | None, window: int) -> torch.Tensor:
         """Attention of single tokens over their windows, row by row: nothing is read in common."""
@@ -260,7 +263,7 @@ def _is_plain(row: Ahead) -> bool:
 
 def _pass(model: LanguageModel, batch: Sequence[Ahead]) -> torch.Tensor:
     decoder, device = model.decoder, model.device
-    cache = _BatchCache(batch, decoder.windows)
+    cache = BatchCache(batch, decoder.windows)
     ids = [token for row in batch for token in row.token_ids]
     positions = [row.kv.position(s) for row in batch for s in range(row.kv.length, row.end)]
     last = torch.tensor([where.stop - 1 for where in _token_slices(batch)], device=device)

@@ -100,14 +100,16 @@ def serving(
     private_tokens: Annotated[int, typer.Option(help="Tokens of each prompt's own.")] = 128,
     requests: Annotated[str, typer.Option(help="At once; several comma-separated.")] = "16",
     new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 32,
-    methods: Annotated[str, typer.Option(help="Comma-separated.")] = "relay,copied,sequential",
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated.")
+    ] = "relay,copied,recomputed,sequential",
     rates: Annotated[str, typer.Option(help="Instead: arrivals a second, comma-separated.")] = "",
     repeats: Annotated[int, typer.Option(help="Timed rounds.")] = 3,
     dtype: Dtype = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Answers over a shared beginning: relayed, over copies of it, one after another."""
+    """Answers over a shared beginning: relayed, over copies, recomputed, one after another."""
     from cached_rag import load_model
     from cached_rag.benchmarks import bench_arrivals, bench_serving, machine
     from cached_rag.model_thread import submit

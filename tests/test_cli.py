@@ -99,18 +99,23 @@ def bench(*arguments):
 def test_bench_serving_prints_a_row_for_each_way(model_folder):
     sizes = ["--shared-tokens", 200, "--private-tokens", 20, "--new-tokens", 4, "--repeats", 1]
     rows = bench("serving", "--model", model_folder, *sizes, "--requests", "3,5")
-    assert [row["method"] for row in rows] == ["relay", "copied", "sequential"] * 2
-    assert [row["requests"] for row in rows] == [3] * 3 + [5] * 3
-    relay, copied, _ = rows[3:]
-    assert copied["speedup"] == 1
-    assert abs(relay["speedup"] - relay["tokens_per_s"] / copied["tokens_per_s"]) < 0.05
+    ways = ["relay", "copied", "recomputed", "sequential"]
+    assert [row["method"] for row in rows] == ways * 2
+    assert [row["requests"] for row in rows] == [3] * 4 + [5] * 4
+    relay, copied, recomputed, sequential = rows[4:]
     assert relay["kv_bytes"] < copied["kv_bytes"] / 2
+    assert copied["kv_bytes"] > 4 * sequential["kv_bytes"]
+    # Each of five prompts computes its beginning, 200 tokens and more, or none does.
+    assert recomputed["computed_tokens"] - copied["computed_tokens"] >= 5 * 200
+    assert copied["computed_tokens"] == sequential["computed_tokens"] < 5 * 60
+    assert relay["computed_tokens"] <= copied["computed_tokens"]
     arriving = bench(
         "serving", "--model", model_folder, *sizes, "--rates", "50", "--methods", "relay"
     )
     assert arriving[0]["requests_per_s"] > 0
-    bad = run(cli.app, ["bench", "serving", "--model", model_folder, "--methods", "magic"])
-    assert isinstance(bad.exception, ConfigError)
+    for wrong in (["--methods", "magic"], ["--methods", "magic", "--rates", "1"]):
+        bad = run(cli.app, ["bench", "serving", "--model", model_folder, *wrong])
+        assert isinstance(bad.exception, ConfigError)
 
 
 def test_bench_attention_prints_the_theory(model_folder, tmp_path):
@@ -123,7 +128,9 @@ def test_bench_attention_prints_the_theory(model_folder, tmp_path):
         (1, 256),
         (8, 256),
     ]
-    assert rows[3]["theory"] == round((256 + 128 + 2) / (256 / 8 + 128 + 7), 2)
+    # Eight rows of 64 + 128 or 256 + 128 keys: the scheduler has them in a slab, copied or not.
+    kernels = {(row["relay_kernels"], row["copied_kernels"]) for row in rows}
+    assert kernels == {("flash, padded", "padded")}
 
 
 def test_bench_kernels_times_both_for_rows_and_keys(model_folder):

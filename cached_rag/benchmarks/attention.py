@@ -1,21 +1,26 @@
 """One layer's attention alone, relayed and over copies, beside the theory of what is read.
 
-RelayAttention, section 3.4 and figure 6. The copies are attended row by row with the same kernels.
+RelayAttention, section 3.4 and figure 6. Either is what the scheduler does in a decoding step, with
+and without sharing: keys lie where it puts them, short rows together in a slab, and each part is
+attended by the kernel it would take there.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from cached_rag.assemble import KVShapes
+from cached_rag.assemble import KVBuffer, KVShapes
+from cached_rag.batch_step import Ahead, BatchCache
+from cached_rag.benchmarks.timing import interleaved_ms
+from cached_rag.lse_attention import kernel_of
 from cached_rag.plotting import new_figure, save
-from cached_rag.relay import Part, relay_attention
+from cached_rag.relay import Padded
+from cached_rag.row_kv import RowKV, Run
+from cached_rag.slab import Slabs
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,8 @@ class AttentionRow:
         relay_ms, copied_ms: medians of one layer's attention.
         speedup: copied over relayed.
         theory: the same by elements moved between memory and processor (equation 10).
+        relay_kernels, copied_kernels: what attended, see `lse_attention.KERNELS`; "padded" for all
+            rows of a slab together.
     """
 
     batch: int
@@ -35,6 +42,8 @@ class AttentionRow:
     copied_ms: float
     speedup: float
     theory: float
+    relay_kernels: str
+    copied_kernels: str
 
 
 def theory(batch: int, shared: int, private: int) -> float:
@@ -77,58 +86,86 @@ def plot_attention(rows: Sequence[AttentionRow], path: Path) -> None:
     save(figure, path)
 
 
+@dataclass(frozen=True)
+class Step:
+    """The attention of one layer in a decoding step, a token a row.
+
+    Attributes:
+        cache: divides the rows' keys as the scheduler's steps do.
+        query: (1, num_heads, batch, head_dim).
+    """
+
+    cache: BatchCache
+    query: torch.Tensor
+
+    def attend(self) -> torch.Tensor:
+        """(1, num_heads, batch, value_dim)."""
+        return self.cache.attend(self.query, self.query, self.query, None, None)
+
+    def kernels(self) -> str:
+        """What attends: a kernel for each kind of part, the shared ones first."""
+        batch, heads = self.query.shape[2], self.query.shape[1]
+        found = []
+        for part in (part for parts in self.cache.parts(0) for part in parts):
+            if isinstance(part, Padded):
+                found.append("padded")
+                continue
+            tokens = batch if part.tokens is None else 1
+            group = heads // part.keys.shape[1]
+            found.append(kernel_of(tokens * group, part.keys, part.values))
+        return ", ".join(dict.fromkeys(found))
+
+
+def make_steps(
+    shapes: KVShapes, num_heads: int, batch: int, shared: int, private: int
+) -> dict[str, Step]:
+    """The same step, relayed and over copies, of random keys and values.
+
+    Args:
+        shapes: of one layer.
+        private: tokens of each row's own, the step's among them.
+    """
+    slabs = Slabs(shapes)
+    common = KVBuffer.like(shapes, shared)
+    _fill(common, 0, shared)
+    relayed, copied = [], []
+    for _ in range(batch):
+        own, copy = slabs.take(private), slabs.take(shared + private)
+        _fill(own, 0, private)
+        for side, held, whole in (
+            (own.keys, common.keys, copy.keys),
+            (own.values, common.values, copy.values),
+        ):
+            whole[..., :shared, :] = held
+            whole[..., shared : shared + private, :] = side[..., :private, :]
+        done = shared + private - 1
+        relayed.append(Ahead(RowKV(own, done, [Run(common, 0, shared, 0)]), [0]))
+        copied.append(Ahead(RowKV(copy, done), [0]))
+    size = (1, num_heads, batch, shapes.head_dim)
+    query = torch.randn(size, dtype=shapes.dtype, device=shapes.device)
+    ways = {"relay": relayed, "copied": copied}
+    return {name: Step(BatchCache(rows, (None,)), query) for name, rows in ways.items()}
+
+
+def _fill(buffer: KVBuffer, begin: int, end: int) -> None:
+    for side in (buffer.keys, buffer.values):
+        side[..., begin:end, :].normal_()
+
+
 def _timed(
     shapes: KVShapes, num_heads: int, batch: int, shared: int, private: int, repeats: int
 ) -> AttentionRow:
-    def draw(count: int, width: int, heads: int) -> torch.Tensor:
-        return torch.randn(1, heads, count, width, dtype=shapes.dtype, device=shapes.device)
-
-    def pair(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        sizes = (shapes.head_dim, shapes.value_dim)
-        keys, values = (draw(count, width, shapes.num_kv_heads) for width in sizes)
-        return keys, values
-
-    common, own = pair(shared), [pair(private) for _ in range(batch)]
-    query = draw(num_heads, shapes.head_dim, batch)[0]
-    rows = [slice(row, row + 1) for row in range(batch)]
-    private_parts = [Part(*kv, where) for kv, where in zip(own, rows, strict=True)]
-    copies = [
-        Part(torch.cat([common[0], keys], 2), torch.cat([common[1], values], 2), where)
-        for (keys, values), where in zip(own, rows, strict=True)
-    ]
-    # What the last call read must not be at hand for the next.
-    other = torch.empty(64 << 20, dtype=torch.uint8, device=shapes.device)
-    ways: dict[str, Callable[[], object]] = {
-        "relay": lambda: relay_attention(query, [Part(*common)], private_parts),
-        "copied": lambda: relay_attention(query, [], copies),
-    }
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats + 2):
-        for name, way in ways.items():
-            other.add_(1)
-            taken[name].append(_milliseconds(way, shapes.device))
-    relay, copied = (statistics.median(taken[name][2:]) for name in ("relay", "copied"))
-    expected = theory(batch, shared, private)
+    steps = make_steps(replace(shapes, num_layers=1), num_heads, batch, shared, private)
+    ways = {name: step.attend for name, step in steps.items()}
+    found = interleaved_ms(ways, repeats, shapes.device)
     return AttentionRow(
         batch,
         shared,
         private,
-        round(relay, 3),
-        round(copied, 3),
-        round(copied / relay, 2),
-        round(expected, 2),
+        round(found["relay"], 3),
+        round(found["copied"], 3),
+        round(found["copied"] / found["relay"], 2),
+        round(theory(batch, shared, private), 2),
+        steps["relay"].kernels(),
+        steps["copied"].kernels(),
     )
-
-
-def _milliseconds(work: Callable[[], object], device: torch.device) -> float:
-    _wait(device)
-    began = time.perf_counter()
-    with torch.inference_mode():
-        work()
-    _wait(device)
-    return (time.perf_counter() - began) * 1000
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,7 +1,10 @@
-"""Many requests over one shared beginning: relayed, over copies, and one after another.
+"""Many requests over one shared beginning: relayed, over copies, recomputed, one after another.
 
-All three find the shared tokens' KV in the store, so what differs is how answers are made
-(RelayAttention, section 4: vLLM-RA against vLLM-PS).
+"recomputed" is the RelayAttention paper's vLLM (section 4.1): nothing is shared or stored, so each
+request prefills the beginning itself. The other three find its KV in the store. "relay" is vLLM-RA:
+kept once and read once for all rows. "copied" lies between the paper's vLLM and vLLM-PS: nothing is
+computed twice, as in vLLM-PS, but every row keeps the beginning for itself (there, once for all),
+and every row reads it for itself (as there). "sequential" is "copied", a request at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from cached_rag.errors import ConfigError
 from cached_rag.model import LanguageModel
 from cached_rag.model_thread import submit
 
-METHODS = ("relay", "copied", "sequential")
+METHODS = ("relay", "copied", "recomputed", "sequential")
 _OPENING = "Follow these rules.\n\n"
 
 
@@ -35,6 +38,7 @@ class ServingRow:
         speedup: over "copied", plain batched decoding with the shared KV copied for every row.
         step_ms: median time of an answer's later tokens, each.
         kv_bytes: most KV of running answers at a time.
+        computed_tokens: of all prompts, those that were prefilled.
     """
 
     method: str
@@ -43,6 +47,7 @@ class ServingRow:
     speedup: float
     step_ms: float
     kv_bytes: int
+    computed_tokens: int
 
 
 @dataclass(frozen=True)
@@ -80,14 +85,16 @@ class Workload:
         self.engines = {
             "relay": Engine(endless, batch=every),
             "copied": Engine(endless, batch=replace(every, shares=False)),
+            "recomputed": Engine(endless, batch=replace(every, shares=False)),
             "sequential": Engine(endless, batch=BatchConfig(max_rows=1, shares=False)),
         }
         engine = self.engines["relay"]
         (shared,), _ = make_texts(engine, 1, shared_tokens, 1)
         texts, _ = make_texts(engine, requests + 1, private_tokens, 1)
         self.prompts = [f"{_OPENING}{shared}\n{text}" for text in texts[1:]]
-        for engine in self.engines.values():
-            engine.encode([shared], _OPENING)
+        for name, engine in self.engines.items():
+            if name != "recomputed":
+                engine.encode([shared], _OPENING)
 
     def close(self) -> None:
         """Close all engines."""
@@ -111,12 +118,10 @@ def bench_serving(
     Raises:
         ConfigError: a count below 1, or an unknown method.
     """
-    unknown = set(methods) - set(METHODS)
-    if unknown or min(new_tokens, repeats) < 1:
-        raise ConfigError(f"methods are {', '.join(METHODS)}; new tokens and repeats at least 1")
+    _check(methods, new_tokens, repeats)
     work = Workload(model, shared_tokens, private_tokens, requests)
     config = GenerationConfig(method="prefix", max_tokens=new_tokens)
-    samples: dict[str, list[tuple[float, float, int]]] = {method: [] for method in methods}
+    samples: dict[str, list[tuple[float, ...]]] = {method: [] for method in methods}
     for round_ in range(repeats + 1):
         for method, taken in samples.items():
             found = _timed(work.engines[method], work.prompts, config)
@@ -131,16 +136,25 @@ def bench_serving(
     base = medians.get("copied", next(iter(medians.values())))[0]
     return [
         ServingRow(
-            method, requests, round(rate, 2), round(rate / base, 3), round(step, 2), int(held)
+            method,
+            requests,
+            round(rate, 2),
+            round(rate / base, 3),
+            round(step, 2),
+            int(held),
+            int(computed),
         )
-        for method, (rate, step, held) in medians.items()
+        for method, (rate, step, held, computed) in medians.items()
     ]
 
 
-def _timed(
-    engine: Engine, prompts: Sequence[str], config: GenerationConfig
-) -> tuple[float, float, int]:
-    """Tokens a second, milliseconds a later token, bytes of KV."""
+def _check(methods: Sequence[str], *counts: int) -> None:
+    if set(methods) - set(METHODS) or min(counts) < 1:
+        raise ConfigError(f"methods are {', '.join(METHODS)}; new tokens and repeats at least 1")
+
+
+def _timed(engine: Engine, prompts: Sequence[str], config: GenerationConfig) -> tuple[float, ...]:
+    """Tokens a second, milliseconds a later token, bytes of KV, prompt tokens computed."""
     streams = [engine.stream(prompt, config) for prompt in prompts]
     began = time.perf_counter()
     held = 0
@@ -153,11 +167,12 @@ def _timed(
         answers.append(stream.result())
     seconds = time.perf_counter() - began
     tokens = sum(len(answer.token_ids) for answer in answers)
+    reports = [answer.report for answer in answers]
     later = [
-        (report.total_ms - report.ttft_ms) / max(1, report.output_tokens - 1)
-        for report in (answer.report for answer in answers)
+        (report.total_ms - report.ttft_ms) / max(1, report.output_tokens - 1) for report in reports
     ]
-    return tokens / seconds, statistics.median(later), held
+    computed = sum(report.prompt_tokens - report.cached_tokens for report in reports)
+    return tokens / seconds, statistics.median(later), held, computed
 
 
 def bench_arrivals(
@@ -171,7 +186,12 @@ def bench_arrivals(
     max_rows: int = 16,
     methods: Sequence[str] = ("relay", "copied"),
 ) -> list[ArrivalRow]:
-    """Ask at random moments (Poisson), the same ones for every way, for each rate."""
+    """Ask at random moments (Poisson), the same ones for every way, for each rate.
+
+    Raises:
+        ConfigError: as `bench_serving`.
+    """
+    _check(methods, new_tokens)
     # In the model's thread, where requests are answered (see `model_thread`).
     work = submit(partial(Workload, model, shared_tokens, private_tokens, requests)).result()
     config = GenerationConfig(method="prefix", max_tokens=new_tokens)
