@@ -85,8 +85,10 @@ def test_bench_prints_rows_and_the_machine(model_folder):
         "reuse",
         "cacheblend",
     ]
-    assert {"method", "prompt_tokens", "ttft_ms", "speedup"} <= set(found["rows"][0])
-    assert found["rows"][2]["charged_recompute"] < 0.3
+    full, reuse, blend = (row["charged_recompute"] for row in found["rows"][1:])
+    assert reuse < 0.3 < blend < full == 1  # of four layers the first two are computed in full
+    assert found["rows"][0]["prompt_tokens"] == pytest.approx(3 * 64 + 8, rel=0.15)
+    assert found["ingest"]["tokens_per_s"] > 0
     assert found["machine"]["cores"]
 
 
@@ -161,9 +163,7 @@ def test_bench_traffic_compares_methods(tmp_path, model_folder):
         3,
     )
     assert [row["method"] for row in rows] == ["full", "prefix", "auto"]
-    assert rows[0]["speedup"] == 1
     assert rows[2]["cached"] > rows[0]["cached"]
-    assert rows[0]["ttft_p95_ms"] >= rows[0]["ttft_p50_ms"]
 
 
 def test_serve_refuses_what_cannot_be(model_folder, index):
