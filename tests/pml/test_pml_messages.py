@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TEMPLATE, logits_at, tiny_model, tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
 
-from cached_rag import ConfigError, Engine, Import, Said, Schema, StoreConfig
+from cached_rag import ConfigError, Engine, Import, Said, Schema, StoreConfig, wrap_model
 from cached_rag.pml.frames import answer_header, role_marks
 from cached_rag.pml.layout import lay_out
 from cached_rag.pml.outline import outline
@@ -59,6 +60,22 @@ def test_modules_that_are_whole_messages_give_the_ids_of_the_chat_template(engin
     for prompt in (first, *others):
         rendered = engine.tokenization.render(prompt.plain())
         assert ids_of(engine, prompt) == engine.tokenization.tokenize(rendered).ids
+
+
+def test_a_template_that_begins_with_bos_has_it_once():
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    bos = tokenizer.bos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
+    )
+    tokenizer.chat_template = "{{ bos_token }}" + FOLDED
+    model = tiny_model("llama").decoder.model
+    with Engine(wrap_model(model, tokenizer, name="bos", revision="bos")) as engine:
+        for prompt in (whole(), whole().schema.prompt(Import("copper"))):
+            rendered = engine.tokenization.render(prompt.plain())
+            ids = ids_of(engine, prompt)
+            assert ids == engine.tokenization.tokenize(rendered).ids
+            assert ids.count(tokenizer.bos_token_id) == 1
 
 
 def test_the_markup_is_part_of_the_modules_tokens(engine):
