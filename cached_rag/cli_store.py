@@ -68,5 +68,5 @@ def prune(
 def _disk_store(index: Path) -> closing[DiskStore]:
     require_index(index)
     with closing(DocumentIndex(index / "documents.sqlite")) as documents:
-        codec = documents.setting("codec") or "raw"
+        codec = documents.settings().get("codec", "raw")
     return closing(DiskStore(index / "kv", codec))

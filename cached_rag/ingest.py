@@ -5,7 +5,7 @@ Every step is repeatable: what is there is kept, so an interrupted run goes on w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,13 +48,18 @@ class IngestSummary:
 
 @dataclass(frozen=True)
 class Ingestion:
-    """What an ingestion works with; `head` and then each of `contexts` is what chunks
-    are encoded behind."""
+    """What an ingestion works with.
+
+    Attributes:
+        settings: what the index is made with, if this is its first document.
+        head, contexts: what chunks are encoded behind: the head, and then each of the contexts.
+    """
 
     index: DocumentIndex
     engine: Engine
     embedder: Embeddings
     splitter: Splitter
+    settings: Mapping[str, str]
     head: Rendered
     contexts: tuple[Context | None, ...]
 
@@ -91,7 +96,8 @@ class Ingestion:
             return False
         chunks = self.splitter.split(document)
         vectors = self.embedder.embed([chunk.text for chunk in chunks])
-        self.engine.forget(self.index.replace(str(file), content, chunks, vectors))
+        orphans = self.index.replace(str(file), content, chunks, vectors, self.settings)
+        self.engine.forget(orphans)
         return True
 
     def _delete_missing(self, path: Path, files: Sequence[Path]) -> int:

@@ -49,9 +49,14 @@ class CachedRAG:
         embedder: Embeddings | None,
     ) -> None:
         self.path = path
-        self.settings = settings
+        self.settings = _DEFAULTS | settings
+        self._asked = settings
         self.index = DocumentIndex(path / "documents.sqlite")
-        self._agree(settings)
+        try:
+            self._agree()
+        except IndexMismatchError:
+            self.index.close()
+            raise
         self._store = store
         self._engine_options = engine_options
         self._engine: Engine | None = None
@@ -78,9 +83,12 @@ class CachedRAG:
     ) -> CachedRAG:
         """Open an index folder, or make one.
 
+        Its first document settles what an index is made with; until then, and again once its last
+        document is deleted, every `open` may choose anew.
+
         Args:
-            model: alias, hub id, folder or GGUF file; with the next four, kept in the index. None
-                takes what the index was made with, or the default.
+            model: alias, hub id, folder or GGUF file; settled with the next five. None takes what
+                the index was made with, or the default.
             embedding: a sentence-transformers name, or an object that embeds.
             chunk_tokens: most tokens of a chunk, counted by the model's tokenizer.
             codec: how KV is kept on disk, "raw" or "int8".
@@ -126,28 +134,19 @@ class CachedRAG:
         rag._engine = engine
         return rag
 
-    def _agree(self, asked: dict[str, str]) -> None:
-        """Take over the index's settings; refuse others; write them into a new index."""
-        for name, default in _DEFAULTS.items():
-            kept = self.index.setting(name)
-            if kept is None:
-                kept = asked.get(name, default)
-                self.index.set_setting(name, kept)
-            elif name in asked and asked[name] != kept:
-                self.index.close()
-                raise IndexMismatchError(
-                    f"the index at {self.path} was made with {name} {kept!r}, not {asked[name]!r}; "
-                    "open it without that setting, or ingest into another folder"
-                )
-            self.settings[name] = kept
+    def _agree(self) -> None:
+        """Take over the index's settings, which another process may have settled by now."""
+        self.settings = _DEFAULTS | self._asked | self.index.agree(self._asked)
 
     @property
     def engine(self) -> Engine:
         """The engine, loaded on first use."""
         if self._engine is None:
+            self._agree()
             store = replace(self._store, codec=self.settings["codec"])
             model = self.settings["model"]
             self._engine = Engine.load(model, store=store, **self._engine_options)
+            self._asked = self.settings  # what was loaded for them serves no others
         return self._engine
 
     @property
@@ -158,7 +157,9 @@ class CachedRAG:
     def embedder(self) -> Embeddings:
         """The embedding model, loaded on first use."""
         if self._embedder is None:
+            self._agree()
             self._embedder = Embedder(self.settings["embedding"])
+            self._asked = self.settings
         return self._embedder
 
     def close(self) -> None:
@@ -189,13 +190,16 @@ class CachedRAG:
 
         Raises:
             DocumentError: nothing is at `path`. Unreadable files are skipped and reported.
+            IndexMismatchError: another process made the index with other settings meanwhile.
             StoreFullError: the disk is full; what was ingested before is kept.
         """
+        self._agree()
         ingestion = Ingestion(
             self.index,
             self.engine,
             self.embedder,
             Splitter(self._count_tokens, int(self.settings["chunk_tokens"])),
+            self.settings,
             self._prompts.head(),
             self._contexts(),
         )
@@ -261,6 +265,7 @@ class CachedRAG:
         """
         if not question.strip() or k < 1:
             raise ConfigError("a question needs some text, and k must be at least 1")
+        self._agree()
         hits = self.index.search(self.embedder.embed([question])[0], k)
         if not hits:
             raise ConfigError(f"the index at {self.path} is empty; ingest documents first")

@@ -16,6 +16,7 @@ from cached_rag import (
     DocumentError,
     Engine,
     IndexMismatchError,
+    ModelNotFoundError,
     StoreConfig,
     StoreFullError,
 )
@@ -169,6 +170,47 @@ def test_other_settings_are_refused(opened, docs):
     ingest(opened(), docs)
     with pytest.raises(IndexMismatchError, match="was made with codec 'raw', not 'int8'"):
         opened(codec="int8")
+
+
+def test_a_typo_binds_no_index(opened, docs, tmp_path, monkeypatch):
+    monkeypatch.setenv("CACHED_RAG_CACHE", str(tmp_path / "cache"))
+    mistaken = CachedRAG.open(tmp_path / "index", "./no-such-model", codec="int8")
+    with mistaken, pytest.raises(ModelNotFoundError):
+        ingest(mistaken, docs)
+    rag = opened(codec="raw")
+    assert ingest(rag, docs).added == 3
+    with pytest.raises(IndexMismatchError, match="model 'llama', not"):
+        CachedRAG.open(tmp_path / "index", "./no-such-model")
+
+
+def test_an_emptied_index_may_be_made_anew(opened, docs):
+    rag = opened(context="none")
+    ingest(rag, docs)
+    for file in docs.iterdir():
+        file.unlink()
+    assert ingest(rag, docs, delete_missing=True).deleted == 3
+    (docs / "a.txt").write_text(CHUNKS[0])
+    other = opened(context="both")
+    assert ingest(other, docs).added == 1
+    assert other.index.settings()["context"] == "both"
+    with pytest.raises(IndexMismatchError, match="context 'both', not 'none'"):
+        ingest(rag, docs)
+
+
+def test_of_two_first_ingests_with_different_settings_one_is_refused(opened, docs, monkeypatch):
+    first, second = opened(context="none"), opened(context="both")
+    embed, was_late = WordEmbedding.embed, []
+
+    def embedding_late(self, texts):
+        if self is second.embedder and not was_late:
+            was_late.append(ingest(first, docs))  # meanwhile the other one is done
+        return embed(self, texts)
+
+    monkeypatch.setattr(WordEmbedding, "embed", embedding_late)
+    with pytest.raises(IndexMismatchError, match="context 'none', not 'both'"):
+        ingest(second, docs)
+    assert was_late
+    assert first.index.count() == (3, 3)
 
 
 def test_questions_that_cannot_be_answered_say_why(opened, docs):

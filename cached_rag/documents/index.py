@@ -7,7 +7,7 @@ the next search. Knows no language model and no KV.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cached_rag.documents.splitting import Chunk
+from cached_rag.errors import IndexMismatchError
 from cached_rag.store.database import Database
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class DocumentIndex:
     """The searchable half of an index folder."""
 
     def __init__(self, path: Path | str) -> None:
+        self._folder = Path(path).parent
         self._database = Database(Path(path), _SCHEMA)
         self._faiss: Any = None
         self._version = -1
@@ -60,15 +62,25 @@ class DocumentIndex:
         """Release the file."""
         self._database.close()
 
-    def setting(self, name: str) -> str | None:
-        """A setting, or None if it was never set."""
-        rows = self._database.rows("SELECT value FROM settings WHERE name = ?", name)
-        return str(rows[0][0]) if rows else None
+    def settings(self) -> dict[str, str]:
+        """What the index is made with. An index without documents is made with nothing yet."""
+        query = "SELECT name, value FROM settings WHERE EXISTS (SELECT 1 FROM documents)"
+        return {str(name): str(value) for name, value in self._database.rows(query)}
 
-    def set_setting(self, name: str, value: str) -> None:
-        """Keep a setting."""
-        with self._database.transaction() as connection:
-            connection.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", (name, value))
+    def agree(self, asked: Mapping[str, str]) -> dict[str, str]:
+        """The index's settings, which those asked for must not contradict.
+
+        Raises:
+            IndexMismatchError: they do.
+        """
+        kept = self.settings()
+        for name in kept.keys() & asked.keys():
+            if asked[name] != kept[name]:
+                raise IndexMismatchError(
+                    f"the index at {self._folder} was made with {name} {kept[name]!r}, not "
+                    f"{asked[name]!r}; open it without that setting, or ingest into another folder"
+                )
+        return kept
 
     def holds(self, source: str, digest: str) -> bool:
         """Whether just this content of a document is indexed."""
@@ -81,17 +93,30 @@ class DocumentIndex:
         return [str(source) for (source,) in rows]
 
     def replace(
-        self, source: str, digest: str, chunks: Sequence[Chunk], vectors: NDArray[np.float32]
+        self,
+        source: str,
+        digest: str,
+        chunks: Sequence[Chunk],
+        vectors: NDArray[np.float32],
+        settings: Mapping[str, str] | None = None,
     ) -> list[str]:
         """Put a document in, its old chunks out, in one transaction; its KV is pending.
 
         Args:
             vectors: (len(chunks), dim), unit length.
+            settings: what the chunks were made with; the first document's become the index's.
 
         Returns:
             Texts that no chunk has any more.
+
+        Raises:
+            IndexMismatchError: the index is made with other settings.
         """
         with self._database.transaction() as connection:
+            if not self.agree(settings or {}):
+                connection.execute("DELETE FROM settings")  # of an index that was emptied
+            sql = "INSERT OR IGNORE INTO settings VALUES (?, ?)"
+            connection.executemany(sql, (settings or {}).items())
             before = self._texts(source)
             connection.execute("DELETE FROM documents WHERE source = ?", (source,))
             title = chunks[0].title if chunks else source
