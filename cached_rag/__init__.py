@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cached_rag.answering import Generation
     from cached_rag.config import METHODS, BatchConfig, GenerationConfig, StoreConfig
     from cached_rag.context import PRIMER, Context
-    from cached_rag.documents import Embedder
+    from cached_rag.documents import Embedder, IndexedDocument
     from cached_rag.encode import EncodeSummary
     from cached_rag.engine import Engine
     from cached_rag.errors import (
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cached_rag.ingest import IngestSummary
     from cached_rag.model import LanguageModel, load_model, wrap_model
     from cached_rag.pml import Import, Said, Schema, SchemaPrompt
-    from cached_rag.rag import CachedRAG
+    from cached_rag.rag import CachedRAG, Deletion
     from cached_rag.report import Report
     from cached_rag.stream import Stream
 
@@ -54,6 +54,7 @@ __all__ = [
     "Context",
     "ContextOverflowError",
     "CorruptBlobError",
+    "Deletion",
     "DocumentError",
     "Embedder",
     "EncodeSummary",
@@ -63,6 +64,7 @@ __all__ = [
     "GenerationConfig",
     "Import",
     "IndexMismatchError",
+    "IndexedDocument",
     "IngestSummary",
     "LanguageModel",
     "ModelError",

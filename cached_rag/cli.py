@@ -13,6 +13,7 @@ from rich.table import Table
 
 from cached_rag import __version__
 from cached_rag.cli_bench import bench_app
+from cached_rag.cli_documents import delete_command, list_command
 from cached_rag.cli_eval import evaluate_command
 from cached_rag.cli_schema import schema_app
 from cached_rag.cli_serve import serve_command
@@ -41,6 +42,8 @@ app = typer.Typer(
 app.add_typer(store_app, name="store")
 app.add_typer(schema_app, name="schema")
 app.add_typer(bench_app, name="bench")
+app.command("list")(list_command)
+app.command("delete")(delete_command)
 app.command("eval")(evaluate_command)
 app.command("serve")(serve_command)
 Method = Annotated[str, typer.Option(help="auto, full, prefix, reuse, cacheblend, epic, ...")]
@@ -57,6 +60,7 @@ def ingest(
     context: Annotated[
         str | None, typer.Option(help="Encode chunks behind: primer, none, both, neighbours:N.")
     ] = None,
+    name: Annotated[str | None, typer.Option(help="Call PATH so, not by its own name.")] = None,
     delete_missing: Annotated[bool, typer.Option(help="Drop documents gone from PATH.")] = False,
     dtype: Dtype = None,
     device: Device = None,
@@ -67,7 +71,7 @@ def ingest(
 
     options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "codec": codec, "context": context}
     with CachedRAG.open(index, model, dtype=dtype, device=device, **options) as rag:
-        summary = rag.ingest(path, delete_missing=delete_missing, progress=not as_json)
+        summary = rag.ingest(path, name=name, delete_missing=delete_missing, progress=not as_json)
     if as_json:
         print_json(dataclasses.asdict(summary))
         return
@@ -199,7 +203,5 @@ def main() -> None:
 
 def _print_sources(sources: Any) -> None:
     for hit in sources:
-        name = Path(hit.source).name
-        out.print(
-            f"  {hit.score:.2f}  {name} #{hit.ordinal}  {hit.title}", style="dim", markup=False
-        )
+        line = f"  {hit.score:.2f}  {hit.source} #{hit.ordinal}  {hit.title}"
+        out.print(line, style="dim", markup=False)

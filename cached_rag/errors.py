@@ -10,7 +10,7 @@
     ├── StoreError
     │   ├── CorruptBlobError       a KV file that is damaged, or belongs to something else
     │   └── StoreFullError         no room left on the disk
-    ├── DocumentError          a document that cannot be read, or has no text
+    ├── DocumentError          a document that cannot be read, has no text, or is not there
     ├── PMLError               a schema or a prompt in PML that is wrong (also a ValueError)
     ├── IndexMismatchError     an index made with other settings than the ones asked for
     └── EvaluationError        a question-answering set or a journal that cannot be used
@@ -62,7 +62,7 @@ class StoreFullError(StoreError):
 
 
 class DocumentError(CachedRAGError):
-    """A document cannot be read, or holds no text."""
+    """A document cannot be read, holds no text, or is not the one that is meant."""
 
 
 class IndexMismatchError(CachedRAGError):

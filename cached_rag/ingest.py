@@ -5,14 +5,22 @@ Every step is repeatable: what is there is kept, so an interrupted run goes on w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
 from cached_rag.context import Context
-from cached_rag.documents import DocumentIndex, Embeddings, Splitter, find_documents, load_document
+from cached_rag.documents import (
+    Document,
+    DocumentIndex,
+    Embeddings,
+    Splitter,
+    find_documents,
+    load_document,
+)
+from cached_rag.documents.roots import absolute, is_below, join
 from cached_rag.engine import Engine
 from cached_rag.errors import DocumentError
 from cached_rag.fingerprint import digest
@@ -53,6 +61,7 @@ class Ingestion:
     Attributes:
         settings: what the index is made with, if this is its first document.
         head, contexts: what chunks are encoded behind: the head, and then each of the contexts.
+        forget: drops texts that no document has any more, and their KV.
     """
 
     index: DocumentIndex
@@ -62,53 +71,68 @@ class Ingestion:
     settings: Mapping[str, str]
     head: Rendered
     contexts: tuple[Context | None, ...]
+    forget: Callable[[Sequence[str]], object]
 
-    def run(self, path: Path, *, delete_missing: bool, progress: bool) -> IngestSummary:
+    def run(
+        self, path: Path, *, name: str | None, delete_missing: bool, progress: bool
+    ) -> IngestSummary:
         """Read, index, delete, encode; see `CachedRAG.ingest`."""
-        files = [file.resolve() for file in find_documents(path)]
-        added, skipped = [], []
-        for file in tqdm(files, "reading", unit="file", disable=not progress):
+        path = absolute(path)
+        found = find_documents(path)
+        base = self._called(path, found, name)
+        files = {join(base, file.relative_to(path)): file for file in found}
+        added, skipped = [], {}
+        for source, file in tqdm(files.items(), "reading", unit="file", disable=not progress):
             try:
-                if self._update(file):
-                    added.append(str(file))
+                if self._update(source, file):
+                    added.append(source)
             except DocumentError as error:
-                skipped.append((str(file), str(error)))
-        deleted = self._delete_missing(path, files) if delete_missing else 0
-        failed = {source for source, _ in skipped}
-        sources = [str(file) for file in files if str(file) not in failed]
+                skipped[source] = (str(file), str(error))
+        deleted = self._delete_missing(base, files.keys()) if delete_missing else 0
+        sources = [source for source in files if source not in skipped]
         encoded, tokens, seconds = self._encode(sources, progress)
         return IngestSummary(
             added=len(added),
             unchanged=len(sources) - len(added),
             deleted=deleted,
-            skipped=tuple(skipped),
+            skipped=tuple(skipped.values()),
             chunks=self.index.count()[1],
             encoded=encoded,
             tokens=tokens,
             seconds=seconds,
         )
 
-    def _update(self, file: Path) -> bool:
+    def _called(self, path: Path, files: Sequence[Path], name: str | None) -> str:
+        """What an absolute path is called in the index."""
+        roots = self.index.roots
+        root = roots.choose(path, files, name, self._is_unchanged)
+        for source in roots.absorb(root):
+            self.forget(self.index.delete(source))
+        roots.keep(root)
+        return root.source(path) or root.name
+
+    def _is_unchanged(self, source: str, file: Path) -> bool:
+        try:
+            return self.index.holds(source, _content(load_document(file)))
+        except DocumentError:
+            return False
+
+    def _update(self, source: str, file: Path) -> bool:
         """Index a file unless just this content is; says whether it had to."""
         document = load_document(file)
-        content = digest(document.title, document.text)
-        if self.index.holds(str(file), content):
+        content = _content(document)
+        if self.index.holds(source, content):
             return False
         chunks = self.splitter.split(document)
         vectors = self.embedder.embed([chunk.text for chunk in chunks])
-        orphans = self.index.replace(str(file), content, chunks, vectors, self.settings)
-        self.engine.forget(orphans)
+        self.forget(self.index.replace(source, content, chunks, vectors, self.settings))
         return True
 
-    def _delete_missing(self, path: Path, files: Sequence[Path]) -> int:
-        below, present = str(path.expanduser().resolve()), set(map(str, files))
-        gone = [
-            source
-            for source in self.index.sources()
-            if source not in present and (source == below or source.startswith(below + "/"))
-        ]
+    def _delete_missing(self, base: str, present: Iterable[str]) -> int:
+        gone = {source for source in self.index.sources() if is_below(source, base)}
+        gone -= set(present)
         for source in gone:
-            self.engine.forget(self.index.delete(source))
+            self.forget(self.index.delete(source))
         return len(gone)
 
     def _encode(self, sources: Sequence[str], progress: bool) -> tuple[int, int, float]:
@@ -128,6 +152,10 @@ class Ingestion:
                     self.index.mark_encoded(source)
                 encoded += summary.encoded
         return encoded, tokens, seconds
+
+
+def _content(document: Document) -> str:
+    return digest(document.title, document.text)
 
 
 def _groups(texts: dict[str, list[str]]) -> Iterator[list[str]]:

@@ -5,7 +5,8 @@ Knows the order of things; every step is somebody else's. No framework is import
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cached_rag.documents import (
     Embedder,
     Embeddings,
     Hit,
+    IndexedDocument,
     Splitter,
 )
 from cached_rag.engine import Engine
@@ -25,6 +27,7 @@ from cached_rag.errors import ConfigError, IndexMismatchError
 from cached_rag.fingerprint import digest
 from cached_rag.ingest import Ingestion, IngestSummary
 from cached_rag.prompts import Prompts
+from cached_rag.store.holdings import forget
 
 SYSTEM = "Answer the question with the help of the documents. Be brief and exact."
 _DEFAULTS = {
@@ -35,6 +38,15 @@ _DEFAULTS = {
     "context": "primer",
     "system": SYSTEM,
 }
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """A document that was deleted: its source, and how many chunks and KVs went with it."""
+
+    source: str
+    chunks: int
+    kvs: int
 
 
 class CachedRAG:
@@ -177,19 +189,32 @@ class CachedRAG:
     # Ingestion -------------------------------------------------------------------------------
 
     def ingest(
-        self, path: str | Path, *, delete_missing: bool = False, progress: bool = True
+        self,
+        path: str | Path,
+        *,
+        name: str | None = None,
+        delete_missing: bool = False,
+        progress: bool = True,
     ) -> IngestSummary:
         """Bring a file, or all files below a folder, into the index, and prefill their chunks.
 
         Doing it again costs little: what is unchanged is kept, what changed replaces its chunks
         and their KV, and an interrupted run goes on where it stopped.
 
+        A document is called by its place in the folder, with the folder's name before it
+        ("docs/guide/a.md"), and a single file by its name, however the path was spelled and
+        wherever the folder is moved. What lies in a folder that was ingested belongs to that one.
+
         Args:
+            name: what to call the folder or file, instead of its own name. What had that name
+                before is replaced, wherever it came from.
             delete_missing: drop documents that were ingested from below `path` and are gone.
             progress: show bars on the terminal.
 
         Raises:
-            DocumentError: nothing is at `path`. Unreadable files are skipped and reported.
+            DocumentError: nothing is at `path`; or something else of that name was ingested: it
+                is still where it was, or nothing of it is here. Unreadable files are skipped and
+                reported.
             IndexMismatchError: another process made the index with other settings meanwhile.
             StoreFullError: the disk is full; what was ingested before is kept.
         """
@@ -202,12 +227,35 @@ class CachedRAG:
             self.settings,
             self._prompts.head(),
             self._contexts(),
+            self._forget,
         )
-        return ingestion.run(Path(path), delete_missing=delete_missing, progress=progress)
+        return ingestion.run(
+            Path(path), name=name, delete_missing=delete_missing, progress=progress
+        )
 
-    def delete(self, source: str | Path) -> None:
-        """Drop a document, its chunks, and KV that no other document needs."""
-        self.engine.forget(self.index.delete(str(source)))
+    def documents(self) -> list[IndexedDocument]:
+        """All documents of the index, by source."""
+        return self.index.documents()
+
+    def delete(self, source: str | Path) -> Deletion:
+        """Drop a document, its chunks, and KV that no other document needs. Loads no model.
+
+        Args:
+            source: as `documents` has it; or a path on disk, which leads to one document.
+
+        Raises:
+            DocumentError: there is no such document, or the path leads to several.
+        """
+        found = self.index.roots.find(source)
+        chunks = len(self.index.texts(found))
+        return Deletion(found, chunks, self._forget(self.index.delete(found)))
+
+    def _forget(self, texts: Sequence[str]) -> int:
+        """Drop texts and their KV in every dtype; says how many KVs went."""
+        if not texts:
+            return 0
+        gone = 0 if self._engine is None else self._engine.forget(texts)
+        return gone + forget(self.path / "kv", self.settings["codec"], texts)
 
     def _count_tokens(self, text: str) -> int:
         return len(self.engine.tokenization.literal(text))

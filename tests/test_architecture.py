@@ -76,7 +76,7 @@ ORDER = (
         "doctor",
         "demo",
     ),
-    *("terminal", "cli_store", "cli_schema", "cli_eval", "cli_bench", "cli_serve"),
+    *("terminal", "cli_documents", "cli_store", "cli_schema", "cli_eval", "cli_bench", "cli_serve"),
     "cli",
 )
 PUBLIC = ("cached_rag", "cached_rag.benchmarks", "cached_rag.evaluation", "cached_rag.pml")

@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 from test_rag import WordEmbedding
 from typer.testing import CliRunner
 
-from cached_rag import ConfigError, cli
+from cached_rag import ConfigError, DocumentError, cli
 from cached_rag.documents import Embedder
 from cached_rag.rag import SYSTEM
 
@@ -60,6 +60,32 @@ def test_store_commands_count_verify_and_prune(index):
     assert len(json.loads(found.stdout)["problems"]) == 1
     pruned = json.loads(run(cli.app, ["store", "prune", *where, "--max-bytes", "0"]).stdout)
     assert pruned["files"] == 4
+
+
+def test_documents_are_listed_and_deleted(index, tmp_path):
+    where = ["--index", str(index)]
+    listed = json.loads(run(cli.app, ["list", *where, "--json"]).stdout)["documents"]
+    assert [one["source"] for one in listed] == ["docs/a.txt", "docs/b.txt", "docs/c.txt"]
+    assert listed[1] == {
+        "source": "docs/b.txt",
+        "title": CHUNKS[1],
+        "chunks": 1,
+        "is_encoded": True,
+    }
+    assert "docs/c.txt" in run(cli.app, ["list", *where]).stdout
+    refused = run(cli.app, ["delete", "docs/a.txt", "docs/d.txt", *where])
+    assert isinstance(refused.exception, DocumentError)
+    gone = run(
+        cli.app, ["delete", "docs/a.txt", str(tmp_path / "docs" / "b.txt"), *where, "--json"]
+    )
+    assert gone.exit_code == 0, gone.output
+    deleted = json.loads(gone.stdout)["deleted"]
+    assert deleted == [
+        {"source": "docs/a.txt", "chunks": 1, "kvs": 1},
+        {"source": "docs/b.txt", "chunks": 1, "kvs": 1},
+    ]
+    left = json.loads(run(cli.app, ["list", *where, "--json"]).stdout)["documents"]
+    assert [one["source"] for one in left] == ["docs/c.txt"]
 
 
 def test_doctor_reports_the_rule_and_passes_its_self_test(model_folder):
@@ -251,6 +277,8 @@ def test_errors_are_one_line_and_exit_1(arguments, message, monkeypatch, capsys,
         "",
         "ingest",
         "ask",
+        "list",
+        "delete",
         "demo",
         "doctor",
         "bench",

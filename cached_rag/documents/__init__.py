@@ -1,7 +1,7 @@
 """Documents: loading, splitting, embedding, and an index to search them."""
 
 from cached_rag.documents.embedding import DEFAULT_EMBEDDING, Embedder, Embeddings
-from cached_rag.documents.index import DocumentIndex, Hit
+from cached_rag.documents.index import DocumentIndex, Hit, IndexedDocument
 from cached_rag.documents.loading import Document, find_documents, load_document
 from cached_rag.documents.splitting import Chunk, Splitter
 
@@ -13,6 +13,7 @@ __all__ = [
     "Embedder",
     "Embeddings",
     "Hit",
+    "IndexedDocument",
     "Splitter",
     "find_documents",
     "load_document",

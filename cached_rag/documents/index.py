@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cached_rag.documents.roots import SCHEMA as _ROOTS
+from cached_rag.documents.roots import Roots
 from cached_rag.documents.splitting import Chunk
 from cached_rag.errors import IndexMismatchError
 from cached_rag.store.database import Database
@@ -21,7 +23,7 @@ from cached_rag.store.database import Database
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_SCHEMA = """
+_SCHEMA = f"""
 PRAGMA foreign_keys = ON;
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS documents (
@@ -34,7 +36,24 @@ CREATE TABLE IF NOT EXISTS chunks (
 );
 CREATE INDEX IF NOT EXISTS by_source ON chunks (source);
 CREATE INDEX IF NOT EXISTS by_text ON chunks (text);
+{_ROOTS}
 """
+
+
+@dataclass(frozen=True)
+class IndexedDocument:
+    """A document of an index.
+
+    Attributes:
+        source: what it is called, see `CachedRAG.ingest`.
+        chunks: how many it has.
+        is_encoded: whether an ingestion prefilled all of them.
+    """
+
+    source: str
+    title: str
+    chunks: int
+    is_encoded: bool
 
 
 @dataclass(frozen=True)
@@ -54,6 +73,7 @@ class DocumentIndex:
     def __init__(self, path: Path | str) -> None:
         self._folder = Path(path).parent
         self._database = Database(Path(path), _SCHEMA)
+        self.roots = Roots(self._database)
         self._faiss: Any = None
         self._version = -1
         self._lock = threading.Lock()
@@ -91,6 +111,17 @@ class DocumentIndex:
         """All indexed documents."""
         rows = self._database.rows("SELECT source FROM documents ORDER BY source")
         return [str(source) for (source,) in rows]
+
+    def documents(self) -> list[IndexedDocument]:
+        """All indexed documents, by source."""
+        rows = self._database.rows(
+            "SELECT source, title, (SELECT count(*) FROM chunks c WHERE c.source = d.source),"
+            " is_encoded FROM documents d ORDER BY source"
+        )
+        return [
+            IndexedDocument(str(source), str(title), int(str(chunks)), bool(is_encoded))
+            for source, title, chunks, is_encoded in rows
+        ]
 
     def replace(
         self,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,10 @@ CREATE TABLE IF NOT EXISTS encodings (
 CREATE TABLE IF NOT EXISTS removals (count INTEGER NOT NULL);
 INSERT INTO removals SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM removals);
 """
+_MODULES = (
+    "SELECT id, text_digest, anchor, length, token_ids, token_starts FROM modules"
+    " WHERE model = ? AND namespace = ?"
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,14 @@ class ModuleRecord:
     length: int
     token_ids: tuple[int, ...]
     token_starts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Whose rows: a model's, by fingerprint, and a tenant's."""
+
+    model: str
+    namespace: str
 
 
 class Catalog:
@@ -77,19 +90,17 @@ class Catalog:
         with self._database.transaction() as connection:
             connection.executemany(sql, rows)
 
+    def find(self, text_digests: Iterable[str]) -> list[ModuleRecord]:
+        """The modules among texts, by digest."""
+        query = f"{_MODULES} AND text_digest = ?"
+        rows = (self._database.rows(query, *self._scope, name) for name in text_digests)
+        return [_record(row) for found in rows for row in found]
+
     def modules(self, after: int = 0) -> Iterator[tuple[int, ModuleRecord]]:
         """(row, record) of all modules added after a row, in order."""
-        rows = self._database.rows(
-            "SELECT id, text_digest, anchor, length, token_ids, token_starts FROM modules"
-            " WHERE model = ? AND namespace = ? AND id > ? ORDER BY id",
-            *self._scope,
-            after,
-        )
-        for row, text_digest, anchor, length, ids, starts in rows:
-            record = ModuleRecord(
-                str(text_digest), str(anchor), int(str(length)), _unpack(ids), _unpack(starts)
-            )
-            yield int(str(row)), record
+        query = f"{_MODULES} AND id > ? ORDER BY id"
+        for row in self._database.rows(query, *self._scope, after):
+            yield int(str(row[0])), _record(row)
 
     def remove_modules(self, text_digests: Sequence[str]) -> None:
         """Forget texts."""
@@ -120,6 +131,22 @@ class Catalog:
         """Whether another connection has written since the last call."""
         before, self._version = self._version, self._database.version()
         return before != self._version
+
+
+def scopes(path: Path) -> list[Scope]:
+    """All that have something in a catalog's file."""
+    with closing(Database(path, _SCHEMA)) as database:
+        rows = database.rows(
+            "SELECT model, namespace FROM modules UNION SELECT model, namespace FROM encodings"
+        )
+    return [Scope(str(model), str(namespace)) for model, namespace in rows]
+
+
+def _record(row: tuple[object, ...]) -> ModuleRecord:
+    _, text_digest, anchor, length, ids, starts = row
+    return ModuleRecord(
+        str(text_digest), str(anchor), int(str(length)), _unpack(ids), _unpack(starts)
+    )
 
 
 def _pack(numbers: Sequence[int]) -> bytes:
