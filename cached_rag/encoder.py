@@ -66,7 +66,8 @@ class Encoder:
         """See `Engine.register`."""
         known = self.library.table
         records, _ = self._records([t for t in map(str.strip, texts) if known.get(t) is None])
-        self.library.add_modules([record for record, _ in records])
+        if records:
+            self.library.add_modules([record for record, _ in records])
 
     def learn(self, behind: Behind) -> None:
         """Reuse a prefix from now on, and let what is missing be encoded behind it."""

@@ -35,6 +35,7 @@ from cached_rag.report import Report
 from cached_rag.request import Request
 from cached_rag.scheduler import Scheduler
 from cached_rag.sequences import SequenceTree
+from cached_rag.store import Maker
 from cached_rag.stream import Stream
 from cached_rag.write_back import Activity, WriteBack
 
@@ -73,7 +74,8 @@ class Engine:
             settings = replace(settings, pipelined=model.device.type == "cuda")
         self.settings = settings
         memory = beside.library.memory if beside else None
-        self.library: Library = Library(settings, model.fingerprint, model.device, memory)
+        maker = Maker(model.fingerprint, model.name, str(model.dtype).removeprefix("torch."))
+        self.library: Library = Library(settings, maker, model.device, memory)
         self.tokenization = Tokenization(model.tokenizer)
         self.lock = model.lock
         self._encoder = Encoder(model, self.library, self.tokenization)

@@ -24,6 +24,7 @@ from cached_rag.store import (
     Catalog,
     DiskStore,
     KVStore,
+    Maker,
     MemoryStore,
     ModuleRecord,
     Prefetcher,
@@ -55,7 +56,7 @@ class Library:
     def __init__(
         self,
         config: StoreConfig,
-        fingerprint: str,
+        maker: Maker,
         device: torch.device | None = None,
         memory: Sequence[MemoryStore] | None = None,
     ) -> None:
@@ -64,7 +65,7 @@ class Library:
         Args:
             memory: another tenant's tiers in memory, to be used together; None for new ones.
         """
-        self.fingerprint = fingerprint
+        self.maker, self.fingerprint = maker, maker.model
         self.namespace = config.namespace
         self.is_pipelined = bool(config.pipelined)
         self.table = ModuleTable()
@@ -75,7 +76,7 @@ class Library:
         if config.path is not None:
             root = Path(config.path)
             self.disk = DiskStore(root, codec=config.codec, max_bytes=config.disk_bytes)
-            self._catalog = Catalog(root / "catalog.sqlite", fingerprint, config.namespace)
+            self._catalog = Catalog(root / "catalog.sqlite", maker, config.namespace)
             tiers.append(self.disk)
         self.store: KVStore = TieredStore(tiers) if len(tiers) > 1 else tiers[0]
         self._prefetcher = Prefetcher()
@@ -138,6 +139,12 @@ class Library:
         else:
             self.table.discard(modules)
         return gone
+
+    def other_makers(self, modules: Iterable[ModuleRecord]) -> list[Maker]:
+        """Other models, or this one in other dtypes, that encoded some of these in this store."""
+        if self._catalog is None:
+            return []
+        return self._catalog.makers_of(module.text_digest for module in modules)
 
     def key(self, behind: Behind, token_ids: Sequence[int]) -> str:
         """The store key of a module in one encoding."""

@@ -159,7 +159,7 @@ class Prefiller:
         if done is None:  # with what was damaged gone, once more
             notes = report.notes
             again = self._prepare(prepared.planner, config, prepared.is_over)
-            again.report.notes[:0] = notes
+            again.report.notes[:] = dict.fromkeys([*notes, *again.report.notes])
             return self._complete(again, ())
 
         return Prefill(
@@ -230,9 +230,26 @@ class Prefiller:
         plan = make_plan(self.library, rendered.text, tokens, found, sink_ids, lazy=lazy)
         report.load_ms = clock.lap()
         report.modules_missed = len(plan.missed)
+        if plan.missed:
+            self._explain(plan, report)
         if self._leftovers.write_back is not None:
             report.missed_tokens = sum(len(found.module.token_ids) for found in plan.missed)
         return tokens, plan.exact_only() if method == "prefix" else plan
+
+    def _explain(self, plan: Plan, report: Report) -> None:
+        """Say so, if what a prompt missed is there, but was made by another model or dtype."""
+        makers = self.library.other_makers(found.module for found in plan.missed)
+        if not makers:
+            return
+        own = self.library.maker
+        is_alike = any(str(maker) == str(own) for maker in makers)
+        by = ", ".join(dict.fromkeys(map(str, makers)))
+        later = "" if self._leftovers.write_back is None else ", and encoded in the background"
+        report.notes.append(
+            f"KV of texts in this prompt was made by {by}{' (other weights)' if is_alike else ''}; "
+            f"this engine is {own}: {len(plan.missed)} texts are computed now{later}; `cached-rag "
+            "ingest`, or `encode`, encodes all ahead"
+        )
 
     def _allowed(
         self, plan: Plan, config: GenerationConfig, report: Report

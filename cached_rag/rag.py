@@ -298,12 +298,26 @@ class CachedRAG:
         """As `ask`, piece by piece."""
         config = (config or GenerationConfig()).replace(**options)
         hits = self.search(question, k)
+        self._introduce([hit.text for hit in hits])
         self.engine.prefetch([hit.text for hit in hits])
         if reorder:
             names = [digest(hit.text.strip()) for hit in hits]
             hits = [hits[index] for index in self.engine.sequences.order(names)]
         hits, messages = self._prompts.fitting(question, hits, config.max_tokens)
         return AnswerStream(self.engine.stream(messages, config), tuple(hits))
+
+    def _introduce(self, texts: Sequence[str]) -> None:
+        """Make chunks known that were encoded in another dtype, or not yet.
+
+        Then they count as missed, and are encoded in the background.
+        """
+        library = self.engine.library
+        library.refresh()
+        if all(library.table.get(text.strip()) is not None for text in texts):
+            return
+        self.engine.register(texts)
+        for context in self._contexts():
+            self.engine.encode([], self._prompts.head(), context=context)
 
     def search(self, question: str, k: int = 6) -> list[Hit]:
         """The k chunks nearest to a question, best first.

@@ -124,8 +124,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @functools.cache
-def tiny_model(family: str) -> LanguageModel:
-    """A random 4-layer model in fp32, its weights the same in every run."""
+def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    """A random 4-layer model, its weights the same in every run, but for their rounding."""
     kind, sizes = FAMILIES[family]
     torch.manual_seed(sum(map(ord, family)))
     special = {"bos_token_id": 0, "eos_token_id": 1}
@@ -136,7 +136,7 @@ def tiny_model(family: str) -> LanguageModel:
             if parameter.ndim > 1 and "embed" not in name:
                 parameter.mul_(4)  # else attention is nearly uniform and masks hardly matter
     model.generation_config.eos_token_id = 1
-    return wrap_model(model, tiny_tokenizer(), name=family, revision=family)
+    return wrap_model(model.to(dtype), tiny_tokenizer(), name=family, revision=family)
 
 
 @pytest.fixture

@@ -62,6 +62,29 @@ def test_store_commands_count_verify_and_prune(index):
     assert pruned["files"] == 4
 
 
+def test_prune_drops_kv_of_other_dtypes_and_says_what(index, tmp_path, model_folder):
+    where = ["--index", str(index), "--json"]
+    again = run(cli.app, ["ingest", str(tmp_path / "docs"), "--dtype", "bfloat16", *where])
+    assert json.loads(again.stdout)["encoded"] == 3
+
+    def prune(*options):
+        return run(cli.app, ["store", "prune", *options, *where])
+
+    unused = ["--unused", "--dtype", "float32"]
+    trial = json.loads(prune(*unused, "--dry-run").stdout)
+    assert [(one["model"], one["dtype"], one["files"]) for one in trial["unused"]] == [
+        (model_folder, "bfloat16", 4)
+    ]
+    assert json.loads(prune(*unused, "--dtype", "bfloat16").stdout)["files"] == 0
+    assert json.loads(prune(*unused).stdout) == trial | {"is_dry_run": False}
+    assert json.loads(prune(*unused).stdout)["files"] == 0
+    assert json.loads(run(cli.app, ["store", "stats", *where]).stdout)["modules"] == 4
+    shown = run(cli.app, ["store", "prune", *unused, "--index", str(index)]).stdout
+    assert "0 files removed" in shown
+    for bad in (["--dry-run"], ["--unused", "--dtype", "float16"]):
+        assert isinstance(prune(*bad).exception, ConfigError)
+
+
 def test_documents_are_listed_and_deleted(index, tmp_path):
     where = ["--index", str(index)]
     listed = json.loads(run(cli.app, ["list", *where, "--json"]).stdout)["documents"]

@@ -5,9 +5,9 @@ Rows belong to one model and one tenant. Knows SQLite; knows no KV.
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,12 @@ CREATE TABLE IF NOT EXISTS encodings (
     model TEXT NOT NULL, namespace TEXT NOT NULL, digest TEXT NOT NULL, token_ids BLOB NOT NULL,
     context TEXT NOT NULL, PRIMARY KEY (model, namespace, digest, context)
 );
+CREATE TABLE IF NOT EXISTS makers (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT NOT NULL UNIQUE, name TEXT NOT NULL,
+    dtype TEXT NOT NULL
+);
+INSERT INTO makers (model, name, dtype) SELECT DISTINCT model, '', '' FROM modules
+    WHERE NOT EXISTS (SELECT 1 FROM makers);
 CREATE TABLE IF NOT EXISTS removals (count INTEGER NOT NULL);
 INSERT INTO removals SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM removals);
 """
@@ -53,24 +59,82 @@ class ModuleRecord:
 
 
 @dataclass(frozen=True)
-class Scope:
-    """Whose rows: a model's, by fingerprint, and a tenant's."""
+class Maker:
+    """A model that KV is made by: its fingerprint; its name and dtype, for people.
+
+    Both are empty where a version of this library made it that did not keep them.
+    """
 
     model: str
-    namespace: str
+    name: str = ""
+    dtype: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} in {self.dtype}" if self.name else "another model or dtype"
 
 
 class Catalog:
     """Modules and prefixes of one model (by fingerprint) and tenant, in a shared file."""
 
-    def __init__(self, path: Path | str, model: str, namespace: str = "") -> None:
-        self._scope = (model, namespace)
+    def __init__(self, path: Path | str, maker: Maker | str, namespace: str = "") -> None:
+        """Open the file; a maker that is known by name is written down as the latest to use it."""
+        self.maker = Maker(maker) if isinstance(maker, str) else maker
+        self.namespace = namespace
+        self._scope = (self.maker.model, namespace)
         self._database = Database(Path(path), _SCHEMA)
+        if self.maker.name:
+            self._sign()
         self._version = self._database.version()
 
     def close(self) -> None:
         """Release the file."""
         self._database.close()
+
+    def _sign(self) -> None:
+        mine = (self.maker.name, self.maker.dtype)
+        alike = [maker for maker in self.makers() if (maker.name, maker.dtype) == mine]
+        if alike[-1:] == [self.maker]:
+            return
+        with self._database.transaction() as connection:
+            connection.execute(
+                "INSERT OR REPLACE INTO makers (model, name, dtype) VALUES (?, ?, ?)",
+                dataclasses.astuple(self.maker),
+            )
+
+    def makers(self) -> list[Maker]:
+        """Whose KV there may be, the latest last."""
+        rows = self._database.rows("SELECT model, name, dtype FROM makers ORDER BY id")
+        return [Maker(str(model), str(name), str(dtype)) for model, name, dtype in rows]
+
+    def makers_of(self, text_digests: Iterable[str]) -> list[Maker]:
+        """Other models that know some of these texts."""
+        query = f"{_MODULES} AND text_digest = ?"
+        digests = list(text_digests)
+        return [
+            maker
+            for maker in self.makers()
+            if maker.model != self.maker.model
+            and any(
+                self._database.rows(query, maker.model, self.namespace, name) for name in digests
+            )
+        ]
+
+    def namespaces(self) -> list[str]:
+        """The tenants that have anything of this model."""
+        rows = self._database.rows(
+            "SELECT namespace FROM modules WHERE model = ?"
+            " UNION SELECT namespace FROM encodings WHERE model = ?",
+            self.maker.model,
+            self.maker.model,
+        )
+        return [str(namespace) for (namespace,) in rows]
+
+    def clear(self) -> None:
+        """Forget this model, for all tenants."""
+        with self._database.transaction() as connection:
+            for table in ("modules", "encodings", "makers"):
+                connection.execute(f"DELETE FROM {table} WHERE model = ?", (self.maker.model,))
+            connection.execute("UPDATE removals SET count = count + 1")
 
     def add_modules(self, records: Iterable[ModuleRecord]) -> None:
         """Remember texts; those that are known change nothing."""
@@ -131,15 +195,6 @@ class Catalog:
         """Whether another connection has written since the last call."""
         before, self._version = self._version, self._database.version()
         return before != self._version
-
-
-def scopes(path: Path) -> list[Scope]:
-    """All that have something in a catalog's file."""
-    with closing(Database(path, _SCHEMA)) as database:
-        rows = database.rows(
-            "SELECT model, namespace FROM modules UNION SELECT model, namespace FROM encodings"
-        )
-    return [Scope(str(model), str(namespace)) for model, namespace in rows]
 
 
 def _record(row: tuple[object, ...]) -> ModuleRecord:

@@ -68,6 +68,11 @@ class DiskStore:
         query = "SELECT key FROM blobs WHERE codec = ? ORDER BY last_used"
         return iter([str(key) for (key,) in self._database.rows(query, self.codec.name)])
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file of this codec, by key."""
+        query = "SELECT key, nbytes FROM blobs WHERE codec = ?"
+        return {str(k): int(str(n)) for k, n in self._database.rows(query, self.codec.name)}
+
     def get(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
         """The module, mapped from its file, or None; see `KVStore.get`."""
         kv = self._found(key, token_ids, read_blob)
