@@ -68,6 +68,7 @@ def ingest(
 ) -> None:
     """Read, split, embed, index and prefill documents; again does only what is new."""
     from cached_rag import CachedRAG
+    from cached_rag.documents import READERS
 
     options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "codec": codec, "context": context}
     with CachedRAG.open(index, model, dtype=dtype, device=device, **options) as rag:
@@ -83,6 +84,12 @@ def ingest(
     )
     for _, reason in summary.skipped:
         err.print(f"skipped {reason}", style="yellow", markup=False)
+    if summary.passed_over:
+        total = sum(count for _, count in summary.passed_over)
+        kinds = ", ".join(f"{n} {suffix or 'without suffix'}" for suffix, n in summary.passed_over)
+        known = ", ".join(sorted(READERS))
+        line = f"{total} files passed over: {kinds}; known kinds: {known}"
+        err.print(line, style="yellow", markup=False, highlight=False)
 
 
 @app.command()

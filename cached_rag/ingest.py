@@ -17,8 +17,8 @@ from cached_rag.documents import (
     DocumentIndex,
     Embeddings,
     Splitter,
-    find_documents,
     load_document,
+    look_at,
 )
 from cached_rag.documents.roots import absolute, is_below, join
 from cached_rag.engine import Engine
@@ -42,6 +42,7 @@ class IngestSummary:
         chunks: in the index now.
         encoded: chunks prefilled now.
         tokens, seconds: of that prefill.
+        passed_over: (suffix, count) of files of kinds without a reader, most frequent first.
     """
 
     added: int
@@ -52,6 +53,7 @@ class IngestSummary:
     encoded: int
     tokens: int
     seconds: float
+    passed_over: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,9 @@ class Ingestion:
     ) -> IngestSummary:
         """Read, index, delete, encode; see `CachedRAG.ingest`."""
         path = absolute(path)
-        found = find_documents(path)
-        base = self._called(path, found, name)
-        files = {join(base, file.relative_to(path)): file for file in found}
+        found = look_at(path)
+        base = self._called(path, found.files, name)
+        files = {join(base, file.relative_to(path)): file for file in found.files}
         added, skipped = [], {}
         for source, file in tqdm(files.items(), "reading", unit="file", disable=not progress):
             try:
@@ -100,6 +102,7 @@ class Ingestion:
             encoded=encoded,
             tokens=tokens,
             seconds=seconds,
+            passed_over=found.passed_over,
         )
 
     def _called(self, path: Path, files: Sequence[Path], name: str | None) -> str:

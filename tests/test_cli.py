@@ -62,6 +62,20 @@ def test_store_commands_count_verify_and_prune(index):
     assert pruned["files"] == 4
 
 
+def test_ingest_says_in_one_line_what_it_passed_over(index, tmp_path):
+    for name in ("a.py", "b.py", "c.png", "Makefile", ".hidden.py"):
+        (tmp_path / "docs" / name).write_text("text")
+    command = ["ingest", str(tmp_path / "docs"), "--index", str(index), "--dtype", "float32"]
+    shown = " ".join(run(cli.app, command).stderr.split())
+    assert "4 files passed over: 2 .py, " in shown
+    assert "1 .png" in shown
+    assert "1 without suffix" in shown
+    assert "known kinds: .htm, .html, .markdown, .md, .pdf" in shown
+    found = json.loads(run(cli.app, [*command, "--json"]).stdout)
+    assert found["passed_over"][0] == [".py", 2]
+    assert found["skipped"] == []
+
+
 def test_prune_drops_kv_of_other_dtypes_and_says_what(index, tmp_path, model_folder):
     where = ["--index", str(index), "--json"]
     again = run(cli.app, ["ingest", str(tmp_path / "docs"), "--dtype", "bfloat16", *where])

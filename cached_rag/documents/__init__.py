@@ -2,11 +2,18 @@
 
 from cached_rag.documents.embedding import DEFAULT_EMBEDDING, Embedder, Embeddings
 from cached_rag.documents.index import DocumentIndex, Hit, IndexedDocument
-from cached_rag.documents.loading import Document, find_documents, load_document
+from cached_rag.documents.loading import (
+    READERS,
+    Document,
+    find_documents,
+    load_document,
+    look_at,
+)
 from cached_rag.documents.splitting import Chunk, Splitter
 
 __all__ = [
     "DEFAULT_EMBEDDING",
+    "READERS",
     "Chunk",
     "Document",
     "DocumentIndex",
@@ -17,4 +24,5 @@ __all__ = [
     "Splitter",
     "find_documents",
     "load_document",
+    "look_at",
 ]

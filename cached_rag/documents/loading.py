@@ -7,6 +7,7 @@ reStructuredText become HTML, and HTML becomes text with its layout kept.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,19 +36,50 @@ class Document:
     text: str
 
 
-def find_documents(path: Path | str) -> list[Path]:
-    """Readable files at a path: itself, or all below a folder, hidden ones aside, sorted.
+@dataclass(frozen=True)
+class Found:
+    """What lies at a path, hidden files aside.
+
+    Attributes:
+        files: those that have a reader, sorted.
+        passed_over: how many have none, by suffix ("" where there is no suffix), most frequent
+            first.
+    """
+
+    files: tuple[Path, ...]
+    passed_over: tuple[tuple[str, int], ...] = ()
+
+
+def look_at(path: Path | str) -> Found:
+    """A file itself, of whatever kind, or all files below a folder.
 
     Raises:
         DocumentError: nothing is there.
     """
     root = Path(path).expanduser()
     if root.is_file():
-        return [root]
+        return Found((root,))
     if not root.is_dir():
         raise DocumentError(f"there is no file or folder at {root}")
-    files = (p for p in root.rglob("*") if p.is_file() and p.suffix.lower() in READERS)
-    return sorted(p for p in files if not _is_hidden(p.relative_to(root)))
+    files, others = [], Counter[str]()
+    for file in root.rglob("*"):
+        if _is_hidden(file.relative_to(root)) or not file.is_file():
+            continue
+        suffix = file.suffix.lower()
+        if suffix in READERS:
+            files.append(file)
+        else:
+            others[suffix] += 1
+    return Found(tuple(sorted(files)), tuple(others.most_common()))
+
+
+def find_documents(path: Path | str) -> list[Path]:
+    """Readable files at a path: itself, or all below a folder, hidden ones aside, sorted.
+
+    Raises:
+        DocumentError: nothing is there.
+    """
+    return list(look_at(path).files)
 
 
 def _is_hidden(path: Path) -> bool:

@@ -9,7 +9,7 @@ from pypdf import PdfWriter
 from cached_rag import ConfigError, DocumentError
 from cached_rag.demo import CORPUS
 from cached_rag.documents import Chunk, Document, DocumentIndex, Splitter, find_documents
-from cached_rag.documents.loading import load_document
+from cached_rag.documents.loading import load_document, look_at
 
 PDF = b"""%PDF-1.4
 1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj
@@ -115,6 +115,19 @@ def test_folders_are_searched_and_hidden_files_are_not(tmp_path):
     assert found == ["a.md", "b.txt", "deep/c.rst"]
     with pytest.raises(DocumentError, match="no file or folder"):
         find_documents(tmp_path / "nowhere")
+
+
+def test_what_no_reader_knows_is_counted_by_kind(tmp_path):
+    for name in ("a.md", "x.py", "deep/y.PY", "z.png", "LICENSE", ".env", ".git/config.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    found = look_at(tmp_path)
+    assert found.files == (tmp_path / "a.md",)
+    assert found.passed_over[0] == (".py", 2)
+    assert sorted(found.passed_over) == [("", 1), (".png", 1), (".py", 2)]
+    assert (
+        look_at(tmp_path / "x.py").passed_over == ()
+    )  # asked for by name: `load_document` says no
 
 
 def test_the_demo_corpus_reads_cleanly():
