@@ -20,6 +20,7 @@ from cached_rag.relocate import PositionRule
 # A batch is large enough to keep the cores busy and small enough to stay in their caches.
 BATCH_TOKENS = 2048
 _IN_PLACE = PositionRule()
+Progress = Callable[[int, int], object]
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,14 @@ def encode_modules(
     model: LanguageModel,
     prefix: ModuleKV | None,
     modules: Sequence[tuple[int, ...]],
-    progress: Callable[[int], object] = lambda _: None,
+    progress: Progress = lambda *_: None,
 ) -> Iterator[ModuleKV]:
     """KV of each module behind the prefix, longest modules first.
 
     Args:
         prefix: KV of the prefix, starting at 0; None for none.
         modules: token ids of each.
-        progress: called with the number of modules done, after each batch.
+        progress: called after each batch with its number of modules, and of their tokens.
 
     Raises:
         ContextOverflowError: a module and the prefix exceed the model's context.
@@ -92,7 +93,7 @@ def encode_modules(
             )
         model.rule.check(0, start + len(batch[0]))
         yield from _encode_batch(model, prefix, batch)
-        progress(len(batch))
+        progress(len(batch), sum(map(len, batch)))
 
 
 def _encode_batch(

@@ -7,11 +7,11 @@ does one thing at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cached_rag.context import PRIMER, Context
-from cached_rag.encode import EncodeSummary, encode_modules, encode_prefix, join
+from cached_rag.encode import EncodeSummary, Progress, encode_modules, encode_prefix, join
 from cached_rag.kv import ModuleKV
 from cached_rag.library import Behind, Library
 from cached_rag.match import ANCHOR, record_of
@@ -41,7 +41,7 @@ class Encoder:
         texts: Sequence[str],
         prefix: Rendered | None,
         context: Context | None,
-        progress: Callable[[int], object],
+        progress: Progress,
     ) -> EncodeSummary:
         """See `Engine.encode`."""
         started = time.perf_counter()
@@ -62,12 +62,14 @@ class Encoder:
             seconds=time.perf_counter() - started,
         )
 
-    def register(self, texts: Sequence[str]) -> None:
+    def register(self, texts: Sequence[str]) -> int:
         """See `Engine.register`."""
+        records, _ = self._records(texts)
         known = self.library.table
-        records, _ = self._records([t for t in map(str.strip, texts) if known.get(t) is None])
-        if records:
-            self.library.add_modules([record for record, _ in records])
+        new = [record for record, text in records if known.get(text) is None]
+        if new:
+            self.library.add_modules(new)
+        return sum(len(record.token_ids) for record, _ in records)
 
     def learn(self, behind: Behind) -> None:
         """Reuse a prefix from now on, and let what is missing be encoded behind it."""
@@ -85,13 +87,13 @@ class Encoder:
         if behind.context and behind.context not in self.contexts:
             behind = Behind(behind.prefix_ids)
         if not self.library.holds(behind, module.token_ids):
-            self._encode_wanted(behind, {module.token_ids: (module, text)}, lambda _: None)
+            self._encode_wanted(behind, {module.token_ids: (module, text)}, lambda *_: None)
 
     def _encode_wanted(
         self,
         behind: Behind,
         wanted: dict[Ids, tuple[ModuleRecord, str]],
-        progress: Callable[[int], object],
+        progress: Progress,
     ) -> None:
         head = self._ensure_prefix(behind)
         self.library.add_behind(behind)
@@ -148,7 +150,7 @@ class Encoder:
         head: ModuleKV | None,
         context: Context | None,
         wanted: dict[Ids, tuple[ModuleRecord, str]],
-        progress: Callable[[int], object],
+        progress: Progress,
     ) -> Iterator[ModuleKV]:
         """KV of what is wanted, those with the same texts before them together."""
         groups: dict[tuple[Ids, ...], list[Ids]] = {}

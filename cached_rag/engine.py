@@ -170,6 +170,7 @@ class Engine:
         progress: Callable[[int], object] = lambda _: None,
         *,
         context: Context | None = None,
+        token_progress: Callable[[int], object] = lambda _: None,
     ) -> EncodeSummary:
         """Prefill texts once and keep their KV; those that are there already cost nothing.
 
@@ -179,6 +180,7 @@ class Engine:
             prefix: what they will stand behind (see `head`); None for BOS alone.
             progress: called with the number of modules prefilled, after each batch.
             context: what stands between prefix and text while it is prefilled; None for nothing.
+            token_progress: as `progress`, with the number of their tokens.
 
         Raises:
             ContextOverflowError: a text exceeds the model's context.
@@ -186,19 +188,23 @@ class Engine:
         """
         rendered = None if prefix is None else self._rendered(prefix)
 
+        def done(modules: int, tokens: int) -> None:
+            progress(modules)
+            token_progress(tokens)
+
         def encode() -> EncodeSummary:
             with self.lock:
-                return self._encoder.encode(texts, rendered, context, progress)
+                return self._encoder.encode(texts, rendered, context, done)
 
         return on_model_thread(encode)
 
-    def register(self, texts: Sequence[str]) -> None:
-        """Make texts known as modules without prefilling them.
+    def register(self, texts: Sequence[str]) -> int:
+        """Make texts known as modules without prefilling them; says how many tokens they have.
 
         The first prompt that contains one computes it as any text, and counts it as missed; then
         it is encoded in the background.
         """
-        self._encoder.register(texts)
+        return self._encoder.register(texts)
 
     def prefetch(self, texts: Sequence[str]) -> None:
         """Begin to bring texts' KV from disk into memory; a prompt with them will follow."""

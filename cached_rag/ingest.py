@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tqdm import tqdm
+import numpy as np
 
 from cached_rag.context import Context
 from cached_rag.documents import (
@@ -24,10 +25,15 @@ from cached_rag.documents.roots import absolute, is_below, join
 from cached_rag.engine import Engine
 from cached_rag.errors import DocumentError
 from cached_rag.fingerprint import digest
+from cached_rag.progress import Say, prefilling, reading
 from cached_rag.prompt import Rendered
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 # Documents are encoded together until their chunks fill a few batches.
 _GROUP_CHUNKS = 32
+_EMBED_CHUNKS = 128
 
 
 @dataclass(frozen=True)
@@ -83,27 +89,37 @@ class Ingestion:
         found = look_at(path)
         base = self._called(path, found.files, name)
         files = {join(base, file.relative_to(path)): file for file in found.files}
-        added, skipped = [], {}
-        for source, file in tqdm(files.items(), "reading", unit="file", disable=not progress):
-            try:
-                if self._update(source, file):
-                    added.append(source)
-            except DocumentError as error:
-                skipped[source] = (str(file), str(error))
-        deleted = self._delete_missing(base, files.keys()) if delete_missing else 0
-        sources = [source for source in files if source not in skipped]
-        encoded, tokens, seconds = self._encode(sources, progress)
+        added, skipped, texts = self._read(files, progress)
+        deleted = self._delete_missing(base, files) if delete_missing else 0
+        encoded, tokens, seconds = self._encode(texts, progress)
         return IngestSummary(
-            added=len(added),
-            unchanged=len(sources) - len(added),
+            added=added,
+            unchanged=len(texts) - added,
             deleted=deleted,
-            skipped=tuple(skipped.values()),
+            skipped=tuple(skipped),
             chunks=self.index.count()[1],
             encoded=encoded,
             tokens=tokens,
             seconds=seconds,
             passed_over=found.passed_over,
         )
+
+    def _read(
+        self, files: Mapping[str, Path], progress: bool
+    ) -> tuple[int, list[tuple[str, str]], dict[str, list[str]]]:
+        """Index what changed: how many that were, what was skipped and why, chunks by source."""
+        added, skipped, texts = 0, [], {}
+        with reading(files.values(), is_shown=progress) as begun:
+            for source, (file, say) in zip(files, begun, strict=True):
+                try:
+                    added += self._update(source, file, say)
+                except DocumentError as error:
+                    skipped.append((str(file), str(error)))
+                    continue
+                say("counting tokens", 1.0)
+                texts[source] = self.index.texts(source)
+                self.engine.register(texts[source])
+        return added, skipped, texts
 
     def _called(self, path: Path, files: Sequence[Path], name: str | None) -> str:
         """What an absolute path is called in the index."""
@@ -120,16 +136,26 @@ class Ingestion:
         except DocumentError:
             return False
 
-    def _update(self, source: str, file: Path) -> bool:
+    def _update(self, source: str, file: Path, say: Say) -> bool:
         """Index a file unless just this content is; says whether it had to."""
+        say("reading", 0.0)
         document = load_document(file)
         content = _content(document)
         if self.index.holds(source, content):
             return False
+        say("splitting", 0.0)
         chunks = self.splitter.split(document)
-        vectors = self.embedder.embed([chunk.text for chunk in chunks])
+        vectors = self._embedded([chunk.text for chunk in chunks], say)
         self.forget(self.index.replace(source, content, chunks, vectors, self.settings))
         return True
+
+    def _embedded(self, texts: Sequence[str], say: Say) -> NDArray[np.float32]:
+        """(len(texts), dim), a part at a time, so that a long document is seen to move."""
+        parts = []
+        for begin in range(0, max(1, len(texts)), _EMBED_CHUNKS):
+            say(f"embedding {len(texts)} chunks", begin / max(1, len(texts)))
+            parts.append(self.embedder.embed(texts[begin : begin + _EMBED_CHUNKS]))
+        return np.concatenate(parts)
 
     def _delete_missing(self, base: str, present: Iterable[str]) -> int:
         gone = {source for source in self.index.sources() if is_below(source, base)}
@@ -138,19 +164,23 @@ class Ingestion:
             self.forget(self.index.delete(source))
         return len(gone)
 
-    def _encode(self, sources: Sequence[str], progress: bool) -> tuple[int, int, float]:
+    def _encode(self, texts: dict[str, list[str]], progress: bool) -> tuple[int, int, float]:
         """Encode what has no KV; documents are marked as they are done."""
-        texts = {source: self.index.texts(source) for source in sources}
-        total = sum(map(len, texts.values()))
-        encoded, tokens, seconds = 0, 0, 0.0
-        with tqdm(total=total, desc="prefilling", unit="chunk", disable=not progress) as bar:
-            for group in _groups(texts):
-                chunks = [text for source in group for text in texts[source]]
+        groups = [
+            (group, [t for source in group for t in texts[source]]) for group in _groups(texts)
+        ]
+        sizes = [self.engine.register(chunks) for _, chunks in groups]
+        encoded, tokens, seconds, done = 0, 0, 0.0, 0
+        with prefilling(sum(sizes) * len(self.contexts), is_shown=progress) as bar:
+            for (group, chunks), size in zip(groups, sizes, strict=True):
                 for context in self.contexts:
-                    summary = self.engine.encode(chunks, self.head, context=context)
+                    summary = self.engine.encode(
+                        chunks, self.head, context=context, token_progress=bar.update
+                    )
                     tokens += summary.tokens
                     seconds += summary.seconds if summary.encoded else 0.0
-                bar.update(len(chunks))
+                    done += size
+                    bar.update(done - bar.n)  # by what was there already
                 for source in group:
                     self.index.mark_encoded(source)
                 encoded += summary.encoded

@@ -313,7 +313,8 @@ class CachedRAG:
         """
         library = self.engine.library
         library.refresh()
-        if all(library.table.get(text.strip()) is not None for text in texts):
+        is_known = all(library.table.get(text.strip()) is not None for text in texts)
+        if is_known and library.behinds():
             return
         self.engine.register(texts)
         for context in self._contexts():

@@ -66,6 +66,7 @@ ORDER = (
         "documents",
         "prompts",
         "answer",
+        "progress",
         "ingest",
         "rag",
         "serving",
