@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cached_rag.errors import (
         BusyError,
         CachedRAGError,
+        ClosedError,
         ConfigError,
         ContextOverflowError,
         CorruptBlobError,
@@ -50,6 +51,7 @@ __all__ = [
     "BusyError",
     "CachedRAG",
     "CachedRAGError",
+    "ClosedError",
     "ConfigError",
     "Context",
     "ContextOverflowError",

@@ -21,7 +21,7 @@ from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.context import Context
 from cached_rag.encode import EncodeSummary
 from cached_rag.encoder import Encoder
-from cached_rag.errors import ConfigError
+from cached_rag.errors import ClosedError, ConfigError
 from cached_rag.leftovers import Leftovers
 from cached_rag.library import Library
 from cached_rag.model import LanguageModel, load_model
@@ -69,6 +69,7 @@ class Engine:
             beside: see `tenant`.
         """
         self.model = model
+        self._is_closed = False
         settings = store or StoreConfig()
         if settings.pipelined is None:
             settings = replace(settings, pipelined=model.device.type == "cuda")
@@ -146,7 +147,10 @@ class Engine:
         return Engine(self.model, settings, beside=self)
 
     def close(self) -> None:
-        """End all answers, write what is pending and release files."""
+        """End all answers, write what is pending and release files; again changes nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         if self._owns_scheduler:
             self.scheduler.close()
         with _SHARING:
@@ -154,6 +158,13 @@ class Engine:
                 del _SHARED[name]
         self._leftovers.close()
         self.library.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError(
+                f"this engine ({self.model.name}) was closed; make another one (Engine.load, "
+                "Engine.shared, CachedRAG.open), and close it only when it is not asked any more"
+            )
 
     def __enter__(self) -> Engine:
         return self
@@ -185,7 +196,9 @@ class Engine:
         Raises:
             ContextOverflowError: a text exceeds the model's context.
             StoreFullError: no room left; what was encoded before is kept.
+            ClosedError: as all that reads or writes modules, after `close`.
         """
+        self._check_open()
         rendered = None if prefix is None else self._rendered(prefix)
 
         def done(modules: int, tokens: int) -> None:
@@ -204,14 +217,17 @@ class Engine:
         The first prompt that contains one computes it as any text, and counts it as missed; then
         it is encoded in the background.
         """
+        self._check_open()
         return self._encoder.register(texts)
 
     def prefetch(self, texts: Sequence[str]) -> None:
         """Begin to bring texts' KV from disk into memory; a prompt with them will follow."""
+        self._check_open()
         self.library.prefetch(texts)
 
     def forget(self, texts: Sequence[str]) -> int:
         """Drop modules and their KV; says how many KVs went."""
+        self._check_open()
         found = (self.library.table.get(text.strip()) for text in texts)
         return self.library.remove([module for module in found if module is not None])
 
@@ -239,6 +255,7 @@ class Engine:
             ConfigError: an unknown or bad setting.
             ContextOverflowError: prompt and answer do not fit the context.
             RelocationError: an explicitly chosen method needs what the model cannot do.
+            ClosedError: the engine was closed.
         """
         return self.stream(prompt, config, **options).result()
 
@@ -274,6 +291,7 @@ class Engine:
             tenant: where requests have to wait, those of different tenants take turns.
         """
         config = (config or GenerationConfig()).replace(**options)
+        self._check_open()
         planner = self._planner(prompt)
         return Stream(self.scheduler, Request(self._prefiller, planner, config, tenant))
 
@@ -282,6 +300,7 @@ class Engine:
     ) -> Prefill:
         """Everything up to the logits of the first answer token. Errors as `generate`."""
         config = (config or GenerationConfig()).replace(**options)
+        self._check_open()
         return self._prefiller.prefill(self._planner(prompt), config)
 
     def plan(self, prompt: Prompt, method: str, report: Report) -> tuple[Tokens, Plan]:
@@ -289,6 +308,7 @@ class Engine:
 
         Computes nothing, unless modules of a schema are not encoded yet.
         """
+        self._check_open()
         planner = self._planner(prompt)
 
         def plan() -> tuple[Tokens, Plan]:
@@ -317,4 +337,5 @@ class Engine:
         self, schema: Schema, progress: Callable[[str], object] = lambda _: None
     ) -> EncodeSummary:
         """See `Schema.encode`."""
+        self._check_open()
         return self.schemas.encode(schema, progress)

@@ -7,6 +7,7 @@
     │   └── RelocationError        this model's keys cannot be moved to other positions
     ├── ContextOverflowError   the prompt does not fit the model's context, or the memory
     ├── BusyError              too many requests wait already
+    ├── ClosedError            an index or an engine that is used after it was closed
     ├── StoreError
     │   ├── CorruptBlobError       a KV file that is damaged, or belongs to something else
     │   └── StoreFullError         no room left on the disk
@@ -47,6 +48,10 @@ class ContextOverflowError(CachedRAGError):
 
 class BusyError(CachedRAGError):
     """Too many requests wait already."""
+
+
+class ClosedError(CachedRAGError):
+    """An index or an engine is used after it was closed."""
 
 
 class StoreError(CachedRAGError):

@@ -175,7 +175,7 @@ class CachedRAG:
         return self._embedder
 
     def close(self) -> None:
-        """Write what is pending and release files."""
+        """Write what is pending and release files; what is asked later is a `ClosedError`."""
         self.index.close()
         if self._engine is not None:
             self._engine.close()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cached_rag.errors import StoreError, StoreFullError
+from cached_rag.errors import ClosedError, StoreError, StoreFullError
 
 _PATIENCE_S = 60
 
@@ -19,6 +19,7 @@ class Database:
 
     def __init__(self, path: Path, schema: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._path, self._is_closed = path, False
         self._lock = threading.RLock()
         try:
             self._connection = sqlite3.connect(path, timeout=_PATIENCE_S, check_same_thread=False)
@@ -49,12 +50,13 @@ class Database:
 
         Raises:
             StoreFullError: the disk is full.
+            ClosedError: as all methods, after `close`.
         """
-        with self._lock:
+        with self._opened() as connection:
             try:
-                self._connection.execute("BEGIN IMMEDIATE")
-                with self._connection:
-                    yield self._connection
+                connection.execute("BEGIN IMMEDIATE")
+                with connection:
+                    yield connection
             except sqlite3.OperationalError as error:
                 if "full" in str(error):
                     raise StoreFullError(
@@ -64,16 +66,27 @@ class Database:
 
     def rows(self, query: str, *parameters: object) -> list[tuple[object, ...]]:
         """All rows of one query."""
-        with self._lock:
-            return self._connection.execute(query, parameters).fetchall()
+        with self._opened() as connection:
+            return connection.execute(query, parameters).fetchall()
 
     def version(self) -> int:
         """A number that changes when another connection has written."""
-        with self._lock:
-            (version,) = self._connection.execute("PRAGMA data_version").fetchone()
+        with self._opened() as connection:
+            (version,) = connection.execute("PRAGMA data_version").fetchone()
             return int(version)
 
     def close(self) -> None:
         """Close the connection; doing it again changes nothing."""
         with self._lock:
+            self._is_closed = True
             self._connection.close()
+
+    @contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError(
+                    f"{self._path} was closed; open the index, or load the engine, that uses it "
+                    "again, and close it only when nothing will be asked any more"
+                )
+            yield self._connection
