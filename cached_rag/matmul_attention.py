@@ -39,7 +39,8 @@ class _Scratch(threading.local):
             count *= size
         block = self._blocks.get(dtype)
         if block is None or block.numel() < count:
-            block = self._blocks[dtype] = torch.empty(count, dtype=dtype)
+            with torch.inference_mode(False):  # else it could be written in inference mode alone
+                block = self._blocks[dtype] = torch.empty(count, dtype=dtype)
         return block[:count].view(shape)
 
 

@@ -34,6 +34,13 @@ def test_scattered_rows_in_bf16_match_masked_attention_in_fp32(slots, window, ba
     assert torch.allclose(rounded.float(), expected, atol=3e-2)
 
 
+def test_it_serves_outside_of_inference_mode_after_it_served_inside():
+    query, keys, values = (torch.randn(1, 2, 60, 16).bfloat16() for _ in range(3))
+    with torch.inference_mode():
+        inside = matmul_attention(query, keys, values, None, None)
+    assert torch.equal(inside, matmul_attention(query, keys, values, None, None))
+
+
 def test_a_wrong_mask_is_noticed():
     torch.manual_seed(0)
     query, keys, values = (torch.randn(1, 2, 4, 16).bfloat16() for _ in range(3))
