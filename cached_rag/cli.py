@@ -141,6 +141,8 @@ def ask(
     _print_sources(answer.sources)
     rows = [("cached", answer.report)] + ([("full prefill", full.report)] if full else [])
     print_reports(rows)
+    for note in answer.report.notes:
+        err.print(f"note: {note}", style="yellow", markup=False, highlight=False)
     if full is not None:
         out.print(f"Full prefill's answer: {full.text}", markup=False)
 

@@ -12,9 +12,8 @@ from typing import Any
 
 from cached_rag.answer import Answer, AnswerStream
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
-from cached_rag.context import PRIMER, Context
+from cached_rag.context import Context
 from cached_rag.documents import (
-    DEFAULT_EMBEDDING,
     DocumentIndex,
     Embedder,
     Embeddings,
@@ -27,17 +26,8 @@ from cached_rag.errors import ConfigError, IndexMismatchError
 from cached_rag.fingerprint import digest
 from cached_rag.ingest import Ingestion, IngestSummary
 from cached_rag.prompts import Prompts
+from cached_rag.settings import DEFAULTS, context_kind, contexts
 from cached_rag.store.holdings import forget
-
-SYSTEM = "Answer the question with the help of the documents. Be brief and exact."
-_DEFAULTS = {
-    "model": "smollm2-135m",
-    "embedding": DEFAULT_EMBEDDING,
-    "chunk_tokens": "256",
-    "codec": "raw",
-    "context": "primer",
-    "system": SYSTEM,
-}
 
 
 @dataclass(frozen=True)
@@ -61,7 +51,7 @@ class CachedRAG:
         embedder: Embeddings | None,
     ) -> None:
         self.path = path
-        self.settings = _DEFAULTS | settings
+        self.settings = DEFAULTS | settings
         self._asked = settings
         self.index = DocumentIndex(path / "documents.sqlite")
         try:
@@ -129,7 +119,7 @@ class CachedRAG:
             "system": system,
         }
         if context is not None:
-            _context_kind(context)
+            context_kind(context)
         root = Path(path).expanduser()
         settings = {name: value for name, value in asked.items() if value is not None}
         store = StoreConfig(
@@ -148,7 +138,7 @@ class CachedRAG:
 
     def _agree(self) -> None:
         """Take over the index's settings, which another process may have settled by now."""
-        self.settings = _DEFAULTS | self._asked | self.index.agree(self._asked)
+        self.settings = DEFAULTS | self._asked | self.index.agree(self._asked)
 
     @property
     def engine(self) -> Engine:
@@ -335,22 +325,4 @@ class CachedRAG:
         return hits
 
     def _contexts(self) -> tuple[Context | None, ...]:
-        """What chunks are encoded behind, besides the head, in this order."""
-        kind, count = _context_kind(self.settings["context"])
-        if kind != "neighbours":
-            return {"none": (None,), "primer": (PRIMER,), "both": (None, PRIMER)}[kind]
-
-        def nearest(text: str) -> list[str]:
-            hits = self.index.search(self.embedder.embed([text])[0], count + 1)
-            return [hit.text for hit in reversed(hits) if hit.text != text][-count:]
-
-        return None, Context(f"neighbours:{count}", nearest)
-
-
-def _context_kind(text: str) -> tuple[str, int]:
-    """("none" | "primer" | "both" | "neighbours", how many)."""
-    kind, _, count = text.partition(":")
-    is_counted = kind == "neighbours" and count.isdigit() and int(count) > 0
-    if not is_counted and text not in ("none", "primer", "both"):
-        raise ConfigError(f"context {text!r} is not one of none, primer, both, neighbours:n")
-    return kind, int(count or 0)
+        return contexts(self.settings["context"], self.index, self.embedder)

@@ -68,6 +68,7 @@ ORDER = (
         "answer",
         "progress",
         "ingest",
+        "settings",
         "rag",
         "serving",
         "examples",

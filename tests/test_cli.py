@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from cached_rag import ConfigError, DocumentError, cli
 from cached_rag.documents import Embedder
-from cached_rag.rag import SYSTEM
+from cached_rag.settings import SYSTEM
 
 run = CliRunner().invoke
 
@@ -97,6 +97,13 @@ def test_prune_drops_kv_of_other_dtypes_and_says_what(index, tmp_path, model_fol
     assert "0 files removed" in shown
     for bad in (["--dry-run"], ["--unused", "--dtype", "float16"]):
         assert isinstance(prune(*bad).exception, ConfigError)
+
+
+def test_ask_prints_what_the_user_should_know(index):
+    arguments = ["ask", "copper green?", "--index", str(index), "--dtype", "bfloat16"]
+    shown = " ".join(run(cli.app, [*arguments, "--max-tokens", "2"]).stderr.split())
+    assert "in float32; this engine is" in shown
+    assert "`cached-rag ingest`" in shown
 
 
 def test_documents_are_listed_and_deleted(index, tmp_path):
