@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -115,6 +116,21 @@ def test_what_no_dtype_wanted_can_use_is_found_and_dropped(opened, docs, tmp_pat
     assert disk.nbytes == before - other.nbytes
     assert holdings.unused(folder, "raw", "llama", ["float32"]) == []
     assert reported(rag).modules_hit == 2
+
+
+def test_other_weights_of_the_same_name_are_told_apart(opened, docs, tmp_path):
+    opened(torch.float32).ingest(docs, progress=False)
+    changed = replace(tiny_model("llama"), fingerprint="of other weights")
+    folder = tmp_path / "index" / "kv"
+    with Engine(changed, StoreConfig(path=str(folder))) as engine:
+        rag = CachedRAG.open(tmp_path / "index", engine=engine, embedding=WordEmbedding())
+        assert "made by llama in float32 (other weights); this engine" in reported(rag).notes[0]
+        (old,) = holdings.unused(folder, "raw", "llama", ["float32"])
+        assert (old.maker.model, len(old.keys)) == (tiny_model("llama").fingerprint, 4)
+        rag.close()
+    opened(torch.float32)  # back again: now that one is the latest
+    (new,) = holdings.unused(folder, "raw", "llama", ["float32"])
+    assert new.maker.model == "of other weights"
 
 
 def test_catalogs_of_before_do_not_know_who_made_what(opened, docs, tmp_path):

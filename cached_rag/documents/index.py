@@ -94,11 +94,11 @@ class DocumentIndex:
             IndexMismatchError: they do.
         """
         kept = self.settings()
-        for name in kept.keys() & asked.keys():
-            if asked[name] != kept[name]:
+        for name, value in asked.items():
+            if kept.get(name, value) != value:
                 raise IndexMismatchError(
                     f"the index at {self._folder} was made with {name} {kept[name]!r}, not "
-                    f"{asked[name]!r}; open it without that setting, or ingest into another folder"
+                    f"{value!r}; open it without that setting, or ingest into another folder"
                 )
         return kept
 
