@@ -140,14 +140,20 @@ class Roots:
         taken = set(sources)
         others = [other for other in (*self.all(), *self.old()) if other.name != root.name]
         bases = {other.name: root.source(other.path) for other in others}
-        pairs = []
+        renamed, doubles = [], []
         for source in sources:
             name = source if source in bases else _head(source)
             base = bases.get(name)
-            if base is not None:
-                pairs.append((source, base + source[len(name) :]))
-        self.rename((old, new) for old, new in pairs if new not in taken)
-        return [old for old, new in pairs if new in taken]
+            if base is None:
+                continue
+            new = base + source[len(name) :]
+            if new in taken:
+                doubles.append(source)
+            else:
+                taken.add(new)
+                renamed.append((source, new))
+        self.rename(renamed)
+        return doubles
 
     def find(self, source: Path | str) -> str:
         """The source meant by one as `DocumentIndex.sources` has it, or by a path on disk.

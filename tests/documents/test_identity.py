@@ -72,6 +72,17 @@ def test_a_folder_around_known_ones_takes_them_in(rag, docs):
     assert sources(rag) == SOURCES
 
 
+def test_what_was_ingested_by_two_names_is_taken_in_once(rag, docs):
+    ingest(rag, docs / "deep")
+    ingest(rag, docs / "deep", name="depth")  # the same place: another name for it
+    assert sources(rag) == ["depth/c.txt"]
+    ingest(rag, docs / "deep" / "c.txt", name="c")
+    assert sources(rag) == ["c", "depth/c.txt"]
+    ingest(rag, docs)
+    assert sources(rag) == SOURCES
+    assert rag.index.count() == (3, 3)
+
+
 def test_a_moved_folder_keeps_its_documents(rag, docs, tmp_path):
     ingest(rag, docs)
     moved = tmp_path / "elsewhere" / "docs"
