@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from cached_rag.matmul_attention import matmul_attention, prefers_matmul
+from cached_rag.matmul_attention import capped_attention, matmul_attention, prefers_matmul
 
 IMPLEMENTATION = "cached_rag"
 _BLOCK_ROWS = 128
@@ -80,6 +80,7 @@ class Rows:
         values: torch.Tensor,
         scale: float | None,
         window: int | None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """Attention of every row over the keys it may see.
 
@@ -88,15 +89,14 @@ class Rows:
             keys, values: (batch, num_kv_heads, length, dim).
             scale: softmax scale; None for 1 / sqrt(head_dim).
             window: how many keys a row sees, itself included; None for all before it.
+            softcap: what scores are bent to stay below (Gemma 2); None for no bound.
 
         Returns:
             (batch, num_heads, num_rows, value_dim).
         """
-        blocks = self._blocks(window)
-        if len(blocks) == 1:
-            return self._attend_block(blocks[0], query, keys, values, scale, window)
-        parts = [self._attend_block(b, query, keys, values, scale, window) for b in blocks]
-        return torch.cat(parts, dim=2)
+        how = (scale, window, softcap)
+        parts = [self._attend_block(b, query, keys, values, *how) for b in self._blocks(window)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def _blocks(self, window: int | None) -> list[_Block]:
         if window not in self._plans:
@@ -126,9 +126,14 @@ class Rows:
         values: torch.Tensor,
         scale: float | None,
         window: int | None,
+        softcap: float | None,
     ) -> torch.Tensor:
         query = query[:, :, block.rows]
         keys, values = keys[:, :, block.keys], values[:, :, block.keys]
+        if softcap is not None:
+            is_masked = block.masked or block.causal
+            mask = self._mask(block, window, query.dtype) if is_masked else None
+            return capped_attention(query, keys, values, mask, scale, softcap)
         mask = self._mask(block, window, query.dtype) if block.masked else None
         if prefers_matmul(query) and not block.causal:
             if mask is not None and window is None:  # keys up to the first row's are seen by all
@@ -190,6 +195,7 @@ class Attending(Protocol):
         keys: torch.Tensor,
         scale: float | None,
         window: int | None,
+        softcap: float | None,
     ) -> None:
         """Told of every layer's query and keys before they meet."""
         ...
@@ -215,18 +221,31 @@ def _attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     state = _ACTIVE.get()
+    if state is None and softcap is not None:
+        mask = _causal_mask(query, key) if attention_mask is None else attention_mask
+        output = capped_attention(query, key, value, mask, scaling, softcap)
+        return output.transpose(1, 2), None
     if state is None:
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return output, None
     window = state.windows[module.layer_idx]  # type: ignore[index]
-    state.observe(module.layer_idx, query, key, scaling, window)  # type: ignore[arg-type]
-    output = state.rows.attend(query, key, value, scaling, window)
+    state.observe(module.layer_idx, query, key, scaling, window, softcap)  # type: ignore[arg-type]
+    output = state.rows.attend(query, key, value, scaling, window, softcap)
     return output.transpose(1, 2), None
+
+
+def _causal_mask(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
+    """What transformers leaves out where its kernels mask by themselves."""
+    if query.shape[2] == 1:
+        return None
+    mask = query.new_full((query.shape[2], keys.shape[2]), float("-inf"))
+    return mask.triu(keys.shape[2] - query.shape[2] + 1)
 
 
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:

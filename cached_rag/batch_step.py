@@ -164,13 +164,14 @@ class BatchCache(Cache):  # type: ignore[misc]
         values: torch.Tensor,
         scale: float | None,
         window: int | None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """(1, num_heads, num_tokens, value_dim) for a (1, num_heads, num_tokens, dim) query."""
         asked = query[0].transpose(0, 1).contiguous()
         if window is not None and window < self._longest:
-            found = self._within(asked, scale, window)
+            found = self._within(asked, scale, window, softcap)
         else:
-            found = relay_attention(asked, *self.parts(self._layer), scale)
+            found = relay_attention(asked, *self.parts(self._layer), scale, softcap)
         return found.transpose(0, 1)[None]
 
     def parts(self, layer: int) -> tuple[list[Part], list[Part | Padded]]:
@@ -178,7 +179,9 @@ class BatchCache(Cache):  # type: ignore[misc]
         shared = [part.part(layer) for part in self._shared]
         return shared, [part.part(layer) for part in self._private]
 
-    def _within(self, query: torch.Tensor, scale: float | None, window: int) -> torch.Tensor:
+    def _within(
+        self, query: torch.Tensor, scale: float | None, window: int, softcap: float | None
+    ) -> torch.Tensor:
         """Attention of single tokens over their windows, row by row: nothing is read in common."""
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         found = []
@@ -188,7 +191,7 @@ class BatchCache(Cache):  # type: ignore[misc]
             keys = _joined([(run.buffer.keys[self._layer], run) for run in seen])
             values = _joined([(run.buffer.values[self._layer], run) for run in seen])
             folded = query[index].view(1, keys.shape[1], -1, query.shape[-1])
-            found.append(attend(folded, keys, values, factor)[0].flatten(0, 2))
+            found.append(attend(folded, keys, values, factor, softcap)[0].flatten(0, 2))
         return torch.stack(found)
 
     def observe(self, *_: Any) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from cached_rag.matmul_attention import matmul_attention_lse
+from cached_rag.matmul_attention import capped, matmul_attention_lse
 
 _log = logging.getLogger(__name__)
 _OPS = torch.ops.aten
@@ -25,17 +25,26 @@ _SMALL = (torch.bfloat16, torch.float16)
 Attended = tuple[torch.Tensor, torch.Tensor]
 
 
-def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> Attended:
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+) -> Attended:
     """Attention of rows that see all keys.
 
     Args:
         query: (1, num_kv_heads, num_rows, head_dim), the heads of a group being rows.
         keys, values: (1, num_kv_heads, num_keys, dim); at least one key.
         scale: softmax scale.
+        softcap: what scores are bent to stay below; only plain torch can do that.
 
     Returns:
         (1, num_kv_heads, num_rows, value_dim), and (1, num_kv_heads, num_rows) in fp32.
     """
+    if softcap is not None:
+        return reference(query, keys, values, scale, softcap=softcap)
     return KERNELS[kernel_of(query.shape[2], keys, values)](query, keys, values, scale)
 
 
@@ -59,6 +68,7 @@ def attend_padded(
     values: torch.Tensor,
     mask: torch.Tensor,
     scale: float,
+    softcap: float | None = None,
 ) -> Attended:
     """Attention of several rows, each over its own keys.
 
@@ -71,15 +81,20 @@ def attend_padded(
     Returns:
         (rows, num_kv_heads, group, value_dim), and (rows, num_kv_heads, group) in fp32.
     """
-    if query.device.type == "cpu" and keys.shape[3] == values.shape[3]:
+    is_even = keys.shape[3] == values.shape[3]
+    if query.device.type == "cpu" and is_even and softcap is None:
         return _cpu(query, keys, values, scale, causal=False, mask=mask)
-    scores = (query @ keys.transpose(2, 3)).float() * scale + mask
+    scores = capped((query @ keys.transpose(2, 3)).float() * scale, softcap) + mask
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp().to(values.dtype) @ values, lse
 
 
 def attend_causal(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
 ) -> Attended:
     """Attention of as many rows as keys, row i seeing keys up to i.
 
@@ -90,13 +105,14 @@ def attend_causal(
     Returns:
         (1, num_heads, num_rows, value_dim), and (1, num_heads, num_rows) in fp32.
     """
-    if query.device.type == "cpu" and keys.shape[3] == values.shape[3]:
+    is_even = keys.shape[3] == values.shape[3]
+    if query.device.type == "cpu" and is_even and softcap is None:
         return _cpu(query, keys, values, scale, causal=True)
     groups = query.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-    if _on_cuda(keys, values):
+    if softcap is None and _on_cuda(keys, values):
         return _cuda(query, keys, values, scale, causal=True)
-    return reference(query, keys, values, scale, causal=True)
+    return reference(query, keys, values, scale, causal=True, softcap=softcap)
 
 
 def reference(
@@ -106,9 +122,10 @@ def reference(
     scale: float,
     *,
     causal: bool = False,
+    softcap: float | None = None,
 ) -> Attended:
     """The same in plain torch, scores in fp32. A row that sees nothing gives 0 and -inf."""
-    scores = (query.float() @ keys.float().transpose(2, 3)) * scale
+    scores = capped((query.float() @ keys.float().transpose(2, 3)) * scale, softcap)
     if causal:
         hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)

@@ -96,6 +96,36 @@ def matmul_attention(
     return output.view(batch, heads, rows, -1)
 
 
+def capped_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    softcap: float,
+) -> torch.Tensor:
+    """As `matmul_attention`, scores bent below a bound, in fp32; for any device.
+
+    No kernel has this; and what keys have in common matters here, so it cannot be taken off.
+
+    Args:
+        mask: additive or bool, broadcast to (batch, num_heads, num_rows, num_keys).
+    """
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = (side.repeat_interleave(groups, 1) for side in (keys, values))
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = capped((query.float() @ keys.float().transpose(2, 3)) * factor, softcap)
+    if mask is not None:
+        is_bool = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -torch.inf) if is_bool else scores + mask
+    return torch.softmax(scores, dim=-1).to(values.dtype) @ values
+
+
+def capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Scores bent to stay below a bound, as Gemma 2 does; None for none."""
+    return scores if softcap is None else (scores / softcap).tanh() * softcap
+
+
 def matmul_attention_lse(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

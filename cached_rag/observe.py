@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from cached_rag.attention import Rows
-from cached_rag.matmul_attention import centre_of
+from cached_rag.matmul_attention import capped, centre_of
 from cached_rag.selectors.base import Layout
 from cached_rag.selectors.question import QuestionSelector
 
@@ -39,12 +39,14 @@ class Observer:
         keys: torch.Tensor,
         scale: float | None,
         window: int | None,
+        softcap: float | None = None,
     ) -> None:
         """Look at one layer's query and keys."""
         if layer not in self.layers:
             return
         asking = int((rows.slots < self._question).sum())
-        weights = head_mean(query[0, :, asking:], keys[0], rows.slots[asking:], scale, window)
+        asked, slots = query[0, :, asking:], rows.slots[asking:]
+        weights = head_mean(asked, keys[0], slots, scale, window, softcap)
         self.scores.append(self._selector.score(weights))
 
 
@@ -54,6 +56,7 @@ def head_mean(
     slots: torch.Tensor,
     scale: float | None,
     window: int | None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attention weights, mean over heads.
 
@@ -76,8 +79,10 @@ def head_mean(
     factor = head_dim**-0.5 if scale is None else scale
     # One head at a time: all heads' scores at once would not fit the cache.
     for head_query, head_keys in zip(grouped, keys, strict=True):
-        centred = head_keys - centre_of(head_keys)
-        scores = ((head_query * factor) @ centred.T).view(-1, count, keys.shape[1])
+        if softcap is None:
+            head_keys = head_keys - centre_of(head_keys)
+        scores = capped((head_query * factor) @ head_keys.T, softcap)
+        scores = scores.view(-1, count, keys.shape[1])
         scores[:, :, first:].masked_fill_(hidden, float("-inf"))
         torch.softmax(scores, dim=-1, out=scores)  # in fp32 inside, whatever the dtype
         mean += scores.sum(dim=0, dtype=torch.float32)

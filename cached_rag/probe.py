@@ -82,8 +82,7 @@ def examine(model: Any) -> Examined:
 def _find_decoder(dense: Decoder, seen: Recording) -> Decoder:
     """The fast way where the family allows attention to be replaced and it is right; else dense."""
     model, windows, reasons = dense.model, _windows(dense.model.config), []
-    replaceable = getattr(model, "_supports_attention_backend", False) and model._supports_sdpa
-    if replaceable and windows:
+    if getattr(model, "_supports_attention_backend", False) and windows:
         own = model.config._attn_implementation
         model.set_attn_implementation(IMPLEMENTATION)
         fast = replace(dense, windows=windows, is_fast=True)

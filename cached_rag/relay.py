@@ -53,6 +53,7 @@ def relay_attention(
     shared: Sequence[Part],
     private: Sequence[Part | Padded],
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attention of all tokens of a batch over what they share and over what is their row's own.
 
@@ -62,22 +63,20 @@ def relay_attention(
         private: each token's row's own keys, once. Of a part, the last keys are its tokens' (a
             slice), of which each sees those before it and itself.
         scale: softmax scale; None for 1 / sqrt(head_dim).
+        softcap: what scores are bent to stay below; None for no bound.
 
     Returns:
         (num_tokens, num_heads, value_dim).
     """
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    how = (query.shape[-1] ** -0.5 if scale is None else scale, softcap)
     count, heads, _ = query.shape
     output = query.new_empty(count, heads, private[0].values.shape[-1], dtype=torch.float32)
     lse = query.new_empty(count, heads, dtype=torch.float32)
     for own in private:
-        if isinstance(own, Padded):
-            found = _padded(query, own, factor)
-        else:
-            found = _private(query, own, factor)
+        found = _private(query, own, *how)
         output[own.tokens], lse[own.tokens] = found[0].float(), found[1]
     for part in shared:
-        found = _seen_by_all(_taken(query, part.tokens), part.keys, part.values, factor)
+        found = _seen_by_all(_taken(query, part.tokens), part.keys, part.values, *how)
         _merge_into(output, lse, part.tokens, found)
     return output.to(query.dtype)
 
@@ -100,44 +99,52 @@ def _taken(query: torch.Tensor, tokens: slice | torch.Tensor | None) -> torch.Te
     return query if tokens is None else query[tokens]
 
 
-def _padded(query: torch.Tensor, own: Padded, scale: float) -> Attended:
+def _padded(query: torch.Tensor, own: Padded, scale: float, softcap: float | None) -> Attended:
     """As `_private`, for single tokens of several rows."""
     count, kv_heads = own.keys.shape[:2]
     _, heads, dim = query.shape
     asked = query.new_zeros(count, heads, dim)
     asked[own.rows] = query[own.tokens]
     folded = asked.view(count, kv_heads, -1, dim)
-    found, lse = attend_padded(folded, own.keys, own.values, own.mask, scale)
+    found, lse = attend_padded(folded, own.keys, own.values, own.mask, scale, softcap)
     return found.reshape(count, heads, -1)[own.rows], lse.reshape(count, heads)[own.rows]
 
 
-def _private(query: torch.Tensor, part: Part, scale: float) -> Attended:
+def _private(
+    query: torch.Tensor, part: Part | Padded, scale: float, softcap: float | None
+) -> Attended:
     """(tokens, num_heads, value_dim) and (tokens, num_heads) of one row over its own keys."""
+    if isinstance(part, Padded):
+        return _padded(query, part, scale, softcap)
     asked = _taken(query, part.tokens)
     before = part.keys.shape[2] - len(asked)
     if len(asked) == 1:
-        return _seen_by_all(asked, part.keys, part.values, scale)
+        return _seen_by_all(asked, part.keys, part.values, scale, softcap)
     fresh = part.keys[:, :, before:], part.values[:, :, before:]
-    found, lse = attend_causal(asked.transpose(0, 1)[None], *fresh, scale)
+    found, lse = attend_causal(asked.transpose(0, 1)[None], *fresh, scale, softcap)
     own = found[0].transpose(0, 1), lse[0].transpose(0, 1)
     if not before:
         return own
     earlier = part.keys[:, :, :before], part.values[:, :, :before]
-    return merge(own, _seen_by_all(asked, *earlier, scale))
+    return merge(own, _seen_by_all(asked, *earlier, scale, softcap))
 
 
 def _seen_by_all(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    softcap: float | None,
 ) -> Attended:
     """As `_private`, every token seeing every key."""
     count, heads, dim = query.shape
     kv_heads = keys.shape[1]
     if count == 1:
-        found, lse = attend(query.view(1, kv_heads, -1, dim), keys, values, scale)
+        found, lse = attend(query.view(1, kv_heads, -1, dim), keys, values, scale, softcap)
         return found.reshape(1, heads, -1), lse.reshape(1, heads)
     # Tokens and the heads of a group side by side: each key is read once for all of them.
     folded = query.view(count, kv_heads, -1, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
-    found, lse = attend(folded, keys, values, scale)
+    found, lse = attend(folded, keys, values, scale, softcap)
     found = found.view(kv_heads, count, -1, values.shape[3]).transpose(0, 1)
     lse = lse.view(kv_heads, count, -1).transpose(0, 1)
     return found.reshape(count, heads, -1), lse.reshape(count, heads)

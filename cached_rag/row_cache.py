@@ -68,6 +68,7 @@ class RowCache(Cache):  # type: ignore[misc]
         keys: torch.Tensor,
         scale: float | None,
         window: int | None,
+        softcap: float | None,
     ) -> None:
         """Pass on what a layer's attention is about to do.
 
@@ -76,7 +77,7 @@ class RowCache(Cache):  # type: ignore[misc]
         """
         if self.observer is None:
             return
-        self.observer(layer, self.rows, query, keys, scale, window)
+        self.observer(layer, self.rows, query, keys, scale, window, softcap)
         if layer == len(self.windows) - 1:
             raise Observed
 

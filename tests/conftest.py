@@ -58,7 +58,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),
-    "gemma2": ("gemma2", _SIZES | {"head_dim": 16, "sliding_window": _WINDOW}),
+    "gemma2": (
+        "gemma2",
+        _SIZES | {"head_dim": 16, "sliding_window": _WINDOW, "attn_logit_softcapping": 2.0},
+    ),
     "phi3": ("phi3", _SIZES | {"pad_token_id": 0}),
     "gpt_neox": ("gpt_neox", _MHA),
     "gptj": (

@@ -154,7 +154,7 @@ def test_batched_encoding_equals_encoding_one_by_one(family):
         assert torch.allclose(kv.values, values[:, :, PREFIX:], atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3", "gpt2", "gpt_neox"])
 def test_fast_attention_equals_the_models_own_masks(family):
     """The dense way, in which the model builds its own masks, is the fast way's twin."""
     model = tiny_model(family)
