@@ -244,3 +244,37 @@ def _show(rows: Sequence[Any], facts: dict[str, object], as_json: bool) -> None:
         table.add_row(*map(str, row.values()))
     out.print(table)
     out.print(json.dumps(facts), style="dim", markup=False)
+
+
+@bench_app.command("models")
+def bench_models_command(
+    names: Annotated[list[str], typer.Argument(help="Aliases, hub ids, folders or .gguf files.")],
+    repeats: Annotated[int, typer.Option(help="Timed rounds.")] = 3,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """What models take and can do, each in a process of its own: the table of docs/models.md."""
+    from cached_rag.benchmarks import bench_models, machine
+
+    rows = bench_models(names, dtype=dtype, device=device, repeats=repeats)
+    _print_rows(rows, machine(), as_json)
+
+
+@bench_app.command("architectures")
+def bench_architectures_command(as_json: Json = False) -> None:
+    """By architecture, what works and what is refused and why, from tiny random models."""
+    from cached_rag.benchmarks import bench_architectures, machine
+
+    _print_rows(bench_architectures(), machine(), as_json)
+
+
+def _print_rows(rows: Sequence[Any], facts: dict[str, object], as_json: bool) -> None:
+    """Rows as a Markdown table, or all as JSON, with the machine."""
+    from cached_rag.benchmarks import to_markdown
+
+    if as_json:
+        print_json({"rows": [dataclasses.asdict(row) for row in rows], "machine": facts})
+        return
+    out.print(to_markdown(rows), markup=False, highlight=False, soft_wrap=True)
+    out.print(json.dumps(facts), style="dim", markup=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,16 @@ def check_fits(name: str, config: Any, dtype: torch.dtype, device: str) -> None:
         f"are free on {device}. Free some, use a smaller model, or a machine with more memory"
         + ('; dtype="bfloat16" takes half of it.' if dtype == torch.float32 else ".")
     )
+
+
+def peak_bytes() -> int:
+    """Most memory that this process ever held, files that are mapped included."""
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _number(path: Path) -> int | None:

@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class LanguageModel:
         fingerprint: what its KV depends on besides tokens.
         context_length: most tokens a prompt and its answer may have.
         eos_ids: tokens that end an answer.
+        examined_s: seconds that finding out took.
         lock: held by whoever uses the model; engines may share one.
     """
 
@@ -57,6 +59,7 @@ class LanguageModel:
     fingerprint: str
     context_length: int
     eos_ids: frozenset[int]
+    examined_s: float = field(default=0.0, compare=False)
     lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
 
     @property
@@ -134,7 +137,9 @@ def wrap_model(model: Any, tokenizer: Any, *, name: str, revision: str) -> Langu
             "Convert it with transformers, or use another model."
         )
     model.eval()
+    began = time.perf_counter()
     found = examine(model)
+    examined_s = time.perf_counter() - began
     facts = {
         "version": _KV_VERSION,
         "weights": revision,
@@ -151,6 +156,7 @@ def wrap_model(model: Any, tokenizer: Any, *, name: str, revision: str) -> Langu
         fingerprint=fingerprint.model_fingerprint(facts),
         context_length=_context_length(model.config),
         eos_ids=_eos_ids(model),
+        examined_s=examined_s,
     )
 
 
