@@ -64,11 +64,12 @@ def serve_command(
     where: dict[str, Any] = {"dtype": dtype, "device": device, "batch": batch}
     if index is not None:
         require_index(index)
+        where["finish_seconds"] = drain_seconds
         rag = CachedRAG.open(index, model, memory_bytes=memory_bytes, **where)
         engine, close = rag.engine, rag.close
     else:
         folder = None if store is None else str(store)
-        settings = StoreConfig(path=folder, memory_bytes=memory_bytes)
+        settings = StoreConfig(path=folder, memory_bytes=memory_bytes, finish_seconds=drain_seconds)
         engine = Engine.load(model or "smollm2-135m", store=settings, **where)
         close = engine.close
     service = Service(engine, name or engine.model.name, method)

@@ -143,15 +143,22 @@ class Engine:
         settings = replace(self.settings, namespace=namespace)
         return Engine(self.model, settings, beside=self)
 
-    def close(self) -> None:
-        """End all answers, write what is pending and release files."""
+    def close(self, finish_seconds: float | None = None) -> None:
+        """End all answers, finish what waits in the background, and release files.
+
+        Args:
+            finish_seconds: how long that may go on; None for `StoreConfig.finish_seconds`. Ctrl-C
+                ends it sooner.
+        """
         if self._owns_scheduler:
             self.scheduler.close()
         with _SHARING:
             for name in [name for name, engine in _SHARED.items() if engine is self]:
                 del _SHARED[name]
-        self._leftovers.close()
-        self.library.close()
+        try:
+            self._leftovers.close(finish_seconds)
+        finally:
+            self.library.close()
 
     def __enter__(self) -> Engine:
         return self

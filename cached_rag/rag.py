@@ -71,6 +71,7 @@ class CachedRAG:
         memory_bytes: int = 2 << 30,
         disk_bytes: int | None = None,
         sequence_bytes: int = 0,
+        finish_seconds: float = 30.0,
         engine: Engine | None = None,
         batch: BatchConfig | None = None,
         dtype: str | None = None,
@@ -91,6 +92,7 @@ class CachedRAG:
             system: the system prompt that questions are asked under.
             memory_bytes, disk_bytes: bounds on the KV kept in memory and on disk.
             sequence_bytes: keep KV of whole runs of chunks as prompts left them, see `StoreConfig`.
+            finish_seconds: how long `close` may go on encoding what waits, see `StoreConfig`.
             engine: one that exists already, instead of loading `model`; it keeps its own store.
             batch: bounds on answers made at the same time.
             dtype, device: see `load_model`.
@@ -118,6 +120,7 @@ class CachedRAG:
             memory_bytes,
             disk_bytes,
             sequence_bytes=sequence_bytes,
+            finish_seconds=finish_seconds,
         )
         embedder = None if isinstance(embedding, str) else embedding
         rag = cls(
@@ -162,7 +165,7 @@ class CachedRAG:
         return self._embedder
 
     def close(self) -> None:
-        """Write what is pending and release files."""
+        """Finish what waits in the background, see `Engine.close`, and release files."""
         self.index.close()
         if self._engine is not None:
             self._engine.close()
