@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cached_rag.documents import Hit
 from cached_rag.report import Report
@@ -22,9 +22,9 @@ class Answer:
 class AnswerStream(Iterator[str]):
     """Pieces of an answer; `answer` is complete at its end."""
 
-    def __init__(self, stream: Stream, sources: tuple[Hit, ...]) -> None:
+    def __init__(self, stream: Stream, sources: tuple[Hit, ...], *, search_ms: float = 0.0) -> None:
         self.sources = sources
-        self._stream = stream
+        self._stream, self._search_ms = stream, search_ms
         self._text: list[str] = []
 
     def __next__(self) -> str:
@@ -35,7 +35,8 @@ class AnswerStream(Iterator[str]):
     @property
     def answer(self) -> Answer:
         """What there is so far."""
-        return Answer("".join(self._text), self.sources, self._stream.report)
+        report = replace(self._stream.report, search_ms=self._search_ms)
+        return Answer("".join(self._text), self.sources, report)
 
     def close(self) -> None:
         """Stop generating."""

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from cached_rag.answering import Generation, Prefill
+from cached_rag.answering import Clock, Generation, Prefill
 from cached_rag.assemble import Workspace
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.context import Context
@@ -265,16 +265,21 @@ class Engine:
         config: GenerationConfig | None = None,
         *,
         tenant: str = "",
+        clock: Clock | None = None,
         **options: Any,
     ) -> Stream:
         """The answer piece by piece, as it is made. Errors as `generate`, at the first piece.
 
         Args:
             tenant: where requests have to wait, those of different tenants take turns.
+            clock: what the report's times are read from; None for one that starts now.
         """
+        clock = clock or Clock()
         config = (config or GenerationConfig()).replace(**options)
         planner = self._planner(prompt)
-        return Stream(self.scheduler, Request(self._prefiller, planner, config, tenant))
+        return Stream(
+            self.scheduler, Request(self._prefiller, planner, config, tenant, clock=clock)
+        )
 
     def prefill(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any

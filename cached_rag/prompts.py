@@ -1,4 +1,4 @@
-"""From a question and its chunks to messages that fit the model's context. Knows no index."""
+"""From a question and its chunks to a prompt that fits the model's context. Knows no index."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Prompts:
 
     def fitting(
         self, question: str, hits: Sequence[Hit], max_tokens: int
-    ) -> tuple[list[Hit], list[dict[str, str]]]:
-        """As many of the first chunks as the model's context holds, and the messages with them.
+    ) -> tuple[list[Hit], Rendered]:
+        """As many of the first chunks as the model's context holds, and the prompt with them.
 
         Raises:
             ContextOverflowError: not even one fits.
@@ -43,16 +43,15 @@ class Prompts:
         context = self.engine.model.context_length
         for count in range(len(hits), 0, -1):
             messages = self.messages(question, [hit.text for hit in hits[:count]])
-            if self._fits(messages, context - max_tokens):
-                return list(hits[:count]), messages
+            rendered = self.engine.tokenization.render(messages)
+            if self._fits(rendered, context - max_tokens):
+                return list(hits[:count]), rendered
         raise ContextOverflowError(
             f"the question and one chunk exceed the model's context of {context} tokens less "
             f"{max_tokens} for the answer; ask a shorter question, or lower max_tokens"
         )
 
-    def _fits(self, messages: list[dict[str, str]], room: int) -> bool:
-        tokenization = self.engine.tokenization
-        rendered = tokenization.render(messages)
+    def _fits(self, rendered: Rendered, room: int) -> bool:
         if len(rendered.text.encode()) < room:  # a token is a byte at least, and BOS is one more
             return True
-        return len(tokenization.tokenize(rendered)) <= room
+        return self.engine.count_tokens(rendered) <= room

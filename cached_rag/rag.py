@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cached_rag.answer import Answer, AnswerStream
+from cached_rag.answering import Clock
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.context import PRIMER, Context
 from cached_rag.documents import (
@@ -161,7 +162,9 @@ class CachedRAG:
     def embedder(self) -> Embeddings:
         """The embedding model, loaded on first use."""
         if self._embedder is None:
-            self._embedder = Embedder(self.settings["embedding"])
+            embedder = Embedder(self.settings["embedding"])
+            embedder.load()
+            self._embedder = embedder
         return self._embedder
 
     def close(self) -> None:
@@ -248,13 +251,17 @@ class CachedRAG:
     ) -> AnswerStream:
         """As `ask`, piece by piece."""
         config = (config or GenerationConfig()).replace(**options)
+        engine, _ = self.engine, self.embedder  # loading them is no part of a question's time
+        clock = Clock()
         hits = self.search(question, k)
-        self.engine.prefetch([hit.text for hit in hits])
+        search_ms = clock.total()
+        engine.prefetch([hit.text for hit in hits])
         if reorder:
             names = [digest(hit.text.strip()) for hit in hits]
-            hits = [hits[index] for index in self.engine.sequences.order(names)]
-        hits, messages = self._prompts.fitting(question, hits, config.max_tokens)
-        return AnswerStream(self.engine.stream(messages, config), tuple(hits))
+            hits = [hits[index] for index in engine.sequences.order(names)]
+        hits, rendered = self._prompts.fitting(question, hits, config.max_tokens)
+        stream = engine.stream(rendered, config, clock=clock)
+        return AnswerStream(stream, tuple(hits), search_ms=search_ms)
 
     def search(self, question: str, k: int = 6) -> list[Hit]:
         """The k chunks nearest to a question, best first.
