@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cached_rag.answering import Generation
     from cached_rag.config import METHODS, BatchConfig, GenerationConfig, StoreConfig
     from cached_rag.context import PRIMER, Context
-    from cached_rag.documents import Embedder
+    from cached_rag.documents import Embedder, Hit
     from cached_rag.encode import EncodeSummary
     from cached_rag.engine import Engine
     from cached_rag.errors import (
@@ -61,6 +61,7 @@ __all__ = [
     "EvaluationError",
     "Generation",
     "GenerationConfig",
+    "Hit",
     "Import",
     "IndexMismatchError",
     "IngestSummary",

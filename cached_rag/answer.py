@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from cached_rag.documents import Hit
@@ -19,8 +20,11 @@ class Answer:
     report: Report
 
 
-class AnswerStream(Iterator[str]):
-    """Pieces of an answer; `answer` is complete at its end."""
+class AnswerStream(Iterator[str], AsyncIterable[str]):
+    """Pieces of an answer, for loops and for asynchronous loops; `answer` is complete at its end.
+
+    A stream is taken in one of the two ways.
+    """
 
     def __init__(self, stream: Stream, sources: tuple[Hit, ...], *, search_ms: float = 0.0) -> None:
         self.sources = sources
@@ -31,6 +35,21 @@ class AnswerStream(Iterator[str]):
         piece = next(self._stream)
         self._text.append(piece)
         return piece
+
+    def __aiter__(self) -> AsyncIterator[str]:
+        return self.apieces()
+
+    async def apieces(self) -> AsyncGenerator[str, None]:
+        """Piece by piece, without blocking the event loop; see `Stream.apieces`."""
+        async with aclosing(self._stream.apieces()) as pieces:
+            async for piece in pieces:
+                self._text.append(piece)
+                yield piece
+
+    async def atext(self) -> str:
+        """All pieces, without blocking the event loop; a cancelled task stops the generation."""
+        async with aclosing(self.apieces()) as pieces:
+            return "".join([piece async for piece in pieces])
 
     @property
     def answer(self) -> Answer:

@@ -5,6 +5,8 @@ Knows the order of things; every step is somebody else's. No framework is import
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,7 @@ class CachedRAG:
         self._engine_options = engine_options
         self._engine: Engine | None = None
         self._embedder = embedder
+        self._loading = threading.Lock()  # several may be the first to ask
 
     @classmethod
     def open(
@@ -148,11 +151,12 @@ class CachedRAG:
     @property
     def engine(self) -> Engine:
         """The engine, loaded on first use."""
-        if self._engine is None:
-            store = replace(self._store, codec=self.settings["codec"])
-            model = self.settings["model"]
-            self._engine = Engine.load(model, store=store, **self._engine_options)
-        return self._engine
+        with self._loading:
+            if self._engine is None:
+                store = replace(self._store, codec=self.settings["codec"])
+                model = self.settings["model"]
+                self._engine = Engine.load(model, store=store, **self._engine_options)
+            return self._engine
 
     @property
     def _prompts(self) -> Prompts:
@@ -161,11 +165,12 @@ class CachedRAG:
     @property
     def embedder(self) -> Embeddings:
         """The embedding model, loaded on first use."""
-        if self._embedder is None:
-            embedder = Embedder(self.settings["embedding"])
-            embedder.load()
-            self._embedder = embedder
-        return self._embedder
+        with self._loading:
+            if self._embedder is None:
+                embedder = Embedder(self.settings["embedding"])
+                embedder.load()
+                self._embedder = embedder
+            return self._embedder
 
     def close(self) -> None:
         """Finish what waits in the background, see `Engine.close`, and release files."""
@@ -262,6 +267,21 @@ class CachedRAG:
         hits, rendered = self._prompts.fitting(question, hits, config.max_tokens)
         stream = engine.stream(rendered, config, clock=clock)
         return AnswerStream(stream, tuple(hits), search_ms=search_ms)
+
+    async def aask(self, question: str, **options: Any) -> Answer:
+        """As `ask`, without blocking the event loop; a cancelled task stops the generation."""
+        stream = await self.astream(question, **options)
+        await stream.atext()
+        return stream.answer
+
+    async def astream(self, question: str, **options: Any) -> AnswerStream:
+        """As `stream`, for an asynchronous loop; the search runs in a thread of its own.
+
+        Example:
+            async for piece in await rag.astream("How is the valve reset?"):
+                print(piece, end="")
+        """
+        return await asyncio.to_thread(self.stream, question, **options)
 
     def search(self, question: str, k: int = 6) -> list[Hit]:
         """The k chunks nearest to a question, best first.

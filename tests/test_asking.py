@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import pytest
 from conftest import CHUNKS, tiny_model
 from test_rag import WordEmbedding
 
-from cached_rag import CachedRAG, Engine, StoreConfig, answering
+from cached_rag import AnswerStream, CachedRAG, Engine, Hit, StoreConfig, answering
 from cached_rag.prompt import Tokenization
 
 
@@ -62,3 +65,69 @@ def test_times_count_from_the_question(rag, monkeypatch):
     assert (report.search_ms, report.ttft_ms, report.total_ms) == (5000, 12000, 12000)
     report = rag.engine.generate([{"role": "user", "content": "Why?"}], max_tokens=2).report
     assert (report.search_ms, report.ttft_ms) == (0, 7000)
+
+
+QUESTION = "Why does copper turn green in the air?"
+GREEDY = {"k": 2, "max_tokens": 6}
+
+
+async def test_questions_in_an_event_loop_get_the_same_answers(rag):
+    wanted = rag.ask(QUESTION, **GREEDY)
+    answers = await asyncio.gather(*(rag.aask(QUESTION, **GREEDY) for _ in range(3)))
+    assert [answer.text for answer in answers] == [wanted.text] * 3
+    assert answers[0].sources == wanted.sources
+    assert all(isinstance(hit, Hit) for hit in answers[0].sources)
+    assert answers[0].report.output_tokens == wanted.report.output_tokens
+    stream = await rag.astream(QUESTION, **GREEDY)
+    assert isinstance(stream, AnswerStream)
+    assert "".join([piece async for piece in stream]) == stream.answer.text == wanted.text
+    assert await (await rag.astream(QUESTION, **GREEDY)).atext() == wanted.text
+
+
+async def test_the_search_does_not_block_the_event_loop(rag, monkeypatch):
+    has_gone_on = threading.Event()
+    own = rag.embedder.embed
+
+    def patient(texts):
+        assert has_gone_on.wait(60)
+        return own(texts)
+
+    monkeypatch.setattr(rag.embedder, "embed", patient)
+    task = asyncio.create_task(rag.aask(QUESTION, **GREEDY))
+    await asyncio.sleep(0)
+    has_gone_on.set()
+    assert (await task).text
+
+
+async def test_who_stops_asking_stops_the_generation(rag):
+    stream = await rag.astream(QUESTION, k=2, max_tokens=200)
+    pieces = stream.apieces()
+    first = await anext(pieces)
+    await pieces.aclose()
+    assert stream.answer.text == first
+    assert rag.ask(QUESTION, **GREEDY).text  # nothing is in the way of the next
+
+
+def test_several_first_questions_load_one_engine(rag, monkeypatch):
+    made, engine = [], rag.engine
+    rag._engine = None
+    both, is_second = threading.Barrier(2), threading.Event()
+
+    def load(*_, **__):
+        if made:
+            is_second.set()
+        made.append(1)
+        is_second.wait(0.5)  # the other one has time to come here, too
+        return engine
+
+    def ask():
+        both.wait(60)
+        rag.ask(QUESTION, **GREEDY)
+
+    monkeypatch.setattr(Engine, "load", load)
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
