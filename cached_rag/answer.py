@@ -1,23 +1,55 @@
-"""What a question gets: text, sources, report. Knows no model."""
+"""What a question gets: text, sources, report; what a follow-up knows. Knows no model."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from cached_rag.documents import Hit
+from cached_rag.errors import ConfigError
+from cached_rag.prompt import Message
 from cached_rag.report import Report
 from cached_rag.stream import Stream
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer, the chunks it was given (best first), and the engine's report."""
+    """An answer, the chunks it was given (best first), and the engine's report.
+
+    Attributes:
+        question: what was asked; with it, an answer can stand in the history of a follow-up.
+    """
 
     text: str
     sources: tuple[Hit, ...]
     report: Report
+    question: str = ""
+
+
+def conversation(history: Sequence[Answer | Message]) -> list[dict[str, str]]:
+    """Earlier turns as messages of the user and the assistant.
+
+    Args:
+        history: answers, each standing for its question and itself, or messages; in order.
+
+    Raises:
+        ConfigError: a message of another role, or without text.
+    """
+    said: list[dict[str, str]] = []
+    for turn in history:
+        if isinstance(turn, Answer):
+            said.append({"role": "user", "content": turn.question})
+            said.append({"role": "assistant", "content": turn.text})
+            continue
+        role, content = turn.get("role"), turn.get("content")
+        if role not in ("user", "assistant") or not isinstance(content, str):
+            raise ConfigError(
+                "a turn of the history is an Answer, or a message whose role is 'user' or "
+                f"'assistant' and whose content is a string; got {turn!r}"
+            )
+        said.append({"role": role, "content": content})
+    return said
 
 
 class AnswerStream(Iterator[str], AsyncIterable[str]):
@@ -26,8 +58,15 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
     A stream is taken in one of the two ways.
     """
 
-    def __init__(self, stream: Stream, sources: tuple[Hit, ...], *, search_ms: float = 0.0) -> None:
-        self.sources = sources
+    def __init__(
+        self,
+        stream: Stream,
+        sources: tuple[Hit, ...],
+        *,
+        question: str = "",
+        search_ms: float = 0.0,
+    ) -> None:
+        self.sources, self.question = sources, question
         self._stream, self._search_ms = stream, search_ms
         self._text: list[str] = []
 
@@ -55,7 +94,7 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
     def answer(self) -> Answer:
         """What there is so far."""
         report = replace(self._stream.report, search_ms=self._search_ms)
-        return Answer("".join(self._text), self.sources, report)
+        return Answer("".join(self._text), self.sources, report, self.question)
 
     def close(self) -> None:
         """Stop generating."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cached_rag.answer import Answer, AnswerStream
+from cached_rag.answer import Answer, AnswerStream, conversation
 from cached_rag.answering import Clock
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.context import PRIMER, Context
@@ -27,7 +28,8 @@ from cached_rag.engine import Engine
 from cached_rag.errors import ConfigError, IndexMismatchError
 from cached_rag.fingerprint import digest
 from cached_rag.ingest import Ingestion, IngestSummary
-from cached_rag.prompts import Prompts
+from cached_rag.prompt import Message
+from cached_rag.prompts import Prompts, Turn, searched
 
 SYSTEM = "Answer the question with the help of the documents. Be brief and exact."
 _DEFAULTS = {
@@ -226,6 +228,7 @@ class CachedRAG:
         question: str,
         *,
         k: int = 6,
+        history: Sequence[Answer | Message] = (),
         config: GenerationConfig | None = None,
         reorder: bool = False,
         **options: Any,
@@ -233,14 +236,19 @@ class CachedRAG:
         """Answer a question from the k nearest chunks; options are `GenerationConfig`'s.
 
         Args:
+            history: what was said before, in order: answers of this index, or messages of the user
+                and the assistant. The model reads all of it; chunks are searched for with the last
+                two questions and this one.
             reorder: let chunks begin in an order that an earlier prompt had, so that its KV serves
                 again (needs `sequence_bytes`); changes the prompt, and with it maybe the answer.
 
         Raises:
-            ConfigError: an empty index, an empty question, or a bad setting.
-            ContextOverflowError: the question alone does not fit the model's context.
+            ConfigError: an empty index, an empty question, or a bad setting or history.
+            ContextOverflowError: question and history alone do not fit the model's context.
         """
-        stream = self.stream(question, k=k, config=config, reorder=reorder, **options)
+        stream = self.stream(
+            question, k=k, history=history, config=config, reorder=reorder, **options
+        )
         for _ in stream:
             pass
         return stream.answer
@@ -250,6 +258,7 @@ class CachedRAG:
         question: str,
         *,
         k: int = 6,
+        history: Sequence[Answer | Message] = (),
         config: GenerationConfig | None = None,
         reorder: bool = False,
         **options: Any,
@@ -258,15 +267,16 @@ class CachedRAG:
         config = (config or GenerationConfig()).replace(**options)
         engine, _ = self.engine, self.embedder  # loading them is no part of a question's time
         clock = Clock()
-        hits = self.search(question, k)
+        said = conversation(history)
+        hits = self._nearest(question, k, said)
         search_ms = clock.total()
         engine.prefetch([hit.text for hit in hits])
         if reorder:
             names = [digest(hit.text.strip()) for hit in hits]
             hits = [hits[index] for index in engine.sequences.order(names)]
-        hits, rendered = self._prompts.fitting(question, hits, config.max_tokens)
+        hits, rendered = self._prompts.fitting(question, hits, config.max_tokens, said)
         stream = engine.stream(rendered, config, clock=clock)
-        return AnswerStream(stream, tuple(hits), search_ms=search_ms)
+        return AnswerStream(stream, tuple(hits), question=question, search_ms=search_ms)
 
     async def aask(self, question: str, **options: Any) -> Answer:
         """As `ask`, without blocking the event loop; a cancelled task stops the generation."""
@@ -283,15 +293,23 @@ class CachedRAG:
         """
         return await asyncio.to_thread(self.stream, question, **options)
 
-    def search(self, question: str, k: int = 6) -> list[Hit]:
+    def search(
+        self, question: str, k: int = 6, *, history: Sequence[Answer | Message] = ()
+    ) -> list[Hit]:
         """The k chunks nearest to a question, best first.
 
+        Args:
+            history: see `ask`.
+
         Raises:
-            ConfigError: an empty index or question, or k < 1.
+            ConfigError: an empty index or question, k < 1, or a bad history.
         """
+        return self._nearest(question, k, conversation(history))
+
+    def _nearest(self, question: str, k: int, said: Sequence[Turn]) -> list[Hit]:
         if not question.strip() or k < 1:
             raise ConfigError("a question needs some text, and k must be at least 1")
-        hits = self.index.search(self.embedder.embed([question])[0], k)
+        hits = self.index.search(self.embedder.embed([searched(question, said)])[0], k)
         if not hits:
             raise ConfigError(f"the index at {self.path} is empty; ingest documents first")
         return hits

@@ -9,7 +9,7 @@ import pytest
 from conftest import CHUNKS, tiny_model
 from test_rag import WordEmbedding
 
-from cached_rag import AnswerStream, CachedRAG, Engine, Hit, StoreConfig, answering
+from cached_rag import AnswerStream, CachedRAG, ConfigError, Engine, Hit, StoreConfig, answering
 from cached_rag.prompt import Tokenization
 
 
@@ -131,3 +131,53 @@ def test_several_first_questions_load_one_engine(rag, monkeypatch):
     for thread in threads:
         thread.join()
     assert len(made) == 1
+
+
+def prompts_in(calls):
+    return [what.text for name, what in calls if name == "tokenize"]
+
+
+def test_a_follow_up_knows_what_was_asked_and_answered(rag, calls):
+    first = rag.ask(QUESTION, **GREEDY)
+    again = rag.ask("And why so slowly?", history=[first], **GREEDY)
+    prompt = prompts_in(calls)[-1]
+    order = [prompt.index(text) for text in (CHUNKS[1], QUESTION, first.text, "so slowly?")]
+    assert order == sorted(order)
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": first.text},
+    ]
+    spelt = rag.ask("And why so slowly?", history=messages, **GREEDY)
+    assert (spelt.text, prompts_in(calls)[-1]) == (again.text, prompt)
+    third = rag.ask("Is it?", history=[first, again], **GREEDY)
+    assert [third.question, again.question] == ["Is it?", "And why so slowly?"]
+    assert prompts_in(calls)[-1].count("Question: ") == 3
+
+
+def test_a_follow_up_finds_what_was_spoken_of(rag):
+    first = rag.ask("Who lit the lamp of the lighthouse every evening?", **GREEDY)
+    (lost,) = rag.search("How long?", 1)
+    (found,) = rag.search("How long?", 1, history=[first])
+    assert not lost.source.endswith("a.txt")
+    assert found.source == first.sources[0].source
+    assert found.source.endswith("a.txt")
+    second = rag.ask("How long?", history=[first], **GREEDY)
+    assert second.sources[0] == rag.search("How long?", 1, history=[first])[0]
+
+
+def test_a_follow_ups_chunks_come_from_cache_behind_the_same_beginning(rag, calls):
+    first = rag.ask(QUESTION, **GREEDY)
+    again = rag.ask("And why?", history=[first], **GREEDY)
+    assert (again.report.modules_hit, again.report.modules_missed) == (2, 0)
+    assert again.report.cached_tokens >= first.report.cached_tokens
+    head = rag._prompts.head().text
+    assert all(prompt.startswith(head) for prompt in prompts_in(calls))
+    one, other = prompts_in(calls)
+    assert [hit.text for hit in again.sources] == [hit.text for hit in first.sources]
+    assert other.startswith(one)  # so KV of whole beginnings serves, too
+
+
+def test_a_history_of_something_else_is_refused(rag):
+    for turn in ({"role": "system", "content": "x"}, {"role": "user", "content": ["x"]}):
+        with pytest.raises(ConfigError, match="a turn of the history"):
+            rag.ask(QUESTION, history=[turn])
