@@ -12,8 +12,12 @@ from cached_rag.prompt import Message
 from cached_rag.report import Report
 from cached_rag.stream import Stream
 
+# A chunk less similar than that has little to do with a question (sentence-transformers' models).
+FAR = 0.25
+_SHOWN = 60
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Answer:
     """An answer, the chunks it was given (best first), and the engine's report.
 
@@ -25,6 +29,25 @@ class Answer:
     sources: tuple[Hit, ...]
     report: Report
     question: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        shown = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
+        return f"<Answer {shown!r}, {len(self.sources)} sources>"
+
+
+def remarks(found: Sequence[Hit], min_score: float | None) -> list[str]:
+    """What the user should know of the chunks that were found, best first."""
+    best = found[0].score
+    if min_score is not None and best < min_score:
+        return [f"no chunk reaches min_score (the nearest has {best:.2f}), so none was used"]
+    if best < FAR:
+        return [
+            f"the nearest chunk is hardly about this (score {best:.2f}); the answer may be made up"
+        ]
+    return []
 
 
 def conversation(history: Sequence[Answer | Message]) -> list[dict[str, str]]:
@@ -65,9 +88,10 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
         *,
         question: str = "",
         search_ms: float = 0.0,
+        notes: Sequence[str] = (),
     ) -> None:
         self.sources, self.question = sources, question
-        self._stream, self._search_ms = stream, search_ms
+        self._stream, self._search_ms, self._notes = stream, search_ms, list(notes)
         self._text: list[str] = []
 
     def __next__(self) -> str:
@@ -93,7 +117,9 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
     @property
     def answer(self) -> Answer:
         """What there is so far."""
-        report = replace(self._stream.report, search_ms=self._search_ms)
+        engines = self._stream.report
+        notes = [*self._notes, *engines.notes]
+        report = replace(engines, search_ms=self._search_ms, notes=notes)
         return Answer("".join(self._text), self.sources, report, self.question)
 
     def close(self) -> None:

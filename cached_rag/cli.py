@@ -199,7 +199,4 @@ def main() -> None:
 
 def _print_sources(sources: Any) -> None:
     for hit in sources:
-        name = Path(hit.source).name
-        out.print(
-            f"  {hit.score:.2f}  {name} #{hit.ordinal}  {hit.title}", style="dim", markup=False
-        )
+        out.print(f"  {hit}", style="dim", markup=False)

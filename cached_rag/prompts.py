@@ -62,10 +62,10 @@ class Prompts:
         """As many of the first chunks as the model's context holds, and the prompt with them.
 
         Raises:
-            ContextOverflowError: not even one fits.
+            ContextOverflowError: not even one fits, or no prompt without any.
         """
         context = self.engine.model.context_length
-        for count in range(len(hits), 0, -1):
+        for count in range(len(hits), min(1, len(hits)) - 1, -1):
             messages = self.messages(question, [hit.text for hit in hits[:count]], history)
             rendered = self.engine.tokenization.render(messages)
             if self._fits(rendered, context - max_tokens):

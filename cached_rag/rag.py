@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cached_rag.answer import Answer, AnswerStream, conversation
+from cached_rag.answer import Answer, AnswerStream, conversation, remarks
 from cached_rag.answering import Clock
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.context import PRIMER, Context
@@ -229,6 +229,7 @@ class CachedRAG:
         *,
         k: int = 6,
         history: Sequence[Answer | Message] = (),
+        min_score: float | None = None,
         config: GenerationConfig | None = None,
         reorder: bool = False,
         **options: Any,
@@ -239,6 +240,9 @@ class CachedRAG:
             history: what was said before, in order: answers of this index, or messages of the user
                 and the assistant. The model reads all of it; chunks are searched for with the last
                 two questions and this one.
+            min_score: leave out chunks whose cosine similarity is less; None uses all k. Where none
+                is left, the model answers without, and `report.notes` says so. They also say where
+                the nearest chunk has less than 0.25.
             reorder: let chunks begin in an order that an earlier prompt had, so that its KV serves
                 again (needs `sequence_bytes`); changes the prompt, and with it maybe the answer.
 
@@ -247,7 +251,13 @@ class CachedRAG:
             ContextOverflowError: question and history alone do not fit the model's context.
         """
         stream = self.stream(
-            question, k=k, history=history, config=config, reorder=reorder, **options
+            question,
+            k=k,
+            history=history,
+            min_score=min_score,
+            config=config,
+            reorder=reorder,
+            **options,
         )
         for _ in stream:
             pass
@@ -259,6 +269,7 @@ class CachedRAG:
         *,
         k: int = 6,
         history: Sequence[Answer | Message] = (),
+        min_score: float | None = None,
         config: GenerationConfig | None = None,
         reorder: bool = False,
         **options: Any,
@@ -268,7 +279,8 @@ class CachedRAG:
         engine, _ = self.engine, self.embedder  # loading them is no part of a question's time
         clock = Clock()
         said = conversation(history)
-        hits = self._nearest(question, k, said)
+        found = self._nearest(question, k, said)
+        hits = _reaching(min_score, found)
         search_ms = clock.total()
         engine.prefetch([hit.text for hit in hits])
         if reorder:
@@ -276,7 +288,13 @@ class CachedRAG:
             hits = [hits[index] for index in engine.sequences.order(names)]
         hits, rendered = self._prompts.fitting(question, hits, config.max_tokens, said)
         stream = engine.stream(rendered, config, clock=clock)
-        return AnswerStream(stream, tuple(hits), question=question, search_ms=search_ms)
+        return AnswerStream(
+            stream,
+            tuple(hits),
+            question=question,
+            search_ms=search_ms,
+            notes=remarks(found, min_score),
+        )
 
     async def aask(self, question: str, **options: Any) -> Answer:
         """As `ask`, without blocking the event loop; a cancelled task stops the generation."""
@@ -294,17 +312,22 @@ class CachedRAG:
         return await asyncio.to_thread(self.stream, question, **options)
 
     def search(
-        self, question: str, k: int = 6, *, history: Sequence[Answer | Message] = ()
+        self,
+        question: str,
+        k: int = 6,
+        *,
+        history: Sequence[Answer | Message] = (),
+        min_score: float | None = None,
     ) -> list[Hit]:
         """The k chunks nearest to a question, best first.
 
         Args:
-            history: see `ask`.
+            history, min_score: see `ask`.
 
         Raises:
             ConfigError: an empty index or question, k < 1, or a bad history.
         """
-        return self._nearest(question, k, conversation(history))
+        return _reaching(min_score, self._nearest(question, k, conversation(history)))
 
     def _nearest(self, question: str, k: int, said: Sequence[Turn]) -> list[Hit]:
         if not question.strip() or k < 1:
@@ -325,6 +348,10 @@ class CachedRAG:
             return [hit.text for hit in reversed(hits) if hit.text != text][-count:]
 
         return None, Context(f"neighbours:{count}", nearest)
+
+
+def _reaching(min_score: float | None, hits: list[Hit]) -> list[Hit]:
+    return hits if min_score is None else [hit for hit in hits if hit.score >= min_score]
 
 
 def _context_kind(text: str) -> tuple[str, int]:

@@ -181,3 +181,40 @@ def test_a_history_of_something_else_is_refused(rag):
     for turn in ({"role": "system", "content": "x"}, {"role": "user", "content": ["x"]}):
         with pytest.raises(ConfigError, match="a turn of the history"):
             rag.ask(QUESTION, history=[turn])
+
+
+def test_what_is_printed_is_short_and_hides_nothing(rag):
+    answer = rag.ask(QUESTION, **GREEDY)
+    best = answer.sources[0]
+    assert str(best) == f"{best.score:.2f}  b.txt #0  {best.title}"
+    assert repr(answer.sources[:1]) == f"(<Hit {best.score:.2f} b.txt #0 {best.title!r}>,)"
+    assert CHUNKS[1] in best.text
+    assert str(answer) == answer.text
+    assert repr(answer) == f"<Answer {answer.text!r}, 2 sources>"
+
+
+def test_sources_below_a_score_are_left_out(rag):
+    best, second = rag.search(QUESTION, 2)
+    between = (best.score + second.score) / 2
+    assert rag.search(QUESTION, 2, min_score=between) == [best]
+    answer = rag.ask(QUESTION, min_score=between, **GREEDY)
+    assert (answer.sources, answer.report.notes) == ((best,), [])
+    assert rag.ask(QUESTION, **GREEDY).sources == (best, second)
+
+
+def test_an_answer_without_sources_says_so(rag, calls):
+    answer = rag.ask(QUESTION, min_score=1.0, **GREEDY)
+    assert answer.sources == ()
+    assert "no chunk reaches min_score" in answer.report.notes[0]
+    assert f"user\nQuestion: {QUESTION}" in prompts_in(calls)[-1]
+    assert rag.search(QUESTION, min_score=1.0) == []
+
+
+def test_a_question_about_something_else_says_so(rag):
+    answer = rag.ask("Xylophone zebra quixotic?", **GREEDY)
+    assert answer.sources[0].score < 0.25
+    (note,) = answer.report.notes
+    assert note.startswith(
+        f"the nearest chunk is hardly about this (score {answer.sources[0].score:.2f})"
+    )
+    assert rag.ask(QUESTION, **GREEDY).report.notes == []
