@@ -8,10 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from cached_rag.errors import ConfigError
+from cached_rag.errors import ConfigError, MissingPackageError
 from cached_rag.terminal import err, require_index
-
-_NEEDS = "the server needs more packages; install them with: pip install 'cached-rag[serve]'"
 
 
 def serve_command(
@@ -47,7 +45,7 @@ def serve_command(
         from cached_rag.serving.service import Service
         from cached_rag.serving.tenants import Keys
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{_NEEDS} ({error})") from error
+        raise MissingPackageError("the server", "serve", error) from error
     from cached_rag import BatchConfig, CachedRAG, Engine, StoreConfig
 
     keys = Keys(api_key or [])
