@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from cached_rag.errors import ConfigError
-from cached_rag.selectors import SELECTORS, Selector, parse_method
+from cached_rag.selectors import ALONE, SELECTORS, Selector, parse_method
 
 # `auto` is this method at this ratio; docs/quality.md has the figures that chose it.
 AUTO = "anchorflow"
 AUTO_RATIO = 0.03
-METHODS = ("auto", "full", "prefix", *SELECTORS)
+METHODS = (*ALONE, *SELECTORS)
 # Scores divided by less overflow.
 _COLDEST = 1e-4
 _METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")
