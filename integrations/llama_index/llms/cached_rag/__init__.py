@@ -5,6 +5,7 @@ from cached_rag import MissingPackageError
 try:
     from llama_index.llms.cached_rag.base import CachedRAGLLM
     from llama_index.llms.cached_rag.callbacks import CacheReportHandler
+    from llama_index.llms.cached_rag.embeddings import SentenceTransformerEmbedding
     from llama_index.llms.cached_rag.nodes import MarkModules, marked, module_text
     from llama_index.llms.cached_rag.schemas import PMLPromptTemplate
 except ModuleNotFoundError as error:
@@ -15,6 +16,7 @@ __all__ = [
     "CachedRAGLLM",
     "MarkModules",
     "PMLPromptTemplate",
+    "SentenceTransformerEmbedding",
     "marked",
     "module_text",
 ]
