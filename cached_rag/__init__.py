@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cached_rag.answering import Generation
     from cached_rag.config import METHODS, BatchConfig, GenerationConfig, StoreConfig
     from cached_rag.context import PRIMER, Context
-    from cached_rag.documents import Embedder, IndexedDocument
+    from cached_rag.documents import Embedder, Hit, IndexedDocument
     from cached_rag.encode import EncodeSummary
     from cached_rag.engine import Engine
     from cached_rag.errors import (
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         DocumentError,
         EvaluationError,
         IndexMismatchError,
+        MissingPackageError,
         ModelError,
         ModelNotFoundError,
         PMLError,
@@ -64,11 +65,13 @@ __all__ = [
     "EvaluationError",
     "Generation",
     "GenerationConfig",
+    "Hit",
     "Import",
     "IndexMismatchError",
     "IndexedDocument",
     "IngestSummary",
     "LanguageModel",
+    "MissingPackageError",
     "ModelError",
     "ModelNotFoundError",
     "PMLError",

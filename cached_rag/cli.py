@@ -212,5 +212,4 @@ def main() -> None:
 
 def _print_sources(sources: Any) -> None:
     for hit in sources:
-        line = f"  {hit.score:.2f}  {hit.source} #{hit.ordinal}  {hit.title}"
-        out.print(line, style="dim", markup=False)
+        out.print(f"  {hit}", style="dim", markup=False)

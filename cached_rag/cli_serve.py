@@ -8,10 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from cached_rag.errors import ConfigError
+from cached_rag.errors import ConfigError, MissingPackageError
 from cached_rag.terminal import err, require_index
-
-_NEEDS = "the server needs more packages; install them with: pip install 'cached-rag[serve]'"
 
 
 def serve_command(
@@ -43,11 +41,11 @@ def serve_command(
     """Serve a model over OpenAI's protocol, with cached texts wherever they occur in prompts."""
     try:
         from cached_rag.serving.app import create_app
-        from cached_rag.serving.run import run
+        from cached_rag.serving.run import bind, run
         from cached_rag.serving.service import Service
         from cached_rag.serving.tenants import Keys
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{_NEEDS} ({error})") from error
+        raise MissingPackageError("the server", "serve", error) from error
     from cached_rag import BatchConfig, CachedRAG, Engine, StoreConfig
 
     keys = Keys(api_key or [])
@@ -61,19 +59,24 @@ def serve_command(
     )
     if index is not None and store is not None:
         raise ConfigError("give --index or --store: an index has its own store")
-    where: dict[str, Any] = {"dtype": dtype, "device": device, "batch": batch}
-    if index is not None:
-        require_index(index)
-        rag = CachedRAG.open(index, model, memory_bytes=memory_bytes, **where)
-        engine, close = rag.engine, rag.close
-    else:
-        folder = None if store is None else str(store)
-        settings = StoreConfig(path=folder, memory_bytes=memory_bytes)
-        engine = Engine.load(model or "smollm2-135m", store=settings, **where)
-        close = engine.close
-    service = Service(engine, name or engine.model.name, method)
-    err.print(f"serving {service.name} at http://{host}:{port}/v1", highlight=False)
-    run(create_app(service, keys, max_body_bytes, close), host, port, drain_seconds)
+    with bind(host, port) as bound:  # before the model is loaded, which takes its time
+        where: dict[str, Any] = {"dtype": dtype, "device": device, "batch": batch}
+        kept: dict[str, Any] = {"memory_bytes": memory_bytes, "finish_seconds": drain_seconds}
+        if index is not None:
+            require_index(index)
+            rag = CachedRAG.open(index, model, **kept, **where)
+            engine, close = rag.engine, rag.close
+        else:
+            settings = StoreConfig(path=None if store is None else str(store), **kept)
+            engine = Engine.load(model or "smollm2-135m", store=settings, **where)
+            close = engine.close
+        service = Service(engine, name or engine.model.name, method)
+
+        def say() -> None:
+            at = f"{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
+            err.print(f"serving {service.name} at http://{at}/v1", highlight=False, soft_wrap=True)
+
+        run(create_app(service, keys, max_body_bytes, close), bound, drain_seconds, say)
 
 
 def _is_loopback(host: str) -> bool:

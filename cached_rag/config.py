@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from cached_rag.errors import ConfigError
-from cached_rag.selectors import SELECTORS, Selector, parse_method
+from cached_rag.selectors import ALONE, SELECTORS, Selector, parse_method
 
 # `auto` is this method at this ratio; docs/quality.md has the figures that chose it.
 AUTO = "anchorflow"
 AUTO_RATIO = 0.03
-METHODS = ("auto", "full", "prefix", *SELECTORS)
+METHODS = (*ALONE, *SELECTORS)
 # Scores divided by less overflow.
 _COLDEST = 1e-4
 _METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")
@@ -148,6 +148,9 @@ class StoreConfig:
         sequence_bytes: most bytes of KV of whole module sequences, as prompts left them; 0 keeps
             none. A prompt that begins as an earlier one did takes its repaired KV as it is.
         write_back: encode in the background what a request missed.
+        finish_seconds: how long `Engine.close`, or the interpreter's end, may go on encoding what
+            still waits, so that a short script's work is on disk for the next one; 0 drops it.
+            Without a disk nothing is worth it, and nothing is done.
         learn_prefixes: what recurs before the first module of prompts is encoded in the background
             and reused without loss; modules that lack KV are encoded behind it from then on.
         pipelined: read KV from disk layer by layer while the first layers are computed already;
@@ -163,11 +166,14 @@ class StoreConfig:
     namespace: str = ""
     sequence_bytes: int = 0
     write_back: bool = True
+    finish_seconds: float = 30.0
     learn_prefixes: bool = True
     pipelined: bool | None = None
 
     def __post_init__(self) -> None:
         _require(self.sequence_bytes >= 0, f"sequence_bytes is negative: {self.sequence_bytes}")
+        finish = self.finish_seconds
+        _require(finish >= 0, f"finish_seconds cannot be negative: {finish}")
         _require(self.memory_bytes > 0, f"memory_bytes must be positive: {self.memory_bytes}")
         room = self.device_bytes
         _require(room is None or room >= 0, f"device_bytes is negative: {room}")

@@ -40,8 +40,7 @@ def run_demo(index: Path, model: str | None, codec: str | None, console: Console
                 console.print(piece, end="", markup=False, highlight=False)
             console.print("\n", end="")
             for hit in stream.sources[:3]:
-                name = f"   {hit.score:.2f} {hit.source} #{hit.ordinal} {hit.title}"
-                console.print(name, style="dim", markup=False)
+                console.print(f"   {hit}", style="dim", markup=False)
             console.print()
             medians = _medians(rag, question)
             tokens = str(stream.answer.report.prompt_tokens)

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from cached_rag.answering import Generation, Prefill
+from cached_rag.answering import Clock, Generation, Prefill
 from cached_rag.assemble import Workspace
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.context import Context
@@ -146,8 +146,15 @@ class Engine:
         settings = replace(self.settings, namespace=namespace)
         return Engine(self.model, settings, beside=self)
 
-    def close(self) -> None:
-        """End all answers, write what is pending and release files; again changes nothing."""
+    def close(self, finish_seconds: float | None = None) -> None:
+        """End all answers, finish what waits in the background, and release files.
+
+        Doing it again changes nothing.
+
+        Args:
+            finish_seconds: how long that may go on; None for `StoreConfig.finish_seconds`. Ctrl-C
+                ends it sooner.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -156,8 +163,10 @@ class Engine:
         with _SHARING:
             for name in [name for name, engine in _SHARED.items() if engine is self]:
                 del _SHARED[name]
-        self._leftovers.close()
-        self.library.close()
+        try:
+            self._leftovers.close(finish_seconds)
+        finally:
+            self.library.close()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -283,17 +292,22 @@ class Engine:
         config: GenerationConfig | None = None,
         *,
         tenant: str = "",
+        clock: Clock | None = None,
         **options: Any,
     ) -> Stream:
         """The answer piece by piece, as it is made. Errors as `generate`, at the first piece.
 
         Args:
             tenant: where requests have to wait, those of different tenants take turns.
+            clock: what the report's times are read from; None for one that starts now.
         """
+        clock = clock or Clock()
         config = (config or GenerationConfig()).replace(**options)
         self._check_open()
         planner = self._planner(prompt)
-        return Stream(self.scheduler, Request(self._prefiller, planner, config, tenant))
+        return Stream(
+            self.scheduler, Request(self._prefiller, planner, config, tenant, clock=clock)
+        )
 
     def prefill(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any

@@ -14,6 +14,7 @@
     ├── DocumentError          a document that cannot be read, has no text, or is not there
     ├── PMLError               a schema or a prompt in PML that is wrong (also a ValueError)
     ├── IndexMismatchError     an index made with other settings than the ones asked for
+    ├── MissingPackageError    what an extra brings is not installed (also an ImportError)
     └── EvaluationError        a question-answering set or a journal that cannot be used
 
 A message says what happened, why, and the remedy.
@@ -72,6 +73,24 @@ class DocumentError(CachedRAGError):
 
 class IndexMismatchError(CachedRAGError):
     """An index on disk was made with other settings than those asked for."""
+
+
+class MissingPackageError(CachedRAGError, ImportError):
+    """A part of this library needs packages that are not installed."""
+
+    def __init__(self, what: str, extra: str, error: ImportError) -> None:
+        """Say what is missing and how to get it.
+
+        Args:
+            what: the part, as in "the server".
+            extra: the extra of this library that brings the packages.
+        """
+        super().__init__(f"{what} needs more packages ({error}); install them: {install(extra)}")
+
+
+def install(extra: str) -> str:
+    """How to get the packages of an extra: this library is on no index."""
+    return f'pip install -e ".[{extra}]" in a checkout of Cached RAG'
 
 
 class EvaluationError(CachedRAGError):

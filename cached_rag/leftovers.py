@@ -38,7 +38,11 @@ class Leftovers:
     ) -> None:
         self.sequences = SequenceTree(settings.sequence_bytes)
         self.activity = activity
-        self.write_back = WriteBack(self.activity) if settings.write_back else None
+        self.write_back = (
+            WriteBack(self.activity, finish_seconds=settings.finish_seconds)
+            if settings.write_back
+            else None
+        )
         self.library = library
         learns = settings.learn_prefixes and settings.write_back
         self.heads = Heads() if learns else None
@@ -46,10 +50,10 @@ class Leftovers:
         self._encoder = encoder
         self._lock = lock
 
-    def close(self) -> None:
-        """Finish what runs in the background, drop what waits."""
+    def close(self, finish_seconds: float | None = None) -> None:
+        """Finish what runs in the background, and what waits; see `StoreConfig.finish_seconds`."""
         if self.write_back is not None:
-            self.write_back.close()
+            self.write_back.close(finish_seconds)
 
     def seen(self, kind: str, tokens: Tokens, plan: Plan) -> tuple[list[ModuleKV], bool]:
         """KV of the longest beginning that an earlier prompt shared, and whether it is exact."""
@@ -70,22 +74,27 @@ class Leftovers:
         self._offer_modules(tokens, plan)
         for place in plan.placements:
             if place.source is not None and not isinstance(place.kv, ModuleKV):
-                self.write_back.offer(place.source, partial(self.library.fetch, *place.source))
+                fetch = partial(self.library.fetch, *place.source)
+                self.write_back.offer(place.source, fetch, lasts=False)
 
     def _offer_modules(self, tokens: Tokens, plan: Plan) -> None:
         """Encode what had no KV, and the prompt's head if it has recurred."""
-        assert self.write_back is not None
         if not plan.found:
             return
         first = plan.found[0]
         head = tuple(tokens.ids[: first.begin])
         best = self._best(head, first.module.text_digest)
         if best not in self.library.behinds() and len(best.prefix_ids) > len(self._sink_ids):
-            self.write_back.offer(best, partial(self._encode, partial(self._encoder.learn, best)))
+            self._offer_encoding(best, partial(self._encoder.learn, best))
         for missed in plan.missed:
             name = (missed.module.text_digest, best)
             recover = partial(self._encoder.recover, missed.module, missed.text, best)
-            self.write_back.offer(name, partial(self._encode, recover))
+            self._offer_encoding(name, recover)
+
+    def _offer_encoding(self, name: object, task: Callable[[], object]) -> None:
+        assert self.write_back is not None
+        is_kept = self.library.disk is not None
+        self.write_back.offer(name, partial(self._encode, task), lasts=is_kept)
 
     def _best(self, head: tuple[int, ...], module: str) -> Behind:
         """What a module that stood behind `head` is encoded behind: the head, if that recurs."""

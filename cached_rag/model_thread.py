@@ -9,10 +9,12 @@ compute goes through here. Knows no model.
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -43,9 +45,15 @@ class ModelThread:
         return here is threading.main_thread() or here is self._thread
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Do it in the model's thread, behind what waits there."""
+        """Do it in the model's thread, behind what waits there.
+
+        Raises:
+            RuntimeError: the interpreter is ending.
+        """
         done: Future[T] = Future()
         with self._lock:
+            if self._is_closing:
+                raise RuntimeError("the interpreter is ending; nothing is computed any more")
             self._tasks.put((work, done))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="model", daemon=True)
@@ -53,16 +61,24 @@ class ModelThread:
         return done
 
     def close(self) -> None:
-        """Let the thread finish its task and end; what waits behind that is left undone.
+        """Let the thread finish its task and end; what waits behind that is cancelled.
 
         A thread that the interpreter ends in the midst of torch takes the process down.
         """
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        with self._lock:
             self._is_closing = True
-            self.submit(lambda: None)
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            self._tasks.put((lambda: None, Future()))
             thread.join()
-            self._is_closing = False
+        with suppress(queue.Empty):
+            while True:
+                _, left = self._tasks.get_nowait()
+                left.cancel()
+
+    def forget(self) -> None:
+        """Begin anew, in a forked child: the thread is the parent's, and maybe what the lock is."""
+        self.__dict__.update(ModelThread().__dict__)
 
     def _serve(self) -> None:
         while not self._is_closing:
@@ -85,6 +101,13 @@ class ModelThread:
 
 _SHARED = ModelThread()
 atexit.register(_SHARED.close)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_SHARED.forget)
 on_model_thread = _SHARED.run
 submit = _SHARED.submit
 is_here = _SHARED.is_here
+
+
+def before_end(work: Callable[[], object]) -> None:
+    """Have something done when the interpreter ends, while the model's thread still computes."""
+    atexit.register(work)  # what is registered last is called first

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cached_rag.errors import EvaluationError
+from cached_rag.errors import EvaluationError, install
 
 
 def new_figure() -> tuple[Any, Any]:
@@ -17,7 +17,7 @@ def new_figure() -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise EvaluationError("plots need matplotlib: pip install 'cached-rag[bench]'") from error
+        raise EvaluationError(f"plots need matplotlib; {install('bench')}") from error
     figure = Figure(figsize=(8, 5), layout="constrained")
     return figure, figure.subplots()
 

@@ -5,12 +5,15 @@ Knows the order of things; every step is somebody else's. No framework is import
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cached_rag.answer import Answer, AnswerStream
+from cached_rag.answer import Answer, AnswerStream, conversation, remarks
+from cached_rag.answering import Clock
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.context import Context
 from cached_rag.documents import (
@@ -25,7 +28,8 @@ from cached_rag.engine import Engine
 from cached_rag.errors import ConfigError, IndexMismatchError
 from cached_rag.fingerprint import digest
 from cached_rag.ingest import Ingestion, IngestSummary
-from cached_rag.prompts import Prompts
+from cached_rag.prompt import Message
+from cached_rag.prompts import Prompts, Turn, searched
 from cached_rag.settings import DEFAULTS, context_kind, contexts
 from cached_rag.store.holdings import forget
 
@@ -63,6 +67,7 @@ class CachedRAG:
         self._engine_options = engine_options
         self._engine: Engine | None = None
         self._embedder = embedder
+        self._loading = threading.Lock()  # several may be the first to ask
 
     @classmethod
     def open(
@@ -78,6 +83,7 @@ class CachedRAG:
         memory_bytes: int = 2 << 30,
         disk_bytes: int | None = None,
         sequence_bytes: int = 0,
+        finish_seconds: float = 30.0,
         engine: Engine | None = None,
         batch: BatchConfig | None = None,
         dtype: str | None = None,
@@ -101,6 +107,7 @@ class CachedRAG:
             system: the system prompt that questions are asked under.
             memory_bytes, disk_bytes: bounds on the KV kept in memory and on disk.
             sequence_bytes: keep KV of whole runs of chunks as prompts left them, see `StoreConfig`.
+            finish_seconds: how long `close` may go on encoding what waits, see `StoreConfig`.
             engine: one that exists already, instead of loading `model`; it keeps its own store.
             batch: bounds on answers made at the same time.
             dtype, device: see `load_model`.
@@ -128,6 +135,7 @@ class CachedRAG:
             memory_bytes,
             disk_bytes,
             sequence_bytes=sequence_bytes,
+            finish_seconds=finish_seconds,
         )
         embedder = None if isinstance(embedding, str) else embedding
         rag = cls(
@@ -143,13 +151,14 @@ class CachedRAG:
     @property
     def engine(self) -> Engine:
         """The engine, loaded on first use."""
-        if self._engine is None:
-            self._agree()
-            store = replace(self._store, codec=self.settings["codec"])
-            model = self.settings["model"]
-            self._engine = Engine.load(model, store=store, **self._engine_options)
-            self._asked = self.settings  # what was loaded for them serves no others
-        return self._engine
+        with self._loading:
+            if self._engine is None:
+                self._agree()
+                store = replace(self._store, codec=self.settings["codec"])
+                model = self.settings["model"]
+                self._engine = Engine.load(model, store=store, **self._engine_options)
+                self._asked = self.settings  # what was loaded for them serves no others
+            return self._engine
 
     @property
     def _prompts(self) -> Prompts:
@@ -158,14 +167,20 @@ class CachedRAG:
     @property
     def embedder(self) -> Embeddings:
         """The embedding model, loaded on first use."""
-        if self._embedder is None:
-            self._agree()
-            self._embedder = Embedder(self.settings["embedding"])
-            self._asked = self.settings
-        return self._embedder
+        with self._loading:
+            if self._embedder is None:
+                self._agree()
+                embedder = Embedder(self.settings["embedding"])
+                embedder.load()
+                self._embedder = embedder
+                self._asked = self.settings
+            return self._embedder
 
     def close(self) -> None:
-        """Write what is pending and release files; what is asked later is a `ClosedError`."""
+        """Finish what waits in the background, see `Engine.close`, and release files.
+
+        What is asked later is a `ClosedError`.
+        """
         self.index.close()
         if self._engine is not None:
             self._engine.close()
@@ -257,6 +272,8 @@ class CachedRAG:
         question: str,
         *,
         k: int = 6,
+        history: Sequence[Answer | Message] = (),
+        min_score: float | None = None,
         config: GenerationConfig | None = None,
         reorder: bool = False,
         **options: Any,
@@ -264,14 +281,28 @@ class CachedRAG:
         """Answer a question from the k nearest chunks; options are `GenerationConfig`'s.
 
         Args:
+            history: what was said before, in order: answers of this index, or messages of the user
+                and the assistant. The model reads all of it; chunks are searched for with the last
+                two questions and this one.
+            min_score: leave out chunks whose cosine similarity is less; None uses all k. Where none
+                is left, the model answers without, and `report.notes` says so. They also say where
+                the nearest chunk has less than 0.25.
             reorder: let chunks begin in an order that an earlier prompt had, so that its KV serves
                 again (needs `sequence_bytes`); changes the prompt, and with it maybe the answer.
 
         Raises:
-            ConfigError: an empty index, an empty question, or a bad setting.
-            ContextOverflowError: the question alone does not fit the model's context.
+            ConfigError: an empty index, an empty question, or a bad setting or history.
+            ContextOverflowError: question and history alone do not fit the model's context.
         """
-        stream = self.stream(question, k=k, config=config, reorder=reorder, **options)
+        stream = self.stream(
+            question,
+            k=k,
+            history=history,
+            min_score=min_score,
+            config=config,
+            reorder=reorder,
+            **options,
+        )
         for _ in stream:
             pass
         return stream.answer
@@ -281,20 +312,34 @@ class CachedRAG:
         question: str,
         *,
         k: int = 6,
+        history: Sequence[Answer | Message] = (),
+        min_score: float | None = None,
         config: GenerationConfig | None = None,
         reorder: bool = False,
         **options: Any,
     ) -> AnswerStream:
         """As `ask`, piece by piece."""
         config = (config or GenerationConfig()).replace(**options)
-        hits = self.search(question, k)
+        engine, _ = self.engine, self.embedder  # loading them is no part of a question's time
+        clock = Clock()
+        said = conversation(history)
+        found = self._nearest(question, k, said)
+        hits = _reaching(min_score, found)
+        search_ms = clock.total()
         self._introduce([hit.text for hit in hits])
-        self.engine.prefetch([hit.text for hit in hits])
+        engine.prefetch([hit.text for hit in hits])
         if reorder:
             names = [digest(hit.text.strip()) for hit in hits]
-            hits = [hits[index] for index in self.engine.sequences.order(names)]
-        hits, messages = self._prompts.fitting(question, hits, config.max_tokens)
-        return AnswerStream(self.engine.stream(messages, config), tuple(hits))
+            hits = [hits[index] for index in engine.sequences.order(names)]
+        hits, rendered = self._prompts.fitting(question, hits, config.max_tokens, said)
+        stream = engine.stream(rendered, config, clock=clock)
+        return AnswerStream(
+            stream,
+            tuple(hits),
+            question=question,
+            search_ms=search_ms,
+            notes=remarks(found, min_score),
+        )
 
     def _introduce(self, texts: Sequence[str]) -> None:
         """Make chunks known that were encoded in another dtype, or not yet.
@@ -310,19 +355,51 @@ class CachedRAG:
         for context in self._contexts():
             self.engine.encode([], self._prompts.head(), context=context)
 
-    def search(self, question: str, k: int = 6) -> list[Hit]:
+    async def aask(self, question: str, **options: Any) -> Answer:
+        """As `ask`, without blocking the event loop; a cancelled task stops the generation."""
+        stream = await self.astream(question, **options)
+        await stream.atext()
+        return stream.answer
+
+    async def astream(self, question: str, **options: Any) -> AnswerStream:
+        """As `stream`, for an asynchronous loop; the search runs in a thread of its own.
+
+        Example:
+            async for piece in await rag.astream("How is the valve reset?"):
+                print(piece, end="")
+        """
+        return await asyncio.to_thread(self.stream, question, **options)
+
+    def search(
+        self,
+        question: str,
+        k: int = 6,
+        *,
+        history: Sequence[Answer | Message] = (),
+        min_score: float | None = None,
+    ) -> list[Hit]:
         """The k chunks nearest to a question, best first.
 
+        Args:
+            history, min_score: see `ask`.
+
         Raises:
-            ConfigError: an empty index or question, or k < 1.
+            ConfigError: an empty index or question, k < 1, or a bad history.
         """
+        return _reaching(min_score, self._nearest(question, k, conversation(history)))
+
+    def _nearest(self, question: str, k: int, said: Sequence[Turn]) -> list[Hit]:
         if not question.strip() or k < 1:
             raise ConfigError("a question needs some text, and k must be at least 1")
         self._agree()
-        hits = self.index.search(self.embedder.embed([question])[0], k)
+        hits = self.index.search(self.embedder.embed([searched(question, said)])[0], k)
         if not hits:
             raise ConfigError(f"the index at {self.path} is empty; ingest documents first")
         return hits
 
     def _contexts(self) -> tuple[Context | None, ...]:
         return contexts(self.settings["context"], self.index, self.embedder)
+
+
+def _reaching(min_score: float | None, hits: list[Hit]) -> list[Hit]:
+    return hits if min_score is None else [hit for hit in hits if hit.score >= min_score]

@@ -20,10 +20,13 @@ class Report:
         charged_recompute: (token, layer) pairs computed over all pairs of the prompt.
         modules_hit, modules_missed: known modules in the prompt, with and without KV.
         missed_tokens: of the modules without KV; encoded in the background for the next request.
+        search_ms: embedding the question and finding chunks, before the engine was asked; 0 for an
+            engine's own requests.
         match_ms: tokenising, finding modules, planning (without loading).
         load_ms: fetching KV from the store.
         fuse_ms: assembling KV and partial prefill.
-        ttft_ms: from the call to the first token.
+        ttft_ms: from the call to the first token; the search of `CachedRAG.ask` is part of it,
+            loading models is not.
         total_ms: from the call to the last token.
         output_tokens: tokens of the answer.
         kv_bytes, shared_kv_bytes: of prompts answered together, what this one holds alone and what
@@ -40,6 +43,7 @@ class Report:
     modules_hit: int = 0
     modules_missed: int = 0
     missed_tokens: int = 0
+    search_ms: float = 0.0
     match_ms: float = 0.0
     load_ms: float = 0.0
     fuse_ms: float = 0.0

@@ -20,6 +20,7 @@ run = CliRunner().invoke
 @pytest.fixture(autouse=True)
 def words(monkeypatch, tmp_path):
     monkeypatch.setattr(Embedder, "embed", WordEmbedding.embed)
+    monkeypatch.setattr(Embedder, "load", lambda _: None)
     monkeypatch.setenv("CACHED_RAG_CACHE", str(tmp_path / "cache"))
 
 
@@ -243,8 +244,9 @@ def test_serve_refuses_what_cannot_be(model_folder, index):
 
 
 def test_serve_serves_an_index_until_it_is_stopped(index, monkeypatch, capfd):
-    def asked_once(app, host, port, drain_seconds):
-        assert (host, port, drain_seconds) == ("0.0.0.0", 8001, 30)
+    def asked_once(app, bound, drain_seconds, ready):
+        assert (bound.getsockname()[0], drain_seconds) == ("0.0.0.0", 30)
+        ready()
         with TestClient(app) as client:
             asked = [{"role": "system", "content": SYSTEM}]
             asked += [{"role": "user", "content": f"{CHUNKS[0]} Why?"}]
@@ -254,11 +256,12 @@ def test_serve_serves_an_index_until_it_is_stopped(index, monkeypatch, capfd):
 
     answers = []
     monkeypatch.setattr("cached_rag.serving.run.run", asked_once)
-    options = ["--name", "m", "--host", "0.0.0.0", "--port", "8001", "--dtype", "float32"]
+    options = ["--name", "m", "--host", "0.0.0.0", "--port", "0", "--dtype", "float32"]
     result = run(cli.app, ["serve", "--index", str(index), *options])
     assert result.exit_code == 0, result.output
     assert answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     assert "anybody who reaches" in result.stderr
+    assert "serving m at http://0.0.0.0:" in result.stderr
 
 
 def write_set(path, *questions):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from conftest import CHUNKS
 from typer.testing import CliRunner
 
 from cached_rag import CachedRAG, Engine, cli
@@ -53,3 +56,52 @@ def test_files_named_in_the_tree_exist():
     assert len(names) > 20
     for name in names:
         assert list(ROOT.glob(f"cached_rag/**/{name}")), name
+
+
+SCRIPTS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+# The tiny model under the name of the small one, and an embedding without weights; then the file
+# as it is, and how many tokens its answers had from cache.
+RUNNER = """
+import runpy, sys
+import numpy as np
+from cached_rag import request, resolve
+from cached_rag.documents import Embedder
+
+class Words:
+    def encode(self, texts, **_):
+        rows = np.zeros((len(texts), 64), np.float32)
+        for row, text in zip(rows, texts):
+            for word in text.lower().split():
+                row[sum(map(ord, word)) % 64] += 1
+        return rows / np.linalg.norm(rows, axis=1, keepdims=True).clip(1)
+
+resolve.ALIASES.clear()
+Embedder._loaded = lambda _: Words()
+made, begin = [], request.Request.__post_init__
+request.Request.__post_init__ = lambda self: (begin(self), made.append(self))[0]
+runpy.run_path(sys.argv[1], run_name="__main__")
+print()
+print(*(one.report.cached_tokens for one in made))
+"""
+
+
+def run_script(folder):
+    command = [sys.executable, "-W", "ignore", "-c", RUNNER, "script.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    *shown, counts = done.stdout.splitlines()
+    return shown, list(map(int, counts.split()))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=range(len(SCRIPTS)))
+def test_a_snippet_of_the_readme_runs_and_its_second_run_reuses(script, model_folder, tmp_path):
+    (tmp_path / "smollm2-135m").symlink_to(model_folder, target_is_directory=True)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "valve.txt").write_text(f"The valve\n\n{CHUNKS[0]} {CHUNKS[1]}")
+    (tmp_path / "script.py").write_text(script)
+    shown, first = run_script(tmp_path)
+    assert first
+    assert any(line.strip() for line in shown)  # a script that says nothing shows nobody anything
+    _, second = run_script(tmp_path)
+    assert len(second) == len(first)
+    assert all(second)

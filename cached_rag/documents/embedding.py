@@ -37,6 +37,10 @@ class Embedder:
         self._device = device
         self._model: Any = None
 
+    def load(self) -> None:
+        """Load the model now; errors as `embed`."""
+        on_model_thread(self._loaded)
+
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """(n, dim) float32, each row of unit length.
 

@@ -56,15 +56,29 @@ class IndexedDocument:
     is_encoded: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Hit:
-    """A chunk that a search found; `score` is the cosine similarity."""
+    """A chunk that a search found. Shown without its text.
+
+    Attributes:
+        text: the chunk.
+        source: the document's path.
+        title: the document's.
+        ordinal: its number in the document, from 0.
+        score: cosine similarity to what was searched.
+    """
 
     text: str
     source: str
     title: str
     ordinal: int
     score: float
+
+    def __str__(self) -> str:
+        return f"{self.score:.2f}  {Path(self.source).name} #{self.ordinal}  {self.title}"
+
+    def __repr__(self) -> str:
+        return f"<Hit {self.score:.2f} {Path(self.source).name} #{self.ordinal} {self.title!r}>"
 
 
 class DocumentIndex:

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cached_rag.errors import EvaluationError
+from cached_rag.errors import EvaluationError, install
 
 try:
     from rouge_score.rouge_scorer import RougeScorer
 except ImportError as error:
-    raise EvaluationError(
-        "evaluation needs rouge-score: pip install 'cached-rag[bench]'"
-    ) from error
+    raise EvaluationError(f"evaluation needs rouge-score; {install('bench')}") from error
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -8,7 +8,7 @@ from cached_rag.selectors.base import LayerCheck, Layout, Selector
 from cached_rag.selectors.cacheblend import CacheBlend
 from cached_rag.selectors.epic import Epic
 from cached_rag.selectors.infoflow import InfoFlow
-from cached_rag.selectors.parse import parse_method
+from cached_rag.selectors.parse import ALONE, parse_method
 from cached_rag.selectors.prophetkv import ProphetKV
 from cached_rag.selectors.question import QuestionSelector
 from cached_rag.selectors.random_rows import Random
@@ -17,6 +17,7 @@ from cached_rag.selectors.union import Union
 
 __all__ = [
     "A3",
+    "ALONE",
     "AnchorFlow",
     "CacheBlend",
     "Epic",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 from cached_rag.errors import ConfigError
 from cached_rag.selectors.base import Selector
 from cached_rag.selectors.union import Union
+
+# Methods that are no selector.
+ALONE = ("auto", "full", "prefix")
 
 
 def parse_method(
@@ -34,7 +38,7 @@ def _member(
     name, _, rest = text.partition(":")
     cls = table.get(name)
     if cls is None:
-        raise ConfigError(f"method {name!r} is not one of {', '.join(table)}")
+        raise _unknown(name, table)
     known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     given = dict(_option(part, name) for part in rest.split(",") if part)
     for option in given.keys() - known:
@@ -46,6 +50,15 @@ def _member(
         return cls(**(wanted | given))
     except TypeError as error:
         raise ConfigError(f"{text!r}: {error}") from error
+
+
+def _unknown(name: str, table: Mapping[str, type[Selector]]) -> ConfigError:
+    if name in ALONE:
+        return ConfigError(f"method {name!r} stands alone: it has no options and joins no other")
+    names = [*ALONE, *table]
+    close = difflib.get_close_matches(name, names, n=1)
+    meant = f"; did you mean {close[0]!r}?" if close else ""
+    return ConfigError(f"method {name!r} is not one of {', '.join(names)}{meant}")
 
 
 def _option(part: str, name: str) -> tuple[str, Any]:

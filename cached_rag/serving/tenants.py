@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -88,12 +89,13 @@ class Tenants:
                 self._closer.submit(_close, engine)
 
     def close(self) -> None:
-        """Close all that are in no use."""
+        """Close all that are in no use, within `finish_seconds` together."""
         with self._lock:
             idle = [name for name in self._engines if name not in self._uses]
             engines = [self._engines.pop(name) for name in idle]
+        deadline = time.monotonic() + self._first.settings.finish_seconds
         for engine in engines:
-            _close(engine)
+            _close(engine, max(0.0, deadline - time.monotonic()))
         self._closer.shutdown()
 
     def _surplus(self, tenant: str) -> list[Engine]:
@@ -107,10 +109,10 @@ class Tenants:
         return found
 
 
-def _close(engine: Engine) -> None:
+def _close(engine: Engine, finish_seconds: float | None = None) -> None:
     """Close it, once the model's thread is through with what was cancelled."""
     submit(lambda: None).result()
-    engine.close()
+    engine.close(finish_seconds)
 
 
 def namespace(tenant: str, salt: str | None) -> str:

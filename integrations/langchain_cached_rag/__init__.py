@@ -1,12 +1,17 @@
 """LangChain on models that reuse the KV of text they have read before."""
 
-from langchain_cached_rag.callbacks import CacheReportHandler
-from langchain_cached_rag.chat_models import ChatCachedRAG
-from langchain_cached_rag.embeddings import SentenceTransformerEmbeddings
-from langchain_cached_rag.llms import CachedRAGLLM
-from langchain_cached_rag.retrievers import CachedRetriever
-from langchain_cached_rag.schemas import PMLPromptTemplate
-from langchain_cached_rag.vectorstores import CachedRAGVectorStore
+from cached_rag import MissingPackageError
+
+try:
+    from langchain_cached_rag.callbacks import CacheReportHandler
+    from langchain_cached_rag.chat_models import ChatCachedRAG
+    from langchain_cached_rag.embeddings import SentenceTransformerEmbeddings
+    from langchain_cached_rag.llms import CachedRAGLLM
+    from langchain_cached_rag.retrievers import CachedRetriever
+    from langchain_cached_rag.schemas import PMLPromptTemplate
+    from langchain_cached_rag.vectorstores import CachedRAGVectorStore
+except ModuleNotFoundError as error:
+    raise MissingPackageError("the integration with LangChain", "langchain", error) from error
 
 __all__ = [
     "CacheReportHandler",

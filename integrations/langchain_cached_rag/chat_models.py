@@ -26,7 +26,7 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
     `CachedRAGVectorStore`, or encode texts yourself.
 
     Setup:
-        `pip install "cached-rag[langchain]"`
+        `pip install -e ".[langchain]"` in a checkout of Cached RAG
 
     Instantiate:
         llm = ChatCachedRAG(model="HuggingFaceTB/SmolLM2-135M-Instruct", store="kv")

@@ -1,15 +1,22 @@
 """LlamaIndex models that reuse the KV of text they have read before."""
 
-from llama_index.llms.cached_rag.base import CachedRAGLLM
-from llama_index.llms.cached_rag.callbacks import CacheReportHandler
-from llama_index.llms.cached_rag.nodes import MarkModules, marked, module_text
-from llama_index.llms.cached_rag.schemas import PMLPromptTemplate
+from cached_rag import MissingPackageError
+
+try:
+    from llama_index.llms.cached_rag.base import CachedRAGLLM
+    from llama_index.llms.cached_rag.callbacks import CacheReportHandler
+    from llama_index.llms.cached_rag.embeddings import SentenceTransformerEmbedding
+    from llama_index.llms.cached_rag.nodes import MarkModules, marked, module_text
+    from llama_index.llms.cached_rag.schemas import PMLPromptTemplate
+except ModuleNotFoundError as error:
+    raise MissingPackageError("the integration with LlamaIndex", "llama-index", error) from error
 
 __all__ = [
     "CacheReportHandler",
     "CachedRAGLLM",
     "MarkModules",
     "PMLPromptTemplate",
+    "SentenceTransformerEmbedding",
     "marked",
     "module_text",
 ]

@@ -1,0 +1,25 @@
+"""What a wrong choice is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from cached_rag import METHODS, ConfigError, GenerationConfig
+
+
+def test_a_misspelt_method_is_told_all_methods_and_the_nearest():
+    with pytest.raises(ConfigError) as caught:
+        GenerationConfig(method="cacheblnd")
+    assert set(METHODS) <= set(str(caught.value).replace(",", " ").replace(";", " ").split())
+    assert str(caught.value).endswith("did you mean 'cacheblend'?")
+    with pytest.raises(ConfigError, match="did you mean 'prefix'"):
+        GenerationConfig(method="prefixes")
+    with pytest.raises(ConfigError) as caught:
+        GenerationConfig(method="xyz")
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["auto+epic", "full:layers=2"])
+def test_a_method_that_stands_alone_says_so(method):
+    with pytest.raises(ConfigError, match="stands alone"):
+        GenerationConfig(method=method)
