@@ -153,7 +153,7 @@ def demo(
     model: Model = None,
     codec: Annotated[str | None, typer.Option(help="raw or int8.")] = None,
 ) -> None:
-    """Ingest the sixty PEPs in the package, ask three questions, compare with full prefill."""
+    """Ingest eight PEPs, ask three questions, compare with full prefill."""
     from cached_rag.demo import run_demo
 
     run_demo(index, model, codec, out)

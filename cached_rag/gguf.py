@@ -7,11 +7,14 @@ forgotten, so the conversion needs memory for the largest tensor and one shard, 
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 from safetensors.torch import save_file
@@ -37,22 +40,50 @@ def convert(source: Path, folder: Path) -> None:
         raise ValueError(f"{source} is damaged ({type(error).__name__}: {error})") from error
 
 
-def _convert(source: Path, folder: Path) -> None:
-    from gguf import GGUFReader
+def put_together(pieces: Sequence[Path], target: Path, sha256: str) -> Path:
+    """Write a file that comes in pieces.
 
+    Raises:
+        ValueError: the pieces are not those of the file with that digest.
+    """
+    state = hashlib.sha256()
+    with target.open("wb") as whole:
+        for piece in pieces:
+            with piece.open("rb") as file:
+                while block := file.read(1 << 22):
+                    state.update(block)
+                    whole.write(block)
+    if state.hexdigest() != sha256:
+        raise ValueError(f"the pieces of {pieces[0].name} and after are not those of {sha256}")
+    return target
+
+
+def _convert(source: Path, folder: Path) -> None:
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
-    reader = GGUFReader(source)
-    kind = loader.read_field(reader, "general.architecture")[0]
+    with _read_once(source) as reader:
+        AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+        kind = loader.read_field(reader, "general.architecture")[0]
+        config = AutoConfig.from_pretrained(**where)
     if is_gguf_arch_supported(kind):
         _convert_whole(where, folder)
         return
-    config = AutoConfig.from_pretrained(**where)
     config.architectures = [type(_empty(config)).__name__]
     config.dtype = torch.bfloat16
     reader.fields.clear()  # the vocabulary, as a million small arrays
     _write(_tensors(reader, config, kind), folder)
     config.save_pretrained(folder)  # last: a folder with a configuration is complete
+
+
+@contextmanager
+def _read_once(source: Path) -> Iterator[Any]:
+    """Within, whoever opens the file gets the one reader: its vocabulary takes seconds to read."""
+    reader_type = gguf.GGUFReader
+    reader = reader_type(source)
+    gguf.GGUFReader = lambda path, *_: reader if Path(path) == source else reader_type(path)
+    try:
+        yield reader
+    finally:
+        gguf.GGUFReader = reader_type
 
 
 def _empty(config: Any) -> Any:
@@ -86,16 +117,14 @@ def _tensors(reader: Any, config: Any, kind: str) -> Iterator[tuple[str, torch.T
 
 def _unpacked(tensor: Any) -> Any:
     """A tensor's values in fp32."""
-    from gguf import dequantize
-
     data, shape = tensor.data, tuple(int(n) for n in reversed(tensor.shape))
     if data.ndim < 2:
-        return dequantize(data, tensor.tensor_type).copy()  # of the mapped file
+        return gguf.dequantize(data, tensor.tensor_type).copy()  # of the mapped file
     values = np.empty(shape, np.float32)
     step = max(1, _UNPACKED // (values.size // len(values)))
     for begin in range(0, len(data), step):
         some = slice(begin, begin + step)
-        values[some] = dequantize(data[some], tensor.tensor_type)
+        values[some] = gguf.dequantize(data[some], tensor.tensor_type)
     return values
 
 

