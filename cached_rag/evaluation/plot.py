@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cached_rag.evaluation.summary import POOLED
 from cached_rag.plotting import new_figure, save
 
 
@@ -20,6 +21,7 @@ def plot_frontier(rows: Sequence[dict[str, Any]], path: Path, loss: str = "kl") 
     Raises:
         EvaluationError: matplotlib is missing, or does not know the format.
     """
+    rows = [row for row in rows if row["data"] != POOLED]
     figure, axes = new_figure()
     for method in dict.fromkeys(row["method"] for row in rows):
         points = sorted(_points([row for row in rows if row["method"] == method], loss))

@@ -13,16 +13,22 @@ from cached_rag.evaluation.metrics import bootstrap
 
 # Below this many questions a set shows large differences only.
 SMALL = 30
+# What several sets together are called.
+POOLED = "all"
 Row = dict[str, Any]
 
 
 def summarise(measurements: Iterable[Row], wanted: Iterable[tuple[str, float]]) -> list[Row]:
     """One row a data set, method and ratio, in the order of `wanted` (method, ratio) pairs.
 
-    Only examples that `full` was measured on count. Intervals are paired bootstraps, 95 %.
+    Of several sets, their questions together are one more, `POOLED`. Only examples that `full` was
+    measured on count. Intervals are paired bootstraps, 95 %.
     """
     groups: dict[tuple[str, str, float], dict[str, Row]] = {}
-    for row in measurements:
+    kept = list(measurements)
+    if len({row["data"] for row in kept}) > 1:
+        kept += [row | {"data": POOLED, "id": (row["data"], row["id"])} for row in kept]
+    for row in kept:
         groups.setdefault((row["data"], row["method"], row["ratio"]), {})[row["id"]] = row
     sets = dict.fromkeys(data for data, _, _ in groups)
     pairs = list(wanted)

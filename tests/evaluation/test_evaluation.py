@@ -236,3 +236,18 @@ def test_the_frontier_is_drawn(data, tmp_path):
     assert (tmp_path / "frontier.png").read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(EvaluationError, match="cannot write"):
         plot_frontier(rows, tmp_path / "frontier.nope")
+
+
+def test_several_sets_are_also_shown_together():
+    def row(data, name, method, nll):
+        figures = dict.fromkeys(("f1", "em", "rouge_l", "kl", "agreement", "charged_recompute"))
+        where = {"data": data, "id": name, "method": method, "ratio": 1.0}
+        return where | figures | {"nll": nll, "ttft_ms": 1.0}
+
+    found = [row("a", "1", "full", 1.0), row("a", "1", "auto", 1.5)]
+    rows = summarise(found, [("auto", 1.0)])
+    assert [(r["data"], r["n"]) for r in rows] == [("a", 1)]
+    found += [row("b", "1", "full", 3.0), row("b", "1", "auto", 2.9)]
+    rows = {r["data"]: r for r in summarise(found, [("auto", 1.0)])}
+    assert {name: r["n"] for name, r in rows.items()} == {"a": 1, "b": 1, "all": 2}
+    assert rows["all"]["nll_diff"] == pytest.approx(0.2)
