@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,15 @@ def free_bytes(device: str) -> int:
         return torch.cuda.mem_get_info(torch.device(device))[0]
     found = int(psutil.virtual_memory().available)
     limit, used = (_number(_CGROUP / name) for name in ("memory.max", "memory.current"))
-    return found if limit is None or used is None else min(found, limit - used)
+    return found if limit is None or used is None else min(found, limit - used + _cached())
+
+
+def _cached() -> int:
+    """Bytes of files that the container's system keeps in memory and gives up when asked."""
+    with suppress(OSError, ValueError):
+        lines = (line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        return sum(int(n) for name, n in lines if name in ("active_file", "inactive_file"))
+    return 0
 
 
 def check_fits(name: str, config: Any, dtype: torch.dtype, device: str) -> None:

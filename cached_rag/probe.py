@@ -20,6 +20,7 @@ from cached_rag.assemble import KVBuffer, KVShapes
 from cached_rag.attention import IMPLEMENTATION
 from cached_rag.errors import ModelError
 from cached_rag.full_precision import in_float32
+from cached_rag.inspection import decoder_layers, frequencies, switch, table_rounding, windows_of
 from cached_rag.recording import Inputs, Recording, entering, leaving, record
 from cached_rag.relocate import PositionRule, match_rule
 from cached_rag.row_pass import Decoder, RowPass
@@ -38,11 +39,6 @@ _HEAD_TOLERANCE = 2e-2
 # Errors of a sum's own rounding are not held against anybody.
 _ROUNDING = 16 * torch.finfo(torch.float32).eps
 _REMEDY = "Use a plain decoder-only transformer."
-# Rotary frequencies change with the sequence length in these, beyond the length they name.
-_SWITCHING = {
-    "longrope": "original_max_position_embeddings",
-    "dynamic": "original_max_position_embeddings",
-}
 
 
 @dataclass(frozen=True)
@@ -68,10 +64,10 @@ def examine(model: Any) -> Examined:
         ModelError: partial prefill does not reproduce the model, or it caches something else.
     """
     attention.register()
-    layers = _decoder_layers(model)
+    layers = decoder_layers(model)
     shapes = _kv_shapes(model, len(layers))
     dense = Decoder(model, layers, (None,) * len(layers), is_fast=False)
-    tolerance = max(TOLERANCE, 4 * _table_rounding(model))
+    tolerance = max(TOLERANCE, 4 * table_rounding(model))
     with in_float32(model, layers), _narrow_windows(model.config):
         delta = _delta(dense)
         seen = _recorded(dense, delta)
@@ -84,7 +80,7 @@ def _find_decoder(dense: Decoder, seen: Recording) -> Decoder:
 
     The dense way needs the model's masks, which its fast kernels may do without: then eager.
     """
-    model, windows, reasons = dense.model, _windows(dense.model.config), []
+    model, windows, reasons = dense.model, windows_of(dense.model.config), []
     ways = [(dense, model.config._attn_implementation), (dense, "eager")]
     if getattr(model, "_supports_attention_backend", False) and windows:
         ways.insert(0, (replace(dense, windows=windows, is_fast=True), IMPLEMENTATION))
@@ -234,7 +230,7 @@ def find_rule(model: Any, seen: Recording, delta: int, tolerance: float) -> Posi
     """
     if _share(seen.given[1] - seen.given[0], seen.given[0], seen.given[0]) > TOLERANCE:
         return PositionRule(reason="positions are added to the embeddings (learned positions)")
-    candidates, rules = _frequencies(model), []
+    candidates, rules = frequencies(model), []
     for layer, (keys, values) in enumerate(zip(seen.keys, seen.values, strict=True)):
         outputs = seen.outputs[layer]
         added = outputs[0] - seen.inputs[layer][0]
@@ -246,14 +242,14 @@ def find_rule(model: Any, seen: Recording, delta: int, tolerance: float) -> Posi
         if rule is None:
             return PositionRule(reason=f"no known rotation explains the keys of layer {layer}")
         rules.append(rule)
-    return PositionRule(tuple(rules), limit=_switch(model.config))
+    return PositionRule(tuple(rules), limit=switch(model.config))
 
 
 def _delta(decoder: Decoder) -> int:
     """How far apart the two places are."""
     if "position_ids" not in decoder.parameters:
         return 0
-    limit = _switch(decoder.model.config)
+    limit = switch(decoder.model.config)
     return min(_PROBE_DELTA, limit - _PROBE_TOKENS) if limit else _PROBE_DELTA
 
 
@@ -270,59 +266,6 @@ def _narrow_windows(config: Any) -> Iterator[None]:
     finally:
         if is_wide:
             text.sliding_window = window
-
-
-def _frequencies(model: Any) -> list[tuple[float, ...]]:
-    """Distinct inverse-frequency vectors that the model's modules hold or its config implies."""
-    found = {
-        tuple(buffer.double().tolist()): None
-        for name, buffer in model.named_buffers()
-        if name.endswith("inv_freq") and "original" not in name
-    }
-    rotary_dim = getattr(model.config, "rotary_dim", None)
-    if rotary_dim:
-        steps = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
-        found[tuple((10000.0**-steps).tolist())] = None
-    return list(found)
-
-
-def _table_rounding(model: Any) -> float:
-    """What a model's own tables of sines are rounded by, where they are in half precision."""
-    tables = [table for table in model.buffers() if table.ndim > 1 and table.is_floating_point()]
-    found = (torch.finfo(table.dtype).eps for table in tables if table.dtype != torch.float32)
-    return max(found, default=0.0)
-
-
-def _switch(config: Any) -> int | None:
-    """The length beyond which rotary frequencies change, if they do."""
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    name = _SWITCHING.get(rope.get("rope_type", ""))
-    if name is None:
-        return None
-    own = rope.get(name) or getattr(text, name, None)
-    return int(own or text.max_position_embeddings)
-
-
-def _decoder_layers(model: Any) -> tuple[torch.nn.Module, ...]:
-    """The decoder layers: the module list that has as many entries as the model has layers."""
-    count = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
-            return tuple(module)
-    raise ModelError(f"no list of {count} decoder layers was found in {type(model).__name__}")
-
-
-def _windows(config: Any) -> tuple[int | None, ...]:
-    """Each layer's sliding window; empty where the configuration is not understood."""
-    text = config.get_text_config()
-    window: int | None = getattr(text, "sliding_window", None)
-    types = getattr(text, "layer_types", None)
-    if types is None:
-        return (window,) * int(text.num_hidden_layers)
-    if not set(types) <= {"full_attention", "sliding_attention"}:
-        return ()
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def _probe_ids(model: Any) -> torch.Tensor:

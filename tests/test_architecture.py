@@ -41,6 +41,7 @@ ORDER = (
         "fuse",
         "full_precision",
         "recording",
+        "inspection",
         "probe",
         "model",
         "prompt",

@@ -143,10 +143,10 @@ def test_one_layers_window_ignored_stands_out(name, dtype):
 @pytest.mark.parametrize("name", ["llama", "80 layers", "1.5B"])
 def test_wrong_frequencies_stand_out(name, dtype, monkeypatch):
     model = model_of(name, dtype)
-    true = probe._frequencies(model)
+    true = probe.frequencies(model)
     for base in (1.02, 0.98):  # of theta, what raising it by so much makes of a frequency
         wrong = [tuple(f * base ** (i / len(fs)) for i, f in enumerate(fs)) for fs in true]
-        monkeypatch.setattr(probe, "_frequencies", lambda _, wrong=wrong: wrong)
+        monkeypatch.setattr(probe, "frequencies", lambda _, wrong=wrong: wrong)
         assert "no known rotation" in probe.examine(model).rule.reason
 
 

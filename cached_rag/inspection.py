@@ -1,0 +1,71 @@
+"""What can be read off a model without running it: its layers, windows and frequencies.
+
+Nothing of it is believed: `probe.py` tries it. Knows transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cached_rag.errors import ModelError
+
+# Rotary frequencies change with the sequence length in these, beyond the length they name.
+_SWITCHING = {
+    "longrope": "original_max_position_embeddings",
+    "dynamic": "original_max_position_embeddings",
+}
+
+
+def frequencies(model: Any) -> list[tuple[float, ...]]:
+    """Distinct inverse-frequency vectors that the model's modules hold or its config implies."""
+    found = {
+        tuple(buffer.double().tolist()): None
+        for name, buffer in model.named_buffers()
+        if name.endswith("inv_freq") and "original" not in name
+    }
+    rotary_dim = getattr(model.config, "rotary_dim", None)
+    if rotary_dim:
+        steps = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
+        found[tuple((10000.0**-steps).tolist())] = None
+    return list(found)
+
+
+def table_rounding(model: Any) -> float:
+    """What a model's own tables of sines are rounded by, where they are in half precision."""
+    tables = [table for table in model.buffers() if table.ndim > 1 and table.is_floating_point()]
+    found = (torch.finfo(table.dtype).eps for table in tables if table.dtype != torch.float32)
+    return max(found, default=0.0)
+
+
+def switch(config: Any) -> int | None:
+    """The length beyond which rotary frequencies change, if they do."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    name = _SWITCHING.get(rope.get("rope_type", ""))
+    if name is None:
+        return None
+    own = rope.get(name) or getattr(text, name, None)
+    return int(own or text.max_position_embeddings)
+
+
+def decoder_layers(model: Any) -> tuple[torch.nn.Module, ...]:
+    """The decoder layers: the module list that has as many entries as the model has layers."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return tuple(module)
+    raise ModelError(f"no list of {count} decoder layers was found in {type(model).__name__}")
+
+
+def windows_of(config: Any) -> tuple[int | None, ...]:
+    """Each layer's sliding window; empty where the configuration is not understood."""
+    text = config.get_text_config()
+    window: int | None = getattr(text, "sliding_window", None)
+    types = getattr(text, "layer_types", None)
+    if types is None:
+        return (window,) * int(text.num_hidden_layers)
+    if not set(types) <= {"full_attention", "sliding_attention"}:
+        return ()
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
