@@ -288,7 +288,7 @@ def test_eval_prints_rows_and_writes_files(model_folder, tmp_path):
         ("a", "epic", 0.2),
         ("a", "auto", 0.03),
     ]
-    assert len(rows) == 10
+    assert len(rows) == 15  # of either set, and of both together
     assert (tmp_path / "out.csv").read_text().startswith("method,ratio,data,n,")
     assert (tmp_path / "out.png").stat().st_size > 1000
     again = run(cli.app, [*command, "--json"])  # from the journal: the very same
