@@ -168,7 +168,14 @@ class _Probe:
 
 
 def _share(error: torch.Tensor, whole: torch.Tensor, part: torch.Tensor) -> float:
-    """The largest row's error beyond the rounding of `whole`, as a share of `part`."""
+    """The largest row's error beyond the rounding of `whole`, as a share of `part`.
+
+    Args:
+        error, whole, part: (..., num_rows, dim), or one row of (dim,); fp32.
+
+    Returns:
+        Infinite where anything is not a number.
+    """
     size = (error.norm(dim=-1) - _ROUNDING * whole.norm(dim=-1)).clamp(min=0)
     found = float((size / part.norm(dim=-1).clamp(min=1e-30)).max())
     return found if found == found else float("inf")

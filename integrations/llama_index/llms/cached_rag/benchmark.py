@@ -24,8 +24,6 @@ import llama_index.core.instrumentation as instrumentation
 import typer
 from llama_index.core import Document, PromptTemplate, VectorStoreIndex
 from llama_index.core.base.base_retriever import BaseRetriever
-from llama_index.core.bridge.pydantic import PrivateAttr
-from llama_index.core.embeddings import BaseEmbedding
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent, RetrievalStartEvent
@@ -35,8 +33,9 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import BaseNode, TextNode
 from llama_index.llms.cached_rag.base import CachedRAGLLM
 from llama_index.llms.cached_rag.callbacks import CacheReportHandler
+from llama_index.llms.cached_rag.embeddings import SentenceTransformerEmbedding
 
-from cached_rag import Embedder, Engine, StoreConfig
+from cached_rag import Engine, StoreConfig
 from cached_rag.benchmarks import machine
 from cached_rag.evaluation import Example, compare, load_examples
 
@@ -67,25 +66,6 @@ class _Retrievals(BaseEventHandler):
             self.started = time.perf_counter()
         elif isinstance(event, RetrievalEndEvent):
             self.last_ms = (time.perf_counter() - self.started) * 1000
-
-
-class _Embedding(BaseEmbedding):
-    """The packaged sentence-transformers model."""
-
-    _embedder: Embedder = PrivateAttr(default_factory=Embedder)
-
-    def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
-        vectors: list[list[float]] = self._embedder.embed(texts).tolist()
-        return vectors
-
-    def _get_text_embedding(self, text: str) -> list[float]:
-        return self._get_text_embeddings([text])[0]
-
-    def _get_query_embedding(self, query: str) -> list[float]:
-        return self._get_text_embedding(query)
-
-    async def _aget_query_embedding(self, query: str) -> list[float]:
-        return self._get_query_embedding(query)
 
 
 def todays_model(engine: Engine, max_tokens: int) -> LLM:
@@ -210,7 +190,7 @@ def main(
             assert corpus is not None
             examples, nodes = from_folder(corpus, documents, CachedRAGLLM(engine=engine))
         with ThreadPoolExecutor(1) as pool:
-            make = partial(VectorStoreIndex, nodes, embed_model=_Embedding())
+            make = partial(VectorStoreIndex, nodes, embed_model=SentenceTransformerEmbedding())
             retriever = pool.submit(make).result().as_retriever(similarity_top_k=k)
         found = run(engine, retriever, nodes, examples[:questions], max_tokens)
         sys.stdout.write(json.dumps({"machine": machine(engine.model), **found}) + "\n")
