@@ -11,7 +11,7 @@ import typer
 
 from cached_rag.documents import DocumentIndex
 from cached_rag.errors import ConfigError
-from cached_rag.store import DiskStore, holdings
+from cached_rag.store import DiskStore, Problem, holdings
 from cached_rag.store.holdings import Holding
 from cached_rag.terminal import DEFAULT_INDEX, Index, Json, out, print_json, require_index
 
@@ -42,6 +42,11 @@ def verify(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
     """Read every KV file and report damage; exits 1 if there is any."""
     with _disk_store(index) as store:
         problems = store.check()
+    codec, folder = _settings(index).get("codec", "raw"), index / "kv"
+    for name in sorted(_unneeded(index)):
+        problems.append(Problem(name, "KV of a text that no document has; `prune` drops it"))
+    for key in holdings.strays(folder, codec):
+        problems.append(Problem(key, "KV of a text that nothing knows of; `prune` drops it"))
     if as_json:
         print_json({"problems": [dataclasses.asdict(problem) for problem in problems]})
     else:
@@ -64,14 +69,11 @@ def prune(
     dry_run: Annotated[bool, typer.Option(help="With --unused: only say what would go.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove litter, KV that the index's model has no use for, and the oldest beyond a bound."""
+    """Remove litter, KV that no document needs, and the oldest beyond a bound."""
     if not unused and (dtype or dry_run):
         raise ConfigError("--dtype and --dry-run belong to --unused")
     dropped = _drop_unused(index, dtype, dry_run=dry_run) if unused else []
-    count = freed = 0
-    if not dry_run:
-        with _disk_store(index) as store:
-            count, freed = store.prune(max_bytes)
+    count, freed = (0, 0) if dry_run else _prune(index, max_bytes)
     count += sum(len(holding.keys) for holding in dropped)
     freed += sum(holding.nbytes for holding in dropped)
     if as_json:
@@ -85,6 +87,24 @@ def prune(
         out.print(f"made by {holding.maker}: {size}", markup=False)
     would = "would be " if dry_run else ""
     out.print(f"{count} files {would}removed, {freed / 2**20:.1f} MiB {would}freed")
+
+
+def _prune(index: Path, max_bytes: int | None) -> tuple[int, int]:
+    """How many files went, and their bytes."""
+    folder, codec = index / "kv", _settings(index).get("codec", "raw")
+    with _disk_store(index) as store:
+        before, size = len(store), store.nbytes
+        holdings.forget_digests(folder, codec, _unneeded(index))
+        holdings.drop_strays(folder, codec)
+        count, freed = before - len(store), size - store.nbytes
+        more, bytes_more = store.prune(max_bytes)
+        return count + more, freed + bytes_more
+
+
+def _unneeded(index: Path) -> set[str]:
+    """Digests of texts that are known to the KV store, and that no document has."""
+    with closing(DocumentIndex(index / "documents.sqlite")) as documents:
+        return holdings.unneeded(index / "kv", documents.all_texts)
 
 
 def _drop_unused(index: Path, dtypes: list[str] | None, *, dry_run: bool) -> list[Holding]:

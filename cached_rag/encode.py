@@ -86,14 +86,23 @@ def encode_modules(
     """
     start = prefix.seq_len if prefix else 0
     for batch in _batches(modules):
-        if start + len(batch[0]) > model.context_length:
-            raise ContextOverflowError(
-                f"a module of {len(batch[0])} tokens behind a prefix of {start} exceeds the "
-                f"model's context of {model.context_length}; split it into smaller chunks"
-            )
+        check_fits(model, start, len(batch[0]))
         model.rule.check(0, start + len(batch[0]))
         yield from _encode_batch(model, prefix, batch)
         progress(len(batch), sum(map(len, batch)))
+
+
+def check_fits(model: LanguageModel, start: int, length: int) -> None:
+    """Whether a module of so many tokens can be encoded behind a prefix of `start` tokens.
+
+    Raises:
+        ContextOverflowError: they exceed the model's context.
+    """
+    if start + length > model.context_length:
+        raise ContextOverflowError(
+            f"a module of {length} tokens behind a prefix of {start} exceeds the model's context "
+            f"of {model.context_length}; split it into smaller chunks"
+        )
 
 
 def _encode_batch(

@@ -11,7 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cached_rag.context import PRIMER, Context
-from cached_rag.encode import EncodeSummary, Progress, encode_modules, encode_prefix, join
+from cached_rag.encode import (
+    EncodeSummary,
+    Progress,
+    check_fits,
+    encode_modules,
+    encode_prefix,
+    join,
+)
 from cached_rag.kv import ModuleKV
 from cached_rag.library import Behind, Library
 from cached_rag.match import ANCHOR, record_of
@@ -34,7 +41,9 @@ class Encoder:
     library: Library
     tokenization: Tokenization
     contexts: dict[str, Context] = field(default_factory=lambda: {PRIMER.name: PRIMER})
-    _last: dict[tuple[Behind, tuple[Ids, ...]], ModuleKV | None] = field(default_factory=dict)
+    _last: dict[tuple[Behind, tuple[Ids, ...]], tuple[ModuleKV | None]] = field(
+        default_factory=dict
+    )
 
     def encode(
         self,
@@ -51,7 +60,9 @@ class Encoder:
         following = next((t for t in map(str.strip, texts) if t), "")
         behind = Behind(self.prefix_ids(prefix, following), context.name if context else "")
         wanted, present = self._sorted_out(behind, records)
-        self.library.add_modules(present)
+        longest = max(map(len, wanted), default=0)
+        check_fits(self.model, len(behind.prefix_ids), longest)
+        self.library.add_modules([record for record, _ in records])
         if wanted or behind not in self.library.behinds():
             self._encode_wanted(behind, wanted, progress)
         return EncodeSummary(
@@ -71,10 +82,14 @@ class Encoder:
             self.library.add_modules(new)
         return sum(len(record.token_ids) for record, _ in records)
 
+    def let_go(self) -> None:
+        """Drop what is kept of texts for the next batch; any thread may do that."""
+        self._last.clear()
+
     def learn(self, behind: Behind) -> None:
         """Reuse a prefix from now on, and let what is missing be encoded behind it."""
-        self._ensure_prefix(behind)
         self.library.add_behind(behind)
+        self._ensure_prefix(behind)
 
     def recover(self, module: ModuleRecord, text: str, behind: Behind) -> None:
         """Encode one module that has no KV; no-op if it has by now, or was forgotten meanwhile.
@@ -95,12 +110,11 @@ class Encoder:
         wanted: dict[Ids, tuple[ModuleRecord, str]],
         progress: Progress,
     ) -> None:
+        self.library.add_behind(behind)  # first, for KV of what nobody knows is pruned
         head = self._ensure_prefix(behind)
-        self.library.add_behind(behind)
         context = self.contexts[behind.context] if behind.context else None
         for kv in self._encoded(behind, head, context, wanted, progress):
-            self.library.put(behind, kv)
-            self.library.add_modules([wanted[kv.token_ids][0]])
+            self.library.put(behind, kv, wanted[kv.token_ids][0].text_digest)
 
     def prefix_ids(self, prefix: Rendered | None, following: str) -> Ids:
         """The prefix's tokens where a module follows: its last characters may merge differently."""
@@ -176,8 +190,8 @@ class Encoder:
 
         The last one is kept: batch after batch of an index stands behind the same.
         """
-        if (behind, passages) in self._last:
-            return self._last[behind, passages]
+        if last := self._last.get((behind, passages)):
+            return last[0]
         base = head
         for ids in passages:
             kv = self.library.fetch(Behind(behind.prefix_ids), ids)
@@ -185,7 +199,7 @@ class Encoder:
                 (kv,) = encode_modules(self.model, base, [ids])
             base = join(self.model, base, kv)
         self._last.clear()
-        self._last[behind, passages] = base
+        self._last[behind, passages] = (base,)
         return base
 
 

@@ -22,8 +22,10 @@ from cached_rag.context import Context
 from cached_rag.encode import EncodeSummary
 from cached_rag.encoder import Encoder
 from cached_rag.errors import ClosedError, ConfigError
+from cached_rag.fingerprint import digest
 from cached_rag.leftovers import Leftovers
 from cached_rag.library import Library
+from cached_rag.match import inner_ids
 from cached_rag.model import LanguageModel, load_model
 from cached_rag.model_thread import on_model_thread, submit
 from cached_rag.plan import Plan
@@ -35,7 +37,7 @@ from cached_rag.report import Report
 from cached_rag.request import Request
 from cached_rag.scheduler import Scheduler
 from cached_rag.sequences import SequenceTree
-from cached_rag.store import Maker
+from cached_rag.store import Maker, ModuleRecord
 from cached_rag.stream import Stream
 from cached_rag.write_back import Activity, WriteBack
 
@@ -76,7 +78,7 @@ class Engine:
         self.settings = settings
         memory = beside.library.memory if beside else None
         maker = Maker(model.fingerprint, model.name, str(model.dtype).removeprefix("torch."))
-        self.library: Library = Library(settings, maker, model.device, memory)
+        self.library: Library = Library(settings, maker, model.device, memory, self._let_go)
         self.tokenization = Tokenization(model.tokenizer)
         self.lock = model.lock
         self._encoder = Encoder(model, self.library, self.tokenization)
@@ -235,10 +237,18 @@ class Engine:
         self.library.prefetch(texts)
 
     def forget(self, texts: Sequence[str]) -> int:
-        """Drop modules and their KV; says how many KVs went."""
+        """Drop texts and all KV of them, whichever process encoded it; says how many KVs went.
+
+        No answer that is asked for from then on uses it.
+        """
         self._check_open()
-        found = (self.library.table.get(text.strip()) for text in texts)
-        return self.library.remove([module for module in found if module is not None])
+        return self.library.remove({digest(text.strip()) for text in texts})
+
+    def _let_go(self, modules: Sequence[ModuleRecord]) -> None:
+        """Drop what earlier prompts left of modules that are none any more."""
+        self._leftovers.let_go(modules)
+        for module in modules:
+            self.scheduler.forget(self.settings.namespace, inner_ids(module))
 
     def head(self, messages: Sequence[Message], before: str) -> Rendered:
         """What a chat prompt says before the text `before`, as a prefix for `encode`.
@@ -250,8 +260,7 @@ class Engine:
         at = rendered.text.find(before)
         if at < 0:
             raise ConfigError(f"the rendered messages do not contain {before!r}")
-        literal = tuple(span for span in rendered.literal if span[1] <= at)
-        return Rendered(rendered.text[:at], literal, is_chat=True)
+        return rendered.until(at)
 
     # Generation ------------------------------------------------------------------------------
 

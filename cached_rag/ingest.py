@@ -181,6 +181,7 @@ class Ingestion:
                     seconds += summary.seconds if summary.encoded else 0.0
                     done += size
                     bar.update(done - bar.n)  # by what was there already
+                self.forget(self.index.orphans(chunks))  # which others deleted meanwhile
                 for source in group:
                     self.index.mark_encoded(source)
                 encoded += summary.encoded

@@ -6,7 +6,7 @@ Knows when a request is over; knows no prompt text and no method's meaning.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from cached_rag.model_thread import on_model_thread
 from cached_rag.plan import Plan, is_before
 from cached_rag.prompt import Tokens
 from cached_rag.sequences import EXACT, SequenceTree
+from cached_rag.store import ModuleRecord
 from cached_rag.write_back import Activity, WriteBack
 
 
@@ -65,7 +66,18 @@ class Leftovers:
         """When an answer is complete: keep its modules' KV, and see to those it missed."""
         names, ends = [name for name, _ in plan.modules], [end for _, end in plan.modules]
         self.sequences.add(kind, tokens.ids, ends, names, buffer)
+        self.sequences.forget(self.forgotten(plan))
         self.see_to(tokens, plan)
+
+    def forgotten(self, plan: Plan) -> list[str]:
+        """Modules of a prompt that are none any more."""
+        names = [name for name, _ in plan.modules]
+        return [name for name in names if self.library.table.by_digest(name) is None]
+
+    def let_go(self, modules: Sequence[ModuleRecord]) -> None:
+        """Drop all that is kept here of modules that are none any more."""
+        self.sequences.forget(module.text_digest for module in modules)
+        self._encoder.let_go()
 
     def see_to(self, tokens: Tokens, plan: Plan) -> None:
         """Encode in the background what a prompt missed, and bring what it read into memory."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from cached_rag.store import (
     ModuleRecord,
     Prefetcher,
     TieredStore,
+    removal,
 )
 
 _log = logging.getLogger(__name__)
@@ -59,11 +60,13 @@ class Library:
         maker: Maker,
         device: torch.device | None = None,
         memory: Sequence[MemoryStore] | None = None,
+        forgotten: Callable[[Sequence[ModuleRecord]], object] = lambda _: None,
     ) -> None:
-        """Open what the configuration names.
+        """Open what the configuration names, and end removals that were interrupted.
 
         Args:
             memory: another tenant's tiers in memory, to be used together; None for new ones.
+            forgotten: given the modules that are none any more, whoever removed them.
         """
         self.maker, self.fingerprint = maker, maker.model
         self.namespace = config.namespace
@@ -84,6 +87,9 @@ class Library:
         self._last_row = 0
         self._generation = 0
         self._lock = threading.Lock()
+        self._forgotten = forgotten
+        if self._catalog is not None:
+            removal.finish(self._catalog, self.store)
         self.refresh(force=True)
 
     def close(self) -> None:
@@ -99,14 +105,31 @@ class Library:
         if self._catalog is None or not (self._catalog.changed() or force):
             return
         with self._lock:
-            generation = self._catalog.generation()
-            if generation != self._generation:
-                self.table.clear()
-                self._last_row, self._generation = 0, generation
-            for row, module in self._catalog.modules(after=self._last_row):
-                self.table.add(module)
-                self._last_row = row
-            self._behinds = _longest_first(Behind(*row) for row in self._catalog.prefixes())
+            gone = self._read(self._catalog)
+        self._let_go(gone)
+
+    def _read(self, catalog: Catalog) -> list[ModuleRecord]:
+        """Bring table and prefixes up to date; returns what is no module any more."""
+        gone: list[ModuleRecord] = []
+        generation = catalog.generation()
+        if generation != self._generation:
+            known = catalog.text_digests()
+            gone = [module for module in self.table if module.text_digest not in known]
+            self.table.discard(gone)
+            self._generation = generation
+        for row, module in catalog.modules(after=self._last_row):
+            self.table.add(module)
+            self._last_row = row
+        self._behinds = _longest_first(Behind(*row) for row in catalog.prefixes())
+        return gone
+
+    def _let_go(self, modules: Sequence[ModuleRecord]) -> None:
+        """Drop what is in memory of modules that are none any more."""
+        for key in self._keys(modules):
+            for tier in self.memory:
+                tier.delete(key)
+        if modules:
+            self._forgotten(modules)
 
     def behinds(self) -> list[Behind]:
         """What modules may stand behind: longest prefix first, with a context before without."""
@@ -121,24 +144,35 @@ class Library:
 
     def add_modules(self, modules: Sequence[ModuleRecord]) -> None:
         """Know texts as modules, so that they are found in prompts."""
+        if self._catalog is not None:  # first, for `refresh` takes out what is not there
+            self._catalog.add_modules(modules)
         with self._lock:
             for module in modules:
                 self.table.add(module)
-        if self._catalog is not None:
-            self._catalog.add_modules(modules)
 
-    def remove(self, modules: Iterable[ModuleRecord]) -> int:
-        """Forget modules and all their KV; says how many KVs went."""
-        modules = list(modules)
-        behinds = {Behind(()), *self._behinds}
-        keys = [self.key(behind, module.token_ids) for module in modules for behind in behinds]
-        gone = sum(self.store.delete(key) for key in keys)
-        if self._catalog is not None:
-            self._catalog.remove_modules([module.text_digest for module in modules])
-            self.refresh(force=True)
-        else:
+    def remove(self, text_digests: Collection[str]) -> int:
+        """Forget texts and all their KV, whoever encoded them; says how many KVs went."""
+        with self._lock:
+            modules = [m for m in map(self.table.by_digest, text_digests) if m is not None]
             self.table.discard(modules)
+        if self._catalog is None:
+            gone = sum(map(self.store.delete, self._keys(modules)))
+        else:
+            gone = removal.remove(self._catalog, self.store, text_digests)
+        self.refresh(force=True)
+        self._let_go(modules)
         return gone
+
+    def knows(self, text_digest: str) -> bool:
+        """Whether a text is a module, as far as any process says."""
+        if self._catalog is None:
+            return self.table.by_digest(text_digest) is not None
+        return bool(self._catalog.find([text_digest]))
+
+    def _keys(self, modules: Iterable[ModuleRecord]) -> list[str]:
+        """All keys that modules' KV may have."""
+        behinds = {Behind(()), *self._behinds}
+        return [self.key(behind, module.token_ids) for module in modules for behind in behinds]
 
     def other_makers(self, modules: Iterable[ModuleRecord]) -> list[Maker]:
         """Other models, or this one in other dtypes, that encoded some of these in this store."""
@@ -156,13 +190,21 @@ class Library:
         """Whether there is KV for a module behind that."""
         return self.key(behind, token_ids) in self.store
 
-    def put(self, behind: Behind, kv: ModuleKV) -> None:
-        """Keep a module's KV.
+    def put(self, behind: Behind, kv: ModuleKV, text_digest: str | None = None) -> None:
+        """Keep the KV of a module, of a prefix, or of a part of a schema.
+
+        Args:
+            text_digest: of the module's text; if that was removed since, nothing is kept.
 
         Raises:
             StoreFullError: there is no room.
         """
-        self.store.put(self.key(behind, kv.token_ids), kv)
+        key = self.key(behind, kv.token_ids)
+        if text_digest is None and behind.context and self._catalog is not None:
+            self._catalog.add_other(kv.token_ids, behind.context)
+        self.store.put(key, kv)
+        if text_digest is not None and not self.knows(text_digest):
+            self.store.delete(key)
 
     def memory_bytes(self) -> int:
         """Bytes of KV in memory, the host's and a device's."""

@@ -8,7 +8,7 @@ what outlives the process is the store's. Knows tokens and KV; computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +36,7 @@ class Row:
         exact_length: tokens from the first whose KV is what full prefill computes.
         modules: its unrepaired modules' first and last slot (exclusive), by name.
         held: what the names are addresses of.
+        is_private: it has a text that was forgotten, so nothing of it is for others any more.
     """
 
     namespace: str
@@ -44,6 +45,7 @@ class Row:
     exact_length: int
     modules: dict[_Name, tuple[int, int]]
     held: tuple[ModuleKV, ...] = ()
+    is_private: bool = False
 
 
 class Live:
@@ -86,7 +88,7 @@ class Live:
         count, coming, best = MIN_SHARED - 1, 0, None
         asked = np.asarray(ids[: min(limit, len(ids) - 1)])  # the last token's logits are wanted
         for row in (*self._rows, *self._recent) if self._shares else ():
-            if row.namespace == namespace and row.kv.positions is None:
+            if row.namespace == namespace and row.kv.positions is None and not row.is_private:
                 common = min(_common(asked, row.ids), row.exact_length)
                 coming = max(coming, common)
                 if min(common, row.kv.length) > count:
@@ -135,13 +137,27 @@ class Live:
         """An answer is over; says whether its own buffer is free, for nobody refers to it."""
         self._rows.remove(row)
         gone = [row, *self._keep(row, answer_ids)] if self._is_worth_keeping(row) else [row]
+        return id(row.kv.own) not in self._free(gone)
+
+    def forget(self, namespace: str, token_ids: Sequence[int]) -> None:
+        """Let no prompt to come have what a tenant's prompts left that contain these tokens."""
+        wanted = np.asarray(token_ids, dtype=np.int64)
+        for row in (*self._rows, *self._recent):
+            if row.namespace == namespace and _contains(row.ids, wanted):
+                row.is_private = True
+        gone = [row for row in self._recent if row.is_private]
+        self._recent = [row for row in self._recent if not row.is_private]
+        self._free(gone)
+
+    def _free(self, gone: Sequence[Row]) -> Collection[int]:
+        """Take buffers back that only these rows referred to; identities of those in use."""
         used = _buffers([*self._rows, *self._recent])
         for name, buffer in _buffers(gone).items():
             if name not in used:
                 self._slabs.give(buffer)
         if not used:
             self._slabs.drop_idle()
-        return id(row.kv.own) not in used
+        return used
 
     def _keep(self, row: Row, answer_ids: Sequence[int]) -> list[Row]:
         """Keep a finished row; returns those that have to go, or of which it has all."""
@@ -153,8 +169,9 @@ class Live:
         return gone
 
     def _is_worth_keeping(self, row: Row) -> bool:
-        exact = min(row.exact_length, row.kv.length)
-        return self._recent_bytes > 0 and row.kv.positions is None and exact >= MIN_SHARED
+        if not self._recent_bytes or row.is_private or row.kv.positions is not None:
+            return False
+        return min(row.exact_length, row.kv.length) >= MIN_SHARED
 
     def _elsewhere(self, named: dict[_Name, Placement], done: int) -> list[Run]:
         """Runs of modules behind slot `done` that other rows have, neighbours joined."""
@@ -223,6 +240,14 @@ def _name(place: Placement, whole: KVBuffer) -> _Name:
     kv = place.kv
     assert isinstance(kv, ModuleKV)
     return kv.values.data_ptr(), kv.seq_len, whole.position(place.begin) - kv.start
+
+
+def _contains(ids: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64]) -> bool:
+    """Whether `wanted` is a run of `ids`."""
+    if not len(wanted) or len(wanted) > len(ids):
+        return False
+    places = np.flatnonzero(ids[: len(ids) - len(wanted) + 1] == wanted[0])
+    return any(np.array_equal(ids[at : at + len(wanted)], wanted) for at in places)
 
 
 def _common(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> int:

@@ -38,6 +38,11 @@ class Alignment:
     module: ModuleRecord
 
 
+def inner_ids(module: ModuleRecord) -> tuple[int, ...]:
+    """A module's tokens that any prompt has that contains it."""
+    return module.token_ids[_MAX_TRIM:-_MAX_TRIM] or module.token_ids
+
+
 class ModuleTable:
     """All known modules by their first 32 characters."""
 
@@ -48,9 +53,16 @@ class ModuleTable:
     def __len__(self) -> int:
         return len(self._by_digest)
 
+    def __iter__(self) -> Iterator[ModuleRecord]:
+        return iter(list(self._by_digest.values()))
+
     def get(self, text: str) -> ModuleRecord | None:
         """The record of exactly this text."""
-        return self._by_digest.get(digest(text))
+        return self.by_digest(digest(text))
+
+    def by_digest(self, text_digest: str) -> ModuleRecord | None:
+        """The record of the text that has this digest."""
+        return self._by_digest.get(text_digest)
 
     def add(self, module: ModuleRecord) -> None:
         """Know one more module; one that is known already changes nothing."""
@@ -60,11 +72,6 @@ class ModuleTable:
         same = self._by_anchor.setdefault(module.anchor, [])
         same.append(module)
         same.sort(key=lambda record: -record.length)
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._by_anchor.clear()
-        self._by_digest.clear()
 
     def discard(self, modules: Iterable[ModuleRecord]) -> None:
         """Forget some."""

@@ -176,6 +176,10 @@ class Prefiller:
             prepared.exact_length if is_live or is_exact or not seen else 0,
         )
 
+    def has_forgotten(self, prepared: Prepared) -> bool:
+        """Whether some module of a prompt is none any more."""
+        return bool(self._leftovers.forgotten(prepared.plan))
+
     def remember(self, prepared: Prepared) -> None:
         """When a prompt that was not completed here is over: see to the modules it missed."""
         self._leftovers.see_to(prepared.tokens, prepared.plan)

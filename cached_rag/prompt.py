@@ -39,6 +39,11 @@ class Rendered:
     literal: tuple[Span, ...] = ()
     is_chat: bool = False
 
+    def until(self, end: int) -> Rendered:
+        """Its first `end` characters."""
+        literal = tuple((start, min(stop, end)) for start, stop in self.literal if start < end)
+        return Rendered(self.text[:end], literal, self.is_chat)
+
 
 @dataclass(frozen=True)
 class Tokens:

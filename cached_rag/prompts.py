@@ -14,6 +14,7 @@ Turn = dict[str, str]
 _MARK = "the first chunk"
 # Questions before a follow-up that it is searched with; more of them would drown it.
 _SEARCHED = 2
+_ASKS, _ANSWERS = "Question:", "Answer:"
 
 
 def searched(question: str, history: Sequence[Turn]) -> str:
@@ -41,16 +42,40 @@ class Prompts:
         blocks = list(texts)
         for turn in (*history, {"role": "user", "content": question}):
             if turn["role"] == "user":
-                content = "\n\n".join([*blocks, f"Question: {turn['content'].strip()}"])
+                content = "\n\n".join([*blocks, f"{_ASKS} {turn['content'].strip()}"])
                 said.append({"role": "user", "content": content})
                 blocks = []
             else:
                 said.append(turn)
         return said
 
+    def rendered(self, messages: Sequence[Turn]) -> Rendered:
+        """The chat by the model's template; for a model that has none, a page for it to go on with.
+
+        Nobody's words are control tokens on that page, whatever they spell.
+        """
+        if self._has_template:
+            return self.engine.tokenization.render(messages)
+        said = [
+            f"{_ANSWERS} {turn['content']}" if turn["role"] == "assistant" else turn["content"]
+            for turn in messages
+        ]
+        text = "\n\n".join([*said, _ANSWERS])
+        return Rendered(text, ((0, len(text)),))
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """What ends an answer besides the model's own sign: on such a page, the next question."""
+        return () if self._has_template else (f"\n{_ASKS}",)
+
+    @property
+    def _has_template(self) -> bool:
+        return bool(getattr(self.engine.tokenization.tokenizer, "chat_template", None))
+
     def head(self) -> Rendered:
         """What every prompt says before its first chunk."""
-        return self.engine.head(self.messages("?", [_MARK]), _MARK)
+        whole = self.rendered(self.messages("?", [_MARK]))
+        return whole.until(whole.text.index(_MARK))
 
     def fitting(
         self,
@@ -67,7 +92,7 @@ class Prompts:
         context = self.engine.model.context_length
         for count in range(len(hits), min(1, len(hits)) - 1, -1):
             messages = self.messages(question, [hit.text for hit in hits[:count]], history)
-            rendered = self.engine.tokenization.render(messages)
+            rendered = self.rendered(messages)
             if self._fits(rendered, context - max_tokens):
                 return list(hits[:count]), rendered
         raise ContextOverflowError(

@@ -142,6 +142,7 @@ class CachedRAG:
             root, settings, store, {"dtype": dtype, "device": device, "batch": batch}, embedder
         )
         rag._engine = engine
+        rag._forget(rag.index.unneeded())  # what a process that was killed did not get to
         return rag
 
     def _agree(self) -> None:
@@ -260,7 +261,9 @@ class CachedRAG:
         if not texts:
             return 0
         gone = 0 if self._engine is None else self._engine.forget(texts)
-        return gone + forget(self.path / "kv", self.settings["codec"], texts)
+        gone += forget(self.path / "kv", self.settings["codec"], texts)
+        self.index.forgotten(texts)
+        return gone
 
     def _count_tokens(self, text: str) -> int:
         return len(self.engine.tokenization.literal(text))
@@ -331,7 +334,9 @@ class CachedRAG:
         if reorder:
             names = [digest(hit.text.strip()) for hit in hits]
             hits = [hits[index] for index in engine.sequences.order(names)]
-        hits, rendered = self._prompts.fitting(question, hits, config.max_tokens, said)
+        prompts = self._prompts
+        hits, rendered = prompts.fitting(question, hits, config.max_tokens, said)
+        config = config.replace(stop=(*config.stop, *prompts.stop))
         stream = engine.stream(rendered, config, clock=clock)
         return AnswerStream(
             stream,
@@ -352,6 +357,7 @@ class CachedRAG:
         if is_known and library.behinds():
             return
         self.engine.register(texts)
+        self._forget(self.index.orphans(texts))  # which were deleted since they were found
         for context in self._contexts():
             self.engine.encode([], self._prompts.head(), context=context)
 

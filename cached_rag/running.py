@@ -44,6 +44,8 @@ class Running:
 
     def leave(self, live: Live) -> None:
         """Free what it held, unless others refer to it."""
+        # A text that was found, and forgotten before the row was there to be told.
+        self.row.is_private |= self.request.prefiller.has_forgotten(self.prepared)
         is_free = live.leave(self.row, self.answer.token_ids)
         if self.prefill is not None:
             self.prefill.remember()

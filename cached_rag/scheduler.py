@@ -43,6 +43,7 @@ class Scheduler:
         self._prepared: tuple[Request, Prepared] | None = None
         self._turning = threading.Lock()
         self._cancelled: deque[Request] = deque()
+        self._forgotten: deque[tuple[str, Sequence[int]]] = deque()
         self._driver = threading.Lock()
         self._driven: set[Request] = set()
         self._is_driving = False
@@ -84,6 +85,11 @@ class Scheduler:
         """End a request's answer before its next token. Never waits, so a collector may call it."""
         request.is_cancelled = True
         self._cancelled.append(request)
+        self._sweep_if_free()
+
+    def forget(self, namespace: str, token_ids: Sequence[int]) -> None:
+        """Answer nothing from here on with what prompts left that contain these tokens."""
+        self._forgotten.append((namespace, token_ids))
         self._sweep_if_free()
 
     def close(self) -> None:
@@ -284,7 +290,9 @@ class Scheduler:
             self._give_up_prepared()
 
     def _sweep(self) -> None:
-        """Let the cancelled go."""
+        """Let the cancelled go, and what was forgotten."""
+        while self._forgotten:
+            self._live.forget(*self._forgotten.popleft())
         while self._cancelled:
             request = self._cancelled.popleft()
             if request.finish_reason:
@@ -304,7 +312,7 @@ class Scheduler:
 
     def _sweep_if_free(self) -> None:
         """Whoever makes a turn sweeps behind it, so nobody has to wait for that here."""
-        while self._cancelled and self._turning.acquire(blocking=False):
+        while (self._cancelled or self._forgotten) and self._turning.acquire(blocking=False):
             try:
                 self._sweep()
             finally:

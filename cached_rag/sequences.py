@@ -9,7 +9,7 @@ is never found. Knows tokens and KV; knows no model.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from cached_rag.assemble import KVBuffer
 from cached_rag.errors import StoreFullError
@@ -26,7 +26,7 @@ class SequenceTree:
 
     def __init__(self, max_bytes: int) -> None:
         self._store = MemoryStore(max(1, max_bytes))
-        self._paths: dict[tuple[str, ...], str] = {}
+        self._paths: dict[tuple[str, ...], set[str]] = {}
         self._lock = threading.RLock()  # as in `WriteBack`
         self.is_on = max_bytes > 0
 
@@ -69,7 +69,7 @@ class SequenceTree:
             return
         for count, (key, begin, end) in enumerate(_nodes(kind, ids, ends), 1):
             with self._lock:
-                self._paths[tuple(names[:count])] = key
+                self._paths.setdefault(tuple(names[:count]), set()).add(key)
             if key not in self._store:
                 try:
                     self._store.put(key, buffer.read(begin, end, tuple(ids[begin:end])))
@@ -96,11 +96,19 @@ class SequenceTree:
         return next((i for i in left if self._is_known((*path, names[i]))), None)
 
     def _is_known(self, path: tuple[str, ...]) -> bool:
-        key = self._paths.get(path)
-        if key is not None and key not in self._store:
+        keys = self._paths.get(path)
+        if keys is not None and not any(key in self._store for key in keys):
             del self._paths[path]
             return False
-        return key is not None
+        return keys is not None
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop the KV of modules, and of what stood behind them, for that has read them."""
+        gone = set(names)
+        with self._lock:
+            for path in [path for path in self._paths if gone.intersection(path)]:
+                for key in self._paths.pop(path):
+                    self._store.delete(key)
 
 
 def _nodes(kind: str, ids: Sequence[int], ends: Sequence[int]) -> list[tuple[str, int, int]]:

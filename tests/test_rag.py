@@ -22,6 +22,7 @@ from cached_rag import (
 )
 from cached_rag.context import PRIMER
 from cached_rag.library import Library
+from cached_rag.prompts import Prompts
 
 
 class WordEmbedding:
@@ -124,11 +125,11 @@ def test_an_interrupted_ingest_resumes(opened, docs, monkeypatch, error):
     rag = opened()
     original, count = Library.put, []
 
-    def failing(self, prefix_ids, kv):
+    def failing(self, *what):
         count.append(1)
         if len(count) == 4:  # the prefix and two chunks are in
             raise error
-        original(self, prefix_ids, kv)
+        original(self, *what)
 
     monkeypatch.setattr(Library, "put", failing)
     with pytest.raises(error if isinstance(error, type) else StoreFullError):
@@ -273,3 +274,25 @@ def test_an_index_keeps_how_it_encodes(context, opened, docs):
     ]
     assert names == ({last} if context in ("primer", "none") else {"", last})
     assert rag.ask("What turns green?", k=2, method="reuse", max_tokens=2).report.modules_hit == 2
+
+
+def test_a_model_without_a_chat_template_is_given_a_page_to_go_on_with(opened, docs, monkeypatch):
+    rag = opened(context="none")
+    tokenization = rag.engine.tokenization
+    monkeypatch.setattr(tokenization.tokenizer, "chat_template", None)
+    ingest(rag, docs)
+    assert rag.ask("Why is it green?", k=2, max_tokens=4).report.modules_hit == 2
+    whole = rag.ask("Why is it green?", k=2, max_tokens=4, method="full")
+    options = {"method": "cacheblend", "recompute_ratio": 1.0}
+    assert rag.ask("Why is it green?", k=2, max_tokens=4, **options).text == whole.text
+
+    prompts = Prompts(rag.engine, "Be brief.")
+    control = tokenization.tokenizer.bos_token
+    earlier = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    page = prompts.rendered(prompts.messages(f"And {control}?", ["A text."], earlier))
+    assert page.text == (
+        "Be brief.\n\nA text.\n\nQuestion: Why?\n\nAnswer: So.\n\n"
+        f"Question: And {control}?\n\nAnswer:"
+    )
+    assert tokenization.tokenizer.bos_token_id not in tokenization.tokenize(page).ids
+    assert "\nQuestion:" in prompts.stop

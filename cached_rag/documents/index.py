@@ -6,8 +6,9 @@ the next search. Knows no language model and no KV.
 
 from __future__ import annotations
 
+import sqlite3
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ CREATE TABLE IF NOT EXISTS chunks (
 );
 CREATE INDEX IF NOT EXISTS by_source ON chunks (source);
 CREATE INDEX IF NOT EXISTS by_text ON chunks (text);
+CREATE TABLE IF NOT EXISTS unneeded (text TEXT PRIMARY KEY);
 {_ROOTS}
 """
 
@@ -152,7 +154,7 @@ class DocumentIndex:
             settings: what the chunks were made with; the first document's become the index's.
 
         Returns:
-            Texts that no chunk has any more.
+            Texts that no chunk has any more; they are `unneeded` until `forgotten` says otherwise.
 
         Raises:
             IndexMismatchError: the index is made with other settings.
@@ -174,15 +176,33 @@ class DocumentIndex:
             columns = "source, ordinal, text, vector"
             connection.executemany(f"INSERT INTO chunks ({columns}) VALUES (?, ?, ?, ?)", rows)
             self._version = -1
-            return self._orphans(before)
+            return self._written_off(connection, before)
 
     def delete(self, source: str) -> list[str]:
-        """Drop a document; returns the texts that no chunk has any more."""
+        """Drop a document; returns the texts that no chunk has any more, as `replace` does."""
         with self._database.transaction() as connection:
             before = self._texts(source)
             connection.execute("DELETE FROM documents WHERE source = ?", (source,))
             self._version = -1
-            return self._orphans(before)
+            return self._written_off(connection, before)
+
+    def _written_off(self, connection: sqlite3.Connection, texts: Iterable[str]) -> list[str]:
+        """Those of these texts that no chunk has, and that their KV is still to go."""
+        found = self.orphans(texts)
+        sql = "INSERT OR IGNORE INTO unneeded VALUES (?)"
+        connection.executemany(sql, [(text,) for text in found])
+        return found
+
+    def unneeded(self) -> list[str]:
+        """Texts that no chunk has any more, and whose KV may still be there."""
+        return self.orphans(str(t) for (t,) in self._database.rows("SELECT text FROM unneeded"))
+
+    def forgotten(self, texts: Iterable[str]) -> None:
+        """The KV of these texts is gone, or needed again."""
+        with self._database.transaction() as connection:
+            sql = "DELETE FROM unneeded WHERE text = ?"
+            connection.executemany(sql, [(text,) for text in texts])
+        self._database.scrub()
 
     def mark_encoded(self, source: str) -> None:
         """The KV of all of a document's chunks is in the store."""
@@ -198,6 +218,10 @@ class DocumentIndex:
     def texts(self, source: str) -> list[str]:
         """A document's chunks, in order."""
         return self._texts(source)
+
+    def all_texts(self) -> list[str]:
+        """Every chunk's, each once."""
+        return [str(t) for (t,) in self._database.rows("SELECT DISTINCT text FROM chunks")]
 
     def count(self) -> tuple[int, int]:
         """How many documents and chunks there are."""
@@ -265,6 +289,7 @@ class DocumentIndex:
         query = "SELECT text FROM chunks WHERE source = ? ORDER BY ordinal"
         return [str(text) for (text,) in self._database.rows(query, source)]
 
-    def _orphans(self, texts: list[str]) -> list[str]:
+    def orphans(self, texts: Iterable[str]) -> list[str]:
+        """Those of these texts that no chunk has."""
         query = "SELECT 1 FROM chunks WHERE text = ? LIMIT 1"
         return [text for text in dict.fromkeys(texts) if not self._database.rows(query, text)]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cached_rag.fingerprint import ids_digest
+from cached_rag.fingerprint import ids_digest, module_key
 from cached_rag.store.database import Database
 
 _SCHEMA = """
@@ -32,11 +32,32 @@ INSERT INTO makers (model, name, dtype) SELECT DISTINCT model, '', '' FROM modul
     WHERE NOT EXISTS (SELECT 1 FROM makers);
 CREATE TABLE IF NOT EXISTS removals (count INTEGER NOT NULL);
 INSERT INTO removals SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM removals);
+CREATE TABLE IF NOT EXISTS others (
+    model TEXT NOT NULL, namespace TEXT NOT NULL, digest TEXT NOT NULL, token_ids BLOB NOT NULL,
+    context TEXT NOT NULL, PRIMARY KEY (model, namespace, digest, context)
+);
+CREATE TABLE IF NOT EXISTS doomed (
+    model TEXT NOT NULL, namespace TEXT NOT NULL, text_digest TEXT NOT NULL,
+    token_ids BLOB NOT NULL, PRIMARY KEY (model, namespace, text_digest)
+);
 """
 _MODULES = (
     "SELECT id, text_digest, anchor, length, token_ids, token_starts FROM modules"
     " WHERE model = ? AND namespace = ?"
 )
+
+
+@dataclass(frozen=True)
+class Doomed:
+    """A text that was forgotten, and whose KV by one model may still be there.
+
+    Attributes:
+        keys: that its KV may have.
+    """
+
+    model: str
+    text_digest: str
+    keys: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -123,16 +144,16 @@ class Catalog:
         """The tenants that have anything of this model."""
         rows = self._database.rows(
             "SELECT namespace FROM modules WHERE model = ?"
-            " UNION SELECT namespace FROM encodings WHERE model = ?",
-            self.maker.model,
-            self.maker.model,
+            " UNION SELECT namespace FROM encodings WHERE model = ?"
+            " UNION SELECT namespace FROM others WHERE model = ?",
+            *[self.maker.model] * 3,
         )
         return [str(namespace) for (namespace,) in rows]
 
     def clear(self) -> None:
         """Forget this model, for all tenants."""
         with self._database.transaction() as connection:
-            for table in ("modules", "encodings", "makers"):
+            for table in ("modules", "encodings", "others", "doomed", "makers"):
                 connection.execute(f"DELETE FROM {table} WHERE model = ?", (self.maker.model,))
             connection.execute("UPDATE removals SET count = count + 1")
 
@@ -151,8 +172,10 @@ class Catalog:
         ]
         columns = "model, namespace, text_digest, anchor, length, token_ids, token_starts"
         sql = f"INSERT OR IGNORE INTO modules ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)"
+        revived = "DELETE FROM doomed WHERE model = ? AND namespace = ? AND text_digest = ?"
         with self._database.transaction() as connection:
             connection.executemany(sql, rows)
+            connection.executemany(revived, [row[:3] for row in rows])
 
     def find(self, text_digests: Iterable[str]) -> list[ModuleRecord]:
         """The modules among texts, by digest."""
@@ -166,13 +189,56 @@ class Catalog:
         for row in self._database.rows(query, *self._scope, after):
             yield int(str(row[0])), _record(row)
 
-    def remove_modules(self, text_digests: Sequence[str]) -> None:
-        """Forget texts."""
-        rows = [(*self._scope, text_digest) for text_digest in text_digests]
-        sql = "DELETE FROM modules WHERE model = ? AND namespace = ? AND text_digest = ?"
+    def text_digests(self) -> set[str]:
+        """The texts that are modules."""
+        query = "SELECT text_digest FROM modules WHERE model = ? AND namespace = ?"
+        return {str(name) for (name,) in self._database.rows(query, *self._scope)}
+
+    def doom(self, text_digests: Iterable[str]) -> None:
+        """Forget this tenant's texts, whatever model knows them; that their KV is to go is kept."""
+        rows = [(self.namespace, text_digest) for text_digest in text_digests]
+        where = "FROM modules WHERE namespace = ? AND text_digest = ?"
+        columns = "model, namespace, text_digest, token_ids"
+        with self._database.transaction() as connection:
+            connection.executemany(f"INSERT OR IGNORE INTO doomed SELECT {columns} {where}", rows)
+            connection.executemany(f"DELETE {where}", rows)
+            connection.execute("UPDATE removals SET count = count + 1")
+
+    def doomed(self) -> list[Doomed]:
+        """This tenant's texts whose KV is still to go."""
+        query = "SELECT model, text_digest, token_ids FROM doomed WHERE namespace = ?"
+        rows = self._database.rows(query, self.namespace)
+        found = [(str(model), str(name), _unpack(ids)) for model, name, ids in rows]
+        behinds = {model: self._behinds(model) for model, _, _ in found}
+        return [
+            Doomed(model, name, tuple(self._key(model, ids, *b) for b in behinds[model]))
+            for model, name, ids in found
+        ]
+
+    def bury(self, doomed: Iterable[Doomed]) -> None:
+        """Forgotten texts' KV is gone."""
+        rows = [(one.model, self.namespace, one.text_digest) for one in doomed]
+        sql = "DELETE FROM doomed WHERE model = ? AND namespace = ? AND text_digest = ?"
         with self._database.transaction() as connection:
             connection.executemany(sql, rows)
-            connection.execute("UPDATE removals SET count = count + 1")
+        self._database.scrub()
+
+    def keys(self) -> Iterator[str]:
+        """All keys that KV of this model and tenant may have, as far as anybody knows of it."""
+        model = self.maker.model
+        behinds = self._behinds(model)
+        for _, module in self.modules():
+            yield from (self._key(model, module.token_ids, *behind) for behind in behinds)
+        yield from (self._key(model, ids, (), "") for ids, _ in behinds)
+        query = "SELECT token_ids, context FROM others WHERE model = ? AND namespace = ?"
+        for ids, context in self._database.rows(query, *self._scope):
+            yield self._key(model, _unpack(ids), (), str(context))
+
+    def _key(self, model: str, ids: Sequence[int], prefix: Sequence[int], context: str) -> str:
+        return module_key(model, prefix, ids, self.namespace, context)
+
+    def _behinds(self, model: str) -> set[tuple[tuple[int, ...], str]]:
+        return {((), ""), *self._prefixes(model)}
 
     def add_prefix(self, token_ids: Sequence[int], context: str = "") -> None:
         """Remember a prefix that modules stand behind, and what followed it, by name."""
@@ -180,10 +246,19 @@ class Catalog:
         with self._database.transaction() as connection:
             connection.execute("INSERT OR IGNORE INTO encodings VALUES (?, ?, ?, ?, ?)", row)
 
+    def add_other(self, token_ids: Sequence[int], context: str) -> None:
+        """Remember that there is KV of tokens that are no text to be found: of a schema."""
+        row = (*self._scope, ids_digest(token_ids), _pack(token_ids), context)
+        with self._database.transaction() as connection:
+            connection.execute("INSERT OR IGNORE INTO others VALUES (?, ?, ?, ?, ?)", row)
+
     def prefixes(self) -> list[tuple[tuple[int, ...], str]]:
         """All known prefixes, each with the name of its context."""
+        return self._prefixes(self.maker.model)
+
+    def _prefixes(self, model: str) -> list[tuple[tuple[int, ...], str]]:
         query = "SELECT token_ids, context FROM encodings WHERE model = ? AND namespace = ?"
-        rows = self._database.rows(query, *self._scope)
+        rows = self._database.rows(query, model, self.namespace)
         return [(_unpack(ids), str(context)) for ids, context in rows]
 
     def generation(self) -> int:

@@ -25,6 +25,7 @@ class Database:
             self._connection = sqlite3.connect(path, timeout=_PATIENCE_S, check_same_thread=False)
             self._enter_wal()
             self._connection.execute("PRAGMA synchronous=NORMAL")
+            self._connection.execute("PRAGMA secure_delete=ON")  # overwrites what is deleted
             self._connection.executescript(schema)
         except sqlite3.DatabaseError as error:
             raise StoreError(
@@ -74,6 +75,11 @@ class Database:
         with self._opened() as connection:
             (version,) = connection.execute("PRAGMA data_version").fetchone()
             return int(version)
+
+    def scrub(self) -> None:
+        """Let nothing of what was deleted stay in the log, unless another process reads there."""
+        with self._opened() as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:
         """Close the connection; doing it again changes nothing."""

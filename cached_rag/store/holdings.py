@@ -5,15 +5,16 @@ Keys are digests, so whose a file is can only be told by computing the keys anew
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from cached_rag.errors import ConfigError
-from cached_rag.fingerprint import digest, module_key
-from cached_rag.store.catalog import Catalog, Maker, ModuleRecord
+from cached_rag.fingerprint import digest
+from cached_rag.store.catalog import Catalog, Maker
 from cached_rag.store.disk import DiskStore
+from cached_rag.store.removal import remove
 
 CATALOG = "catalog.sqlite"
 
@@ -37,22 +38,24 @@ def makers(folder: Path) -> list[Maker]:
 
 def forget(folder: Path, codec: str, texts: Iterable[str], namespace: str = "") -> int:
     """Drop a tenant's texts and their KV, in whatever dtype; says how many KVs went."""
-    digests = [digest(text.strip()) for text in texts]
-    gone = 0
-    for maker in makers(folder):
-        with (
-            closing(_catalog(folder, maker.model, namespace)) as catalog,
-            closing(DiskStore(folder, codec)) as disk,
-        ):
-            gone += sum(map(disk.delete, _keys(catalog, catalog.find(digests))))
-            catalog.remove_modules(digests)
-    return gone
+    return forget_digests(folder, codec, {digest(text.strip()) for text in texts}, namespace)
+
+
+def forget_digests(
+    folder: Path, codec: str, text_digests: Collection[str], namespace: str = ""
+) -> int:
+    """As `forget`."""
+    if not (folder / CATALOG).is_file():
+        return 0
+    with (
+        closing(_catalog(folder, namespace=namespace)) as catalog,
+        closing(DiskStore(folder, codec)) as disk,
+    ):
+        return remove(catalog, disk, text_digests)
 
 
 def unused(folder: Path, codec: str, name: str, dtypes: Sequence[str]) -> list[Holding]:
     """What models have that are not, at their latest, the one of that name in one of these dtypes.
-
-    KV of schemas is not among it: the catalog does not know it.
 
     Raises:
         ConfigError: a dtype in which that model has nothing; then dropping the rest is no help.
@@ -77,6 +80,35 @@ def unused(folder: Path, codec: str, name: str, dtypes: Sequence[str]) -> list[H
     return holdings
 
 
+def strays(folder: Path, codec: str) -> list[str]:
+    """Keys of KV that nothing needs that anybody knows of. Who puts KV there has said so before."""
+    with closing(DiskStore(folder, codec)) as disk:
+        held = disk.sizes()
+    needed = {key for maker in makers(folder) for key in _all_keys(folder, maker)}
+    return [key for key in held if key not in needed]
+
+
+def drop_strays(folder: Path, codec: str) -> None:
+    """Delete them."""
+    keys = strays(folder, codec)
+    with closing(DiskStore(folder, codec)) as disk:
+        for key in keys:
+            disk.delete(key)
+
+
+def unneeded(folder: Path, texts: Callable[[], Iterable[str]]) -> set[str]:
+    """Digests of texts that are modules of the tenant without a name, and not among `texts`.
+
+    Args:
+        texts: what is needed; asked for last, for a text is needed before it is a module.
+    """
+    known: set[str] = set()
+    for maker in makers(folder):
+        with closing(_catalog(folder, maker.model)) as catalog:
+            known |= catalog.text_digests()
+    return known - {digest(text.strip()) for text in texts()}
+
+
 def drop(folder: Path, codec: str, holding: Holding) -> None:
     """Delete what a model has, and forget the model."""
     with closing(DiskStore(folder, codec)) as disk:
@@ -93,20 +125,8 @@ def _all_keys(folder: Path, maker: Maker) -> set[str]:
         namespaces = catalog.namespaces()
     for namespace in namespaces:
         with closing(_catalog(folder, maker.model, namespace)) as catalog:
-            keys.update(_keys(catalog, (record for _, record in catalog.modules())))
-            prefixes = [prefix_ids for prefix_ids, _ in catalog.prefixes()]
-        keys.update(module_key(maker.model, (), ids, namespace) for ids in prefixes)
+            keys.update(catalog.keys())
     return keys
-
-
-def _keys(catalog: Catalog, modules: Iterable[ModuleRecord]) -> Iterator[str]:
-    """The keys that modules' KV may have."""
-    behinds = {((), ""), *catalog.prefixes()}
-    for module in modules:
-        for prefix_ids, context in behinds:
-            yield module_key(
-                catalog.maker.model, prefix_ids, module.token_ids, catalog.namespace, context
-            )
 
 
 def _catalog(folder: Path, model: str = "", namespace: str = "") -> Catalog:

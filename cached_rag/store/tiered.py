@@ -47,7 +47,7 @@ class TieredStore:
                 damage = error
                 continue
             if kv is not None:
-                self._keep(self.tiers[:level], key, kv)
+                self._keep(level, key, kv)
                 promoted = self.tiers[0].get(key, token_ids) if level else None
                 return promoted or kv
         if damage is not None:
@@ -76,18 +76,24 @@ class TieredStore:
     def put(self, key: str, kv: ModuleKV) -> None:
         """Keep a module in the last tier, and in the faster ones if it fits."""
         self.tiers[-1].put(key, kv)
-        self._keep(self.tiers[:-1], key, kv)
+        self._keep(len(self.tiers) - 1, key, kv)
 
     def delete(self, key: str) -> bool:
-        """Forget an entry in all tiers; says whether any had it."""
-        return sum(tier.delete(key) for tier in self.tiers) > 0
+        """Forget an entry in all tiers; says whether any had it.
+
+        The slowest first, from which a reader could bring it back into the others.
+        """
+        return sum(tier.delete(key) for tier in reversed(self.tiers)) > 0
 
     def check(self) -> list[Problem]:
         """Problems of all tiers."""
         return [problem for tier in self.tiers for problem in tier.check()]
 
-    @staticmethod
-    def _keep(tiers: Sequence[KVStore], key: str, kv: ModuleKV) -> None:
-        for tier in tiers:
+    def _keep(self, level: int, key: str, kv: ModuleKV) -> None:
+        """Put what a tier has into the faster ones, unless it is deleted meanwhile."""
+        for tier in self.tiers[:level]:
             with contextlib.suppress(StoreFullError):  # too large for a fast tier is no error
                 tier.put(key, kv)
+        if level and key not in self.tiers[level]:
+            for tier in self.tiers[:level]:
+                tier.delete(key)

@@ -41,7 +41,7 @@ def test_removals_change_the_generation(catalogs):
     writer, reader = catalogs
     writer.add_modules([record(1), record(2)])
     before = reader.generation()
-    writer.remove_modules(["digest 1"])
+    writer.doom(["digest 1"])
     assert reader.generation() != before
     assert [r for _, r in reader.modules()] == [record(2)]
 

@@ -1,0 +1,286 @@
+"""What is deleted is gone: from every tier, whoever put it there, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import sqlite3
+import threading
+from array import array
+from contextlib import closing
+
+import pytest
+from conftest import CHUNKS, tiny_model
+from test_rag import WordEmbedding
+from typer.testing import CliRunner
+
+from cached_rag import BatchConfig, CachedRAG, Engine, Schema, StoreConfig
+from cached_rag.cli import app
+from cached_rag.store import Catalog, DiskStore, MemoryStore, TieredStore, holdings
+
+LONG = " ".join(CHUNKS * 3)
+HEAD = [{"role": "system", "content": "Answer from the texts."}, {"role": "user", "content": "X"}]
+
+
+@pytest.fixture
+def kept(tmp_path):
+    return StoreConfig(path=str(tmp_path / "kv"))
+
+
+def left(folder):
+    """Texts that the catalog knows, and files that belong to none."""
+    with closing(Catalog(folder / "catalog.sqlite", "")) as catalog:
+        makers = catalog.makers()
+    known = set()
+    for maker in makers:
+        with closing(Catalog(folder / "catalog.sqlite", maker.model)) as catalog:
+            known |= catalog.text_digests()
+    return len(known), len(holdings.strays(folder, "raw"))
+
+
+def num_files(folder):
+    return len(list((folder / "blobs").glob("*/*.safetensors")))
+
+
+def test_all_texts_go_that_are_deleted_at_the_same_time(kept, tmp_path):
+    texts = [f"{number} {CHUNKS[number % 3]}" for number in range(120)]
+    with Engine(tiny_model("llama"), kept) as engine:
+        before = num_files(tmp_path / "kv") if (tmp_path / "kv" / "blobs").exists() else 0
+        assert engine.encode(texts).encoded == len(texts)
+        with_texts = num_files(tmp_path / "kv")
+        counts = []
+
+        def delete(mine):
+            counts.extend(engine.forget([text]) for text in mine)
+
+        threads = [threading.Thread(target=delete, args=(texts[n::4],)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert counts == [1] * len(texts)
+        assert len(engine.library.table) == 0
+        assert left(tmp_path / "kv") == (0, 0)
+        assert num_files(tmp_path / "kv") == with_texts - len(texts) >= before
+
+
+def test_what_another_process_encoded_goes_too(kept, tmp_path):
+    model = tiny_model("llama")
+    with Engine(model, kept) as one, Engine(model, kept) as other:
+        prefix = other.head(HEAD, "X")
+        other.encode(CHUNKS)
+        other.encode(CHUNKS, prefix)  # behind a prefix that the first has not heard of
+        kept_files = num_files(tmp_path / "kv") - 6
+        assert one.forget(CHUNKS) == 6
+        assert left(tmp_path / "kv") == (0, 0)
+        assert num_files(tmp_path / "kv") == kept_files
+        held = other.library.memory_bytes()
+        other.library.refresh()
+        assert other.library.memory_bytes() < held
+        messages = [HEAD[0], {"role": "user", "content": "\n\n".join(CHUNKS)}]
+        assert other.generate(messages, max_tokens=2).report.modules_hit == 0
+
+
+def test_a_removal_that_was_interrupted_is_finished_at_the_next_open(kept, tmp_path, monkeypatch):
+    def killed(self, key):
+        raise KeyboardInterrupt
+
+    with Engine(tiny_model("llama"), kept) as engine:
+        engine.encode(CHUNKS)
+        with monkeypatch.context() as patched:
+            patched.setattr(DiskStore, "delete", killed)
+            with pytest.raises(KeyboardInterrupt):
+                engine.forget(CHUNKS[:2])
+        assert left(tmp_path / "kv") == (1, 2)
+    with Engine(tiny_model("llama"), kept) as engine:
+        assert left(tmp_path / "kv") == (1, 0)
+        assert engine.encode(CHUNKS).encoded == 2
+
+
+def opened(tmp_path, **options):
+    engine = Engine(tiny_model("llama"), StoreConfig(path=str(tmp_path / "index" / "kv")))
+    return CachedRAG.open(
+        tmp_path / "index", engine=engine, embedding=WordEmbedding(), context="none", **options
+    )
+
+
+@pytest.fixture
+def docs(tmp_path):
+    (tmp_path / "docs").mkdir()
+    for name, chunk in zip("abc", CHUNKS, strict=True):
+        (tmp_path / "docs" / f"{name}.txt").write_text(f"About {name}\n\n{chunk}")
+    return tmp_path / "docs"
+
+
+@pytest.mark.parametrize("what", ["deleted", "changed"])
+def test_a_document_whose_deletion_was_interrupted_is_gone_at_the_next_open(
+    tmp_path, docs, monkeypatch, what
+):
+    def killed(self, texts):
+        if texts:
+            raise KeyboardInterrupt
+
+    with opened(tmp_path) as rag:
+        rag.ingest(docs, progress=False)
+        (text,) = rag.index.texts("docs/a.txt")
+        (docs / "a.txt").write_text("Something else entirely")
+        act = {
+            "deleted": lambda: rag.delete("docs/a.txt"),
+            "changed": lambda: rag.ingest(docs, progress=False),
+        }[what]
+        with monkeypatch.context() as patched:
+            patched.setattr(CachedRAG, "_forget", killed)
+            with pytest.raises(KeyboardInterrupt):
+                act()
+    with opened(tmp_path) as rag:
+        assert rag.engine.library.table.get(text) is None
+        assert left(tmp_path / "index" / "kv") == (2, 0)
+        assert rag.index.unneeded() == []
+
+
+class DeletedMeanwhile(MemoryStore):
+    """Of each entry that is read another thread deletes it just then."""
+
+    def get(self, key, token_ids):
+        kv = super().get(key, token_ids)
+        self.tiers.delete(key)
+        return kv
+
+
+def test_a_reader_does_not_bring_back_what_is_deleted(engine):
+    engine.encode(CHUNKS[:1])
+    (behind,) = engine.library.behinds()
+    ids = engine.library.table.get(CHUNKS[0]).token_ids
+    key, kv = engine.library.key(behind, ids), engine.library.fetch(behind, ids)
+    slow = DeletedMeanwhile(1 << 30)
+    slow.tiers = TieredStore([MemoryStore(1 << 30), slow])
+    slow.put(key, kv)
+    assert slow.tiers.get(key, ids).token_ids == ids
+    assert key not in slow.tiers
+    assert slow.tiers.tiers[0].nbytes == 0
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_text_that_is_forgotten_while_it_is_encoded_leaves_nothing(
+    kept, tmp_path, monkeypatch, is_kept
+):
+    monkeypatch.setattr("cached_rag.encode.BATCH_TOKENS", 16)
+    texts = [f"{number} {CHUNKS[0]}" for number in range(6)]
+    with Engine(tiny_model("llama"), kept if is_kept else None) as engine:
+        once = itertools.count()
+        summary = engine.encode(texts, progress=lambda _: next(once) or engine.forget(texts))
+        assert summary.encoded == len(texts)
+        assert len(engine.library.table) == 0
+        behinds = engine.library.behinds()
+        ids = [engine.tokenization.literal(text).ids for text in texts]
+        assert not any(engine.library.holds(behind, i) for behind in behinds for i in ids)
+        if is_kept:
+            assert left(tmp_path / "kv") == (0, 0)
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_answers_that_are_kept_do_not_serve_a_text_that_was_deleted(when):
+    engine = Engine(tiny_model("llama"), batch=BatchConfig(recent_bytes=1 << 26))
+    engine.encode([LONG])
+    prompt = f"{LONG} Why?"
+    options = {"max_tokens": 6, "method": "full"}
+    assert engine.generate(prompt, **options).report.cached_tokens == 0
+    assert engine.generate(prompt, **options).report.cached_tokens > 128
+    if when == "before":
+        engine.forget([LONG])
+        assert engine.scheduler.recent_nbytes == 0
+    else:
+        stream = engine.stream(prompt, **options)
+        next(stream)
+        engine.forget([LONG])
+        again = engine.generate(prompt, **options)  # beside the one that began before
+        assert again.report.cached_tokens == 0
+        "".join(stream)
+    other = engine.generate("What was never forgotten is kept. " * 20, max_tokens=2)
+    assert other.report.cached_tokens == 0
+    assert engine.scheduler.recent_nbytes > 0
+
+
+def test_sequences_go_with_what_they_were_made_of():
+    with Engine(tiny_model("llama"), StoreConfig(sequence_bytes=1 << 24)) as engine:
+        engine.encode(CHUNKS)
+        prompt = "\n\n".join([*CHUNKS, "Why?"])
+        engine.generate(prompt, max_tokens=2)
+        held = engine.sequences.nbytes
+        engine.forget(CHUNKS[1:2])
+        assert 0 < engine.sequences.nbytes < held / 2  # the last chunk has read the second
+        engine.forget(CHUNKS[:1])
+        assert engine.sequences.nbytes == 0
+
+
+def test_a_question_does_not_bring_back_a_chunk_that_is_deleted_meanwhile(
+    tmp_path, docs, monkeypatch
+):
+    with opened(tmp_path) as rag, opened(tmp_path) as other:
+        rag.ingest(docs, progress=False)
+        introduce = CachedRAG._introduce
+
+        def deleted_first(self, texts):
+            other.delete("docs/a.txt")
+            introduce(self, texts)
+
+        monkeypatch.setattr(CachedRAG, "_introduce", deleted_first)
+        rag.ask("Who lit the lamp?", k=3, max_tokens=2)
+        rag.engine.write_back.drain()
+        assert len(rag.engine.library.table) == 2
+        assert left(tmp_path / "index" / "kv") == (2, 0)
+
+
+def test_an_ingest_takes_back_what_others_delete_meanwhile(tmp_path, docs, monkeypatch):
+    with opened(tmp_path) as rag, opened(tmp_path) as other:
+        encode = Engine.encode
+
+        def deleted_first(self, *args, **options):
+            if other.index.sources():
+                other.delete(other.index.sources()[0])
+            return encode(self, *args, **options)
+
+        monkeypatch.setattr(Engine, "encode", deleted_first)
+        rag.ingest(docs, progress=False)
+        assert len(rag.documents()) == 2
+        assert left(tmp_path / "index" / "kv") == (2, 0)
+
+
+def test_verify_and_prune_know_what_no_document_needs(tmp_path, docs, monkeypatch):
+    run, index = CliRunner().invoke, str(tmp_path / "index")
+    schema = Schema.from_string(
+        '<schema name="trip"><module name="a">Rome is old.</module></schema>'
+    )
+    with opened(tmp_path) as rag:
+        rag.ingest(docs, progress=False)
+        rag.engine.encode_schema(schema)
+        assert run(app, ["store", "verify", "--index", index]).exit_code == 0
+        rag.engine.encode(["A text that somebody encoded beside the index, of some length."])
+    with closing(DiskStore(tmp_path / "index" / "kv")) as disk:
+        before = len(disk)
+    found = run(app, ["store", "verify", "--index", index])
+    assert (found.exit_code, "no document has" in found.output) == (1, True)
+    assert run(app, ["store", "prune", "--index", index]).exit_code == 0
+    with closing(sqlite3.connect(tmp_path / "index" / "kv" / "catalog.sqlite")) as catalog:
+        catalog.execute("DELETE FROM modules WHERE anchor LIKE 'About a%'")
+        catalog.commit()
+    found = run(app, ["store", "verify", "--index", index])
+    assert (found.exit_code, "nothing knows of" in found.output) == (1, True)
+    assert run(app, ["store", "prune", "--index", index]).exit_code == 0
+    assert run(app, ["store", "verify", "--index", index]).exit_code == 0
+    with closing(DiskStore(tmp_path / "index" / "kv")) as disk:
+        assert len(disk) == before - 2  # the schema's is still there
+
+
+def test_nothing_of_a_deleted_document_stays_on_disk(tmp_path, docs):
+    def holding(data):
+        files = [path for path in (tmp_path / "index").rglob("*") if path.is_file()]
+        return [path.name for path in files if data in path.read_bytes()]
+
+    with opened(tmp_path) as rag, opened(tmp_path):
+        rag.ingest(docs, progress=False)
+        (text,) = rag.index.texts("docs/a.txt")
+        ids = array("i", rag.engine.library.table.get(text).token_ids).tobytes()
+        assert holding(text.encode())
+        assert len(holding(ids)) > 1  # the catalog's, and the KV's
+        rag.delete("docs/a.txt")
+        assert holding(text.encode()) == holding(ids) == []
