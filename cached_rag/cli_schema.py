@@ -99,7 +99,7 @@ def encode(
 
     schema = Schema.from_file(file, layout=layout, behind=behind)
     with Engine.load(model, store=store, dtype=dtype, device=device) as engine:
-        missing = len(engine.schemas.missing(schema))
+        missing = len(schema.missing(engine))
         with Progress(console=err, disable=as_json) as bar:
             task = bar.add_task("modules", total=missing)
             summary = schema.encode(engine, lambda _: bar.advance(task))

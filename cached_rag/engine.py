@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
 import torch
@@ -29,8 +29,6 @@ from cached_rag.match import inner_ids
 from cached_rag.model import LanguageModel, load_model
 from cached_rag.model_thread import on_model_thread, submit
 from cached_rag.plan import Plan
-from cached_rag.pml import Schema, SchemaPrompt
-from cached_rag.pml.server import SchemaServer
 from cached_rag.prefiller import Planner, Prefiller
 from cached_rag.prompt import Message, Rendered, Tokenization, Tokens
 from cached_rag.report import Report
@@ -41,8 +39,25 @@ from cached_rag.store import Maker, ModuleRecord
 from cached_rag.stream import Stream
 from cached_rag.write_back import Activity, WriteBack
 
-Prompt = str | Sequence[Message] | Rendered | SchemaPrompt
 
+@runtime_checkable
+class Planned(Protocol):
+    """A prompt that says itself which of its tokens come from which KV, such as a schema's."""
+
+    def planner(self, engine: Engine) -> Planner:
+        """Its tokens and plan on an engine, once they are wanted."""
+        ...
+
+    def count_tokens(self, engine: Engine) -> int:
+        """How many tokens it has."""
+        ...
+
+    def plain(self) -> str | Sequence[Message]:
+        """The same as any prompt."""
+        ...
+
+
+Prompt = str | Sequence[Message] | Rendered | Planned
 
 _SHARED: WeakValueDictionary[tuple[object, ...], Engine] = WeakValueDictionary()
 _SHARING = threading.Lock()
@@ -90,7 +105,6 @@ class Engine:
         self.scheduler: Scheduler = (
             beside.scheduler if beside else Scheduler(model, batch or BatchConfig())
         )
-        self.schemas = SchemaServer(model, self.library, self.tokenization, self.lock)
         workspace = beside._prefiller.workspace if beside else Workspace(model.shapes)
         self._prefiller: Prefiller = Prefiller(
             model, self.library, self.tokenization, self._leftovers, workspace
@@ -170,7 +184,12 @@ class Engine:
         finally:
             self.library.close()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Whether it may still be asked.
+
+        Raises:
+            ClosedError: it was closed.
+        """
         if self._is_closed:
             raise ClosedError(
                 f"this engine ({self.model.name}) was closed; make another one (Engine.load, "
@@ -209,7 +228,7 @@ class Engine:
             StoreFullError: no room left; what was encoded before is kept.
             ClosedError: as all that reads or writes modules, after `close`.
         """
-        self._check_open()
+        self.check_open()
         rendered = None if prefix is None else self._rendered(prefix)
 
         def done(modules: int, tokens: int) -> None:
@@ -228,12 +247,12 @@ class Engine:
         The first prompt that contains one computes it as any text, and counts it as missed; then
         it is encoded in the background.
         """
-        self._check_open()
+        self.check_open()
         return self._encoder.register(texts)
 
     def prefetch(self, texts: Sequence[str]) -> None:
         """Begin to bring texts' KV from disk into memory; a prompt with them will follow."""
-        self._check_open()
+        self.check_open()
         self.library.prefetch(texts)
 
     def forget(self, texts: Sequence[str]) -> int:
@@ -241,7 +260,7 @@ class Engine:
 
         No answer that is asked for from then on uses it.
         """
-        self._check_open()
+        self.check_open()
         return self.library.remove({digest(text.strip()) for text in texts})
 
     def _let_go(self, modules: Sequence[ModuleRecord]) -> None:
@@ -312,7 +331,7 @@ class Engine:
         """
         clock = clock or Clock()
         config = (config or GenerationConfig()).replace(**options)
-        self._check_open()
+        self.check_open()
         planner = self._planner(prompt)
         return Stream(
             self.scheduler, Request(self._prefiller, planner, config, tenant, clock=clock)
@@ -323,7 +342,7 @@ class Engine:
     ) -> Prefill:
         """Everything up to the logits of the first answer token. Errors as `generate`."""
         config = (config or GenerationConfig()).replace(**options)
-        self._check_open()
+        self.check_open()
         return self._prefiller.prefill(self._planner(prompt), config)
 
     def plan(self, prompt: Prompt, method: str, report: Report) -> tuple[Tokens, Plan]:
@@ -331,7 +350,7 @@ class Engine:
 
         Computes nothing, unless modules of a schema are not encoded yet.
         """
-        self._check_open()
+        self.check_open()
         planner = self._planner(prompt)
 
         def plan() -> tuple[Tokens, Plan]:
@@ -342,23 +361,16 @@ class Engine:
 
     def count_tokens(self, prompt: Prompt) -> int:
         """How many tokens a prompt has, chat template and all."""
-        if isinstance(prompt, SchemaPrompt):
-            return self.schemas.count_tokens(prompt)
+        if isinstance(prompt, Planned):
+            return prompt.count_tokens(self)
         return len(self.tokenization.tokenize(self._rendered(prompt)))
 
     def _rendered(self, prompt: Prompt) -> Rendered:
-        if isinstance(prompt, SchemaPrompt):
+        if isinstance(prompt, Planned):
             prompt = prompt.plain()
         return prompt if isinstance(prompt, Rendered) else self.tokenization.render(prompt)
 
     def _planner(self, prompt: Prompt) -> Planner:
-        if isinstance(prompt, SchemaPrompt):
-            return partial(self.schemas.planner(prompt.schema).plan, prompt.turns)
+        if isinstance(prompt, Planned):
+            return prompt.planner(self)
         return partial(self._prefiller.plan, self._rendered(prompt))
-
-    def encode_schema(
-        self, schema: Schema, progress: Callable[[str], object] = lambda _: None
-    ) -> EncodeSummary:
-        """See `Schema.encode`."""
-        self._check_open()
-        return self.schemas.encode(schema, progress)

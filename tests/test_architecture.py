@@ -61,8 +61,8 @@ ORDER = (
         "batch_step",
     ),
     *("report", "answering", "live", "sequences"),
-    *("write_back", "heads", "leftovers", "profile", "controller", "pml", "prefiller"),
-    *("request", "running", "scheduler", "stream", "engine"),
+    *("write_back", "heads", "leftovers", "profile", "controller", "prefiller"),
+    *("request", "running", "scheduler", "stream", "engine", "pml"),
     *(
         "documents",
         "prompts",

@@ -25,7 +25,7 @@ DONE = {
     "register": lambda engine: engine.register(CHUNKS),
     "prefetch": lambda engine: engine.prefetch(CHUNKS),
     "forget": lambda engine: engine.forget(CHUNKS),
-    "schema": lambda engine: engine.encode_schema(Schema.from_string(SCHEMA)),
+    "schema": lambda engine: Schema.from_string(SCHEMA).encode(engine),
 }
 
 

@@ -252,7 +252,7 @@ def test_verify_and_prune_know_what_no_document_needs(tmp_path, docs, monkeypatc
     )
     with opened(tmp_path) as rag:
         rag.ingest(docs, progress=False)
-        rag.engine.encode_schema(schema)
+        schema.encode(rag.engine)
         assert run(app, ["store", "verify", "--index", index]).exit_code == 0
         rag.engine.encode(["A text that somebody encoded beside the index, of some length."])
     with closing(DiskStore(tmp_path / "index" / "kv")) as disk:

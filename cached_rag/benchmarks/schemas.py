@@ -146,7 +146,7 @@ def _times(
         yield engine.generate(prompt, method=name, max_tokens=1).report.ttft_ms
     forget_pages(folder)
     with Engine(engine.model, dataclasses.replace(settings, pipelined=False)) as fresh:
-        fresh.schemas.planner(prompt.schema)
+        prompt.planner(fresh)
         yield fresh.generate(prompt, method=method, max_tokens=1).report.ttft_ms
 
 

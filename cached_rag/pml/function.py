@@ -8,14 +8,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import update_wrapper
 from typing import Any
 
 from cached_rag.errors import PMLError
-from cached_rag.fingerprint import digest
 from cached_rag.pml.markup import Element
 from cached_rag.pml.nodes import Where
-from cached_rag.pml.parse import parse_schema
 from cached_rag.pml.program import Program, read_function
 from cached_rag.pml.prompt import Import
 from cached_rag.pml.schema import Schema, SchemaPrompt
@@ -42,9 +41,8 @@ class PromptFunction:
         self.name = function.__name__
         update_wrapper(self, function)
         self._program = Program(source)
-        root = self._program.element("schema", self.name)
-        node = parse_schema(root, source.file)
-        self.schema = Schema(node, digest(repr(node)), layout, behind, source.file)
+        found = Schema.from_program(self._program)
+        self.schema = replace(found, layout=layout, behind=behind)
         self._trace = tracer(source, self._program.branches)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> SchemaPrompt:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from cached_rag.answering import Clock
 from cached_rag.errors import RelocationError
@@ -18,11 +19,35 @@ from cached_rag.plan import Placement, Plan
 from cached_rag.pml.assembly import Assembler, Piece
 from cached_rag.pml.encode import RunEncoder
 from cached_rag.pml.layout import Layout, Run, lay_out
+from cached_rag.pml.nodes import SchemaNode
 from cached_rag.pml.prompt import Turn
-from cached_rag.pml.schema import Schema
 from cached_rag.pml.units import Recipe, Recipes, Trail, Unit, scaffold_unit, units_of
 from cached_rag.prompt import Tokenization, Tokens
 from cached_rag.report import Report
+
+
+class LaidOut(Protocol):
+    """A schema, as far as its layout goes; see `Schema`."""
+
+    @property
+    def node(self) -> SchemaNode:
+        """What it says."""
+        ...
+
+    @property
+    def layout(self) -> str:
+        """See `Schema`."""
+        ...
+
+    @property
+    def behind(self) -> str:
+        """See `Schema`."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Equal for schemas that are laid out alike."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -47,6 +72,10 @@ class SchemaPlanner:
     def missing(self) -> list[Unit]:
         """What of it has no KV."""
         return self.encoder.missing(self.units)
+
+    def count_tokens(self, turns: Sequence[Turn]) -> int:
+        """How many tokens a prompt has."""
+        return sum(len(piece.ids) for piece in self.assembler.pieces(turns))
 
     def plan(
         self, turns: Sequence[Turn], method: str, report: Report, *, lazy: bool
@@ -161,7 +190,7 @@ class SchemaPlanner:
 
 
 def planner_of(
-    schema: Schema, model: LanguageModel, library: Library, tokenization: Tokenization
+    schema: LaidOut, model: LanguageModel, library: Library, tokenization: Tokenization
 ) -> SchemaPlanner:
     """All that can be settled before the first prompt.
 

@@ -1,6 +1,6 @@
 """`Schema`, a language for reusable prompts (Prompt Cache), and the prompts derived from it.
 
-Knows texts; an engine lays them out, encodes and answers them.
+What users see of it; how one is laid out and encoded on an engine is others' work.
 """
 
 from __future__ import annotations
@@ -8,36 +8,31 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cachetools import LRUCache
 
 from cached_rag.encode import EncodeSummary
+from cached_rag.engine import Engine
 from cached_rag.errors import ConfigError, PMLError
 from cached_rag.fingerprint import digest
 from cached_rag.pml.markup import parse_markup
 from cached_rag.pml.nodes import SchemaNode, Where
 from cached_rag.pml.parse import parse_schema
 from cached_rag.pml.parse_prompt import parse_prompt
+from cached_rag.pml.program import Program, read_function
 from cached_rag.pml.prompt import Part, Said, Turn, select
+from cached_rag.pml.server import schemas_of
 from cached_rag.pml.units import BEHIND
+from cached_rag.prefiller import Planner
 
 # Prompts on their way through a framework that carries text only; found again by that text.
 _REMEMBERED = 256
 _SENT: LRUCache[str, SchemaPrompt] = LRUCache(_REMEMBERED)
 _SENDING = threading.Lock()
 LAYOUTS = ("auto", "compact", "schema")
-
-
-class EncodesSchemas(Protocol):
-    """An engine, as far as a schema needs one."""
-
-    def encode_schema(
-        self, schema: Schema, progress: Callable[[str], object] = lambda _: None
-    ) -> EncodeSummary:
-        """See `Schema.encode`."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,12 +100,17 @@ class Schema:
         Raises:
             PMLError: it does what a schema cannot say; the error names file and line.
         """
-        from cached_rag.pml.function import PromptFunction
-
-        if not isinstance(function, PromptFunction):
-            function = PromptFunction(function)
-        found = function.schema
+        found = getattr(function, "schema", None)
+        if not isinstance(found, Schema):
+            found = cls.from_program(Program(read_function(function)))
         return replace(found, layout=layout or found.layout, behind=behind or found.behind)
+
+    @classmethod
+    def from_program(cls, program: Program) -> Schema:
+        """As `from_function`, of one that was read."""
+        source = program.source
+        node = parse_schema(program.element("schema", source.function.__name__), source.file)
+        return cls(node, digest(repr(node)), file=source.file)
 
     @property
     def name(self) -> str:
@@ -155,7 +155,7 @@ class Schema:
         return self.prompt_from_string(read_source(path), file=str(path))
 
     def encode(
-        self, engine: EncodesSchemas, progress: Callable[[str], object] = lambda _: None
+        self, engine: Engine, progress: Callable[[str], object] = lambda _: None
     ) -> EncodeSummary:
         """Prefill all modules now; else each is, when a prompt first needs it.
 
@@ -167,7 +167,11 @@ class Schema:
             RelocationError: one stands where the model's rotary frequencies change.
             StoreFullError: no room left; what was encoded before is kept.
         """
-        return engine.encode_schema(self, progress)
+        return schemas_of(engine).encode(self, progress)
+
+    def missing(self, engine: Engine) -> list[str]:
+        """Names of what `encode` would prefill; empty for text that is in every prompt."""
+        return schemas_of(engine).missing(self)
 
 
 @dataclass(frozen=True)
@@ -205,6 +209,14 @@ class SchemaPrompt:
             return whole.text
         said = [(turn.role, turn.text) for turn in self.turns] if whole.role else whole.messages()
         return [{"role": role, "content": text} for role, text in said]
+
+    def planner(self, engine: Engine) -> Planner:
+        """See `Planned`: how an engine answers it."""
+        return partial(schemas_of(engine).planner(self.schema).plan, self.turns)
+
+    def count_tokens(self, engine: Engine) -> int:
+        """How many tokens it has on an engine."""
+        return schemas_of(engine).planner(self.schema).count_tokens(self.turns)
 
     def sent(self) -> str | list[dict[str, str]]:
         """As `plain`, remembered for a while, so that who gets it can `receive` it whole."""

@@ -1,6 +1,6 @@
 """An engine's schemas: each is laid out once, and encoded when it is wanted.
 
-Knows one model and its library; the counterpart of `encoder.py` for modules that a schema names.
+The counterpart of `encoder.py` for modules that a schema names.
 """
 
 from __future__ import annotations
@@ -8,41 +8,44 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import torch
 from cachetools import LRUCache
 
 from cached_rag.encode import EncodeSummary
-from cached_rag.library import Library
-from cached_rag.model import LanguageModel
+from cached_rag.engine import Engine
 from cached_rag.model_thread import on_model_thread
 from cached_rag.pml.encode import Encoded
-from cached_rag.pml.planner import SchemaPlanner, planner_of
-from cached_rag.pml.schema import Schema, SchemaPrompt
-from cached_rag.prompt import Tokenization
+from cached_rag.pml.planner import LaidOut, SchemaPlanner, planner_of
 
 _REMEMBERED = 64
+_SERVERS: WeakKeyDictionary[Engine, SchemaServer] = WeakKeyDictionary()
+_SERVING = threading.Lock()
+
+
+def schemas_of(engine: Engine) -> SchemaServer:
+    """What lays out and encodes schemas on an engine.
+
+    Raises:
+        ClosedError: the engine was closed.
+    """
+    engine.check_open()
+    with _SERVING:
+        return _SERVERS.setdefault(engine, SchemaServer(engine))
 
 
 class SchemaServer:
-    """Plans and encodes schemas on one model. Safe for several threads.
+    """Plans and encodes schemas on one engine. Safe for several threads."""
 
-    Args:
-        lock: held while the model is used.
-    """
-
-    def __init__(
-        self,
-        model: LanguageModel,
-        library: Library,
-        tokenization: Tokenization,
-        lock: threading.Lock,
-    ) -> None:
-        self._model, self._library, self._tokenization = model, library, tokenization
-        self._lock, self._compiling = lock, threading.Lock()
+    def __init__(self, engine: Engine) -> None:
+        # Not the engine itself, by which this is found as long as it lives.
+        self._model, self._library = engine.model, engine.library
+        self._tokenization, self._lock = engine.tokenization, engine.lock
+        self._compiling = threading.Lock()
         self._planners: LRUCache[str, SchemaPlanner] = LRUCache(_REMEMBERED)
 
-    def planner(self, schema: Schema) -> SchemaPlanner:
+    def planner(self, schema: LaidOut) -> SchemaPlanner:
         """A schema's layout and encodings.
 
         Raises:
@@ -55,17 +58,12 @@ class SchemaServer:
                 self._planners[schema.digest] = found
             return found
 
-    def count_tokens(self, prompt: SchemaPrompt) -> int:
-        """How many tokens a prompt has."""
-        pieces = self.planner(prompt.schema).assembler.pieces(prompt.turns)
-        return sum(len(piece.ids) for piece in pieces)
-
-    def missing(self, schema: Schema) -> list[str]:
-        """Names of what `encode` would prefill; empty for text that is in every prompt."""
+    def missing(self, schema: LaidOut) -> list[str]:
+        """See `Schema.missing`."""
         return [unit.name for unit in self.planner(schema).missing()]
 
     def encode(
-        self, schema: Schema, progress: Callable[[str], object] = lambda _: None
+        self, schema: LaidOut, progress: Callable[[str], object] = lambda _: None
     ) -> EncodeSummary:
         """See `Schema.encode`."""
         planner = self.planner(schema)

@@ -17,6 +17,7 @@ from conftest import (
 )
 
 from cached_rag import Engine, Import, RelocationError, Said, Schema
+from cached_rag.pml.server import schemas_of
 from cached_rag.report import Report
 
 TOLERANCE = 1e-4
@@ -235,12 +236,12 @@ def test_stand_ins_stand_only_where_a_prompt_could_have_them(layout):
     """What units are encoded behind is a beginning of some prompt, at positions that ascend."""
     engine = Engine(tiny_model("llama"))
     schema = Schema.from_string(NESTED, layout=layout)
-    for unit in engine.schemas.planner(schema).units:
+    for unit in schemas_of(engine).planner(schema).units:
         every = [*unit.context, *unit.runs]
         assert all(a.end <= b.start for a, b in pairwise(every))
     before = {
         unit.name: {"/".join(run.unit) for run in unit.context}
-        for unit in engine.schemas.planner(schema).units
+        for unit in schemas_of(engine).planner(schema).units
     }
     assert before["z"] == {"", "b"}
     assert before["a/c"] == {"", "a", "a/x"}

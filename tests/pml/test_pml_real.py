@@ -13,6 +13,7 @@ from cached_rag.assemble import KVShapes
 from cached_rag.benchmarks import bench_prompt, footprint
 from cached_rag.evaluation.measure import figures, read
 from cached_rag.examples import EXAMPLES
+from cached_rag.pml.server import schemas_of
 
 pytestmark = pytest.mark.real
 
@@ -25,7 +26,7 @@ def engine():
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_ids_are_those_of_plain_tokenisation(engine, name):
     for prompt in EXAMPLES[name]().prompts:
-        pieces = engine.schemas.planner(prompt.schema).assembler.pieces(prompt.turns)
+        pieces = schemas_of(engine).planner(prompt.schema).assembler.pieces(prompt.turns)
         ids = [token for piece in pieces for token in piece.ids]
         rendered = engine.tokenization.render(prompt.plain())
         assert ids == engine.tokenization.tokenize(rendered).ids
