@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from cached_rag.decode import Detokenizer, Sampler
 from cached_rag.model import LanguageModel
 from cached_rag.plan import Placement
 from cached_rag.prompt import Tokens
-from cached_rag.report import Report
+from cached_rag.report import Clock, Report
 from cached_rag.row_kv import RowKV
 
 
@@ -125,20 +124,3 @@ def answer_alone(model: LanguageModel, prefill: Prefill, config: GenerationConfi
     prefill.report.output_tokens = len(answer.token_ids)
     prefill.report.total_ms = prefill.report.ttft_ms + clock.total()
     return Generation(text, tuple(answer.token_ids), answer.finish_reason, prefill.report)
-
-
-class Clock:
-    """Milliseconds since it was made, and since the last lap."""
-
-    def __init__(self) -> None:
-        self._start = self._lap = time.perf_counter()
-
-    def lap(self) -> float:
-        """Since the last lap."""
-        now = time.perf_counter()
-        passed, self._lap = now - self._lap, now
-        return passed * 1000
-
-    def total(self) -> float:
-        """Since the start."""
-        return (time.perf_counter() - self._start) * 1000

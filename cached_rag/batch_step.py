@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from transformers import Cache
 
+from cached_rag.assemble import KVBuffer
 from cached_rag.attention import attending
-from cached_rag.decode import step
+from cached_rag.fuse import prefill_rows
 from cached_rag.lse_attention import attend
 from cached_rag.model import LanguageModel
 from cached_rag.relay import Padded, Part, relay_attention
@@ -282,3 +283,11 @@ def _pass(model: LanguageModel, batch: Sequence[Ahead]) -> torch.Tensor:
         output = decoder.model(**{k: v for k, v in inputs.items() if k in known})
     logits: torch.Tensor = output.logits[0]
     return logits if "logits_to_keep" in known else logits[last]
+
+
+def step(model: LanguageModel, buffer: KVBuffer, token: int, slot: int) -> torch.Tensor:
+    """(1, vocab_size) logits after one more token at `slot`; its KV is written to `buffer`."""
+    ids = torch.zeros(1, slot + 1, dtype=torch.int64, device=model.device)
+    ids[0, slot] = token
+    slots = torch.tensor([slot], device=model.device)
+    return prefill_rows(model.decoder, buffer, ids, slots).logits

@@ -18,9 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from cached_rag.assemble import KVBuffer
 from cached_rag.config import GenerationConfig
-from cached_rag.fuse import prefill_rows
 from cached_rag.model import LanguageModel
 
 
@@ -63,14 +61,6 @@ def _processors(model: LanguageModel, config: GenerationConfig) -> LogitsProcess
     if config.top_p < 1.0:
         found.append(TopPLogitsWarper(config.top_p))
     return found
-
-
-def step(model: LanguageModel, buffer: KVBuffer, token: int, slot: int) -> torch.Tensor:
-    """(1, vocab_size) logits after one more token at `slot`; its KV is written to `buffer`."""
-    ids = torch.zeros(1, slot + 1, dtype=torch.int64, device=model.device)
-    ids[0, slot] = token
-    slots = torch.tensor([slot], device=model.device)
-    return prefill_rows(model.decoder, buffer, ids, slots).logits
 
 
 class Detokenizer:

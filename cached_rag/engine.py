@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from cached_rag.answering import Clock, Generation, Prefill
+from cached_rag.answering import Generation, Prefill
 from cached_rag.assemble import Workspace
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.context import Context
@@ -31,7 +31,7 @@ from cached_rag.model_thread import on_model_thread, submit
 from cached_rag.plan import Plan
 from cached_rag.prefiller import Planner, Prefiller
 from cached_rag.prompt import Message, Rendered, Tokenization, Tokens
-from cached_rag.report import Report
+from cached_rag.report import Clock, Report
 from cached_rag.request import Request
 from cached_rag.scheduler import Scheduler
 from cached_rag.sequences import SequenceTree

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from cached_rag.answering import Clock, Prefill
+from cached_rag.answering import Prefill
 from cached_rag.assemble import KVBuffer, Workspace
 from cached_rag.config import GenerationConfig
 from cached_rag.controller import Controller
@@ -29,7 +29,7 @@ from cached_rag.model_thread import on_model_thread
 from cached_rag.plan import Placement, Plan, make_plan
 from cached_rag.profile import profile_of
 from cached_rag.prompt import Rendered, Tokenization, Tokens
-from cached_rag.report import Report
+from cached_rag.report import Clock, Report
 from cached_rag.selectors import CacheBlend, Reuse, Selector
 from cached_rag.sequences import EXACT
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from cached_rag.answer import Answer, AnswerStream, conversation, remarks
-from cached_rag.answering import Clock
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.context import Context
 from cached_rag.documents import (
@@ -30,6 +29,7 @@ from cached_rag.fingerprint import digest
 from cached_rag.ingest import Ingestion, IngestSummary
 from cached_rag.prompt import Message
 from cached_rag.prompts import Prompts, Turn, searched
+from cached_rag.report import Clock
 from cached_rag.settings import DEFAULTS, context_kind, contexts
 from cached_rag.store.holdings import forget
 

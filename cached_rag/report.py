@@ -1,9 +1,10 @@
-"""What one request did and how long it took. Knows numbers only."""
+"""What one request did and how long it took, and the clock for that. Knows numbers only."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,3 +74,20 @@ class Report:
     def to_json(self) -> str:
         """As one JSON object."""
         return json.dumps(self.to_dict())
+
+
+class Clock:
+    """Milliseconds since it was made, and since the last lap."""
+
+    def __init__(self) -> None:
+        self._start = self._lap = time.perf_counter()
+
+    def lap(self) -> float:
+        """Since the last lap."""
+        now = time.perf_counter()
+        passed, self._lap = now - self._lap, now
+        return passed * 1000
+
+    def total(self) -> float:
+        """Since the start."""
+        return (time.perf_counter() - self._start) * 1000

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cached_rag.answering import Clock
 from cached_rag.errors import RelocationError
 from cached_rag.kv import LayerSource
 from cached_rag.library import Library
@@ -23,7 +22,7 @@ from cached_rag.pml.nodes import SchemaNode
 from cached_rag.pml.prompt import Turn
 from cached_rag.pml.units import Recipe, Recipes, Trail, Unit, scaffold_unit, units_of
 from cached_rag.prompt import Tokenization, Tokens
-from cached_rag.report import Report
+from cached_rag.report import Clock, Report
 
 
 class LaidOut(Protocol):
