@@ -10,7 +10,7 @@ import torch
 from conftest import CHUNKS, tiny_model
 from test_engine import ask
 
-from cached_rag import ConfigError, Engine, StoreConfig
+from cached_rag import ConfigError, Engine, StoreConfig, profile
 from cached_rag.controller import Controller
 from cached_rag.profile import Profile, fit, measure, profile_of
 
@@ -87,7 +87,7 @@ def test_the_fit_recovers_the_coefficients_of_made_up_times():
 def test_a_profile_is_measured_at_lengths_that_the_context_has(tmp_path, monkeypatch):
     monkeypatch.setenv("CACHED_RAG_CACHE", str(tmp_path))
     taken = []
-    monkeypatch.setattr("cached_rag.profile.fit", lambda passes: taken.extend(passes) or (1.0, 0.0))
+    monkeypatch.setattr(profile, "fit", lambda passes: taken.extend(passes) or (1.0, 0.0))
     model = tiny_model("llama")
     measure(model)
     rows = taken[0][0]
@@ -100,7 +100,7 @@ def test_a_profile_is_measured_once_and_kept(tmp_path, monkeypatch):
     model = tiny_model("llama")
     first = profile_of(model)
     assert min(first.compute_s(512), first.memory_bytes_per_s, first.disk_bytes_per_s) > 0
-    monkeypatch.setattr("cached_rag.profile.measure", lambda _: pytest.fail("measured again"))
+    monkeypatch.setattr(profile, "measure", lambda _: pytest.fail("measured again"))
     assert profile_of(model) == first
     (path,) = (tmp_path / "profiles").glob("*.json")
     kept = json.loads(path.read_text())
