@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from cached_rag.fingerprint import digest
+from cached_rag.kv.fingerprint import digest
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cached_rag.assemble import KVBuffer
 from cached_rag.attention import Rows
+from cached_rag.kv.buffer import KVBuffer
 
 # A module's first tokens move as the others do, but scatter more: the square of what is not common
 # falls about as one over the square root of the distance from the module's beginning. A sample

@@ -19,7 +19,7 @@ from cached_rag.encode import (
     encode_prefix,
     join,
 )
-from cached_rag.kv import ModuleKV
+from cached_rag.kv.module import ModuleKV
 from cached_rag.library import Behind, Library
 from cached_rag.match import ANCHOR, record_of
 from cached_rag.model import LanguageModel

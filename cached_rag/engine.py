@@ -16,13 +16,13 @@ from weakref import WeakValueDictionary
 import torch
 
 from cached_rag.answering import Generation, Prefill
-from cached_rag.assemble import Workspace
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.context import Context
 from cached_rag.encode import EncodeSummary
 from cached_rag.encoder import Encoder
 from cached_rag.errors import ClosedError, ConfigError
-from cached_rag.fingerprint import digest
+from cached_rag.kv.buffer import Workspace
+from cached_rag.kv.fingerprint import digest
 from cached_rag.leftovers import Leftovers
 from cached_rag.library import Library
 from cached_rag.match import inner_ids

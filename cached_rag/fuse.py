@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import torch
 
-from cached_rag.assemble import KVBuffer
 from cached_rag.attention import Rows
 from cached_rag.drift import Drift
 from cached_rag.errors import ModelError
+from cached_rag.kv.buffer import KVBuffer
 from cached_rag.observe import Observer
 from cached_rag.row_pass import Decoder, Prefilled, RowPass
 from cached_rag.selectors.base import Layout, Selector

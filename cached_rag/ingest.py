@@ -24,7 +24,7 @@ from cached_rag.documents import (
 from cached_rag.documents.roots import absolute, is_below, join
 from cached_rag.engine import Engine
 from cached_rag.errors import DocumentError
-from cached_rag.fingerprint import digest
+from cached_rag.kv.fingerprint import digest
 from cached_rag.progress import Say, prefilling, reading
 from cached_rag.prompt import Rendered
 

@@ -11,12 +11,12 @@ from functools import partial
 
 import torch
 
-from cached_rag.assemble import KVBuffer
 from cached_rag.config import StoreConfig
 from cached_rag.context import PRIMER
 from cached_rag.encoder import Encoder
 from cached_rag.heads import Heads
-from cached_rag.kv import ModuleKV
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.module import ModuleKV
 from cached_rag.library import Behind, Library
 from cached_rag.model_thread import on_model_thread
 from cached_rag.plan import Plan, is_before

@@ -17,8 +17,8 @@ import torch
 
 from cached_rag.config import StoreConfig
 from cached_rag.errors import CorruptBlobError
-from cached_rag.fingerprint import module_key
-from cached_rag.kv import LayerSource, ModuleKV
+from cached_rag.kv.fingerprint import module_key
+from cached_rag.kv.module import LayerSource, ModuleKV
 from cached_rag.match import ModuleTable
 from cached_rag.store import (
     Catalog,

@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cached_rag.answering import Prefill
-from cached_rag.assemble import KVBuffer, KVShapes
-from cached_rag.kv import ModuleKV
+from cached_rag.kv.buffer import KVBuffer, KVShapes
+from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.rows import RowKV, Run
+from cached_rag.kv.slab import Slabs
 from cached_rag.plan import Placement
-from cached_rag.row_kv import RowKV, Run
-from cached_rag.slab import Slabs
 
 # Each run that is read for itself costs a kernel call a layer; shorter ones are copied.
 MIN_SHARED = 128

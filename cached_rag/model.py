@@ -20,14 +20,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from cached_rag import fingerprint
-from cached_rag.assemble import KVShapes
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.fuse import Decoder
 from cached_rag.gguf import convert, put_together
+from cached_rag.kv import fingerprint
+from cached_rag.kv.buffer import KVShapes
+from cached_rag.kv.positions import PositionRule
 from cached_rag.memory import check_fits
 from cached_rag.probe import examine
-from cached_rag.relocate import PositionRule
 from cached_rag.resolve import ModelSource, cache_dir, resolve
 
 # Bumped when the numbers this library writes into KV files would change.

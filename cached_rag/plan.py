@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cached_rag.kv import LayerSource, ModuleKV
+from cached_rag.kv.module import LayerSource, ModuleKV
 from cached_rag.library import Behind, Library
 from cached_rag.match import Occurrence, align
 from cached_rag.prompt import Tokens

@@ -15,15 +15,15 @@ from typing import Any, Protocol
 import torch
 
 from cached_rag.answering import Prefill
-from cached_rag.assemble import KVBuffer, Workspace
 from cached_rag.config import GenerationConfig
 from cached_rag.controller import Controller
 from cached_rag.errors import ConfigError, ContextOverflowError, CorruptBlobError, RelocationError
 from cached_rag.fuse import Prefilled, prefill_rows, prefill_selected
-from cached_rag.kv import ModuleKV
+from cached_rag.kv.buffer import KVBuffer, Workspace
+from cached_rag.kv.loader import LayerLoader
+from cached_rag.kv.module import ModuleKV
 from cached_rag.leftovers import Leftovers
 from cached_rag.library import Library
-from cached_rag.loading import LayerLoader
 from cached_rag.model import LanguageModel
 from cached_rag.model_thread import on_model_thread
 from cached_rag.plan import Placement, Plan, make_plan

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from cached_rag import attention
-from cached_rag.assemble import KVBuffer, KVShapes
 from cached_rag.attention import IMPLEMENTATION
 from cached_rag.errors import ModelError
 from cached_rag.full_precision import in_float32
 from cached_rag.inspection import decoder_layers, frequencies, switch, table_rounding, windows_of
+from cached_rag.kv.buffer import KVBuffer, KVShapes
+from cached_rag.kv.positions import PositionRule, match_rule
 from cached_rag.recording import Inputs, Recording, entering, leaving, record
-from cached_rag.relocate import PositionRule, match_rule
 from cached_rag.row_pass import Decoder, RowPass
 
 _PROBE_TOKENS = 12

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from cached_rag.assemble import KVBuffer
-from cached_rag.fingerprint import digest
 from cached_rag.fuse import prefill_rows
-from cached_rag.kv import ModuleKV
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.fingerprint import digest
+from cached_rag.kv.module import ModuleKV
 from cached_rag.model import LanguageModel
 from cached_rag.resolve import cache_dir
 from cached_rag.store import DiskStore

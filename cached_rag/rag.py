@@ -25,8 +25,8 @@ from cached_rag.documents import (
 )
 from cached_rag.engine import Engine
 from cached_rag.errors import ConfigError, IndexMismatchError
-from cached_rag.fingerprint import digest
 from cached_rag.ingest import Ingestion, IngestSummary
+from cached_rag.kv.fingerprint import digest
 from cached_rag.prompt import Message
 from cached_rag.prompts import Prompts, Turn, searched
 from cached_rag.report import Clock

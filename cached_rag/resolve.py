@@ -16,7 +16,7 @@ from pathlib import Path
 from platformdirs import user_cache_path
 
 from cached_rag.errors import ModelNotFoundError
-from cached_rag.fingerprint import digest
+from cached_rag.kv.fingerprint import digest
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 

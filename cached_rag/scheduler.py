@@ -20,11 +20,11 @@ from cached_rag import model_thread, running
 from cached_rag.batch_step import Ahead, can_append, can_batch, step_batch
 from cached_rag.config import BatchConfig
 from cached_rag.errors import ContextOverflowError
+from cached_rag.kv.rows import Run
 from cached_rag.live import Live
 from cached_rag.model import LanguageModel
 from cached_rag.prefiller import Prepared
 from cached_rag.request import Request, Waiting
-from cached_rag.row_kv import Run
 from cached_rag.running import Running
 
 _log = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 
-from cached_rag.assemble import KVBuffer
 from cached_rag.errors import StoreFullError
-from cached_rag.fingerprint import digest, ids_digest
-from cached_rag.kv import ModuleKV
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.fingerprint import digest, ids_digest
+from cached_rag.kv.module import ModuleKV
 from cached_rag.store import MemoryStore
 
 # KV that is what full prefill computes serves every method; repaired KV only its own.

@@ -6,6 +6,7 @@ import ast
 import importlib
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,74 +14,10 @@ import pytest
 import cached_rag
 
 ROOT = Path(cached_rag.__file__).parent
-# A module may import what stands before it.
-ORDER = (
-    *(
-        "errors",
-        "model_thread",
-        "selectors",
-        "config",
-        "fingerprint",
-        "kv",
-        "relocate",
-        "assemble",
-        "loading",
-        "resolve",
-        "gguf",
-        "memory",
-    ),
-    *(
-        "matmul_attention",
-        "attention",
-        "alibi",
-        "observe",
-        "drift",
-        "row_cache",
-        "row_pass",
-        "store",
-        "fuse",
-        "full_precision",
-        "recording",
-        "inspection",
-        "probe",
-        "model",
-        "prompt",
-        "match",
-    ),
-    *(
-        "context",
-        "library",
-        "plan",
-        "encode",
-        "encoder",
-        "decode",
-        "lse_attention",
-        "relay",
-        "row_kv",
-        "slab",
-        "batch_step",
-    ),
-    *("report", "answering", "live", "sequences"),
-    *("write_back", "heads", "leftovers", "profile", "controller", "prefiller"),
-    *("request", "running", "scheduler", "stream", "engine", "pml"),
-    *(
-        "documents",
-        "prompts",
-        "answer",
-        "progress",
-        "ingest",
-        "settings",
-        "rag",
-        "serving",
-        "examples",
-        "plotting",
-        "benchmarks",
-        "evaluation",
-        "doctor",
-        "demo",
-    ),
-    *("terminal", "cli_documents", "cli_store", "cli_schema", "cli_eval", "cli_bench", "cli_serve"),
-    "cli",
+# From the ground up; a package may import those before it.
+FLOORS = (
+    *("errors", "methods", "config", "kv", "backends", "library", "engine"),
+    *("pml", "rag", "server", "benchmarks", "evaluation", "cli"),
 )
 PUBLIC = ("cached_rag", "cached_rag.benchmarks", "cached_rag.evaluation", "cached_rag.pml")
 FRAMEWORKS = ("langchain_core", "langchain", "llama_index", "langchain_cached_rag")
@@ -95,21 +32,27 @@ def imported(path):
             yield from (alias.name for alias in node.names)
 
 
-def part(path):
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def named(path):
+    parts = ("cached_rag", *path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__")
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_point_upward(path):
-    if path == ROOT / "__init__.py":
-        return
-    own = part(path)
-    assert own in ORDER
-    for name in imported(path):
-        assert name.split(".")[0] not in FRAMEWORKS
-        pieces = name.split(".")
-        if pieces[0] == "cached_rag" and len(pieces) > 1 and pieces[1] in ORDER:
-            assert ORDER.index(pieces[1]) <= ORDER.index(own), f"{own} imports {pieces[1]}"
+FILES = {named(path): path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py"}
+
+
+def test_imports_point_downward_and_not_in_circles():
+    arrows = {n: {i for i in imported(p) if i in FILES and i != n} for n, p in FILES.items()}
+    for name, found in arrows.items():
+        for other in found:
+            floors = [module.split(".")[1] for module in (other, name)]
+            if set(floors) <= set(FLOORS):
+                assert FLOORS.index(floors[0]) <= FLOORS.index(floors[1]), f"{name} imports {other}"
+    TopologicalSorter(arrows).prepare()  # raises CycleError
+
+
+def test_the_core_knows_no_framework():
+    found = {name.split(".")[0] for path in FILES.values() for name in imported(path)}
+    assert found.isdisjoint(FRAMEWORKS)
 
 
 def test_a_core_import_loads_no_framework_and_does_nothing():

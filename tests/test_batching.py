@@ -14,11 +14,11 @@ from conftest import CHUNKS, FAMILIES, UNMOVABLE, random_ids, tiny_model
 
 from cached_rag import ContextOverflowError, Engine, StoreConfig, scheduler
 from cached_rag.answering import Answering
-from cached_rag.assemble import KVBuffer
 from cached_rag.batch_step import Ahead, can_batch, step, step_batch
 from cached_rag.fuse import prefill_rows
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.rows import RowKV
 from cached_rag.model_thread import ModelThread
-from cached_rag.row_kv import RowKV
 
 PROMPTS = [f"{chunk}\n\nWhat is said {word}?" for chunk in CHUNKS for word in ("here", "there")]
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cached_rag.benchmarks.models import methods_of
 from cached_rag.errors import ModelError
-from cached_rag.fingerprint import digest
+from cached_rag.kv.fingerprint import digest
 from cached_rag.model import wrap_model
 
 _SIZES = {

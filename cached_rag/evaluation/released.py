@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import torch
 
 from cached_rag.answering import Prefill
-from cached_rag.assemble import KVBuffer
 from cached_rag.attention import Rows
 from cached_rag.config import GenerationConfig
 from cached_rag.encode import encode_modules, encode_prefix
 from cached_rag.engine import Engine
 from cached_rag.evaluation.measure import Reading, read_on
 from cached_rag.fuse import prefill_selected
+from cached_rag.kv.buffer import KVBuffer
 from cached_rag.plan import Placement
 from cached_rag.prompt import Message, Tokens
 from cached_rag.report import Report

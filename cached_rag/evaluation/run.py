@@ -23,7 +23,7 @@ from cached_rag.evaluation.prompts import is_long, messages
 from cached_rag.evaluation.released import read_released
 from cached_rag.evaluation.several import SEVERAL
 from cached_rag.evaluation.trial import RELEASED, Trial
-from cached_rag.fingerprint import digest
+from cached_rag.kv.fingerprint import digest
 
 _ANSWER_TOKENS, _LONG_ANSWER_TOKENS = 16, 64
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cached_rag.errors import RelocationError
-from cached_rag.kv import LayerSource
+from cached_rag.kv.module import LayerSource
 from cached_rag.library import Library
 from cached_rag.model import LanguageModel
 from cached_rag.plan import Placement, Plan

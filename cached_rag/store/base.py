@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cached_rag.kv import LayerSource, ModuleKV
+from cached_rag.kv.module import LayerSource, ModuleKV
 
 
 @dataclass(frozen=True)

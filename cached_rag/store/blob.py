@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from cached_rag.errors import CorruptBlobError, StoreFullError
-from cached_rag.kv import ModuleKV
+from cached_rag.kv.module import ModuleKV
 from cached_rag.store.codecs import Codec, Tensors
 
 _IDS = "token_ids"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cached_rag.fingerprint import ids_digest, module_key
+from cached_rag.kv.fingerprint import ids_digest, module_key
 from cached_rag.store.database import Database
 
 _SCHEMA = """

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from cached_rag.errors import ConfigError
-from cached_rag.kv import ModuleKV
+from cached_rag.kv.module import ModuleKV
 
 Tensors = dict[str, torch.Tensor]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cached_rag.errors import CorruptBlobError, StoreFullError
-from cached_rag.kv import ModuleKV
+from cached_rag.kv.module import ModuleKV
 from cached_rag.store.base import Problem
 from cached_rag.store.blob import StoredKV, open_blob, read_blob, write_blob
 from cached_rag.store.codecs import Codec, codec_by_name

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cached_rag.errors import ConfigError
-from cached_rag.fingerprint import digest
+from cached_rag.kv.fingerprint import digest
 from cached_rag.store.catalog import Catalog, Maker
 from cached_rag.store.disk import DiskStore
 from cached_rag.store.removal import remove

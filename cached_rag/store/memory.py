@@ -12,7 +12,7 @@ import torch
 from cachetools import LRUCache
 
 from cached_rag.errors import CorruptBlobError, StoreFullError
-from cached_rag.kv import ModuleKV
+from cached_rag.kv.module import ModuleKV
 from cached_rag.store.base import Problem
 
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreFullError
-from cached_rag.kv import LayerSource, ModuleKV
+from cached_rag.kv.module import LayerSource, ModuleKV
 from cached_rag.store.base import KVStore, Problem
 
 

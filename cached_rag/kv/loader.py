@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
-from cached_rag.assemble import KVBuffer
-from cached_rag.kv import LayerSource
-from cached_rag.relocate import PositionRule
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.module import LayerSource
+from cached_rag.kv.positions import PositionRule
 
 
 class Placed(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from cached_rag.assemble import KVBuffer, KVShapes
+from cached_rag.kv.buffer import KVBuffer, KVShapes
 
 # Longer rows gain nothing: reading their keys takes longer than calling a kernel.
 LONGEST = 1024

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cached_rag.assemble import KVBuffer
+from cached_rag.kv.buffer import KVBuffer
 
 
 @dataclass(frozen=True)

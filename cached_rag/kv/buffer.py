@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cached_rag.kv import LayerSource, ModuleKV
-from cached_rag.relocate import PositionRule
+from cached_rag.kv.module import LayerSource, ModuleKV
+from cached_rag.kv.positions import PositionRule
 
 _GROWTH = 1024
 
