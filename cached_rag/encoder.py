@@ -20,11 +20,11 @@ from cached_rag.encode import (
     join,
 )
 from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.store import ModuleRecord
 from cached_rag.library import Behind, Library
 from cached_rag.match import ANCHOR, record_of
 from cached_rag.model import LanguageModel
 from cached_rag.prompt import Rendered, Tokenization
-from cached_rag.store import ModuleRecord
 
 Ids = tuple[int, ...]
 

@@ -23,6 +23,7 @@ from cached_rag.encoder import Encoder
 from cached_rag.errors import ClosedError, ConfigError
 from cached_rag.kv.buffer import Workspace
 from cached_rag.kv.fingerprint import digest
+from cached_rag.kv.store import Maker, ModuleRecord
 from cached_rag.leftovers import Leftovers
 from cached_rag.library import Library
 from cached_rag.match import inner_ids
@@ -35,7 +36,6 @@ from cached_rag.report import Clock, Report
 from cached_rag.request import Request
 from cached_rag.scheduler import Scheduler
 from cached_rag.sequences import SequenceTree
-from cached_rag.store import Maker, ModuleRecord
 from cached_rag.stream import Stream
 from cached_rag.write_back import Activity, WriteBack
 

@@ -19,8 +19,7 @@ from cached_rag.config import StoreConfig
 from cached_rag.errors import CorruptBlobError
 from cached_rag.kv.fingerprint import module_key
 from cached_rag.kv.module import LayerSource, ModuleKV
-from cached_rag.match import ModuleTable
-from cached_rag.store import (
+from cached_rag.kv.store import (
     Catalog,
     DiskStore,
     KVStore,
@@ -31,6 +30,7 @@ from cached_rag.store import (
     TieredStore,
     removal,
 )
+from cached_rag.match import ModuleTable
 
 _log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from cached_rag.kv.fingerprint import digest
+from cached_rag.kv.store.catalog import ModuleRecord
 from cached_rag.prompt import Tokens
-from cached_rag.store.catalog import ModuleRecord
 
 ANCHOR = 32
 # A neighbour's characters can merge with a module's outermost tokens, not further in.

@@ -15,7 +15,7 @@ from cached_rag.errors import StoreFullError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.fingerprint import digest, ids_digest
 from cached_rag.kv.module import ModuleKV
-from cached_rag.store import MemoryStore
+from cached_rag.kv.store import MemoryStore
 
 # KV that is what full prefill computes serves every method; repaired KV only its own.
 EXACT = "exact"

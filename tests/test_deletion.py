@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from cached_rag import BatchConfig, CachedRAG, Engine, Schema, StoreConfig
 from cached_rag.cli import app
-from cached_rag.store import Catalog, DiskStore, MemoryStore, TieredStore, holdings
+from cached_rag.kv.store import Catalog, DiskStore, MemoryStore, TieredStore, holdings
 
 LONG = " ".join(CHUNKS * 3)
 HEAD = [{"role": "system", "content": "Answer from the texts."}, {"role": "user", "content": "X"}]

@@ -19,7 +19,7 @@ from cached_rag.documents.roots import SCHEMA as _ROOTS
 from cached_rag.documents.roots import Roots
 from cached_rag.documents.splitting import Chunk
 from cached_rag.errors import IndexMismatchError
-from cached_rag.store.database import Database
+from cached_rag.kv.store.database import Database
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

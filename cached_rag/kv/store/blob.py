@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from cached_rag.errors import CorruptBlobError, StoreFullError
 from cached_rag.kv.module import ModuleKV
-from cached_rag.store.codecs import Codec, Tensors
+from cached_rag.kv.store.codecs import Codec, Tensors
 
 _IDS = "token_ids"
 _DAMAGED = "its content does not match its checksum"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from cached_rag.errors import ConfigError
 from cached_rag.kv.fingerprint import digest
-from cached_rag.store.catalog import Catalog, Maker
-from cached_rag.store.disk import DiskStore
-from cached_rag.store.removal import remove
+from cached_rag.kv.store.catalog import Catalog, Maker
+from cached_rag.kv.store.disk import DiskStore
+from cached_rag.kv.store.removal import remove
 
 CATALOG = "catalog.sqlite"
 

@@ -13,7 +13,7 @@ from cachetools import LRUCache
 
 from cached_rag.errors import CorruptBlobError, StoreFullError
 from cached_rag.kv.module import ModuleKV
-from cached_rag.store.base import Problem
+from cached_rag.kv.store.base import Problem
 
 
 class MemoryStore:

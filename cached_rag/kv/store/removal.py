@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from cached_rag.store.base import KVStore
-from cached_rag.store.catalog import Catalog
+from cached_rag.kv.store.base import KVStore
+from cached_rag.kv.store.catalog import Catalog
 
 
 def remove(catalog: Catalog, store: KVStore, text_digests: Collection[str]) -> int:

@@ -15,10 +15,10 @@ from typing import TypeVar
 
 from cached_rag.errors import CorruptBlobError, StoreFullError
 from cached_rag.kv.module import ModuleKV
-from cached_rag.store.base import Problem
-from cached_rag.store.blob import StoredKV, open_blob, read_blob, write_blob
-from cached_rag.store.codecs import Codec, codec_by_name
-from cached_rag.store.database import Database
+from cached_rag.kv.store.base import Problem
+from cached_rag.kv.store.blob import StoredKV, open_blob, read_blob, write_blob
+from cached_rag.kv.store.codecs import Codec, codec_by_name
+from cached_rag.kv.store.database import Database
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS blobs (

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreFullError
 from cached_rag.kv.module import LayerSource, ModuleKV
-from cached_rag.store.base import KVStore, Problem
+from cached_rag.kv.store.base import KVStore, Problem
 
 
 class TieredStore:

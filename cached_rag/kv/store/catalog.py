@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cached_rag.kv.fingerprint import ids_digest, module_key
-from cached_rag.store.database import Database
+from cached_rag.kv.store.database import Database
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS modules (
