@@ -9,8 +9,8 @@ import torch
 
 from cached_rag.attention import Rows
 from cached_rag.matmul_attention import capped, centre_of
-from cached_rag.selectors.base import Layout
-from cached_rag.selectors.question import QuestionSelector
+from cached_rag.methods.base import Layout
+from cached_rag.methods.question import QuestionSelector
 
 
 class Observed(Exception):  # noqa: N818 (a signal, not an error)

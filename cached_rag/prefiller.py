@@ -24,13 +24,13 @@ from cached_rag.kv.loader import LayerLoader
 from cached_rag.kv.module import ModuleKV
 from cached_rag.leftovers import Leftovers
 from cached_rag.library import Library
+from cached_rag.methods import CacheBlend, Reuse, Selector
 from cached_rag.model import LanguageModel
 from cached_rag.model_thread import on_model_thread
 from cached_rag.plan import Placement, Plan, make_plan
 from cached_rag.profile import profile_of
 from cached_rag.prompt import Rendered, Tokenization, Tokens
 from cached_rag.report import Clock, Report
-from cached_rag.selectors import CacheBlend, Reuse, Selector
 from cached_rag.sequences import EXACT
 
 _log = logging.getLogger(__name__)

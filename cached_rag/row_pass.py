@@ -19,9 +19,9 @@ from cached_rag.alibi import with_gaps
 from cached_rag.attention import Rows, attending
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
+from cached_rag.methods.base import LayerCheck, Layout, Selector
 from cached_rag.observe import Observed, Observer
 from cached_rag.row_cache import Peeked, RowCache
-from cached_rag.selectors.base import LayerCheck, Layout, Selector
 
 
 @dataclass(frozen=True)

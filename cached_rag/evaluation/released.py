@@ -20,10 +20,10 @@ from cached_rag.engine import Engine
 from cached_rag.evaluation.measure import Reading, read_on
 from cached_rag.fuse import prefill_selected
 from cached_rag.kv.buffer import KVBuffer
+from cached_rag.methods import CacheBlend, Layout
 from cached_rag.plan import Placement
 from cached_rag.prompt import Message, Tokens
 from cached_rag.report import Report
-from cached_rag.selectors import CacheBlend, Layout
 
 
 class BottomRightRows(Rows):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cached_rag.selectors.base import Layout, StaticSelector
+from cached_rag.methods.base import Layout, StaticSelector
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cached_rag.selectors.base import Layout
-from cached_rag.selectors.question import QuestionSelector
+from cached_rag.methods.base import Layout
+from cached_rag.methods.question import QuestionSelector
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from cached_rag.selectors.a3 import A3
-from cached_rag.selectors.anchorflow import AnchorFlow
-from cached_rag.selectors.base import LayerCheck, Layout, Selector
-from cached_rag.selectors.cacheblend import CacheBlend
-from cached_rag.selectors.epic import Epic
-from cached_rag.selectors.infoflow import InfoFlow
-from cached_rag.selectors.parse import ALONE, parse_method
-from cached_rag.selectors.prophetkv import ProphetKV
-from cached_rag.selectors.question import QuestionSelector
-from cached_rag.selectors.random_rows import Random
-from cached_rag.selectors.reuse import Reuse
-from cached_rag.selectors.union import Union
+from cached_rag.methods.a3 import A3
+from cached_rag.methods.anchorflow import AnchorFlow
+from cached_rag.methods.base import LayerCheck, Layout, Selector
+from cached_rag.methods.cacheblend import CacheBlend
+from cached_rag.methods.epic import Epic
+from cached_rag.methods.infoflow import InfoFlow
+from cached_rag.methods.parse import ALONE, parse_method
+from cached_rag.methods.prophetkv import ProphetKV
+from cached_rag.methods.question import QuestionSelector
+from cached_rag.methods.random_rows import Random
+from cached_rag.methods.reuse import Reuse
+from cached_rag.methods.union import Union
 
 __all__ = [
     "A3",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from cached_rag.errors import ConfigError
-from cached_rag.selectors.base import Layout, StaticSelector
-from cached_rag.selectors.question import top_rows
+from cached_rag.methods.base import Layout, StaticSelector
+from cached_rag.methods.question import top_rows
 
 
 @dataclass(frozen=True)

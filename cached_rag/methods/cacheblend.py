@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from cached_rag.errors import ConfigError
-from cached_rag.selectors.base import LayerCheck, Layout
+from cached_rag.methods.base import LayerCheck, Layout
 
 # Schedules start at 1.5 r. The gradual one falls to 0.5 r at the last layer: r on average.
 _SPAN = 0.5

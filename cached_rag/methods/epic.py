@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from cached_rag.errors import ConfigError
-from cached_rag.selectors.base import Layout, StaticSelector
+from cached_rag.methods.base import Layout, StaticSelector
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from functools import reduce
 import torch
 
 from cached_rag.errors import ConfigError
-from cached_rag.selectors.base import Layout, Selector, StaticSelector
-from cached_rag.selectors.question import QuestionSelector
+from cached_rag.methods.base import Layout, Selector, StaticSelector
+from cached_rag.methods.question import QuestionSelector
 
 
 @dataclass(frozen=True)

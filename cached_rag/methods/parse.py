@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from cached_rag.errors import ConfigError
-from cached_rag.selectors.base import Selector
-from cached_rag.selectors.union import Union
+from cached_rag.methods.base import Selector
+from cached_rag.methods.union import Union
 
 # Methods that are no selector.
 ALONE = ("auto", "full", "prefix")

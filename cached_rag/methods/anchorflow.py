@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from cached_rag.errors import ConfigError
-from cached_rag.selectors.base import Layout
-from cached_rag.selectors.epic import Epic
-from cached_rag.selectors.infoflow import InfoFlow
-from cached_rag.selectors.question import top_rows
+from cached_rag.methods.base import Layout
+from cached_rag.methods.epic import Epic
+from cached_rag.methods.infoflow import InfoFlow
+from cached_rag.methods.question import top_rows
 
 
 @dataclass(frozen=True)
