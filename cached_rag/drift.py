@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cached_rag.attention import Rows
+from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.kv.buffer import KVBuffer
 
 # A module's first tokens move as the others do, but scatter more: the square of what is not common

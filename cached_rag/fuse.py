@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from cached_rag.attention import Rows
+from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.drift import Drift
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from cached_rag.attention import Rows
-from cached_rag.matmul_attention import capped, centre_of
+from cached_rag.backends.transformers.attention.matmul import capped, centre_of
+from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.methods.base import Layout
 from cached_rag.methods.question import QuestionSelector
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from cached_rag import attention
-from cached_rag.attention import IMPLEMENTATION
+from cached_rag.backends.transformers.attention import scattered as attention
+from cached_rag.backends.transformers.attention.scattered import IMPLEMENTATION
 from cached_rag.errors import ModelError
 from cached_rag.full_precision import in_float32
 from cached_rag.inspection import decoder_layers, frequencies, switch, table_rounding, windows_of

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from cached_rag.attention import Rows
+from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.drift import Drift
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.observe import Observed, Observer

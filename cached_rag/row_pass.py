@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from cached_rag.alibi import with_gaps
-from cached_rag.attention import Rows, attending
+from cached_rag.backends.transformers.attention.scattered import Rows, attending
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods.base import LayerCheck, Layout, Selector

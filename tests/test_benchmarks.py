@@ -6,12 +6,13 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from cached_rag import GenerationConfig, lse_attention
+from cached_rag import GenerationConfig
+from cached_rag.backends.transformers.attention import kernels as lse_attention
+from cached_rag.backends.transformers.attention.kernels import reference
 from cached_rag.benchmarks.attention import make_steps, theory
 from cached_rag.benchmarks.serving import METHODS, Workload
 from cached_rag.kv.buffer import KVShapes
 from cached_rag.kv.slab import LONGEST
-from cached_rag.lse_attention import reference
 
 KV_HEADS, HEADS, DIM = 2, 6, 16
 

@@ -19,7 +19,7 @@ from test_exactness import (
 )
 
 from cached_rag import ConfigError, GenerationConfig, ModelError
-from cached_rag.attention import Rows
+from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.drift import Drift
 from cached_rag.fuse import prefill_rows, prefill_selected
 from cached_rag.kv.buffer import KVBuffer

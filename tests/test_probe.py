@@ -11,7 +11,7 @@ from conftest import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cached_rag import ModelError, probe
-from cached_rag.attention import Rows
+from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.row_pass import Decoder
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from cached_rag.answering import Prefill
-from cached_rag.attention import Rows
+from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.config import GenerationConfig
 from cached_rag.encode import encode_modules, encode_prefix
 from cached_rag.engine import Engine

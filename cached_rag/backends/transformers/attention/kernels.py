@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from cached_rag.matmul_attention import capped, matmul_attention_lse
+from cached_rag.backends.transformers.attention.matmul import capped, matmul_attention_lse
 
 _log = logging.getLogger(__name__)
 _OPS = torch.ops.aten

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from cached_rag.lse_attention import Attended, attend, attend_causal, attend_padded
+from cached_rag.backends.transformers.attention.kernels import (
+    Attended,
+    attend,
+    attend_causal,
+    attend_padded,
+)
 
 
 @dataclass(frozen=True)

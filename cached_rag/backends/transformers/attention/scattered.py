@@ -20,7 +20,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from cached_rag.matmul_attention import capped_attention, matmul_attention, prefers_matmul
+from cached_rag.backends.transformers.attention.matmul import (
+    capped_attention,
+    matmul_attention,
+    prefers_matmul,
+)
 
 IMPLEMENTATION = "cached_rag"
 _BLOCK_ROWS = 128
