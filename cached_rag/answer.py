@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterat
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+from cached_rag.backends.tokenizer import Message
 from cached_rag.documents import Hit
 from cached_rag.errors import ConfigError
-from cached_rag.prompt import Message
 from cached_rag.report import Report
 from cached_rag.stream import Stream
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from cached_rag.batch_step import Ahead, step_batch
+from cached_rag.backends.tokenizer import Tokens
+from cached_rag.backends.transformers.batch import Ahead, step_batch
+from cached_rag.backends.transformers.loading import LanguageModel
 from cached_rag.config import GenerationConfig
 from cached_rag.decode import Detokenizer, Sampler
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
-from cached_rag.model import LanguageModel
 from cached_rag.plan import Placement
-from cached_rag.prompt import Tokens
 from cached_rag.report import Clock, Report
 
 

@@ -111,8 +111,8 @@ def serving(
 ) -> None:
     """Answers over a shared beginning: relayed, over copies, recomputed, one after another."""
     from cached_rag import load_model
+    from cached_rag.backends.thread import submit
     from cached_rag.benchmarks import bench_arrivals, bench_serving, machine
-    from cached_rag.model_thread import submit
 
     loaded = submit(lambda: load_model(model or "smollm2-135m", dtype, device)).result()
     counts, chosen = _counts(requests), methods.split(",")

@@ -35,9 +35,9 @@ def evaluate_command(
 ) -> None:
     """Compare methods with full prefill: F1, likelihood of the answer, KL, time to first token."""
     from cached_rag import Engine
+    from cached_rag.backends.resolve import cache_dir
     from cached_rag.evaluation import Journal, Settings, evaluate, make_trials, summarise
     from cached_rag.evaluation.plot import plot_frontier
-    from cached_rag.resolve import cache_dir
 
     data = [*data, *(more or [])]
     trials = make_trials(_split(methods), [_ratio(part) for part in _split(ratio)])

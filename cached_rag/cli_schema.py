@@ -61,10 +61,10 @@ def check(
 @schema_app.command()
 def show(file: File, model: Model = _MODEL, as_json: Json = False) -> None:
     """Draw the tree with token counts and positions, by a model's tokenizer and chat template."""
-    from cached_rag.model import load_tokenizer
+    from cached_rag.backends.tokenizer import Tokenization
+    from cached_rag.backends.transformers.loading import load_tokenizer
     from cached_rag.pml import Schema
     from cached_rag.pml.outline import outline
-    from cached_rag.prompt import Tokenization
 
     found = outline(Schema.from_file(file), Tokenization(load_tokenizer(model)))
     if as_json:
@@ -266,9 +266,9 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Time to first token against length: full prefill, KV in memory, KV on this folder's disk."""
+    from cached_rag.backends.transformers.loading import load_model
     from cached_rag.benchmarks import bench_lengths, machine, plot_lengths
     from cached_rag.errors import ConfigError
-    from cached_rag.model import load_model
 
     try:
         wanted = [int(part) for part in lengths.split(",")]

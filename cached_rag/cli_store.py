@@ -109,7 +109,7 @@ def _unneeded(index: Path) -> set[str]:
 
 def _drop_unused(index: Path, dtypes: list[str] | None, *, dry_run: bool) -> list[Holding]:
     """What the index's model has no use for in these dtypes; dropped, if this is no trial."""
-    from cached_rag.model import best_device, fastest_dtype, parse_dtype
+    from cached_rag.backends.transformers.loading import best_device, fastest_dtype, parse_dtype
 
     wanted = map(parse_dtype, dtypes) if dtypes else [fastest_dtype(best_device())]
     names = [str(dtype).removeprefix("torch.") for dtype in wanted]

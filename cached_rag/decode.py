@@ -18,8 +18,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from cached_rag.backends.transformers.loading import LanguageModel
 from cached_rag.config import GenerationConfig
-from cached_rag.model import LanguageModel
 
 
 class Sampler:

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from cached_rag.backends.transformers.prefill import prefill_rows, prefill_selected
+from cached_rag.backends.transformers.profile import profile_of
 from cached_rag.benchmarks.machine import machine
 from cached_rag.config import AUTO_RATIO
 from cached_rag.controller import Controller
 from cached_rag.engine import Engine
-from cached_rag.fuse import prefill_rows, prefill_selected
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods import CacheBlend, Layout
-from cached_rag.profile import profile_of
 
 _TOKENS = 64
 # What the loading controller is shown on: modules of so many tokens, a prompt of so many.

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from cached_rag.context import PRIMER, Context
-from cached_rag.encode import (
+from cached_rag.backends.tokenizer import Rendered, Tokenization
+from cached_rag.backends.transformers.encode import (
     EncodeSummary,
     Progress,
     check_fits,
@@ -19,12 +19,12 @@ from cached_rag.encode import (
     encode_prefix,
     join,
 )
+from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.context import PRIMER, Context
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import ModuleRecord
 from cached_rag.library import Behind, Library
 from cached_rag.match import ANCHOR, record_of
-from cached_rag.model import LanguageModel
-from cached_rag.prompt import Rendered, Tokenization
 
 Ids = tuple[int, ...]
 

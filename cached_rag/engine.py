@@ -16,9 +16,12 @@ from weakref import WeakValueDictionary
 import torch
 
 from cached_rag.answering import Generation, Prefill
+from cached_rag.backends.thread import on_model_thread, submit
+from cached_rag.backends.tokenizer import Message, Rendered, Tokenization, Tokens
+from cached_rag.backends.transformers.encode import EncodeSummary
+from cached_rag.backends.transformers.loading import LanguageModel, load_model
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.context import Context
-from cached_rag.encode import EncodeSummary
 from cached_rag.encoder import Encoder
 from cached_rag.errors import ClosedError, ConfigError
 from cached_rag.kv.buffer import Workspace
@@ -27,11 +30,8 @@ from cached_rag.kv.store import Maker, ModuleRecord
 from cached_rag.leftovers import Leftovers
 from cached_rag.library import Library
 from cached_rag.match import inner_ids
-from cached_rag.model import LanguageModel, load_model
-from cached_rag.model_thread import on_model_thread, submit
 from cached_rag.plan import Plan
 from cached_rag.prefiller import Planner, Prefiller
-from cached_rag.prompt import Message, Rendered, Tokenization, Tokens
 from cached_rag.report import Clock, Report
 from cached_rag.request import Request
 from cached_rag.scheduler import Scheduler

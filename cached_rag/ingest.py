@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cached_rag.backends.tokenizer import Rendered
 from cached_rag.context import Context
 from cached_rag.documents import (
     Document,
@@ -26,7 +27,6 @@ from cached_rag.engine import Engine
 from cached_rag.errors import DocumentError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.progress import Say, prefilling, reading
-from cached_rag.prompt import Rendered
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -11,6 +11,8 @@ from functools import partial
 
 import torch
 
+from cached_rag.backends.thread import on_model_thread
+from cached_rag.backends.tokenizer import Tokens
 from cached_rag.config import StoreConfig
 from cached_rag.context import PRIMER
 from cached_rag.encoder import Encoder
@@ -19,9 +21,7 @@ from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import ModuleRecord
 from cached_rag.library import Behind, Library
-from cached_rag.model_thread import on_model_thread
 from cached_rag.plan import Plan, is_before
-from cached_rag.prompt import Tokens
 from cached_rag.sequences import EXACT, SequenceTree
 from cached_rag.write_back import Activity, WriteBack
 

@@ -10,9 +10,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from cached_rag.backends.tokenizer import Tokens
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.store.catalog import ModuleRecord
-from cached_rag.prompt import Tokens
 
 ANCHOR = 32
 # A neighbour's characters can merge with a module's outermost tokens, not further in.

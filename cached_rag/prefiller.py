@@ -15,21 +15,21 @@ from typing import Any, Protocol
 import torch
 
 from cached_rag.answering import Prefill
+from cached_rag.backends.thread import on_model_thread
+from cached_rag.backends.tokenizer import Rendered, Tokenization, Tokens
+from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.backends.transformers.prefill import Prefilled, prefill_rows, prefill_selected
+from cached_rag.backends.transformers.profile import profile_of
 from cached_rag.config import GenerationConfig
 from cached_rag.controller import Controller
 from cached_rag.errors import ConfigError, ContextOverflowError, CorruptBlobError, RelocationError
-from cached_rag.fuse import Prefilled, prefill_rows, prefill_selected
 from cached_rag.kv.buffer import KVBuffer, Workspace
 from cached_rag.kv.loader import LayerLoader
 from cached_rag.kv.module import ModuleKV
 from cached_rag.leftovers import Leftovers
 from cached_rag.library import Library
 from cached_rag.methods import CacheBlend, Reuse, Selector
-from cached_rag.model import LanguageModel
-from cached_rag.model_thread import on_model_thread
 from cached_rag.plan import Placement, Plan, make_plan
-from cached_rag.profile import profile_of
-from cached_rag.prompt import Rendered, Tokenization, Tokens
 from cached_rag.report import Clock, Report
 from cached_rag.sequences import EXACT
 

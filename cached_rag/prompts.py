@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cached_rag.backends.tokenizer import Rendered
 from cached_rag.documents import Hit
 from cached_rag.engine import Engine
 from cached_rag.errors import ContextOverflowError
-from cached_rag.prompt import Rendered
 
 Turn = dict[str, str]
 _MARK = "the first chunk"

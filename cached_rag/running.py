@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 
 from cached_rag.answering import Answering, Prefill
+from cached_rag.backends.transformers.loading import LanguageModel
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.rows import Run
 from cached_rag.live import Live, Row
-from cached_rag.model import LanguageModel
 from cached_rag.prefiller import Prepared
 from cached_rag.request import Request
 

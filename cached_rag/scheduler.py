@@ -16,13 +16,14 @@ from collections.abc import Sequence
 
 import torch
 
-from cached_rag import model_thread, running
-from cached_rag.batch_step import Ahead, can_append, can_batch, step_batch
+from cached_rag import running
+from cached_rag.backends import thread as model_thread
+from cached_rag.backends.transformers.batch import Ahead, can_append, can_batch, step_batch
+from cached_rag.backends.transformers.loading import LanguageModel
 from cached_rag.config import BatchConfig
 from cached_rag.errors import ContextOverflowError
 from cached_rag.kv.rows import Run
 from cached_rag.live import Live
-from cached_rag.model import LanguageModel
 from cached_rag.prefiller import Prepared
 from cached_rag.request import Request, Waiting
 from cached_rag.running import Running

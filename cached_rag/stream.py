@@ -11,8 +11,8 @@ import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, suppress
 
-from cached_rag import model_thread
 from cached_rag.answering import Generation
+from cached_rag.backends import thread as model_thread
 from cached_rag.report import Report
 from cached_rag.request import Item, Request
 from cached_rag.scheduler import Scheduler

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakSet
 
-from cached_rag.model_thread import before_end
+from cached_rag.backends.thread import before_end
 
 _log = logging.getLogger(__name__)
 _CAPACITY = 256

@@ -10,7 +10,7 @@ from conftest import CHUNKS, tiny_model
 from test_rag import WordEmbedding
 
 from cached_rag import AnswerStream, CachedRAG, ConfigError, Engine, Hit, StoreConfig
-from cached_rag.prompt import Tokenization
+from cached_rag.backends.tokenizer import Tokenization
 
 
 @pytest.fixture

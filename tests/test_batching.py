@@ -14,11 +14,11 @@ from conftest import CHUNKS, FAMILIES, UNMOVABLE, random_ids, tiny_model
 
 from cached_rag import ContextOverflowError, Engine, StoreConfig, scheduler
 from cached_rag.answering import Answering
-from cached_rag.batch_step import Ahead, can_batch, step, step_batch
-from cached_rag.fuse import prefill_rows
+from cached_rag.backends.thread import ModelThread
+from cached_rag.backends.transformers.batch import Ahead, can_batch, step, step_batch
+from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
-from cached_rag.model_thread import ModelThread
 
 PROMPTS = [f"{chunk}\n\nWhat is said {word}?" for chunk in CHUNKS for word in ("here", "there")]
 
@@ -174,7 +174,7 @@ def test_all_threads_but_the_main_one_compute_in_one(engine):
 
 
 def test_the_models_thread_ends_when_idle(monkeypatch):
-    monkeypatch.setattr("cached_rag.model_thread._IDLE_SECONDS", 0.01)
+    monkeypatch.setattr("cached_rag.backends.thread._IDLE_SECONDS", 0.01)
     thread = ModelThread()
     first = thread.submit(threading.current_thread).result()
     deadline = time.monotonic() + 5
@@ -187,7 +187,7 @@ def test_the_models_thread_ends_when_idle(monkeypatch):
 def test_the_models_thread_ends_before_the_interpreter():
     code = """
 import threading, time, torch
-from cached_rag.model_thread import submit
+from cached_rag.backends.thread import submit
 matrix = torch.randn(600, 600)
 def work():
     for _ in range(60):

@@ -18,8 +18,8 @@ from conftest import (
 
 from cached_rag import RelocationError
 from cached_rag.backends.transformers.attention.scattered import IMPLEMENTATION
-from cached_rag.encode import encode_modules, encode_prefix
-from cached_rag.fuse import prefill_rows, prefill_selected
+from cached_rag.backends.transformers.encode import encode_modules, encode_prefix
+from cached_rag.backends.transformers.prefill import prefill_rows, prefill_selected
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods import CacheBlend, Layout, Reuse
 

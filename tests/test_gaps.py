@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import FAMILIES, RELOCATABLE, logits_at, plain_logits, random_ids, tiny_model
 
-from cached_rag.batch_step import Ahead, step_batch
-from cached_rag.fuse import prefill_rows
+from cached_rag.backends.transformers.batch import Ahead, step_batch
+from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
 

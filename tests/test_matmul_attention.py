@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from cached_rag.backends.transformers.attention.kernels import reference
 from cached_rag.backends.transformers.attention.matmul import matmul_attention, matmul_attention_lse
 from cached_rag.backends.transformers.attention.scattered import Rows
-from cached_rag.observe import head_mean
+from cached_rag.backends.transformers.observe import head_mean
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -20,8 +20,8 @@ from test_exactness import (
 
 from cached_rag import ConfigError, GenerationConfig, ModelError
 from cached_rag.backends.transformers.attention.scattered import Rows
-from cached_rag.drift import Drift
-from cached_rag.fuse import prefill_rows, prefill_selected
+from cached_rag.backends.transformers.drift import Drift
+from cached_rag.backends.transformers.prefill import prefill_rows, prefill_selected
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods import (
     SELECTORS,

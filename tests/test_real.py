@@ -9,9 +9,9 @@ import torch
 from conftest import plain_logits, smollm2
 
 from cached_rag import CachedRAG, Engine, StoreConfig
+from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.demo import CORPUS
 from cached_rag.documents import Embedder, find_documents, load_document
-from cached_rag.fuse import prefill_rows
 from cached_rag.kv.buffer import KVBuffer
 
 pytestmark = pytest.mark.real

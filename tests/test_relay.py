@@ -18,8 +18,8 @@ from cached_rag.backends.transformers.attention.kernels import (
     reference,
 )
 from cached_rag.backends.transformers.attention.relay import Padded, Part, merge, relay_attention
-from cached_rag.batch_step import Ahead, can_append, can_batch, step_batch
-from cached_rag.fuse import prefill_rows
+from cached_rag.backends.transformers.batch import Ahead, can_append, can_batch, step_batch
+from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.rows import Piece, RowKV, Run, pieces
 from cached_rag.kv.slab import Slab, SlabRow, Slabs, mask_of

@@ -24,7 +24,7 @@ from cached_rag import (
     scheduler,
 )
 from cached_rag.answering import Answering
-from cached_rag.batch_step import can_append, can_batch, step_batch
+from cached_rag.backends.transformers.batch import can_append, can_batch, step_batch
 from cached_rag.request import Request, Waiting
 
 WORDS = "the copper roof turned green in the rain and nobody knew why it did".split()  # noqa: SIM905

@@ -15,7 +15,7 @@ import torch
 
 from cached_rag.backends.transformers.attention.kernels import kernel_of
 from cached_rag.backends.transformers.attention.relay import Padded
-from cached_rag.batch_step import Ahead, BatchCache
+from cached_rag.backends.transformers.batch import Ahead, BatchCache
 from cached_rag.benchmarks.timing import interleaved_ms
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.rows import RowKV, Run

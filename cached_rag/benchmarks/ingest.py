@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cached_rag.encode import BATCH_TOKENS, encode_modules
+from cached_rag.backends.transformers.encode import BATCH_TOKENS, encode_modules
 from cached_rag.engine import Engine
 from cached_rag.library import Behind
 

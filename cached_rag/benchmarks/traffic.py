@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from cached_rag.backends.thread import submit
 from cached_rag.config import GenerationConfig
 from cached_rag.context import PRIMER
 from cached_rag.engine import Engine
-from cached_rag.model_thread import submit
 from cached_rag.prompts import Prompts
 from cached_rag.report import Report
 

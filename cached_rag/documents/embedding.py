@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from cached_rag.backends.resolve import wheel_file
+from cached_rag.backends.thread import on_model_thread
 from cached_rag.errors import ModelNotFoundError
-from cached_rag.model_thread import on_model_thread
-from cached_rag.resolve import wheel_file
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -14,7 +14,7 @@ from typing import Any
 
 from cachetools import LRUCache
 
-from cached_rag.encode import EncodeSummary
+from cached_rag.backends.transformers.encode import EncodeSummary
 from cached_rag.engine import Engine
 from cached_rag.errors import ConfigError, PMLError
 from cached_rag.kv.fingerprint import digest

@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 import torch
 from cachetools import LRUCache
 
-from cached_rag.encode import EncodeSummary
+from cached_rag.backends.thread import on_model_thread
+from cached_rag.backends.transformers.encode import EncodeSummary
 from cached_rag.engine import Engine
-from cached_rag.model_thread import on_model_thread
 from cached_rag.pml.encode import Encoded
 from cached_rag.pml.planner import LaidOut, SchemaPlanner, planner_of
 

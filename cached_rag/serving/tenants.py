@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+from cached_rag.backends.thread import submit
 from cached_rag.engine import Engine
 from cached_rag.errors import ConfigError
-from cached_rag.model_thread import submit
 
 # Each is a table of texts and two database connections; KV in memory is bounded for all together.
 _OPEN = 64

@@ -21,7 +21,7 @@ from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 
 from cached_rag import BatchConfig, Engine, scheduler
-from cached_rag.batch_step import step_batch
+from cached_rag.backends.transformers.batch import step_batch
 from cached_rag.serving.app import create_app
 from cached_rag.serving.run import _Server
 from cached_rag.serving.service import Service

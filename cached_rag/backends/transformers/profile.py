@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch
 
-from cached_rag.fuse import prefill_rows
+from cached_rag.backends.resolve import cache_dir
+from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import DiskStore
-from cached_rag.model import LanguageModel
-from cached_rag.resolve import cache_dir
 
 # Of the KV that is put and read, of the longest prompt, and of a timed pass at most.
 _KV_TOKENS, _LONGEST, _ROWS = 512, 4096, 256

@@ -17,11 +17,11 @@ from transformers import Cache
 from cached_rag.backends.transformers.attention.kernels import attend
 from cached_rag.backends.transformers.attention.relay import Padded, Part, relay_attention
 from cached_rag.backends.transformers.attention.scattered import attending
-from cached_rag.fuse import prefill_rows
+from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import Piece, RowKV, Run, pieces
 from cached_rag.kv.slab import Slab, SlabRow, mask_of
-from cached_rag.model import LanguageModel
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from cached_rag.alibi import with_gaps
+from cached_rag.backends.transformers.alibi import with_gaps
 from cached_rag.backends.transformers.attention.scattered import Rows, attending
+from cached_rag.backends.transformers.observe import Observed, Observer
+from cached_rag.backends.transformers.row_cache import Peeked, RowCache
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods.base import LayerCheck, Layout, Selector
-from cached_rag.observe import Observed, Observer
-from cached_rag.row_cache import Peeked, RowCache
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,19 @@ import torch
 
 from cached_rag.backends.transformers.attention import scattered as attention
 from cached_rag.backends.transformers.attention.scattered import IMPLEMENTATION
+from cached_rag.backends.transformers.full_precision import in_float32
+from cached_rag.backends.transformers.inspection import (
+    decoder_layers,
+    frequencies,
+    switch,
+    table_rounding,
+    windows_of,
+)
+from cached_rag.backends.transformers.recording import Inputs, Recording, entering, leaving, record
+from cached_rag.backends.transformers.row_pass import Decoder, RowPass
 from cached_rag.errors import ModelError
-from cached_rag.full_precision import in_float32
-from cached_rag.inspection import decoder_layers, frequencies, switch, table_rounding, windows_of
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.positions import PositionRule, match_rule
-from cached_rag.recording import Inputs, Recording, entering, leaving, record
-from cached_rag.row_pass import Decoder, RowPass
 
 _PROBE_TOKENS = 12
 _PROBE_DELTA = 61

@@ -20,15 +20,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from cached_rag.backends.resolve import ModelSource, cache_dir, resolve
+from cached_rag.backends.transformers.gguf import convert, put_together
+from cached_rag.backends.transformers.memory import check_fits
+from cached_rag.backends.transformers.prefill import Decoder
+from cached_rag.backends.transformers.probe import examine
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
-from cached_rag.fuse import Decoder
-from cached_rag.gguf import convert, put_together
 from cached_rag.kv import fingerprint
 from cached_rag.kv.buffer import KVShapes
 from cached_rag.kv.positions import PositionRule
-from cached_rag.memory import check_fits
-from cached_rag.probe import examine
-from cached_rag.resolve import ModelSource, cache_dir, resolve
 
 # Bumped when the numbers this library writes into KV files would change.
 _KV_VERSION = 1

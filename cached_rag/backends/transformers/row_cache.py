@@ -11,9 +11,9 @@ import torch
 from transformers import Cache
 
 from cached_rag.backends.transformers.attention.scattered import Rows
-from cached_rag.drift import Drift
+from cached_rag.backends.transformers.drift import Drift
+from cached_rag.backends.transformers.observe import Observed, Observer
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.observe import Observed, Observer
 
 
 class Peeked(Exception):  # noqa: N818 (a signal, not an error)

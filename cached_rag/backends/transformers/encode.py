@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.errors import ContextOverflowError
-from cached_rag.fuse import prefill_rows
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.positions import PositionRule
-from cached_rag.model import LanguageModel
 
 # A batch is large enough to keep the cores busy and small enough to stay in their caches.
 BATCH_TOKENS = 2048
