@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from cached_rag.backends.transformers.encode import EncodeSummary
     from cached_rag.backends.transformers.loading import LanguageModel, load_model, wrap_model
     from cached_rag.config import METHODS, BatchConfig, GenerationConfig, StoreConfig
-    from cached_rag.context import PRIMER, Context
     from cached_rag.documents import Embedder, Hit, IndexedDocument
     from cached_rag.engine import Engine
     from cached_rag.errors import (
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
         StoreFullError,
     )
     from cached_rag.ingest import IngestSummary
+    from cached_rag.library.context import PRIMER, Context
     from cached_rag.pml import Import, Said, Schema, SchemaPrompt
     from cached_rag.rag import CachedRAG, Deletion
     from cached_rag.report import Report
@@ -89,7 +89,7 @@ __all__ = [
 ]
 
 _MODULES = (
-    *("errors", "config", "context", "report", "answering", "stream"),
+    *("errors", "config", "library.context", "report", "answering", "stream"),
     *("backends.transformers.loading", "backends.transformers.encode"),
     *("pml", "engine", "documents", "answer", "ingest", "rag"),
 )

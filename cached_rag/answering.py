@@ -17,7 +17,7 @@ from cached_rag.config import GenerationConfig
 from cached_rag.decode import Detokenizer, Sampler
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
-from cached_rag.plan import Placement
+from cached_rag.library.plan import Placement
 from cached_rag.report import Clock, Report
 
 

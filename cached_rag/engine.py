@@ -21,23 +21,23 @@ from cached_rag.backends.tokenizer import Message, Rendered, Tokenization, Token
 from cached_rag.backends.transformers.encode import EncodeSummary
 from cached_rag.backends.transformers.loading import LanguageModel, load_model
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
-from cached_rag.context import Context
-from cached_rag.encoder import Encoder
 from cached_rag.errors import ClosedError, ConfigError
 from cached_rag.kv.buffer import Workspace
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.store import Maker, ModuleRecord
-from cached_rag.leftovers import Leftovers
-from cached_rag.library import Library
-from cached_rag.match import inner_ids
-from cached_rag.plan import Plan
+from cached_rag.library.background import Activity, WriteBack
+from cached_rag.library.context import Context
+from cached_rag.library.encoder import Encoder
+from cached_rag.library.learning import Leftovers
+from cached_rag.library.library import Library
+from cached_rag.library.matching import inner_ids
+from cached_rag.library.plan import Plan
+from cached_rag.library.sequences import SequenceTree
 from cached_rag.prefiller import Planner, Prefiller
 from cached_rag.report import Clock, Report
 from cached_rag.request import Request
 from cached_rag.scheduler import Scheduler
-from cached_rag.sequences import SequenceTree
 from cached_rag.stream import Stream
-from cached_rag.write_back import Activity, WriteBack
 
 
 @runtime_checkable

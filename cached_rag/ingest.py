@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cached_rag.backends.tokenizer import Rendered
-from cached_rag.context import Context
 from cached_rag.documents import (
     Document,
     DocumentIndex,
@@ -26,6 +25,7 @@ from cached_rag.documents.roots import absolute, is_below, join
 from cached_rag.engine import Engine
 from cached_rag.errors import DocumentError
 from cached_rag.kv.fingerprint import digest
+from cached_rag.library.context import Context
 from cached_rag.progress import Say, prefilling, reading
 
 if TYPE_CHECKING:

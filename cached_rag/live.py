@@ -19,7 +19,7 @@ from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.rows import RowKV, Run
 from cached_rag.kv.slab import Slabs
-from cached_rag.plan import Placement
+from cached_rag.library.plan import Placement
 
 # Each run that is read for itself costs a kernel call a layer; shorter ones are copied.
 MIN_SHARED = 128

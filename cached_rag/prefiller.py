@@ -26,12 +26,12 @@ from cached_rag.errors import ConfigError, ContextOverflowError, CorruptBlobErro
 from cached_rag.kv.buffer import KVBuffer, Workspace
 from cached_rag.kv.loader import LayerLoader
 from cached_rag.kv.module import ModuleKV
-from cached_rag.leftovers import Leftovers
-from cached_rag.library import Library
+from cached_rag.library.learning import Leftovers
+from cached_rag.library.library import Library
+from cached_rag.library.plan import Placement, Plan, make_plan
+from cached_rag.library.sequences import EXACT
 from cached_rag.methods import CacheBlend, Reuse, Selector
-from cached_rag.plan import Placement, Plan, make_plan
 from cached_rag.report import Clock, Report
-from cached_rag.sequences import EXACT
 
 _log = logging.getLogger(__name__)
 

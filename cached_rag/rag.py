@@ -15,7 +15,6 @@ from typing import Any
 from cached_rag.answer import Answer, AnswerStream, conversation, remarks
 from cached_rag.backends.tokenizer import Message
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
-from cached_rag.context import Context
 from cached_rag.documents import (
     DocumentIndex,
     Embedder,
@@ -29,6 +28,7 @@ from cached_rag.errors import ConfigError, IndexMismatchError
 from cached_rag.ingest import Ingestion, IngestSummary
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.store.holdings import forget
+from cached_rag.library.context import Context
 from cached_rag.prompts import Prompts, Turn, searched
 from cached_rag.report import Clock
 from cached_rag.settings import DEFAULTS, context_kind, contexts

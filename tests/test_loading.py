@@ -17,7 +17,7 @@ from cached_rag.kv.loader import LayerLoader
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import DiskStore
 from cached_rag.kv.store.blob import StoredKV
-from cached_rag.plan import Placement
+from cached_rag.library.plan import Placement
 
 METHODS = ["reuse", "cacheblend", "a3", "auto"]
 

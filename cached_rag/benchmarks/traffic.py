@@ -14,8 +14,8 @@ from functools import partial
 
 from cached_rag.backends.thread import submit
 from cached_rag.config import GenerationConfig
-from cached_rag.context import PRIMER
 from cached_rag.engine import Engine
+from cached_rag.library.context import PRIMER
 from cached_rag.prompts import Prompts
 from cached_rag.report import Report
 

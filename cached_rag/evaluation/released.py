@@ -21,8 +21,8 @@ from cached_rag.config import GenerationConfig
 from cached_rag.engine import Engine
 from cached_rag.evaluation.measure import Reading, read_on
 from cached_rag.kv.buffer import KVBuffer
+from cached_rag.library.plan import Placement
 from cached_rag.methods import CacheBlend, Layout
-from cached_rag.plan import Placement
 from cached_rag.report import Report
 
 

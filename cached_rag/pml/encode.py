@@ -15,7 +15,7 @@ from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.errors import ContextOverflowError, StoreFullError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.module import LayerSource, ModuleKV
-from cached_rag.library import Behind, Library
+from cached_rag.library.library import Behind, Library
 from cached_rag.pml.layout import Run
 from cached_rag.pml.units import Recipe, Recipes, Unit
 

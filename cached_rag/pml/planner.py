@@ -14,8 +14,8 @@ from cached_rag.backends.tokenizer import Tokenization, Tokens
 from cached_rag.backends.transformers.loading import LanguageModel
 from cached_rag.errors import RelocationError
 from cached_rag.kv.module import LayerSource
-from cached_rag.library import Library
-from cached_rag.plan import Placement, Plan
+from cached_rag.library.library import Library
+from cached_rag.library.plan import Placement, Plan
 from cached_rag.pml.assembly import Assembler, Piece
 from cached_rag.pml.encode import RunEncoder
 from cached_rag.pml.layout import Layout, Run, lay_out

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from cached_rag.answering import Generation
 from cached_rag.backends.tokenizer import Rendered
 from cached_rag.config import GenerationConfig
-from cached_rag.context import PRIMER
 from cached_rag.engine import Engine
 from cached_rag.errors import ConfigError, ContextOverflowError
+from cached_rag.library.context import PRIMER
 from cached_rag.serving.answers import Envelope, Json
 from cached_rag.serving.metrics import Metrics
 from cached_rag.serving.protocol import ChatRequest, CompletionRequest, DocumentsRequest

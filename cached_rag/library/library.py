@@ -30,7 +30,7 @@ from cached_rag.kv.store import (
     TieredStore,
     removal,
 )
-from cached_rag.match import ModuleTable
+from cached_rag.library.matching import ModuleTable
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import torch
 from cached_rag.backends.tokenizer import Tokens
 from cached_rag.kv.module import LayerSource, ModuleKV
 from cached_rag.kv.store import ModuleRecord
-from cached_rag.library import Behind, Library
-from cached_rag.match import Occurrence, align
+from cached_rag.library.library import Behind, Library
+from cached_rag.library.matching import Occurrence, align
 from cached_rag.methods import Layout
 
 # A template head can share all but its last tokens with a prompt (they merged with what follows).

@@ -34,7 +34,7 @@ class Context:
 
 
 def _primer() -> Context:
-    text = resources.files("cached_rag").joinpath("primer.txt").read_text(encoding="utf-8")
+    text = resources.files("cached_rag.library").joinpath("primer.txt").read_text(encoding="utf-8")
     return Context.fixed(*text.strip().split("\n\n"))
 
 

@@ -14,16 +14,16 @@ import torch
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.tokenizer import Tokens
 from cached_rag.config import StoreConfig
-from cached_rag.context import PRIMER
-from cached_rag.encoder import Encoder
-from cached_rag.heads import Heads
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import ModuleRecord
-from cached_rag.library import Behind, Library
-from cached_rag.plan import Plan, is_before
-from cached_rag.sequences import EXACT, SequenceTree
-from cached_rag.write_back import Activity, WriteBack
+from cached_rag.library.background import Activity, WriteBack
+from cached_rag.library.context import PRIMER
+from cached_rag.library.encoder import Encoder
+from cached_rag.library.library import Behind, Library
+from cached_rag.library.plan import Plan, is_before
+from cached_rag.library.prompt_heads import Heads
+from cached_rag.library.sequences import EXACT, SequenceTree
 
 
 class Leftovers:

@@ -20,11 +20,11 @@ from cached_rag.backends.transformers.encode import (
     join,
 )
 from cached_rag.backends.transformers.loading import LanguageModel
-from cached_rag.context import PRIMER, Context
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import ModuleRecord
-from cached_rag.library import Behind, Library
-from cached_rag.match import ANCHOR, record_of
+from cached_rag.library.context import PRIMER, Context
+from cached_rag.library.library import Behind, Library
+from cached_rag.library.matching import ANCHOR, record_of
 
 Ids = tuple[int, ...]
 
