@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cached_rag.answer import Answer, AnswerStream
-    from cached_rag.answering import Generation
     from cached_rag.backends.transformers.encode import EncodeSummary
     from cached_rag.backends.transformers.loading import LanguageModel, load_model, wrap_model
     from cached_rag.config import METHODS, BatchConfig, GenerationConfig, StoreConfig
     from cached_rag.documents import Embedder, Hit, IndexedDocument
-    from cached_rag.engine import Engine
+    from cached_rag.engine.decoding import Generation
+    from cached_rag.engine.engine import Engine
+    from cached_rag.engine.report import Report
+    from cached_rag.engine.stream import Stream
     from cached_rag.errors import (
         BusyError,
         CachedRAGError,
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
     from cached_rag.library.context import PRIMER, Context
     from cached_rag.pml import Import, Said, Schema, SchemaPrompt
     from cached_rag.rag import CachedRAG, Deletion
-    from cached_rag.report import Report
-    from cached_rag.stream import Stream
 
 __version__ = "0.1.0"
 
@@ -89,9 +89,9 @@ __all__ = [
 ]
 
 _MODULES = (
-    *("errors", "config", "library.context", "report", "answering", "stream"),
+    *("errors", "config", "library.context", "engine.report", "engine.decoding", "engine.stream"),
     *("backends.transformers.loading", "backends.transformers.encode"),
-    *("pml", "engine", "documents", "answer", "ingest", "rag"),
+    *("pml", "engine.engine", "documents", "answer", "ingest", "rag"),
 )
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from cached_rag.backends.tokenizer import Message
 from cached_rag.documents import Hit
+from cached_rag.engine.report import Report
+from cached_rag.engine.stream import Stream
 from cached_rag.errors import ConfigError
-from cached_rag.report import Report
-from cached_rag.stream import Stream
 
 # A chunk less similar than that has little to do with a question (sentence-transformers' models).
 FAR = 0.25

@@ -11,8 +11,8 @@ from cached_rag.backends.transformers.prefill import prefill_rows, prefill_selec
 from cached_rag.backends.transformers.profile import profile_of
 from cached_rag.benchmarks.machine import machine
 from cached_rag.config import AUTO_RATIO
-from cached_rag.controller import Controller
-from cached_rag.engine import Engine
+from cached_rag.engine.controller import Controller
+from cached_rag.engine.engine import Engine
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods import CacheBlend, Layout
 

@@ -22,7 +22,7 @@ from cached_rag.documents import (
     look_at,
 )
 from cached_rag.documents.roots import absolute, is_below, join
-from cached_rag.engine import Engine
+from cached_rag.engine.engine import Engine
 from cached_rag.errors import DocumentError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.context import Context

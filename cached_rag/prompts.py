@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cached_rag.backends.tokenizer import Rendered
 from cached_rag.documents import Hit
-from cached_rag.engine import Engine
+from cached_rag.engine.engine import Engine
 from cached_rag.errors import ContextOverflowError
 
 Turn = dict[str, str]

@@ -23,14 +23,14 @@ from cached_rag.documents import (
     IndexedDocument,
     Splitter,
 )
-from cached_rag.engine import Engine
+from cached_rag.engine.engine import Engine
+from cached_rag.engine.report import Clock
 from cached_rag.errors import ConfigError, IndexMismatchError
 from cached_rag.ingest import Ingestion, IngestSummary
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.store.holdings import forget
 from cached_rag.library.context import Context
 from cached_rag.prompts import Prompts, Turn, searched
-from cached_rag.report import Clock
 from cached_rag.settings import DEFAULTS, context_kind, contexts
 
 

@@ -48,7 +48,7 @@ def test_a_prompt_is_rendered_once_and_tokenised_once(rag, calls):
 
 def test_times_count_from_the_question(rag, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("cached_rag.report.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("cached_rag.engine.report.time.perf_counter", lambda: now[0])
 
     def passing(owner, name, seconds):
         own = getattr(owner, name)

@@ -12,11 +12,12 @@ import pytest
 import torch
 from conftest import CHUNKS, FAMILIES, UNMOVABLE, random_ids, tiny_model
 
-from cached_rag import ContextOverflowError, Engine, StoreConfig, scheduler
-from cached_rag.answering import Answering
+from cached_rag import ContextOverflowError, Engine, StoreConfig
 from cached_rag.backends.thread import ModelThread
 from cached_rag.backends.transformers.batch import Ahead, can_batch, step, step_batch
 from cached_rag.backends.transformers.prefill import prefill_rows
+from cached_rag.engine import scheduler
+from cached_rag.engine.decoding import Answering
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
 
@@ -208,7 +209,7 @@ def test_engines_are_shared_by_what_they_were_asked_for(monkeypatch):
         made.append(name)
         return tiny_model(name)
 
-    monkeypatch.setattr("cached_rag.engine.load_model", load)
+    monkeypatch.setattr("cached_rag.engine.engine.load_model", load)
     one = Engine.shared("llama")
     assert Engine.shared("llama") is one
     assert Engine.shared("llama", store=StoreConfig(namespace="b")) is not one

@@ -13,7 +13,7 @@ from test_engine import ask
 from cached_rag import ConfigError, Engine, StoreConfig
 from cached_rag.backends.transformers import profile
 from cached_rag.backends.transformers.profile import Profile, fit, measure, profile_of
-from cached_rag.controller import Controller
+from cached_rag.engine.controller import Controller
 
 # 1000 tokens: 1 s to compute, 0.01 s from memory, 0.2 s from disk.
 PROFILE = Profile(0.001, 0.0, 100_000.0 * 10, 5_000.0 * 10, 10)
@@ -122,7 +122,7 @@ def test_an_engine_follows_the_controller(share, tmp_path, monkeypatch):
     model = tiny_model("llama")
     disk_rate = model.shapes.bytes_per_token * 5000.0 / share
     profile = Profile(1 / 5000, 0.0, 1e15, disk_rate, model.shapes.bytes_per_token)
-    monkeypatch.setattr("cached_rag.prefiller.profile_of", lambda _: profile)
+    monkeypatch.setattr("cached_rag.engine.prefill.profile_of", lambda _: profile)
     settings = StoreConfig(path=str(tmp_path), write_back=False)
     with Engine(model, settings) as engine:
         engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]))

@@ -64,7 +64,7 @@ SCRIPTS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 RUNNER = """
 import runpy, sys
 import numpy as np
-from cached_rag import request
+from cached_rag.engine import request
 from cached_rag.backends import resolve
 from cached_rag.documents import Embedder
 

@@ -20,7 +20,7 @@ import psutil
 from cached_rag.backends.transformers.loading import LanguageModel, load_model
 from cached_rag.backends.transformers.memory import peak_bytes
 from cached_rag.benchmarks.ttft import bench_ttft
-from cached_rag.engine import Engine
+from cached_rag.engine.engine import Engine
 from cached_rag.errors import ModelError
 
 _MODULES, _MODULE_TOKENS, _QUESTION, _DECODED = 8, 256, 32, 32

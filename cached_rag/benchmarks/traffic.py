@@ -14,10 +14,10 @@ from functools import partial
 
 from cached_rag.backends.thread import submit
 from cached_rag.config import GenerationConfig
-from cached_rag.engine import Engine
+from cached_rag.engine.engine import Engine
+from cached_rag.engine.report import Report
 from cached_rag.library.context import PRIMER
 from cached_rag.prompts import Prompts
-from cached_rag.report import Report
 
 _SYSTEM = "Answer the question with the help of the documents. Answer with a few words only."
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from cached_rag.answering import Prefill, answer_alone
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.tokenizer import Message
 from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.config import GenerationConfig
-from cached_rag.engine import Engine
+from cached_rag.engine.decoding import Prefill, answer_alone
+from cached_rag.engine.engine import Engine
+from cached_rag.engine.report import Clock
 from cached_rag.evaluation.metrics import exact_match, f1, rouge_l
 from cached_rag.pml import SchemaPrompt
-from cached_rag.report import Clock
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cached_rag.config import GenerationConfig
-from cached_rag.engine import Engine
+from cached_rag.engine.engine import Engine
 from cached_rag.evaluation.data import Example, load_examples
 from cached_rag.evaluation.encodings import Encodings
 from cached_rag.evaluation.journal import Journal

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from cached_rag.backends.tokenizer import Tokenization, Tokens
 from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import RelocationError
 from cached_rag.kv.module import LayerSource
 from cached_rag.library.library import Library
@@ -22,7 +23,6 @@ from cached_rag.pml.layout import Layout, Run, lay_out
 from cached_rag.pml.nodes import SchemaNode
 from cached_rag.pml.prompt import Turn
 from cached_rag.pml.units import Recipe, Recipes, Trail, Unit, scaffold_unit, units_of
-from cached_rag.report import Clock, Report
 
 
 class LaidOut(Protocol):

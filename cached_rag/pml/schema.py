@@ -15,7 +15,8 @@ from typing import Any
 from cachetools import LRUCache
 
 from cached_rag.backends.transformers.encode import EncodeSummary
-from cached_rag.engine import Engine
+from cached_rag.engine.engine import Engine
+from cached_rag.engine.prefill import Planner
 from cached_rag.errors import ConfigError, PMLError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.pml.markup import parse_markup
@@ -26,7 +27,6 @@ from cached_rag.pml.program import Program, read_function
 from cached_rag.pml.prompt import Part, Said, Turn, select
 from cached_rag.pml.server import schemas_of
 from cached_rag.pml.units import BEHIND
-from cached_rag.prefiller import Planner
 
 # Prompts on their way through a framework that carries text only; found again by that text.
 _REMEMBERED = 256

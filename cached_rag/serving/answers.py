@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cached_rag.answering import Generation
-from cached_rag.report import Report
+from cached_rag.engine.decoding import Generation
+from cached_rag.engine.report import Report
 
 Json = dict[str, Any]
 

@@ -6,8 +6,8 @@ import re
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from cached_rag.engine import Engine
-from cached_rag.report import Report
+from cached_rag.engine.engine import Engine
+from cached_rag.engine.report import Report
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 

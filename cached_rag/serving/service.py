@@ -8,17 +8,17 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 
-from cached_rag.answering import Generation
 from cached_rag.backends.tokenizer import Rendered
 from cached_rag.config import GenerationConfig
-from cached_rag.engine import Engine
+from cached_rag.engine.decoding import Generation
+from cached_rag.engine.engine import Engine
+from cached_rag.engine.stream import Stream
 from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.library.context import PRIMER
 from cached_rag.serving.answers import Envelope, Json
 from cached_rag.serving.metrics import Metrics
 from cached_rag.serving.protocol import ChatRequest, CompletionRequest, DocumentsRequest
 from cached_rag.serving.tenants import Tenants
-from cached_rag.stream import Stream
 
 _log = logging.getLogger(__name__)
 _PLACE = "{documents}"

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from cached_rag.backends.thread import submit
-from cached_rag.engine import Engine
+from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError
 
 # Each is a table of texts and two database connections; KV in memory is bounded for all together.

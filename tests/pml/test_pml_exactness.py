@@ -17,8 +17,8 @@ from conftest import (
 )
 
 from cached_rag import Engine, Import, RelocationError, Said, Schema
+from cached_rag.engine.report import Report
 from cached_rag.pml.server import schemas_of
-from cached_rag.report import Report
 
 TOLERANCE = 1e-4
 # longrope is tested below its switch elsewhere; a schema reaches further.

@@ -20,8 +20,9 @@ from conftest import CHUNKS, tiny_model
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 
-from cached_rag import BatchConfig, Engine, scheduler
+from cached_rag import BatchConfig, Engine
 from cached_rag.backends.transformers.batch import step_batch
+from cached_rag.engine import scheduler
 from cached_rag.serving.app import create_app
 from cached_rag.serving.run import _Server
 from cached_rag.serving.service import Service

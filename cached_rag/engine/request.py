@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from cached_rag.config import GenerationConfig
+from cached_rag.engine.prefill import Planner, Prefiller
+from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import BusyError
-from cached_rag.prefiller import Planner, Prefiller
-from cached_rag.report import Clock, Report
 
 # A piece of text; None when the answer is complete; or what went wrong.
 Item = str | BaseException | None

@@ -15,12 +15,17 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from cached_rag.answering import Generation, Prefill
 from cached_rag.backends.thread import on_model_thread, submit
 from cached_rag.backends.tokenizer import Message, Rendered, Tokenization, Tokens
 from cached_rag.backends.transformers.encode import EncodeSummary
 from cached_rag.backends.transformers.loading import LanguageModel, load_model
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
+from cached_rag.engine.decoding import Generation, Prefill
+from cached_rag.engine.prefill import Planner, Prefiller
+from cached_rag.engine.report import Clock, Report
+from cached_rag.engine.request import Request
+from cached_rag.engine.scheduler import Scheduler
+from cached_rag.engine.stream import Stream
 from cached_rag.errors import ClosedError, ConfigError
 from cached_rag.kv.buffer import Workspace
 from cached_rag.kv.fingerprint import digest
@@ -33,11 +38,6 @@ from cached_rag.library.library import Library
 from cached_rag.library.matching import inner_ids
 from cached_rag.library.plan import Plan
 from cached_rag.library.sequences import SequenceTree
-from cached_rag.prefiller import Planner, Prefiller
-from cached_rag.report import Clock, Report
-from cached_rag.request import Request
-from cached_rag.scheduler import Scheduler
-from cached_rag.stream import Stream
 
 
 @runtime_checkable

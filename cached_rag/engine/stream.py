@@ -11,11 +11,11 @@ import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, suppress
 
-from cached_rag.answering import Generation
 from cached_rag.backends import thread as model_thread
-from cached_rag.report import Report
-from cached_rag.request import Item, Request
-from cached_rag.scheduler import Scheduler
+from cached_rag.engine.decoding import Generation
+from cached_rag.engine.report import Report
+from cached_rag.engine.request import Item, Request
+from cached_rag.engine.scheduler import Scheduler
 
 _ONE_WAY = "this stream was begun in another way; make a new one"
 

@@ -14,11 +14,11 @@ from cached_rag.backends.tokenizer import Tokens
 from cached_rag.backends.transformers.batch import Ahead, step_batch
 from cached_rag.backends.transformers.loading import LanguageModel
 from cached_rag.config import GenerationConfig
-from cached_rag.decode import Detokenizer, Sampler
+from cached_rag.engine.report import Clock, Report
+from cached_rag.engine.sampling import Detokenizer, Sampler
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
 from cached_rag.library.plan import Placement
-from cached_rag.report import Clock, Report
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,15 @@ from typing import Any, Protocol
 
 import torch
 
-from cached_rag.answering import Prefill
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.tokenizer import Rendered, Tokenization, Tokens
 from cached_rag.backends.transformers.loading import LanguageModel
 from cached_rag.backends.transformers.prefill import Prefilled, prefill_rows, prefill_selected
 from cached_rag.backends.transformers.profile import profile_of
 from cached_rag.config import GenerationConfig
-from cached_rag.controller import Controller
+from cached_rag.engine.controller import Controller
+from cached_rag.engine.decoding import Prefill
+from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import ConfigError, ContextOverflowError, CorruptBlobError, RelocationError
 from cached_rag.kv.buffer import KVBuffer, Workspace
 from cached_rag.kv.loader import LayerLoader
@@ -31,7 +32,6 @@ from cached_rag.library.library import Library
 from cached_rag.library.plan import Placement, Plan, make_plan
 from cached_rag.library.sequences import EXACT
 from cached_rag.methods import CacheBlend, Reuse, Selector
-from cached_rag.report import Clock, Report
 
 _log = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cached_rag.answering import Answering, Prefill
 from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.engine.decoding import Answering, Prefill
+from cached_rag.engine.prefill import Prepared
+from cached_rag.engine.request import Request
+from cached_rag.engine.sharing import Live, Row
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.rows import Run
-from cached_rag.live import Live, Row
-from cached_rag.prefiller import Prepared
-from cached_rag.request import Request
 
 
 @dataclass(eq=False)

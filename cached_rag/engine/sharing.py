@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cached_rag.answering import Prefill
+from cached_rag.engine.decoding import Prefill
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.rows import RowKV, Run

@@ -16,17 +16,17 @@ from collections.abc import Sequence
 
 import torch
 
-from cached_rag import running
 from cached_rag.backends import thread as model_thread
 from cached_rag.backends.transformers.batch import Ahead, can_append, can_batch, step_batch
 from cached_rag.backends.transformers.loading import LanguageModel
 from cached_rag.config import BatchConfig
+from cached_rag.engine import running
+from cached_rag.engine.prefill import Prepared
+from cached_rag.engine.request import Request, Waiting
+from cached_rag.engine.running import Running
+from cached_rag.engine.sharing import Live
 from cached_rag.errors import ContextOverflowError
 from cached_rag.kv.rows import Run
-from cached_rag.live import Live
-from cached_rag.prefiller import Prepared
-from cached_rag.request import Request, Waiting
-from cached_rag.running import Running
 
 _log = logging.getLogger(__name__)
 
