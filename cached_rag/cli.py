@@ -68,7 +68,7 @@ def ingest(
 ) -> None:
     """Read, split, embed, index and prefill documents; again does only what is new."""
     from cached_rag import CachedRAG
-    from cached_rag.documents import READERS
+    from cached_rag.rag import READERS
 
     options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "codec": codec, "context": context}
     with CachedRAG.open(index, model, dtype=dtype, device=device, **options) as rag:

@@ -11,8 +11,8 @@ from test_rag import WordEmbedding
 from typer.testing import CliRunner
 
 from cached_rag import ConfigError, DocumentError, cli
-from cached_rag.documents import Embedder
-from cached_rag.settings import SYSTEM
+from cached_rag.rag import Embedder
+from cached_rag.rag.settings import SYSTEM
 
 run = CliRunner().invoke
 

@@ -22,7 +22,7 @@ from cached_rag import (
 )
 from cached_rag.library.context import PRIMER
 from cached_rag.library.library import Library
-from cached_rag.prompts import Prompts
+from cached_rag.rag.prompts import Prompts
 
 
 class WordEmbedding:

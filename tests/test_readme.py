@@ -66,7 +66,7 @@ import runpy, sys
 import numpy as np
 from cached_rag.engine import request
 from cached_rag.backends import resolve
-from cached_rag.documents import Embedder
+from cached_rag.rag import Embedder
 
 class Words:
     def encode(self, texts, **_):

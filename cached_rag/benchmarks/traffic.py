@@ -17,7 +17,7 @@ from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Report
 from cached_rag.library.context import PRIMER
-from cached_rag.prompts import Prompts
+from cached_rag.rag.prompts import Prompts
 
 _SYSTEM = "Answer the question with the help of the documents. Answer with a few words only."
 

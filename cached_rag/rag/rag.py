@@ -12,10 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cached_rag.answer import Answer, AnswerStream, conversation, remarks
 from cached_rag.backends.tokenizer import Message
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
-from cached_rag.documents import (
+from cached_rag.engine.engine import Engine
+from cached_rag.engine.report import Clock
+from cached_rag.errors import ConfigError, IndexMismatchError
+from cached_rag.kv.fingerprint import digest
+from cached_rag.kv.store.holdings import forget
+from cached_rag.library.context import Context
+from cached_rag.rag import (
     DocumentIndex,
     Embedder,
     Embeddings,
@@ -23,15 +28,10 @@ from cached_rag.documents import (
     IndexedDocument,
     Splitter,
 )
-from cached_rag.engine.engine import Engine
-from cached_rag.engine.report import Clock
-from cached_rag.errors import ConfigError, IndexMismatchError
-from cached_rag.ingest import Ingestion, IngestSummary
-from cached_rag.kv.fingerprint import digest
-from cached_rag.kv.store.holdings import forget
-from cached_rag.library.context import Context
-from cached_rag.prompts import Prompts, Turn, searched
-from cached_rag.settings import DEFAULTS, context_kind, contexts
+from cached_rag.rag.answer import Answer, AnswerStream, conversation, remarks
+from cached_rag.rag.ingest import Ingestion, IngestSummary
+from cached_rag.rag.prompts import Prompts, Turn, searched
+from cached_rag.rag.settings import DEFAULTS, context_kind, contexts
 
 
 @dataclass(frozen=True)

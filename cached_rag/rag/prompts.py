@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cached_rag.backends.tokenizer import Rendered
-from cached_rag.documents import Hit
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ContextOverflowError
+from cached_rag.rag import Hit
 
 Turn = dict[str, str]
 _MARK = "the first chunk"

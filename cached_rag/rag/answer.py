@@ -7,10 +7,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from cached_rag.backends.tokenizer import Message
-from cached_rag.documents import Hit
 from cached_rag.engine.report import Report
 from cached_rag.engine.stream import Stream
 from cached_rag.errors import ConfigError
+from cached_rag.rag import Hit
 
 # A chunk less similar than that has little to do with a question (sentence-transformers' models).
 FAR = 0.25

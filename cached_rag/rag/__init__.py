@@ -1,15 +1,15 @@
 """Documents: loading, splitting, embedding, and an index to search them."""
 
-from cached_rag.documents.embedding import DEFAULT_EMBEDDING, Embedder, Embeddings
-from cached_rag.documents.index import DocumentIndex, Hit, IndexedDocument
-from cached_rag.documents.loading import (
+from cached_rag.rag.embedding import DEFAULT_EMBEDDING, Embedder, Embeddings
+from cached_rag.rag.index import DocumentIndex, Hit, IndexedDocument
+from cached_rag.rag.readers import (
     READERS,
     Document,
     find_documents,
     load_document,
     look_at,
 )
-from cached_rag.documents.splitting import Chunk, Splitter
+from cached_rag.rag.splitting import Chunk, Splitter
 
 __all__ = [
     "DEFAULT_EMBEDDING",

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cached_rag.documents.roots import SCHEMA as _ROOTS
-from cached_rag.documents.roots import Roots
-from cached_rag.documents.splitting import Chunk
 from cached_rag.errors import IndexMismatchError
 from cached_rag.kv.store.database import Database
+from cached_rag.rag.roots import SCHEMA as _ROOTS
+from cached_rag.rag.roots import Roots
+from cached_rag.rag.splitting import Chunk
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -5,9 +5,9 @@ Knows names; knows no model.
 
 from __future__ import annotations
 
-from cached_rag.documents import DEFAULT_EMBEDDING, DocumentIndex, Embeddings
 from cached_rag.errors import ConfigError
 from cached_rag.library.context import PRIMER, Context
+from cached_rag.rag import DEFAULT_EMBEDDING, DocumentIndex, Embeddings
 
 SYSTEM = "Answer the question with the help of the documents. Be brief and exact."
 DEFAULTS = {

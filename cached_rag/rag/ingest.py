@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cached_rag.backends.tokenizer import Rendered
-from cached_rag.documents import (
+from cached_rag.engine.engine import Engine
+from cached_rag.errors import DocumentError
+from cached_rag.kv.fingerprint import digest
+from cached_rag.library.context import Context
+from cached_rag.rag import (
     Document,
     DocumentIndex,
     Embeddings,
@@ -21,12 +25,8 @@ from cached_rag.documents import (
     load_document,
     look_at,
 )
-from cached_rag.documents.roots import absolute, is_below, join
-from cached_rag.engine.engine import Engine
-from cached_rag.errors import DocumentError
-from cached_rag.kv.fingerprint import digest
-from cached_rag.library.context import Context
-from cached_rag.progress import Say, prefilling, reading
+from cached_rag.rag.progress import Say, prefilling, reading
+from cached_rag.rag.roots import absolute, is_below, join
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cached_rag.documents.loading import Document
 from cached_rag.errors import ConfigError
+from cached_rag.rag.readers import Document
 
 _SEPARATORS = ["\n\n", "\n", ". ", " ", ""]
 
