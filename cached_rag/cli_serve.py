@@ -40,10 +40,10 @@ def serve_command(
 ) -> None:
     """Serve a model over OpenAI's protocol, with cached texts wherever they occur in prompts."""
     try:
-        from cached_rag.serving.app import create_app
-        from cached_rag.serving.run import bind, run
-        from cached_rag.serving.service import Service
-        from cached_rag.serving.tenants import Keys
+        from cached_rag.server.app import create_app
+        from cached_rag.server.run import bind, run
+        from cached_rag.server.service import Service
+        from cached_rag.server.tenants import Keys
     except ModuleNotFoundError as error:
         raise MissingPackageError("the server", "serve", error) from error
     from cached_rag import BatchConfig, CachedRAG, Engine, StoreConfig

@@ -255,7 +255,7 @@ def test_serve_serves_an_index_until_it_is_stopped(index, monkeypatch, capfd):
             answers.append(response.json())
 
     answers = []
-    monkeypatch.setattr("cached_rag.serving.run.run", asked_once)
+    monkeypatch.setattr("cached_rag.server.run.run", asked_once)
     options = ["--name", "m", "--host", "0.0.0.0", "--port", "0", "--dtype", "float32"]
     result = run(cli.app, ["serve", "--index", str(index), *options])
     assert result.exit_code == 0, result.output

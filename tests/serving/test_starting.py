@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from cached_rag import ConfigError
-from cached_rag.serving.run import bind
+from cached_rag.server.run import bind
 
 SERVE = [sys.executable, "-c", "from cached_rag.cli import main; main()", "serve"]
 

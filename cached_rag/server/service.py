@@ -15,10 +15,10 @@ from cached_rag.engine.engine import Engine
 from cached_rag.engine.stream import Stream
 from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.library.context import PRIMER
-from cached_rag.serving.answers import Envelope, Json
-from cached_rag.serving.metrics import Metrics
-from cached_rag.serving.protocol import ChatRequest, CompletionRequest, DocumentsRequest
-from cached_rag.serving.tenants import Tenants
+from cached_rag.server.answers import Envelope, Json
+from cached_rag.server.metrics import Metrics
+from cached_rag.server.protocol import ChatRequest, CompletionRequest, DocumentsRequest
+from cached_rag.server.tenants import Tenants
 
 _log = logging.getLogger(__name__)
 _PLACE = "{documents}"

@@ -17,11 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cached_rag import __version__
 from cached_rag.errors import BusyError, CachedRAGError, ConfigError, ContextOverflowError
-from cached_rag.serving.answers import failure
-from cached_rag.serving.metrics import Metrics
-from cached_rag.serving.protocol import ChatRequest, CompletionRequest, DocumentsRequest
-from cached_rag.serving.service import Asked, Service
-from cached_rag.serving.tenants import Keys
+from cached_rag.server.answers import failure
+from cached_rag.server.metrics import Metrics
+from cached_rag.server.protocol import ChatRequest, CompletionRequest, DocumentsRequest
+from cached_rag.server.service import Asked, Service
+from cached_rag.server.tenants import Keys
 
 # How often a client that waits for a whole response is looked for.
 _LOOK_SECONDS = 0.25
