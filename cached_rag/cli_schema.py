@@ -216,7 +216,7 @@ def demo(
     from cached_rag import Engine
     from cached_rag.benchmarks import bench_prompt, footprint, machine
     from cached_rag.errors import ConfigError
-    from cached_rag.examples import EXAMPLES
+    from cached_rag.pml.examples import EXAMPLES
 
     chosen = names or list(EXAMPLES)
     if unknown := [name for name in chosen if name not in EXAMPLES]:

@@ -66,7 +66,7 @@ EXAMPLES: dict[str, Callable[[], Example]] = {"code": code, "learner": learner, 
 
 
 def _file(name: str) -> Path:
-    return Path(str(resources.files("cached_rag"))) / "examples" / name
+    return Path(str(resources.files("cached_rag.pml.examples"))) / name
 
 
 def _code_source() -> str:
