@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from cached_rag import ConfigError
 from cached_rag.backends.transformers.prefill import prefill_selected
-from cached_rag.cli_eval import _split
+from cached_rag.cli.eval import _split
 from cached_rag.evaluation import make_trials
 from cached_rag.methods import SELECTORS, CacheBlend, parse_method
 

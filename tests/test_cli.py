@@ -10,7 +10,8 @@ from fastapi.testclient import TestClient
 from test_rag import WordEmbedding
 from typer.testing import CliRunner
 
-from cached_rag import ConfigError, DocumentError, cli
+from cached_rag import ConfigError, DocumentError
+from cached_rag.cli import main as cli
 from cached_rag.rag import Embedder
 from cached_rag.rag.settings import SYSTEM
 

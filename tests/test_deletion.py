@@ -14,7 +14,7 @@ from test_rag import WordEmbedding
 from typer.testing import CliRunner
 
 from cached_rag import BatchConfig, CachedRAG, Engine, Schema, StoreConfig
-from cached_rag.cli import app
+from cached_rag.cli.main import app
 from cached_rag.kv.store import Catalog, DiskStore, MemoryStore, TieredStore, holdings
 
 LONG = " ".join(CHUNKS * 3)

@@ -13,7 +13,8 @@ import pytest
 from conftest import CHUNKS
 from typer.testing import CliRunner
 
-from cached_rag import CachedRAG, Engine, cli
+from cached_rag import CachedRAG, Engine
+from cached_rag.cli import main as cli
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

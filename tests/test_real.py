@@ -10,7 +10,7 @@ from conftest import plain_logits, smollm2
 
 from cached_rag import CachedRAG, Engine, StoreConfig
 from cached_rag.backends.transformers.prefill import prefill_rows
-from cached_rag.demo import CORPUS
+from cached_rag.cli.demo import CORPUS
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.rag import Embedder, find_documents, load_document
 

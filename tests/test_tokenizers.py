@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LlamaTokenizerFast
 
 from cached_rag.backends.resolve import wheel_file
 from cached_rag.backends.tokenizer import Rendered, Tokenization
-from cached_rag.demo import CORPUS
+from cached_rag.cli.demo import CORPUS
 from cached_rag.library.matching import ModuleTable, align, record_of
 from cached_rag.rag import find_documents, load_document
 

@@ -7,7 +7,7 @@ import pytest
 from pypdf import PdfWriter
 
 from cached_rag import ConfigError, DocumentError
-from cached_rag.demo import CORPUS
+from cached_rag.cli.demo import CORPUS
 from cached_rag.rag import Chunk, Document, DocumentIndex, Splitter, find_documents
 from cached_rag.rag.readers import load_document, look_at
 

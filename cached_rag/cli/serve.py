@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from cached_rag.cli.terminal import err, require_index
 from cached_rag.errors import ConfigError, MissingPackageError
-from cached_rag.terminal import err, require_index
 
 
 def serve_command(

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from cached_rag.cli.terminal import Json, err, out, print_json, print_reports
 from cached_rag.errors import PMLError
-from cached_rag.terminal import Json, err, out, print_json, print_reports
 
 if TYPE_CHECKING:
     from cached_rag.pml import Schema, SchemaPrompt

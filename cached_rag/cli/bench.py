@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from cached_rag.terminal import Device, Dtype, Json, Model, out, print_json
+from cached_rag.cli.terminal import Device, Dtype, Json, Model, out, print_json
 
 bench_app = typer.Typer(help="Speed, as ratios within one run.")
 

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
+from cached_rag.cli.terminal import DEFAULT_INDEX, Index, Json, out, print_json, require_index
 from cached_rag.errors import ConfigError
 from cached_rag.kv.store import DiskStore, Problem, holdings
 from cached_rag.kv.store.holdings import Holding
 from cached_rag.rag import DocumentIndex
-from cached_rag.terminal import DEFAULT_INDEX, Index, Json, out, print_json, require_index
 
 store_app = typer.Typer(help="Look after the KV store of an index.", no_args_is_help=True)
 

@@ -10,8 +10,8 @@ import typer
 from rich.progress import Progress, TextColumn
 from rich.table import Table
 
+from cached_rag.cli.terminal import Json, err, out, print_json
 from cached_rag.errors import ConfigError
-from cached_rag.terminal import Json, err, out, print_json
 
 _METHODS = "full,prefix,reuse,cacheblend,epic,a3,infoflow,prophetkv,random,auto"
 

@@ -12,14 +12,13 @@ import typer
 from rich.table import Table
 
 from cached_rag import __version__
-from cached_rag.cli_bench import bench_app
-from cached_rag.cli_documents import delete_command, list_command
-from cached_rag.cli_eval import evaluate_command
-from cached_rag.cli_schema import schema_app
-from cached_rag.cli_serve import serve_command
-from cached_rag.cli_store import store_app
-from cached_rag.errors import CachedRAGError
-from cached_rag.terminal import (
+from cached_rag.cli.bench import bench_app
+from cached_rag.cli.documents import delete_command, list_command
+from cached_rag.cli.eval import evaluate_command
+from cached_rag.cli.schema import schema_app
+from cached_rag.cli.serve import serve_command
+from cached_rag.cli.store import store_app
+from cached_rag.cli.terminal import (
     DEFAULT_INDEX,
     Device,
     Dtype,
@@ -32,6 +31,7 @@ from cached_rag.terminal import (
     print_reports,
     require_index,
 )
+from cached_rag.errors import CachedRAGError
 
 app = typer.Typer(
     help="Retrieval-augmented generation without prefilling the same text twice.",
@@ -154,7 +154,7 @@ def demo(
     codec: Annotated[str | None, typer.Option(help="raw or int8.")] = None,
 ) -> None:
     """Ingest eight PEPs, ask three questions, compare with full prefill."""
-    from cached_rag.demo import run_demo
+    from cached_rag.cli.demo import run_demo
 
     run_demo(index, model, codec, out)
 
@@ -169,7 +169,7 @@ def doctor(
 ) -> None:
     """What this machine and model can do, with a self-test of exactness."""
     from cached_rag import CachedRAG, Engine
-    from cached_rag.doctor import examine
+    from cached_rag.cli.doctor import examine
 
     if index is not None:
         require_index(index)

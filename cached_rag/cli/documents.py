@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from cached_rag.terminal import DEFAULT_INDEX, Index, Json, out, print_json, require_index
+from cached_rag.cli.terminal import DEFAULT_INDEX, Index, Json, out, print_json, require_index
 
 
 def list_command(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
