@@ -21,9 +21,9 @@ from cached_rag import (
     Said,
     Schema,
     StoreConfig,
-    scheduler,
 )
 from cached_rag.backends.transformers.batch import can_append, can_batch, step_batch
+from cached_rag.engine import scheduler
 from cached_rag.engine.decoding import Answering
 from cached_rag.engine.request import Request, Waiting
 

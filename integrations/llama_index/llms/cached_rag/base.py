@@ -26,7 +26,7 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.schema import BaseNode
 from llama_index.llms.cached_rag.messages import chat_response, completion_response, plain
 from llama_index.llms.cached_rag.nodes import module_text
-from llama_index.llms.cached_rag.rag.prompts import Prompt, head_of
+from llama_index.llms.cached_rag.prompts import Prompt, head_of
 
 from cached_rag import (
     PRIMER,
