@@ -44,6 +44,8 @@ class Encoder:
         progress: Progress,
     ) -> EncodeSummary:
         """See `Engine.encode`."""
+        if texts:
+            self.library.check_kept()
         started = time.perf_counter()
         if context is not None:
             self.contexts[context.name] = context
@@ -68,7 +70,7 @@ class Encoder:
         known = self.library.table
         new = [record for record, text in records if known.get(text) is None]
         if new:
-            self.library.add_modules(new)
+            self.library.register(new)
         return sum(len(record.token_ids) for record, _ in records)
 
     def learn(self, behind: Behind) -> None:

@@ -18,7 +18,13 @@ from cached_rag.answering import Clock, Prefill
 from cached_rag.assemble import KVBuffer, Workspace
 from cached_rag.config import GenerationConfig
 from cached_rag.controller import Controller
-from cached_rag.errors import ConfigError, ContextOverflowError, CorruptBlobError, RelocationError
+from cached_rag.errors import (
+    ConfigError,
+    ContextOverflowError,
+    CorruptBlobError,
+    RelocationError,
+    StoreError,
+)
 from cached_rag.fuse import Prefilled, prefill_rows, prefill_selected
 from cached_rag.kv import ModuleKV
 from cached_rag.leftovers import Leftovers
@@ -147,16 +153,17 @@ class Prefiller:
             # 3) The rows that have no KV, and those that the method repairs.
             try:
                 done = self._compute(tokens, plan, prepared.selector, buffer, report, loader)
-            except CorruptBlobError as error:
+            except StoreError as error:
                 assert loader is not None
-                self._drop(loader.failed, error, report)
+                if not self._drop(loader.failed, error, report):
+                    config = config.replace(method="full")
                 done = None
             finally:
                 if loader is not None:
                     loader.finish()
             report.modules_hit = hit
             report.fuse_ms = clock.lap()
-        if done is None:  # with what was damaged gone, once more
+        if done is None:  # with what was damaged gone, or without any of it, once more
             notes = report.notes
             again = self._prepare(prepared.planner, config, prepared.is_over)
             again.report.notes[:] = dict.fromkeys([*notes, *again.report.notes])
@@ -207,13 +214,20 @@ class Prefiller:
             buffer.place(place.kv, place.begin, self.model.rule)
         return None
 
-    def _drop(self, damaged: Any, error: CorruptBlobError, report: Report) -> None:
-        """Forget a module's KV that turned out to be damaged while it was read."""
+    def _drop(self, failed: Any, error: StoreError, report: Report) -> bool:
+        """Forget a module's KV that turned out to be damaged while it was read; says if it is gone.
+
+        What only cannot be read now is kept.
+        """
         _log.warning("%s The module is computed anew.", error)
         report.notes.append(str(error))
-        if damaged is None or damaged.source is None:
+        if failed is None or failed.source is None:
             raise error
-        self.library.store.delete(self.library.key(*damaged.source))
+        if isinstance(error, CorruptBlobError):
+            with self.library.spared():
+                self.library.store.delete(self.library.key(*failed.source))
+                return True
+        return False
 
     def plan(
         self, rendered: Rendered, method: str, report: Report, *, lazy: bool = False

@@ -352,8 +352,9 @@ class CachedRAG:
         if is_known and library.behinds():
             return
         self.engine.register(texts)
-        for context in self._contexts():
-            self.engine.encode([], self._prompts.head(), context=context)
+        with library.spared():
+            for context in self._contexts():
+                self.engine.encode([], self._prompts.head(), context=context)
 
     async def aask(self, question: str, **options: Any) -> Answer:
         """As `ask`, without blocking the event loop; a cancelled task stops the generation."""
