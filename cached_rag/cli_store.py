@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import typer
 
 from cached_rag.documents import DocumentIndex
-from cached_rag.errors import ConfigError
-from cached_rag.store import DiskStore, holdings
+from cached_rag.errors import ConfigError, StoreError
+from cached_rag.store import Catalog, DiskStore, Problem, holdings
 from cached_rag.store.holdings import Holding
 from cached_rag.terminal import DEFAULT_INDEX, Index, Json, out, print_json, require_index
+
+
+class Checked(Protocol):
+    """What can be looked through for damage."""
+
+    def check(self) -> list[Problem]:
+        """What is wrong with it."""
+        ...
+
+    def close(self) -> None:
+        """Release its files."""
+        ...
+
 
 store_app = typer.Typer(help="Look after the KV store of an index.", no_args_is_help=True)
 
@@ -39,9 +53,14 @@ def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
 
 @store_app.command()
 def verify(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
-    """Read every KV file and report damage; exits 1 if there is any."""
-    with _disk_store(index) as store:
-        problems = store.check()
+    """Read every KV file and all databases, and report damage; exits 1 if there is any."""
+    require_index(index)
+    folder = index / "kv"
+    problems = [
+        *_problems(index / "documents.sqlite", DocumentIndex),
+        *_problems(folder / holdings.CATALOG, lambda path: Catalog(path, "")),
+        *_problems(folder / "index.sqlite", lambda path: DiskStore(path.parent)),
+    ]
     if as_json:
         print_json({"problems": [dataclasses.asdict(problem) for problem in problems]})
     else:
@@ -107,6 +126,17 @@ def _settings(index: Path) -> dict[str, str]:
     require_index(index)
     with closing(DocumentIndex(index / "documents.sqlite")) as documents:
         return documents.settings()
+
+
+def _problems(path: Path, opened: Callable[[Path], Checked]) -> list[Problem]:
+    """What is wrong with a file, if there is one."""
+    if not path.exists():
+        return []
+    try:
+        with closing(opened(path)) as checked:
+            return checked.check()
+    except StoreError as error:
+        return [Problem(path.name, str(error))]
 
 
 def _disk_store(index: Path) -> closing[DiskStore]:

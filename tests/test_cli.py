@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from contextlib import closing
 
 import pytest
 from conftest import CHUNKS
@@ -61,6 +63,27 @@ def test_store_commands_count_verify_and_prune(index):
     assert len(json.loads(found.stdout)["problems"]) == 1
     pruned = json.loads(run(cli.app, ["store", "prune", *where, "--max-bytes", "0"]).stdout)
     assert pruned["files"] == 4
+
+
+def test_verify_looks_into_all_three_databases(index):
+    where = ["--index", str(index), "--json"]
+
+    def problems():
+        found = run(cli.app, ["store", "verify", *where])
+        assert found.exit_code == 1, found.output
+        return [problem["key"] for problem in json.loads(found.stdout)["problems"]]
+
+    for path, change in (
+        (index / "documents.sqlite", "UPDATE chunks SET text = 'other' WHERE id = 1"),
+        (index / "kv" / "catalog.sqlite", "UPDATE modules SET token_ids = x'00' WHERE id = 1"),
+    ):
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute(change)
+            connection.commit()
+    assert problems() == ["documents.sqlite chunks", "catalog.sqlite modules"]
+    for path in (index / "kv" / "index.sqlite", index / "kv" / "catalog.sqlite"):
+        path.write_bytes(b"no database" * 1000)
+    assert problems() == ["documents.sqlite chunks", "catalog.sqlite", "index.sqlite"]
 
 
 def test_ingest_says_in_one_line_what_it_passed_over(index, tmp_path):
