@@ -16,10 +16,10 @@ from test_catalog import record
 from test_stores import key, module, same
 
 from cached_rag import CachedRAGError, StoreConfig, StoreError
-from cached_rag.documents import Chunk, DocumentIndex
-from cached_rag.library import Behind, Library
-from cached_rag.store import Catalog, DiskStore, Maker, database
-from cached_rag.store.database import Database
+from cached_rag.kv.store import Catalog, DiskStore, Maker, database
+from cached_rag.kv.store.database import Database
+from cached_rag.library.library import Behind, Library
+from cached_rag.rag import Chunk, DocumentIndex
 
 BEHIND, IDS = Behind((7, 8)), module(1).token_ids
 

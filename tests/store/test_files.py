@@ -22,9 +22,9 @@ import torch
 from test_stores import key, module, same
 
 from cached_rag import CorruptBlobError, StoreConfig, StoreError
-from cached_rag.kv import ModuleKV
-from cached_rag.library import Behind, Library
-from cached_rag.store import DiskStore, Maker, MemoryStore, TieredStore, database, disk
+from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.store import DiskStore, Maker, MemoryStore, TieredStore, database, disk
+from cached_rag.library.library import Behind, Library
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_draft_is_litter_only_when_its_writer_is_dead(store, other):
         assert other.prune() == (0, 0)
         assert draft.exists()
     code = (
-        "import os, sys; from pathlib import Path; from cached_rag.store import DiskStore\n"
+        "import os, sys; from pathlib import Path; from cached_rag.kv.store import DiskStore\n"
         "with DiskStore(sys.argv[1])._drafts.open() as draft:\n"
         "    Path(draft).write_bytes(b'half of it'); os._exit(9)"
     )

@@ -1,0 +1,197 @@
+"""One module as one safetensors file, checked when it is read.
+
+Every layer has its own checksum, so that a layer can be used before the next one is read; these
+and all else in the header are signed by one that the index keeps. Knows the file's content; knows
+no index and no eviction.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import xxhash
+from safetensors.torch import save_file
+
+from cached_rag.errors import CorruptBlobError, StoreError
+from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.store.codecs import Codec, Tensors
+from cached_rag.kv.store.tensor_file import TensorFile
+
+_IDS = "token_ids"
+_DAMAGED = "its content does not match its checksum"
+
+
+@dataclass(frozen=True)
+class BlobInfo:
+    """What the index keeps of a file: its size in bytes, and the checksum of its header."""
+
+    nbytes: int
+    checksum: str
+
+
+def write_blob(path: Path, key: str, kv: ModuleKV, codec: Codec) -> BlobInfo:
+    """Write a module to a new file that only its owner may read.
+
+    Raises:
+        OSError, SafetensorError: it could not be written.
+    """
+    tensors = codec.encode(kv)
+    ids = torch.tensor(kv.token_ids, dtype=torch.int32)
+    header = {
+        "layers": ",".join(layer_sums(tensors)),
+        "key": key,
+        "codec": codec.name,
+        "start": str(kv.start),
+        "dtype": str(kv.keys.dtype).removeprefix("torch."),
+    }
+    save_file(tensors | {_IDS: ids}, str(path), header)
+    path.chmod(0o600)
+    layouts = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return BlobInfo(path.stat().st_size, _checksum(header, layouts, ids))
+
+
+def read_blob(
+    path: Path, key: str, token_ids: Sequence[int] | None, codec: Codec, expected: str
+) -> ModuleKV | None:
+    """Read a module's file; None if there is no file.
+
+    Args:
+        token_ids: what it must hold; None takes what is there.
+        expected: the checksum it must have.
+
+    Raises:
+        CorruptBlobError: damaged, or not what it should be. The file is left as it is.
+        StoreError: it cannot be read now; nothing is known about its content.
+    """
+    stored = open_blob(path, key, token_ids, codec, expected)
+    return None if stored is None else stored.load()
+
+
+def open_blob(
+    path: Path, key: str, token_ids: Sequence[int] | None, codec: Codec, expected: str
+) -> StoredKV | None:
+    """A module's file, its layers unread; each is checked when it is. Otherwise as `read_blob`."""
+    with _judged(path):
+        try:
+            file = TensorFile(path)
+        except FileNotFoundError:
+            return None
+        header = file.header
+        if header.get("key") != key or header.get("codec") != codec.name:
+            raise CorruptBlobError(_message(path, "it belongs to another module or codec"))
+        ids = file.read(_IDS)
+        layouts = {n: (at.dtype, at.shape) for n, at in file.layouts.items() if n != _IDS}
+        if _checksum(header, layouts, ids) != expected:
+            raise CorruptBlobError(_message(path, _DAMAGED))
+        held = tuple(ids.tolist())
+        if token_ids is not None and held != tuple(token_ids):
+            raise CorruptBlobError(_message(path, "it holds other tokens than its key stands for"))
+        sums = tuple(header["layers"].split(","))
+        dtype = getattr(torch, header["dtype"])
+        return StoredKV(held, int(header["start"]), file, sums, codec, dtype, path)
+
+
+@dataclass(frozen=True)
+class StoredKV:
+    """A module in an open file, read where it is asked for. A `LayerSource`.
+
+    Attributes:
+        sums: checksum of each layer.
+        begin, end: which of the tokens; `end` None for all.
+    """
+
+    all_ids: tuple[int, ...]
+    first: int
+    file: TensorFile
+    sums: tuple[str, ...]
+    codec: Codec
+    dtype: torch.dtype
+    path: Path
+    begin: int = 0
+    end: int | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens."""
+        return self.all_ids[self.begin : self.end]
+
+    @property
+    def start(self) -> int:
+        """Position of the first token when the keys were computed."""
+        return self.first + self.begin
+
+    @property
+    def seq_len(self) -> int:
+        """Number of tokens."""
+        return len(self.token_ids)
+
+    def slice(self, begin: int, end: int) -> StoredKV:
+        """Tokens `begin` to `end` (exclusive) of these."""
+        return replace(self, begin=self.begin + begin, end=self.begin + end)
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read one layer, check it, decode it.
+
+        Raises:
+            CorruptBlobError: it is not what was written.
+            StoreError: it cannot be read now.
+        """
+        kv = self._read(index, index + 1)
+        return kv.keys[0, :, self.begin : self.end], kv.values[0, :, self.begin : self.end]
+
+    def load(self) -> ModuleKV:
+        """All layers; errors as in `layer`."""
+        kv = self._read(0, len(self.sums))
+        return kv if self.end is None and not self.begin else kv.slice(self.begin, self.end or 0)
+
+    def _read(self, begin: int, end: int) -> ModuleKV:
+        with _judged(self.path):
+            names = [name for name in self.file.layouts if name != _IDS]
+            tensors = {name: self.file.read(name, begin, end) for name in names}
+            if layer_sums(tensors) != list(self.sums[begin:end]):
+                raise CorruptBlobError(_message(self.path, _DAMAGED))
+            return self.codec.decode(tensors, self.all_ids, self.first, self.dtype)
+
+
+def layer_sums(tensors: Tensors) -> list[str]:
+    """xxh3-64 of each layer's names and bytes: guards against damage, not against malice."""
+    found = []
+    for layer in range(min(len(tensor) for tensor in tensors.values())):
+        state = xxhash.xxh3_64()
+        for name in sorted(tensors):
+            state.update(name.encode())
+            state.update(tensors[name][layer].contiguous().view(torch.uint8).numpy().data)
+        found.append(state.hexdigest())
+    return found
+
+
+def _checksum(
+    header: Mapping[str, str],
+    layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    ids: torch.Tensor,
+) -> str:
+    """Of all that a file says about its tensors, its layers' checksums among it."""
+    shapes = [(name, str(dtype), shape) for name, (dtype, shape) in sorted(layouts.items())]
+    state = xxhash.xxh3_128(json.dumps([sorted(header.items()), shapes]).encode())
+    state.update(ids.contiguous().view(torch.uint8).numpy().data)
+    return str(state.hexdigest())
+
+
+@contextmanager
+def _judged(path: Path) -> Iterator[None]:
+    """Tells what proves damage from what only says that a file cannot be read now."""
+    try:
+        yield
+    except (KeyError, ValueError, AttributeError) as error:
+        raise CorruptBlobError(_message(path, f"it cannot be read ({error})")) from error
+    except (OSError, MemoryError, RuntimeError) as error:
+        raise StoreError(f"the KV file {path} cannot be read now ({error}). It is kept.") from error
+
+
+def _message(path: Path, reason: str) -> str:
+    return f"the KV file {path} is damaged or foreign: {reason}. It is dropped from the store."

@@ -1,0 +1,237 @@
+"""Modules as files, found through SQLite, bounded by bytes. Safe for several processes.
+
+The index says what exists. A file comes together with its row, and goes with it, in one
+transaction, and has a name that no other file ever has. So in a transaction of one's own a file
+without a row is litter; a row without a file is a miss. Knows no model.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from cached_rag.errors import CachedRAGError, CorruptBlobError, StoreError, StoreFullError
+from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.store.base import Problem
+from cached_rag.kv.store.blob import StoredKV, open_blob, read_blob, write_blob
+from cached_rag.kv.store.codecs import Codec, codec_by_name
+from cached_rag.kv.store.database import BRIEFLY_S
+from cached_rag.kv.store.drafts import Drafts
+from cached_rag.kv.store.entries import Entries, Entry
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_Reader = Callable[[Path, str, "Sequence[int] | None", Codec, str], "_T | None"]
+_INDEX = "index.sqlite"
+_DRAFTS = "drafts"
+
+
+class DiskStore:
+    """A `KVStore` in a folder."""
+
+    def __init__(self, path: Path | str, codec: str = "raw", max_bytes: int | None = None) -> None:
+        self.path = Path(path)
+        self.codec = codec_by_name(codec)
+        self.max_bytes = max_bytes
+        self._entries = Entries(self.path / _INDEX)
+        self._drafts = Drafts(self.path / "blobs" / _DRAFTS, self.path / "drafts.lock")
+
+    def close(self) -> None:
+        """Write down recent uses and close the index."""
+        self._entries.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files, of every codec."""
+        return self._entries.nbytes()
+
+    def __len__(self) -> int:
+        return len(self._entries.of(self.codec.name))
+
+    def __contains__(self, key: str) -> bool:
+        entry = self._entry(key)
+        return entry is not None and self._file(entry).is_file()
+
+    def keys(self) -> Iterator[str]:
+        """All keys of this codec, least recently used first."""
+        return iter([entry.key for entry in self._entries.of(self.codec.name)])
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file of this codec, by key."""
+        return {entry.key: entry.nbytes for entry in self._entries.of(self.codec.name)}
+
+    def get(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
+        """The module, copied from its file, or None; see `KVStore.get`."""
+        return self._found(key, token_ids, read_blob)
+
+    def open(self, key: str, token_ids: Sequence[int]) -> StoredKV | None:
+        """The module, unread; its layers are checked as they are read."""
+        return self._found(key, token_ids, open_blob)
+
+    def _found(self, key: str, token_ids: Sequence[int], read: _Reader[_T]) -> _T | None:
+        entry = self._entry(key)
+        if entry is None:
+            return None
+        try:
+            found = read(self._file(entry), key, token_ids, self.codec, entry.checksum)
+        except CorruptBlobError:
+            self._drop(entry)
+            raise
+        if found is not None:
+            self._entries.touch(entry)
+            return found
+        self._drop(entry)
+        if self._entry(key) in (None, entry):
+            return None
+        return self._found(key, token_ids, read)  # which has taken its place
+
+    def put(self, key: str, kv: ModuleKV) -> None:
+        """Keep a module; see `KVStore.put`."""
+        if self.max_bytes is not None and kv.nbytes > 2 * self.max_bytes:
+            raise self._too_large(kv.nbytes)  # no codec makes it fit
+        with self._drafts.open() as draft:
+            info = write_blob(draft, key, kv, self.codec)
+            if self.max_bytes is not None and info.nbytes > self.max_bytes:
+                raise self._too_large(info.nbytes)
+            name = os.urandom(8).hex()
+            self._publish(draft, Entry(key, self.codec.name, name, info.nbytes, info.checksum))
+
+    def _publish(self, draft: Path, entry: Entry) -> None:
+        """Give a draft its name and its row together; what has to go for it goes then."""
+        path = self._file(entry)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self.max_bytes is not None:
+            self._entries.flush()
+        try:
+            with self._entries.transaction() as connection:
+                gone = self._entries.put(connection, entry)
+                if self.max_bytes is not None:
+                    gone += self._entries.evict(connection, self.max_bytes)
+                os.replace(draft, path)
+                self._unlink(gone)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+    def _too_large(self, nbytes: int) -> StoreFullError:
+        return StoreFullError(
+            f"a module of {nbytes} bytes exceeds the store's bound of {self.max_bytes}; raise "
+            "disk_bytes or use smaller chunks"
+        )
+
+    def delete(self, key: str) -> bool:
+        """Forget an entry; says whether it was there."""
+        with self._entries.transaction() as connection:
+            gone = self._entries.remove(connection, [self._entry(key)])
+            self._unlink(gone)
+        return bool(gone)
+
+    def check(self) -> list[Problem]:
+        """Read every file, and the index; report damage, missing files and litter."""
+        problems = [Problem(_INDEX, reason) for reason in self._entries.database.problems()]
+        try:
+            for entry in self._entries.all():
+                problems += self._problems(entry)
+            with self._settled():
+                litter, strange = self._litter()
+            with self._drafts.abandoned() as drafts:
+                litter += drafts
+        except StoreError as error:
+            return [*problems, Problem(_INDEX, str(error))]
+        problems += [Problem(path.stem, f"litter: {path}") for path in litter]
+        return problems + [Problem(p.name, f"not of this store, left alone: {p}") for p in strange]
+
+    def _problems(self, entry: Entry) -> list[Problem]:
+        path, reason = self._file(entry), None
+        try:
+            codec = codec_by_name(entry.codec)
+            if read_blob(path, entry.key, None, codec, entry.checksum) is None:
+                reason = f"the file {path} is missing"
+        except CachedRAGError as error:
+            reason = str(error)
+        if reason is None:
+            return []
+        with self._settled():  # or was it removed meanwhile?
+            is_kept = self._entries.find(entry.key, entry.codec) == entry
+        return [Problem(entry.key, reason)] if is_kept else []
+
+    def prune(self, max_bytes: int | None = None) -> tuple[int, int]:
+        """Remove litter, then the least recently used files until `max_bytes` are left.
+
+        Returns:
+            How many files went, and their bytes.
+        """
+        self._entries.flush()
+        evicted: list[Entry] = []
+        with self._drafts.abandoned() as drafts:
+            sizes = _removed(drafts)
+        with self._entries.transaction() as connection:
+            sizes += _removed(self._litter()[0])
+            if max_bytes is not None:
+                evicted = self._entries.evict(connection, max_bytes)
+                self._unlink(evicted)
+        return len(sizes) + len(evicted), sum(sizes) + sum(entry.nbytes for entry in evicted)
+
+    def _settled(self) -> AbstractContextManager[object]:
+        """While nobody is between a file's name and its row, as far as that can be had."""
+        is_read_only = self._entries.database.is_read_only
+        return nullcontext() if is_read_only else self._entries.transaction()
+
+    def _litter(self) -> tuple[list[Path], list[Path]]:
+        """Files without a row, and what is no file of a store. Links are not followed."""
+        known = {self._file(entry) for entry in self._entries.all()}
+        litter: list[Path] = []
+        strange: list[Path] = []
+        for shard in _inside(self.path / "blobs"):
+            if not shard.is_dir(follow_symlinks=False):
+                strange.append(Path(shard.path))
+            elif shard.name != _DRAFTS:
+                for file in _inside(Path(shard.path)):
+                    is_file = file.is_file(follow_symlinks=False)
+                    (litter if is_file else strange).append(Path(file.path))
+        return [path for path in litter if path not in known], strange
+
+    def _file(self, entry: Entry) -> Path:
+        name = f"{entry.key}.{entry.name}.{entry.codec}.safetensors"
+        return self.path / "blobs" / entry.key[:2] / name
+
+    def _entry(self, key: str) -> Entry | None:
+        return self._entries.find(key, self.codec.name)
+
+    def _drop(self, entry: Entry) -> None:
+        """Forget one file, not one that has taken its place; what cannot be now is left."""
+        try:
+            with self._entries.transaction(BRIEFLY_S) as connection:
+                self._unlink(self._entries.remove(connection, [entry]))
+        except StoreError as error:
+            _log.info("the KV %s stays for now: %s", entry.key, error)
+
+    def _unlink(self, entries: Iterable[Entry]) -> None:
+        _unlink(self._file(entry) for entry in entries)
+
+
+def _removed(paths: list[Path]) -> list[int]:
+    """Remove files; says how large they were."""
+    sizes = [path.lstat().st_size for path in paths]
+    _unlink(paths)
+    return sizes
+
+
+def _unlink(paths: Iterable[Path]) -> None:
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"{path} cannot be removed ({error}); allow this user to write its folder"
+            ) from error
+
+
+def _inside(folder: Path) -> list[os.DirEntry[str]]:
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        return sorted(entries, key=lambda entry: entry.name)
+    return []

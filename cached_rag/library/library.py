@@ -1,0 +1,283 @@
+"""The modules an engine knows: their texts, the prefixes they may stand behind, and their KV.
+
+Joins the catalog (what text is a module), the table (finding it in a prompt) and the store (its
+KV). Knows no model beyond a fingerprint.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from cached_rag.config import StoreConfig
+from cached_rag.errors import StoreError
+from cached_rag.kv.fingerprint import module_key
+from cached_rag.kv.module import LayerSource, ModuleKV
+from cached_rag.kv.store import (
+    Catalog,
+    DiskStore,
+    KVStore,
+    Maker,
+    MemoryStore,
+    ModuleRecord,
+    Prefetcher,
+    TieredStore,
+)
+from cached_rag.kv.store.database import BRIEFLY_S
+from cached_rag.library.matching import ModuleTable
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Behind:
+    """What modules were encoded behind: a prefix, and the name of a context that followed it."""
+
+    prefix_ids: tuple[int, ...]
+    context: str = ""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """A module's KV and what it was computed behind."""
+
+    behind: Behind
+    kv: LayerSource
+
+
+class Library:
+    """Modules of one model and one tenant. Safe for several threads."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        maker: Maker,
+        device: torch.device | None = None,
+        memory: Sequence[MemoryStore] | None = None,
+    ) -> None:
+        """Open what the configuration names.
+
+        Args:
+            memory: another tenant's tiers in memory, to be used together; None for new ones.
+        """
+        self.maker, self.fingerprint = maker, maker.model
+        self.namespace = config.namespace
+        self.is_pipelined = bool(config.pipelined)
+        self.table = ModuleTable()
+        self.disk: DiskStore | None = None
+        self._catalog: Catalog | None = None
+        self.memory = tuple(memory_tiers(config, device) if memory is None else memory)
+        tiers: list[KVStore] = list(self.memory)
+        self._lost: StoreError | None = None
+        self._told: set[str] = set()
+        if config.path is not None:
+            try:
+                self._open_files(Path(config.path), config)
+            except StoreError as error:
+                self._lost = error
+                _log.warning("nothing is cached on disk: %s", error)
+        if self.disk is not None:
+            tiers.append(self.disk)
+        self.store: KVStore = TieredStore(tiers) if len(tiers) > 1 else tiers[0]
+        self._prefetcher = Prefetcher()
+        self._behinds: list[Behind] = []
+        self._last_row = 0
+        self._generation = 0
+        self._lock = threading.Lock()
+        self.refresh(force=True)
+
+    def _open_files(self, root: Path, config: StoreConfig) -> None:
+        disk = DiskStore(root, codec=config.codec, max_bytes=config.disk_bytes)
+        try:
+            self._catalog = Catalog(root / "catalog.sqlite", self.maker, config.namespace)
+        except BaseException:
+            disk.close()
+            raise
+        self.disk = disk
+
+    @contextmanager
+    def spared(self) -> Iterator[None]:
+        """What a question does with the cache: where that fails, it goes on without, and says so.
+
+        Said once, however many questions meet the same.
+        """
+        try:
+            yield
+        except StoreError as error:
+            if str(error) not in self._told:
+                self._told.add(str(error))
+                _log.warning("what a cache would have spared is computed anew: %s", error)
+
+    def check_kept(self) -> None:
+        """See that what is encoded, or deleted, is so on disk too, where that is wanted.
+
+        Raises:
+            StoreError: the files could not be opened.
+        """
+        if self._lost is not None:
+            raise self._lost
+
+    def close(self) -> None:
+        """Write what is pending and release files."""
+        self._prefetcher.close()
+        if self._catalog is not None:
+            self._catalog.close()
+        if self.disk is not None:
+            self.disk.close()
+
+    def refresh(self, *, force: bool = False) -> None:
+        """Learn what other processes added or removed; costs next to nothing if they did not."""
+        if self._catalog is None:
+            return
+        with self.spared(), self._lock:
+            if not (self._catalog.changed() or force):
+                return
+            generation = self._catalog.generation()
+            if generation != self._generation:
+                self.table.clear()
+                self._last_row, self._generation = 0, generation
+            for row, module in self._catalog.modules(after=self._last_row):
+                self.table.add(module)
+                self._last_row = row
+            self._behinds = _longest_first(Behind(*row) for row in self._catalog.prefixes())
+
+    def behinds(self) -> list[Behind]:
+        """What modules may stand behind: longest prefix first, with a context before without."""
+        return self._behinds
+
+    def add_behind(self, behind: Behind) -> None:
+        """Know one more thing that modules may stand behind."""
+        with self._lock:
+            self._behinds = _longest_first({*self._behinds, behind})
+        if self._catalog is not None:
+            self._catalog.add_prefix(behind.prefix_ids, behind.context)
+
+    def add_modules(self, modules: Sequence[ModuleRecord]) -> None:
+        """Know texts as modules, so that they are found in prompts."""
+        self._know(modules)
+        if self._catalog is not None:
+            self._catalog.add_modules(modules)
+
+    def register(self, modules: Sequence[ModuleRecord]) -> None:
+        """As `add_modules`; but if they cannot be written down at once, only here and for now."""
+        self._know(modules)
+        if self._catalog is not None:
+            with self.spared():
+                self._catalog.add_modules(modules, BRIEFLY_S)
+
+    def _know(self, modules: Sequence[ModuleRecord]) -> None:
+        with self._lock:
+            for module in modules:
+                self.table.add(module)
+
+    def remove(self, modules: Iterable[ModuleRecord]) -> int:
+        """Forget modules and all their KV; says how many KVs went."""
+        self.check_kept()
+        modules = list(modules)
+        behinds = {Behind(()), *self._behinds}
+        keys = [self.key(behind, module.token_ids) for module in modules for behind in behinds]
+        gone = sum(self.store.delete(key) for key in keys)
+        if self._catalog is not None:
+            self._catalog.remove_modules([module.text_digest for module in modules])
+            self.refresh(force=True)
+        else:
+            self.table.discard(modules)
+        return gone
+
+    def other_makers(self, modules: Iterable[ModuleRecord]) -> list[Maker]:
+        """Other models, or this one in other dtypes, that encoded some of these in this store."""
+        found: list[Maker] = []
+        if self._catalog is not None:
+            with self.spared():
+                found = self._catalog.makers_of(module.text_digest for module in modules)
+        return found
+
+    def key(self, behind: Behind, token_ids: Sequence[int]) -> str:
+        """The store key of a module in one encoding."""
+        return module_key(
+            self.fingerprint, behind.prefix_ids, token_ids, self.namespace, behind.context
+        )
+
+    def holds(self, behind: Behind, token_ids: Sequence[int]) -> bool:
+        """Whether there is KV for a module behind that."""
+        with self.spared():
+            return self.key(behind, token_ids) in self.store
+        return False
+
+    def put(self, behind: Behind, kv: ModuleKV) -> None:
+        """Keep a module's KV.
+
+        Raises:
+            StoreFullError: there is no room.
+        """
+        self.store.put(self.key(behind, kv.token_ids), kv)
+
+    def memory_bytes(self) -> int:
+        """Bytes of KV in memory, the host's and a device's."""
+        return sum(tier.nbytes for tier in self.memory)
+
+    def memory_tokens(self) -> int:
+        """Tokens whose KV is there; one that is in two tiers counts twice, as its bytes do."""
+        return sum(tier.num_tokens for tier in self.memory)
+
+    def fetch(self, behind: Behind, token_ids: Sequence[int]) -> ModuleKV | None:
+        """A module's KV, or None if there is none or it cannot be had (which is logged)."""
+        self._prefetcher.wait(self.key(behind, token_ids))
+        return self._fetch(behind, token_ids)
+
+    def _fetch(self, behind: Behind, token_ids: Sequence[int]) -> ModuleKV | None:
+        with self.spared():
+            return self.store.get(self.key(behind, token_ids), token_ids)
+        return None
+
+    def prefetch(self, texts: Iterable[str]) -> None:
+        """Begin to bring texts' KV into memory, each behind the longest prefix that has it."""
+        if not isinstance(self.store, TieredStore):
+            return
+        for module in filter(None, (self.table.get(text.strip()) for text in texts)):
+            for behind in self._behinds:
+                if self.holds(behind, module.token_ids):
+                    fetch = partial(self._fetch, behind, module.token_ids)
+                    self._prefetcher.start(self.key(behind, module.token_ids), fetch)
+                    break
+
+    def open(self, behind: Behind, token_ids: Sequence[int]) -> LayerSource | None:
+        """As `fetch`, but what is on disk is read layer by layer, when it is used."""
+        with self.spared():
+            return self.store.open(self.key(behind, token_ids), token_ids)
+        return None
+
+    def best_encoding(
+        self, behinds: Sequence[Behind], token_ids: Sequence[int], *, lazy: bool
+    ) -> Encoding | None:
+        """The module's KV behind the first of `behinds` for which there is any; read, or opened."""
+        for behind in behinds:
+            kv = self.open(behind, token_ids) if lazy else self.fetch(behind, token_ids)
+            if kv is not None:
+                return Encoding(behind, kv)
+        return None
+
+
+def memory_tiers(config: StoreConfig, device: torch.device | None) -> Iterator[MemoryStore]:
+    """The stores in memory, fastest first: a CUDA device's if it may be used, and the host's."""
+    if device is None or device.type != "cuda":
+        yield MemoryStore(config.memory_bytes)
+        return
+    room = config.device_bytes
+    if room is None:
+        free, _ = torch.cuda.mem_get_info(device)
+        room = free // 4
+    if room:
+        yield MemoryStore(room, device)
+    yield MemoryStore(config.memory_bytes, torch.device("cpu"))
+
+
+def _longest_first(behinds: Iterable[Behind]) -> list[Behind]:
+    return sorted(behinds, key=lambda b: (len(b.prefix_ids), b.context != ""), reverse=True)
