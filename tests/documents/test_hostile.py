@@ -63,9 +63,10 @@ OPTIONS = (
 @pytest.mark.parametrize("name", sorted(directives._directive_registry))
 def test_no_directive_opens_a_file(tmp_path, secret, name):
     blocks = [
-        f".. {name}:: {argument}\n   {option}\n\n   body {argument}\n"
+        f".. {name}:: {argument}\n   {option}\n{body}"
         for argument in ("", str(secret), f"file://{secret}", f"html {secret}")
         for option in (option.format(secret) for option in OPTIONS)
+        for body in ("", "\n   body\n")  # some take none, some need one
     ]
     inside = [f"* item\n\n  {block}".replace("\n", "\n  ").rstrip() + "\n" for block in blocks]
     named = [f".. |s{i}| {block.removeprefix('.. ')}\n|s{i}|\n" for i, block in enumerate(blocks)]
