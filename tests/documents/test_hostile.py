@@ -10,6 +10,7 @@ from docutils import nodes
 from docutils.parsers.rst import Directive, directives
 from inscriptis.css_profiles import CSS_PROFILES
 
+from cached_rag import DocumentError
 from cached_rag.documents.loading import load_document, look_at
 
 SECRET = "KEEP-THIS-TO-YOURSELF"
@@ -228,6 +229,28 @@ def test_substitutions_and_contents_stay(tmp_path):
     (tmp_path / "a.rst").write_text(source)
     text = load_document(tmp_path / "a.rst").text
     assert text.split() == ["A", "big", "bad", "c", "Parts", "*", "One", "*", "Two", "One", "Two"]
+
+
+WIDE = "x" * 20_000
+TABLES = {
+    "wide": f"<table><tr><td>{WIDE}</td></tr>" + "<tr><td>y</td></tr>" * 20_000 + "</table>",
+    "tall": f"<table><tr><td>{'x<br>' * 20_000}</td>{'<td>y</td>' * 20_000}</tr></table>",
+    "many": f"<table><tr><td>{WIDE}<tr><td>{'y<br>' * 400}</table>" * 20,
+    "nested": "<table><tr><td>x<td>" * 20 + WIDE + "<br>y" * 400,
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_tables_that_would_fill_the_memory_are_refused(tmp_path, kind):
+    (tmp_path / "a.html").write_text("<p>text</p>" + TABLES[kind])
+    with pytest.raises(DocumentError, match="its tables would take"):
+        load_document(tmp_path / "a.html")
+
+
+def test_styles_move_text_by_little(tmp_path):
+    style = "padding-left: 90000em; margin-top: 90000em; margin-bottom: 90000em"
+    (tmp_path / "a.html").write_text(f"<p style='{style}'>a<p style='{style}'>b" * 100)
+    assert len(load_document(tmp_path / "a.html").text) < 10_000
 
 
 def test_half_characters_are_dropped(tmp_path, monkeypatch):
