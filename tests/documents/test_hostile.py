@@ -11,7 +11,7 @@ from docutils.parsers.rst import Directive, directives
 from inscriptis.css_profiles import CSS_PROFILES
 
 from cached_rag import DocumentError
-from cached_rag.documents.loading import load_document, look_at
+from cached_rag.rag.readers import load_document, look_at
 
 SECRET = "KEEP-THIS-TO-YOURSELF"
 SVG = f'<svg xmlns="http://www.w3.org/2000/svg"><text>{SECRET}</text></svg>'
@@ -162,7 +162,7 @@ HANGING = {
 
 
 def _loads(path, code="print(load_document(sys.argv[1]).text)", seconds=60):
-    code = f"import sys; from cached_rag.documents.loading import load_document; {code}"
+    code = f"import sys; from cached_rag.rag.readers import load_document; {code}"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, str(path)],
         capture_output=True,
@@ -254,7 +254,7 @@ def test_styles_move_text_by_little(tmp_path):
 
 
 def test_half_characters_are_dropped(tmp_path, monkeypatch):
-    from cached_rag.documents import loading
+    from cached_rag.rag import loading
 
     monkeypatch.setitem(loading.READERS, ".txt", lambda path: "te\ud800xt \U0001f600\udfff")
     (tmp_path / "a.txt").write_text("")

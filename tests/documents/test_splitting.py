@@ -7,7 +7,7 @@ import random
 import pytest
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
-from cached_rag.documents import Document, Splitter
+from cached_rag.rag import Document, Splitter
 
 
 def words(text):

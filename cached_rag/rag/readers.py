@@ -1,0 +1,201 @@
+"""Files to plain text, one library a format. Knows formats; knows no model.
+
+Documents are untrusted: nothing in them is executed, included or fetched. Markdown and
+reStructuredText become HTML, and HTML becomes text with its layout kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cached_rag.errors import DocumentError
+
+MAX_BYTES = 50 << 20
+# Half a surrogate pair is no character; no digest could be taken of it.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
+_BLANK_LINES = re.compile(r"\n(?:[ \t]*\n){2,}")
+_TITLE = re.compile(r"^Title: *(.+)$", re.MULTILINE)
+# Why a link in a folder is passed over, where others are counted by their suffix.
+_ELSEWHERE = "links to elsewhere"
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document's text.
+
+    Attributes:
+        source: the file's path, as given.
+        title: its `Title:` line if it opens with one, else its first line.
+        text: without control characters, never empty.
+    """
+
+    source: str
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """What lies at a path, hidden files aside.
+
+    Attributes:
+        files: those that have a reader, sorted.
+        passed_over: how many have none, by suffix ("" where there is no suffix; "links to
+            elsewhere" for links that lead out of the folder), most frequent first.
+    """
+
+    files: tuple[Path, ...]
+    passed_over: tuple[tuple[str, int], ...] = ()
+
+
+def look_at(path: Path | str) -> Found:
+    """A file itself, of whatever kind, or all files below a folder.
+
+    Below a folder, a link counts where it leads to a file in that folder that is not found anyway.
+
+    Raises:
+        DocumentError: nothing is there.
+    """
+    root = Path(path).expanduser()
+    if root.is_file():
+        return Found((root,))
+    if not root.is_dir():
+        raise DocumentError(f"there is no file or folder at {root}")
+    inside = root.resolve()
+    files: dict[Path, Path] = {}
+    links: dict[Path, Path] = {}
+    others = Counter[str]()
+    for file in root.rglob("*"):
+        if _is_hidden(file.relative_to(root)) or not file.is_file():
+            continue
+        target, suffix = file.resolve(), file.suffix.lower()
+        if not target.is_relative_to(inside):
+            others[_ELSEWHERE] += 1
+        elif suffix not in READERS or target.suffix.lower() != suffix:
+            others[suffix] += 1
+        else:
+            (links if file.is_symlink() else files)[target] = file
+    return Found(tuple(sorted((links | files).values())), tuple(others.most_common()))
+
+
+def find_documents(path: Path | str) -> list[Path]:
+    """Readable files at a path: itself, or all below a folder, hidden ones aside, sorted.
+
+    Raises:
+        DocumentError: nothing is there.
+    """
+    return list(look_at(path).files)
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def load_document(path: Path | str) -> Document:
+    """Read one file.
+
+    Raises:
+        DocumentError: unknown format, too large, unreadable, encrypted, or without text.
+    """
+    path = Path(path)
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        known = ", ".join(sorted(READERS))
+        raise DocumentError(f"{path}: no reader for {path.suffix or 'no suffix'}; known: {known}")
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise DocumentError(f"{path}: {size} bytes exceed {MAX_BYTES}; split the file")
+        text = _clean(reader(path))
+    except DocumentError:
+        raise
+    except Exception as error:  # whatever a parser makes of a broken file
+        raise DocumentError(
+            f"{path}: cannot be read ({type(error).__name__}: {error}); repair or remove it"
+        ) from error
+    if not text:
+        raise DocumentError(
+            f"{path}: holds no text (a scan, or an empty file); remove it or run OCR"
+        )
+    return Document(str(path), _title(text), text)
+
+
+def _title(text: str) -> str:
+    named = _TITLE.search(text, 0, 1000)
+    title = named.group(1) if named else text.partition("\n")[0]
+    return title.replace("``", "")[:200].strip()
+
+
+def _clean(text: str) -> str:
+    return _BLANK_LINES.sub("\n\n", _CONTROL.sub("", _with_line_feeds(text))).strip()
+
+
+def _with_line_feeds(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _decode(path: Path) -> str:
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        from charset_normalizer import from_bytes
+
+        best = from_bytes(data).best()
+        if best is None or (
+            b"\x00" in data[:4096] and not data.startswith((b"\xff\xfe", b"\xfe\xff"))
+        ):
+            raise DocumentError(f"{path}: is not text in any known encoding") from None
+        return str(best)
+
+
+def _html_to_text(html: str) -> str:
+    from cached_rag.rag.html import html_to_text
+
+    return html_to_text(html)
+
+
+def _read_html(path: Path) -> str:
+    return _html_to_text(_decode(path))
+
+
+def _read_markdown(path: Path) -> str:
+    from markdown_it import MarkdownIt
+
+    return _html_to_text(MarkdownIt("commonmark").enable("table").render(_decode(path)))
+
+
+def _read_rst(path: Path) -> str:
+    from cached_rag.rag.rst import rst_to_html
+
+    source = _with_line_feeds(_decode(path))
+    try:
+        header, html = rst_to_html(source)
+    except Exception:  # docutils has many; text with its markup is better than none
+        return source
+    return header + _html_to_text(html)
+
+
+def _read_pdf(path: Path) -> str:
+    from pypdf import PdfReader
+
+    reader = PdfReader(path)
+    if reader.is_encrypted and not reader.decrypt(""):
+        raise DocumentError(f"{path}: is encrypted; remove its password")
+    return "\n\n".join(page.extract_text() for page in reader.pages)
+
+
+READERS: dict[str, Callable[[Path], str]] = {
+    ".txt": _decode,
+    ".text": _decode,
+    ".md": _read_markdown,
+    ".markdown": _read_markdown,
+    ".rst": _read_rst,
+    ".html": _read_html,
+    ".htm": _read_html,
+    ".pdf": _read_pdf,
+}
