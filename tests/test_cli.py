@@ -244,10 +244,10 @@ def test_serve_refuses_what_cannot_be(model_folder, index):
 
 
 def test_serve_serves_an_index_until_it_is_stopped(index, monkeypatch, capfd):
-    def asked_once(app, bound, drain_seconds, ready):
-        assert (bound.getsockname()[0], drain_seconds) == ("0.0.0.0", 30)
-        ready()
-        with TestClient(app) as client:
+    def asked_once(server, sockets):
+        assert sockets[0].getsockname()[0] == "0.0.0.0"
+        server._ready()
+        with TestClient(server.config.app) as client:
             asked = [{"role": "system", "content": SYSTEM}]
             asked += [{"role": "user", "content": f"{CHUNKS[0]} Why?"}]
             body = {"model": "m", "messages": asked}
@@ -255,12 +255,16 @@ def test_serve_serves_an_index_until_it_is_stopped(index, monkeypatch, capfd):
             answers.append(response.json())
 
     answers = []
-    monkeypatch.setattr("cached_rag.serving.run.run", asked_once)
+    monkeypatch.setattr("cached_rag.serving.run.Server.run", asked_once)
     options = ["--name", "m", "--host", "0.0.0.0", "--port", "0", "--dtype", "float32"]
+    refused = run(cli.app, ["serve", "--index", str(index), *options])
+    assert isinstance(refused.exception, ConfigError)
+    assert "--no-keys" in str(refused.exception)
+    options += ["--no-keys"]
     result = run(cli.app, ["serve", "--index", str(index), *options])
     assert result.exit_code == 0, result.output
     assert answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    assert "anybody who reaches" in result.stderr
+    assert "GiB of KV on disk (--disk-bytes)" in result.stderr
     assert "serving m at http://0.0.0.0:" in result.stderr
 
 
