@@ -14,12 +14,14 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
     model_validator,
 )
 
 _DEFAULT_TOKENS = 256
 # Of messages and texts; each costs far more than its few bytes of JSON.
 _MOST = 10_000
+_MOST_FIELDS = 100
 # Settings that clients send and that mean nothing when they have these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
@@ -64,6 +66,14 @@ Stop = Annotated[Text, Field(max_length=1000)]
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _few_fields(cls, data: Any, read: ModelWrapValidatorHandler[Any]) -> Any:
+        """Each unknown one would be an error of its own, and a body has room for a million."""
+        if isinstance(data, dict) and len(data) > _MOST_FIELDS:
+            raise ValueError(f"more than {_MOST_FIELDS} fields")
+        return read(data)
 
 
 class TextPart(_Strict):
