@@ -11,10 +11,10 @@ import time
 
 from conftest import CHUNKS
 
-from cached_rag.serving.app import create_app
-from cached_rag.serving.run import Server, bind
-from cached_rag.serving.service import Service
-from cached_rag.serving.tenants import Keys
+from cached_rag.server.app import create_app
+from cached_rag.server.run import Server, bind
+from cached_rag.server.service import Service
+from cached_rag.server.tenants import Keys
 
 NAME = "tiny"
 MESSAGES = [

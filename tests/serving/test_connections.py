@@ -13,10 +13,11 @@ import pytest
 from conftest import tiny_model
 from served import GREEDY, MESSAGES, connected, received, running, until
 
-from cached_rag import Engine, scheduler
-from cached_rag.batch_step import step_batch
-from cached_rag.serving import limits
-from cached_rag.serving.limits import Share, default_disk_bytes, share_descriptors
+from cached_rag import Engine
+from cached_rag.backends.transformers.batch import step_batch
+from cached_rag.engine import scheduler
+from cached_rag.server import limits
+from cached_rag.server.limits import Share, default_disk_bytes, share_descriptors
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
 

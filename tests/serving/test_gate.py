@@ -17,10 +17,10 @@ from served import GREEDY, MESSAGES, connected, received, serving, until
 
 from cached_rag import ConfigError, Engine, GenerationConfig, StoreConfig, StoreFullError
 from cached_rag.errors import BusyError, StoreError
-from cached_rag.serving.gate import LOCAL_HOSTS
-from cached_rag.serving.protocol import CompletionRequest
-from cached_rag.serving.service import Service
-from cached_rag.serving.tenants import Tenants
+from cached_rag.server.gate import LOCAL_HOSTS
+from cached_rag.server.protocol import CompletionRequest
+from cached_rag.server.service import Service
+from cached_rag.server.tenants import Tenants
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_a_body_without_a_length_is_read_up_to_the_bound_and_no_further(engine):
 
 def test_half_sent_bodies_keep_nobody_out(engine, monkeypatch):
     """Those that have been coming for longest are given up."""
-    monkeypatch.setattr("cached_rag.serving.gate._BODIES", 2)
+    monkeypatch.setattr("cached_rag.server.gate._BODIES", 2)
     half_sent = head(length="Content-Length: 1000") + b" " * 999
     with (
         serving(engine, max_body_bytes=1000, max_requests=1) as (address, _),

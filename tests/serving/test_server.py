@@ -18,9 +18,10 @@ from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 from served import GREEDY, MESSAGES, NAME, serving, until
 
-from cached_rag import BatchConfig, Engine, scheduler
-from cached_rag.batch_step import step_batch
-from cached_rag.serving.tenants import Tenants, namespace
+from cached_rag import BatchConfig, Engine
+from cached_rag.backends.transformers.batch import step_batch
+from cached_rag.engine import scheduler
+from cached_rag.server.tenants import Tenants, namespace
 
 
 @pytest.fixture(scope="module")
@@ -388,8 +389,8 @@ def test_a_server_that_must_stop_says_what_it_cut_off(slow, caplog):
 
 
 def test_tenants_that_nobody_uses_are_closed(monkeypatch):
-    monkeypatch.setattr("cached_rag.serving.tenants._OPEN", 3)
-    monkeypatch.setattr("cached_rag.serving.tenants._OPEN_SALTS", 1)
+    monkeypatch.setattr("cached_rag.server.tenants._OPEN", 3)
+    monkeypatch.setattr("cached_rag.server.tenants._OPEN_SALTS", 1)
     engine = Engine(tiny_model("llama"))
     tenants = Tenants(engine)
     with tenants.using("", None) as first:

@@ -13,9 +13,10 @@ import pytest
 from conftest import CHUNKS, tiny_model
 from served import GREEDY, MESSAGES, running, until
 
-from cached_rag import Engine, scheduler
-from cached_rag.batch_step import step_batch
-from cached_rag.encode import EncodeSummary
+from cached_rag import Engine
+from cached_rag.backends.transformers.batch import step_batch
+from cached_rag.backends.transformers.encode import EncodeSummary
+from cached_rag.engine import scheduler
 
 
 @pytest.fixture

@@ -1,0 +1,186 @@
+"""The server's paths. Who may ask is the gate's, errors are `failures`'s. Knows no model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from cached_rag import __version__
+from cached_rag.server.endings import Endings, event
+from cached_rag.server.failures import described, handle_errors
+from cached_rag.server.gate import Gate
+from cached_rag.server.protocol import ChatRequest, CompletionRequest, DocumentsRequest
+from cached_rag.server.service import Asked, Service
+from cached_rag.server.tenants import Keys
+
+# How often a client that waits for a whole response is looked for.
+_LOOK_SECONDS = 0.25
+_UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+def create_app(
+    service: Service,
+    keys: Keys | None = None,
+    max_body_bytes: int = 16 << 20,
+    at_end: Callable[[], object] = lambda: None,
+    *,
+    hosts: Collection[str] | None = None,
+    max_requests: int = 750,
+) -> FastAPI:
+    """The server for one service; `app.state.is_stopping` makes it refuse new work.
+
+    Args:
+        at_end: called when it has stopped; signals may end the process right after.
+        hosts: names under which it may be asked, as Host headers have them, without ports; None
+            for any. A page in a browser can ask any server on its machine under a name of its own.
+        max_requests: how many may be under way.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.close()
+        at_end()
+
+    app = FastAPI(title="Cached RAG", version=__version__, lifespan=lifespan)
+    app.state.service, app.state.is_stopping = service, False
+    app.add_middleware(
+        Gate,
+        keys=keys or Keys(),
+        hosts=hosts,
+        max_body_bytes=max_body_bytes,
+        max_requests=max_requests,
+    )
+    app.add_middleware(Endings, metrics=service.metrics)  # outside of the gate
+    handle_errors(app)
+    _add_answers(app, service)
+    _add_documents(app, service)
+    _add_status(app, service)
+    return app
+
+
+async def _asking(request: Request) -> str:
+    """The tenant that asks, as the gate found it."""
+    return str(request.state.tenant)
+
+
+Tenant = Annotated[str, Depends(_asking)]
+
+
+def _add_answers(app: FastAPI, service: Service) -> None:
+    async def answer(
+        request: Request, asked_for: ChatRequest | CompletionRequest, tenant: str
+    ) -> Response:
+        _check_model(service, asked_for.model)
+        asked = await asyncio.to_thread(service.ask, asked_for, tenant)
+        if asked_for.stream:
+            return await _streamed(request, service, asked)
+        return JSONResponse(await _while_waited_for(request, service.answer(asked)))
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request, body: ChatRequest, tenant: Tenant) -> Response:
+        """OpenAI's chat completions."""
+        return await answer(request, body, tenant)
+
+    @app.post("/v1/completions")
+    async def complete(request: Request, body: CompletionRequest, tenant: Tenant) -> Response:
+        """OpenAI's completions."""
+        return await answer(request, body, tenant)
+
+
+def _check_model(service: Service, name: str) -> None:
+    if name != service.name:
+        raise HTTPException(404, f"no model {name!r} here; it is {service.name!r}")
+
+
+async def _streamed(request: Request, service: Service, asked: Asked) -> Response:
+    """Server-sent events. The first is waited for, so that what fails at once has its status."""
+    chunks = service.chunks(asked)
+
+    async def begin() -> dict[str, Any]:
+        return await anext(chunks)
+
+    try:
+        first = await _while_waited_for(request, begin())
+    except BaseException:
+        service.finish(asked)
+        raise
+
+    async def events() -> AsyncIterator[str]:
+        try:
+            yield event(json.dumps(first))
+            async for chunk in chunks:
+                yield event(json.dumps(chunk))
+            yield event("[DONE]")
+        except Exception as error:
+            yield event(json.dumps(described(error)[1]))
+        finally:
+            service.finish(asked)
+
+    return StreamingResponse(events(), media_type="text/event-stream", headers=_UNBUFFERED)
+
+
+async def _while_waited_for(request: Request, answer: Awaitable[Any]) -> Any:
+    """The answer, unless the client leaves before."""
+    task = asyncio.ensure_future(answer)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=_LOOK_SECONDS)
+            if not task.done() and await request.is_disconnected():
+                raise HTTPException(499, "the client has left")
+        return task.result()
+    finally:
+        task.cancel()
+
+
+def _add_documents(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/documents")
+    async def encode(request: Request, body: DocumentsRequest, tenant: Tenant) -> Response:
+        """Prefill texts as they will stand in prompts."""
+        return JSONResponse(await _while_waited_for(request, service.encode(body, tenant)))
+
+    @app.delete("/v1/documents")
+    async def forget(body: DocumentsRequest, tenant: Tenant) -> dict[str, Any]:
+        """Drop texts and their KV."""
+        return await asyncio.to_thread(service.forget, body, tenant)
+
+
+def _add_status(app: FastAPI, service: Service) -> None:
+    only = {"id": service.name, "object": "model", "created": 0, "owned_by": "cached-rag"}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model."""
+        return {"object": "list", "data": [only]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """The one model, by name."""
+        _check_model(service, name)
+        return only
+
+    @app.get("/health")
+    async def health(request: Request) -> Response:
+        """Whether it takes requests."""
+        stopping = request.app.state.is_stopping
+        scheduler = service.engine.scheduler
+        found = {
+            "status": "stopping" if stopping else "ok",
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+        }
+        return JSONResponse(found, 503 if stopping else 200)
+
+    @app.get("/metrics")
+    async def metrics(tenant: Tenant) -> Response:
+        """Counts for Prometheus, over all tenants, so for none of them."""
+        if tenant:
+            raise HTTPException(403, "metrics are of all tenants; ask with a key of no tenant")
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")

@@ -1,0 +1,130 @@
+"""Runs the server until it is told to stop; then finishes what runs, or says what it could not.
+
+Knows uvicorn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any, cast
+
+import uvicorn
+from fastapi import FastAPI
+
+from cached_rag.errors import ConfigError
+from cached_rag.server.connections import Connection, of
+
+_log = logging.getLogger(__name__)
+# How long clients have to take the end of what was cut off.
+_END_SECONDS = 2.0
+_TICKS_A_SECOND = 10
+
+
+class Server(uvicorn.Server):
+    """Answers until the first signal; from then on only finishes what runs.
+
+    While it finishes, whoever asks is told so. What takes too long is cut off, and told so, too.
+    """
+
+    def __init__(
+        self,
+        app: FastAPI,
+        drain_seconds: float,
+        ready: Callable[[], object] = lambda: None,
+        *,
+        max_connections: int = 1000,
+        client_seconds: float = 60.0,
+    ) -> None:
+        """A server that does not run yet.
+
+        Args:
+            drain_seconds: how long running requests may take after the signal.
+            ready: called when requests are taken.
+            max_connections: of more, those that wait longest for their clients are dropped.
+            client_seconds: how long one may wait for its client, to send a request's head or
+                body, or to read on.
+        """
+        config = uvicorn.Config(
+            app,
+            http=cast(Any, partial(Connection, max_connections)),
+            ws="none",
+            log_level="warning",
+            timeout_graceful_shutdown=math.ceil(_END_SECONDS),
+        )
+        super().__init__(config)
+        self._app, self._ready = app, ready
+        self._drain_seconds, self._client_seconds = drain_seconds, client_seconds
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by uvicorn; whoever connects is heard when it returns.
+
+        Raises:
+            ConfigError: another program was bound to the address, too, and was first to listen.
+        """
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            assert sockets
+            host, port, *_ = sockets[0].getsockname()
+            raise _refused(host, port, error) from error
+        self._ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn, ten times a second."""
+        if counter % _TICKS_A_SECOND == 0:
+            for connection in of(self.server_state.connections):
+                connection.look(self._client_seconds)
+        return await super().on_tick(counter)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by uvicorn for SIGINT and SIGTERM."""
+        self._app.state.is_stopping = True
+        count = self._app.state.service.num_open
+        if count:
+            _log.warning("stopping; %d requests are finished first", count)
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by uvicorn after the signal; it still listens."""
+        running = set(self.server_state.tasks)
+        deadline = time.monotonic() + self._drain_seconds
+        while running and time.monotonic() < deadline and not self.force_exit:
+            _, running = await asyncio.wait(running, timeout=1 / _TICKS_A_SECOND)
+        if running:
+            _log.warning("%d requests were still being answered and are cut off", len(running))
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running, timeout=_END_SECONDS)
+        await super().shutdown(sockets)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket of that address, on which nobody is heard yet; port 0 takes any that is free.
+
+    Raises:
+        ConfigError: the address is in use, or none of this machine's.
+    """
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        if os.name == "posix":  # elsewhere it would share a port that is in use
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except (OSError, OverflowError) as error:
+        bound.close()
+        raise _refused(host, port, error) from error
+    return bound
+
+
+def _refused(host: str, port: int, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"cannot listen at {host}, port {port}: {error}; stop what uses it, or choose another "
+        "--port or --host (--port 0 takes any that is free)"
+    )
