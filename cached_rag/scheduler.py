@@ -221,14 +221,29 @@ class Scheduler:
         return batch
 
     def _step(self, batch: Sequence[tuple[Running, int]]) -> None:
+        """One pass for all; if it fails, each half alone, down to the row whose fault it is.
+
+        A pass that fails leaves nothing behind: what it wrote stands beyond its rows' lengths.
+        """
         ahead = [Ahead(one.row.kv, one.pending[:count]) for one, count in batch]
         try:
             with self._model.lock:
                 logits = step_batch(self._model, ahead)
         except Exception as error:
-            for one, _ in batch:
-                self._end(one, error)
+            if len(batch) == 1:
+                self._end(batch[0][0], error)
+                return
+            _log.warning("a pass for %d answers failed: %r; each half is tried", len(batch), error)
+        else:
+            self._take_all(batch, logits)
             return
+        # Here, where the error and with it the memory of what failed is gone.
+        half = len(batch) // 2
+        self._step(batch[:half])
+        self._step(batch[half:])
+
+    def _take_all(self, batch: Sequence[tuple[Running, int]], logits: torch.Tensor) -> None:
+        """Next tokens, by (len(batch), vocab_size) logits, of rows whose prompts are complete."""
         for one, count in batch:
             del one.pending[:count]
         left = [(one, row) for row, (one, _) in enumerate(batch) if not one.pending]
@@ -269,6 +284,8 @@ class Scheduler:
         request.report.total_ms = request.clock.total()
         try:
             one.leave(self._live)
+        except Exception:  # is nobody else's concern, and the answer is complete all the same
+            _log.exception("what an answer left could not be kept")
         finally:
             one.prepared.is_over()
             _finish(request, one.answer.finish_reason or ("error" if last else "cancelled"), last)
