@@ -44,6 +44,8 @@ ORDER = (
         "inspection",
         "probe",
         "model",
+        "reach",
+        "controls",
         "prompt",
         "match",
     ),
@@ -61,7 +63,7 @@ ORDER = (
         "batch_step",
     ),
     *("report", "answering", "live", "sequences"),
-    *("write_back", "heads", "leftovers", "profile", "controller", "pml", "prefiller"),
+    *("write_back", "heads", "leftovers", "profile", "controller", "pml", "planner", "prefiller"),
     *("request", "running", "scheduler", "stream", "engine"),
     *(
         "documents",
