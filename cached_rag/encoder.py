@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from cached_rag.context import PRIMER, Context
 from cached_rag.encode import EncodeSummary, Progress, encode_modules, encode_prefix, join
+from cached_rag.errors import ContextOverflowError
 from cached_rag.kv import ModuleKV
 from cached_rag.library import Behind, Library
 from cached_rag.match import ANCHOR, record_of
@@ -47,6 +48,8 @@ class Encoder:
         started = time.perf_counter()
         if context is not None:
             self.contexts[context.name] = context
+        for text in texts:
+            self._check_length(text.strip())
         records, skipped = self._records(texts)
         following = next((t for t in map(str.strip, texts) if t), "")
         behind = Behind(self.prefix_ids(prefix, following), context.name if context else "")
@@ -125,6 +128,15 @@ class Encoder:
             record = known or record_of(text, self.tokenization.literal(text))
             records[record.text_digest] = (record, text)
         return list(records.values()), skipped
+
+    def _check_length(self, text: str) -> None:
+        """Refuse what cannot fit before it is tokenised, which takes as long as it is long."""
+        room = self.model.context_length
+        if (least := self.tokenization.least_tokens(text, room)) is not None:
+            raise ContextOverflowError(
+                f"a module of {len(text)} characters has {least} tokens at least and exceeds the "
+                f"model's context of {room}; split it into smaller chunks"
+            )
 
     def _sorted_out(
         self, behind: Behind, records: list[tuple[ModuleRecord, str]]

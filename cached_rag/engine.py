@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -27,9 +26,11 @@ from cached_rag.library import Library
 from cached_rag.model import LanguageModel, load_model
 from cached_rag.model_thread import on_model_thread, submit
 from cached_rag.plan import Plan
+from cached_rag.planner import Planner, TextPlanner
 from cached_rag.pml import Schema, SchemaPrompt
+from cached_rag.pml.planner import PromptPlanner
 from cached_rag.pml.server import SchemaServer
-from cached_rag.prefiller import Planner, Prefiller
+from cached_rag.prefiller import Prefiller
 from cached_rag.prompt import Message, Rendered, Tokenization, Tokens
 from cached_rag.report import Report
 from cached_rag.request import Request
@@ -323,11 +324,11 @@ class Engine:
         Computes nothing, unless modules of a schema are not encoded yet.
         """
         self._check_open()
-        planner = self._planner(prompt)
+        reading = self._planner(prompt).read(method)
 
         def plan() -> tuple[Tokens, Plan]:
             with self.lock, torch.inference_mode():
-                return planner(method, report, lazy=self.library.is_pipelined)
+                return reading(report, lazy=self.library.is_pipelined)
 
         return on_model_thread(plan)
 
@@ -344,8 +345,8 @@ class Engine:
 
     def _planner(self, prompt: Prompt) -> Planner:
         if isinstance(prompt, SchemaPrompt):
-            return partial(self.schemas.planner(prompt.schema).plan, prompt.turns)
-        return partial(self._prefiller.plan, self._rendered(prompt))
+            return PromptPlanner(self.schemas.planner(prompt.schema), prompt.turns)
+        return TextPlanner(self.library, self.tokenization, self._leftovers, self._rendered(prompt))
 
     def encode_schema(
         self, schema: Schema, progress: Callable[[str], object] = lambda _: None

@@ -67,16 +67,29 @@ class Scheduler:
         """Bytes of the KV that is kept of finished answers."""
         return self._live.recent_nbytes
 
-    def submit(self, request: Request, *, is_driven: bool) -> None:
-        """Queue a request.
-
-        Args:
-            is_driven: the model's thread makes its answer; else who waits for it calls `turn`.
+    def submit(self, request: Request) -> None:
+        """Queue a request. Its turn can come once its prompt is read.
 
         Raises:
             BusyError: too many wait.
         """
         self._waiting.add(request, max(0, self.config.max_rows - len(self._running)))
+
+    def read(self, request: Request, *, is_driven: bool) -> None:
+        """Read a queued request's prompt, on this thread; what goes wrong is its answer's end.
+
+        Args:
+            is_driven: the model's thread makes its answer; else who waits for it calls `turn`.
+        """
+        try:
+            if not request.is_cancelled:
+                request.read = request.prefiller.read(request.planner, request.config)
+        except BaseException as error:
+            self._waiting.remove(request)
+            _finish(request, "error", error)
+            if not isinstance(error, Exception):
+                raise
+            return
         if is_driven:
             self.drive(request)
 
@@ -159,7 +172,8 @@ class Scheduler:
             if self._prepared[0] is request:
                 return self._prepared[1]
             self._give_up_prepared()
-        prepared = request.prefiller.prepare(request.planner, request.config)
+        assert request.read is not None
+        prepared = request.prefiller.prepare(request.read, request.config)
         self._prepared = (request, prepared)
         return prepared
 

@@ -153,7 +153,9 @@ class Service:
         surely = len(prompt.text.encode()) + 1  # a token is a byte at least, and BOS is one more
         if request.wanted_tokens is not None or surely + config.max_tokens <= context:
             return config
-        room = context - self.engine.count_tokens(prompt)
+        # What surely has no room is not tokenised, which takes as long as it is long.
+        too_long = self.engine.tokenization.least_tokens(prompt.text, context) is not None
+        room = 0 if too_long else context - self.engine.count_tokens(prompt)
         if room < 1:
             raise ContextOverflowError(f"the prompt fills the model's context of {context} tokens")
         return config.replace(max_tokens=min(config.max_tokens, room))
