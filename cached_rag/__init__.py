@@ -9,13 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cached_rag.answer import Answer, AnswerStream
-    from cached_rag.answering import Generation
+    from cached_rag.backends.transformers.encode import EncodeSummary
+    from cached_rag.backends.transformers.loading import LanguageModel, load_model, wrap_model
     from cached_rag.config import METHODS, BatchConfig, GenerationConfig, StoreConfig
-    from cached_rag.context import PRIMER, Context
-    from cached_rag.documents import Embedder, Hit, IndexedDocument
-    from cached_rag.encode import EncodeSummary
-    from cached_rag.engine import Engine
+    from cached_rag.engine.decoding import Generation
+    from cached_rag.engine.engine import Engine
+    from cached_rag.engine.report import Report
+    from cached_rag.engine.stream import Stream
     from cached_rag.errors import (
         BusyError,
         CachedRAGError,
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
         StoreError,
         StoreFullError,
     )
-    from cached_rag.ingest import IngestSummary
-    from cached_rag.model import LanguageModel, load_model, wrap_model
+    from cached_rag.library.context import PRIMER, Context
     from cached_rag.pml import Import, Said, Schema, SchemaPrompt
-    from cached_rag.rag import CachedRAG, Deletion
-    from cached_rag.report import Report
-    from cached_rag.stream import Stream
+    from cached_rag.rag import Embedder, Hit, IndexedDocument
+    from cached_rag.rag.answer import Answer, AnswerStream
+    from cached_rag.rag.ingest import IngestSummary
+    from cached_rag.rag.rag import CachedRAG, Deletion
 
 __version__ = "0.1.0"
 
@@ -89,8 +89,17 @@ __all__ = [
 ]
 
 _MODULES = (
-    *("errors", "config", "context", "report", "model", "encode", "answering", "stream"),
-    *("pml", "engine", "documents", "answer", "ingest", "rag"),
+    *(
+        "errors",
+        "config",
+        "library.context",
+        "engine.report",
+        "backends.transformers.loading",
+        "backends.transformers.encode",
+        "engine.decoding",
+        "engine.stream",
+    ),
+    *("pml", "engine.engine", "rag", "rag.answer", "rag.ingest", "rag.rag"),
 )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cached_rag.errors import ConfigError
-from cached_rag.selectors import ALONE, SELECTORS, Selector, parse_method
+from cached_rag.methods import ALONE, SELECTORS, Selector, parse_method
 
 # `auto` is this method at this ratio; docs/quality.md has the figures that chose it.
 AUTO = "anchorflow"

@@ -9,8 +9,9 @@ import pytest
 from conftest import CHUNKS, tiny_model
 from test_rag import WordEmbedding
 
-from cached_rag import AnswerStream, CachedRAG, ConfigError, Engine, Hit, StoreConfig, answering
-from cached_rag.prompt import Tokenization
+from cached_rag import AnswerStream, CachedRAG, ConfigError, Engine, Hit, StoreConfig
+from cached_rag.backends.tokenizer import Tokenization
+from cached_rag.engine import decoding as answering
 
 
 @pytest.fixture

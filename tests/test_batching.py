@@ -12,14 +12,15 @@ import pytest
 import torch
 from conftest import CHUNKS, FAMILIES, UNMOVABLE, random_ids, tiny_model
 
-from cached_rag import ContextOverflowError, Engine, StoreConfig, scheduler
-from cached_rag.answering import Answering
-from cached_rag.assemble import KVBuffer
-from cached_rag.batch_step import Ahead, can_batch, step_batch
-from cached_rag.decode import step
-from cached_rag.fuse import prefill_rows
-from cached_rag.model_thread import ModelThread
-from cached_rag.row_kv import RowKV
+from cached_rag import ContextOverflowError, Engine, StoreConfig
+from cached_rag.backends.thread import ModelThread
+from cached_rag.backends.transformers.batch import Ahead, can_batch, step_batch
+from cached_rag.backends.transformers.prefill import prefill_rows
+from cached_rag.engine import scheduler
+from cached_rag.engine.decoding import Answering
+from cached_rag.engine.sampling import step
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.rows import RowKV
 
 PROMPTS = [f"{chunk}\n\nWhat is said {word}?" for chunk in CHUNKS for word in ("here", "there")]
 
@@ -175,7 +176,7 @@ def test_all_threads_but_the_main_one_compute_in_one(engine):
 
 
 def test_the_models_thread_ends_when_idle(monkeypatch):
-    monkeypatch.setattr("cached_rag.model_thread._IDLE_SECONDS", 0.01)
+    monkeypatch.setattr("cached_rag.backends.thread._IDLE_SECONDS", 0.01)
     thread = ModelThread()
     first = thread.submit(threading.current_thread).result()
     deadline = time.monotonic() + 5
@@ -188,7 +189,7 @@ def test_the_models_thread_ends_when_idle(monkeypatch):
 def test_the_models_thread_ends_before_the_interpreter():
     code = """
 import threading, time, torch
-from cached_rag.model_thread import submit
+from cached_rag.backends.thread import submit
 matrix = torch.randn(600, 600)
 def work():
     for _ in range(60):
@@ -209,7 +210,7 @@ def test_engines_are_shared_by_what_they_were_asked_for(monkeypatch):
         made.append(name)
         return tiny_model(name)
 
-    monkeypatch.setattr("cached_rag.engine.load_model", load)
+    monkeypatch.setattr("cached_rag.engine.engine.load_model", load)
     one = Engine.shared("llama")
     assert Engine.shared("llama") is one
     assert Engine.shared("llama", store=StoreConfig(namespace="b")) is not one

@@ -7,11 +7,11 @@ import torch
 from conftest import tiny_model
 
 from cached_rag import GenerationConfig
-from cached_rag.assemble import KVShapes
+from cached_rag.backends.transformers.attention.kernels import reference
 from cached_rag.benchmarks.attention import make_steps, theory
 from cached_rag.benchmarks.serving import METHODS, Workload
-from cached_rag.lse_attention import reference
-from cached_rag.slab import LONGEST
+from cached_rag.kv.buffer import KVShapes
+from cached_rag.kv.slab import LONGEST
 
 KV_HEADS, HEADS, DIM = 2, 6, 16
 
@@ -50,7 +50,9 @@ def test_relayed_and_copied_attention_give_the_same(shared, batch):
     ],
 )
 def test_the_kernels_named_are_those_of_the_scheduler(dtype, shared, relay, copied, monkeypatch):
-    monkeypatch.setattr("cached_rag.lse_attention._FLASH_KEYS", ((1, LONGEST),))
+    monkeypatch.setattr(
+        "cached_rag.backends.transformers.attention.kernels._FLASH_KEYS", ((1, LONGEST),)
+    )
     steps = make_steps(shapes(dtype), HEADS, 4, shared, private=7)
     assert (steps["relay"].kernels(), steps["copied"].kernels()) == (relay, copied)
 

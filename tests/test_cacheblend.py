@@ -12,10 +12,10 @@ from test_methods import assembled, copy
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from cached_rag import ConfigError
-from cached_rag.cli_eval import _split
+from cached_rag.backends.transformers.prefill import prefill_selected
+from cached_rag.cli.eval import _split
 from cached_rag.evaluation import make_trials
-from cached_rag.fuse import prefill_selected
-from cached_rag.selectors import SELECTORS, CacheBlend, parse_method
+from cached_rag.methods import SELECTORS, CacheBlend, parse_method
 
 RATIO = 0.4
 # How many of the sixty reused tokens each layer goes on with, by hand: r of them from layer 1 on;

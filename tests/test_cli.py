@@ -10,9 +10,10 @@ from fastapi.testclient import TestClient
 from test_rag import WordEmbedding
 from typer.testing import CliRunner
 
-from cached_rag import ConfigError, DocumentError, cli
-from cached_rag.documents import Embedder
-from cached_rag.settings import SYSTEM
+from cached_rag import ConfigError, DocumentError
+from cached_rag.cli import main as cli
+from cached_rag.rag import Embedder
+from cached_rag.rag.settings import SYSTEM
 
 run = CliRunner().invoke
 
@@ -255,7 +256,7 @@ def test_serve_serves_an_index_until_it_is_stopped(index, monkeypatch, capfd):
             answers.append(response.json())
 
     answers = []
-    monkeypatch.setattr("cached_rag.serving.run.run", asked_once)
+    monkeypatch.setattr("cached_rag.server.run.run", asked_once)
     options = ["--name", "m", "--host", "0.0.0.0", "--port", "0", "--dtype", "float32"]
     result = run(cli.app, ["serve", "--index", str(index), *options])
     assert result.exit_code == 0, result.output

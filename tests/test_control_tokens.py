@@ -18,8 +18,8 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from cached_rag.prompt import Rendered, Tokenization
-from cached_rag.reach import reach_of
+from cached_rag.backends.reach import reach_of
+from cached_rag.backends.tokenizer import Rendered, Tokenization
 
 CONTROLS = ["<tool_call>", "</tool_call>", "<|fim_prefix|>", "[INST]", "<think>", "</think>"]
 TEXTS = ["    ", "\n\n\n", "<table>", "</td>", "->"]  # tokens of a document's own

@@ -11,8 +11,8 @@ from conftest import CHUNKS, tiny_model
 from test_engine import ask
 
 from cached_rag import ConfigError, Engine, StoreConfig
-from cached_rag.controller import Controller
-from cached_rag.profile import Profile, fit, measure, profile_of
+from cached_rag.backends.transformers.profile import Profile, fit, measure, profile_of
+from cached_rag.engine.controller import Controller
 
 # 1000 tokens: 1 s to compute, 0.01 s from memory, 0.2 s from disk.
 PROFILE = Profile(0.001, 0.0, 100_000.0 * 10, 5_000.0 * 10, 10)
@@ -87,7 +87,10 @@ def test_the_fit_recovers_the_coefficients_of_made_up_times():
 def test_a_profile_is_measured_at_lengths_that_the_context_has(tmp_path, monkeypatch):
     monkeypatch.setenv("CACHED_RAG_CACHE", str(tmp_path))
     taken = []
-    monkeypatch.setattr("cached_rag.profile.fit", lambda passes: taken.extend(passes) or (1.0, 0.0))
+    monkeypatch.setattr(
+        "cached_rag.backends.transformers.profile.fit",
+        lambda passes: taken.extend(passes) or (1.0, 0.0),
+    )
     model = tiny_model("llama")
     measure(model)
     rows = taken[0][0]
@@ -100,7 +103,9 @@ def test_a_profile_is_measured_once_and_kept(tmp_path, monkeypatch):
     model = tiny_model("llama")
     first = profile_of(model)
     assert min(first.compute_s(512), first.memory_bytes_per_s, first.disk_bytes_per_s) > 0
-    monkeypatch.setattr("cached_rag.profile.measure", lambda _: pytest.fail("measured again"))
+    monkeypatch.setattr(
+        "cached_rag.backends.transformers.profile.measure", lambda _: pytest.fail("measured again")
+    )
     assert profile_of(model) == first
     (path,) = (tmp_path / "profiles").glob("*.json")
     kept = json.loads(path.read_text())
@@ -110,7 +115,7 @@ def test_a_profile_is_measured_once_and_kept(tmp_path, monkeypatch):
     for spoilt in ("{", "[]", json.dumps(old), json.dumps(backwards)):
         path.write_text(spoilt)
         with monkeypatch.context() as patch:
-            patch.setattr("cached_rag.profile.measure", lambda _: first)
+            patch.setattr("cached_rag.backends.transformers.profile.measure", lambda _: first)
             assert profile_of(model) == first
         assert json.loads(path.read_text()) == kept
 
@@ -121,7 +126,7 @@ def test_an_engine_follows_the_controller(share, tmp_path, monkeypatch):
     model = tiny_model("llama")
     disk_rate = model.shapes.bytes_per_token * 5000.0 / share
     profile = Profile(1 / 5000, 0.0, 1e15, disk_rate, model.shapes.bytes_per_token)
-    monkeypatch.setattr("cached_rag.prefiller.profile_of", lambda _: profile)
+    monkeypatch.setattr("cached_rag.engine.prefill.profile_of", lambda _: profile)
     settings = StoreConfig(path=str(tmp_path), write_back=False)
     with Engine(model, settings) as engine:
         engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]))

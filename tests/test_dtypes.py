@@ -12,7 +12,7 @@ from conftest import CHUNKS, tiny_model
 from test_rag import WordEmbedding
 
 from cached_rag import CachedRAG, ConfigError, Engine, StoreConfig
-from cached_rag.store import holdings
+from cached_rag.kv.store import holdings
 
 QUESTION = "Why does copper turn green in the air?"
 

@@ -16,7 +16,7 @@ from cached_rag import (
     RelocationError,
     StoreConfig,
 )
-from cached_rag.prompt import Rendered, Tokenization
+from cached_rag.backends.tokenizer import Rendered, Tokenization
 
 QUESTION = "What happened?"
 

@@ -17,11 +17,11 @@ from conftest import (
 )
 
 from cached_rag import RelocationError
-from cached_rag.assemble import KVBuffer
-from cached_rag.attention import IMPLEMENTATION
-from cached_rag.encode import encode_modules, encode_prefix
-from cached_rag.fuse import prefill_rows, prefill_selected
-from cached_rag.selectors import CacheBlend, Layout, Reuse
+from cached_rag.backends.transformers.attention.scattered import IMPLEMENTATION
+from cached_rag.backends.transformers.encode import encode_modules, encode_prefix
+from cached_rag.backends.transformers.prefill import prefill_rows, prefill_selected
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.methods import CacheBlend, Layout, Reuse
 
 TOLERANCE = 1e-4
 PREFIX, MODULE, QUESTION = 5, 20, 6

@@ -6,9 +6,10 @@ import pytest
 import torch
 from conftest import CHUNKS, tiny_model
 
-from cached_rag import BatchConfig, Engine, scheduler
-from cached_rag.batch_step import step_batch
-from cached_rag.live import Live
+from cached_rag import BatchConfig, Engine
+from cached_rag.backends.transformers.batch import step_batch
+from cached_rag.engine import scheduler
+from cached_rag.engine.sharing import Live
 
 ASKED = [f"{chunk} And why is number {n} so?" for n, chunk in enumerate([*CHUNKS, *CHUNKS])]
 GUILTY = 3

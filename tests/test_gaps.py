@@ -6,10 +6,10 @@ import pytest
 import torch
 from conftest import FAMILIES, RELOCATABLE, logits_at, plain_logits, random_ids, tiny_model
 
-from cached_rag.assemble import KVBuffer
-from cached_rag.batch_step import Ahead, step_batch
-from cached_rag.fuse import prefill_rows
-from cached_rag.row_kv import RowKV
+from cached_rag.backends.transformers.batch import Ahead, step_batch
+from cached_rag.backends.transformers.prefill import prefill_rows
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.rows import RowKV
 
 TOLERANCE = 1e-4
 POSITIONS = [*range(3, 15), *range(19, 31), *range(48, 60)]

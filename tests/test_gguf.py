@@ -14,8 +14,10 @@ from conftest import VOCAB, tiny_tokenizer
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cached_rag import ModelError, ModelNotFoundError, load_model, memory, resolve
-from cached_rag.gguf import convert
+from cached_rag import ModelError, ModelNotFoundError, load_model
+from cached_rag.backends import resolve
+from cached_rag.backends.transformers import memory
+from cached_rag.backends.transformers.gguf import convert
 
 LAYERS, WIDTH, INNER, HEADS, KV_HEADS = 2, 64, 128, 4, 2
 _TENSORS = {
@@ -75,7 +77,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def test_weights_and_tokenizer_are_those_that_transformers_reads(file, tmp_path, monkeypatch):
-    monkeypatch.setattr("cached_rag.gguf._SHARD_BYTES", 20_000)
+    monkeypatch.setattr("cached_rag.backends.transformers.gguf._SHARD_BYTES", 20_000)
     convert(file, tmp_path)
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     slow = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16).state_dict()
@@ -92,7 +94,7 @@ def test_weights_and_tokenizer_are_those_that_transformers_reads(file, tmp_path,
 @pytest.mark.usefixtures("_own_cache")
 def test_a_file_is_converted_once(file, monkeypatch):
     first = load_model(str(file), dtype="float32", device="cpu")
-    monkeypatch.setattr("cached_rag.model.convert", None)
+    monkeypatch.setattr("cached_rag.backends.transformers.loading.convert", None)
     again = load_model(str(file), dtype="float32", device="cpu")
     assert again.fingerprint == first.fingerprint
     assert first.rule.is_movable

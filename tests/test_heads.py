@@ -6,7 +6,7 @@ import pytest
 from conftest import CHUNKS, tiny_model
 
 from cached_rag import PRIMER, Engine, StoreConfig
-from cached_rag.heads import Heads
+from cached_rag.library.prompt_heads import Heads
 
 
 def chat(*chunks, system="You answer from the documents, in one sentence."):

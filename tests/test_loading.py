@@ -12,12 +12,12 @@ from safetensors import safe_open
 from test_engine import ask
 
 from cached_rag import CorruptBlobError, Engine, StoreConfig
-from cached_rag.assemble import KVBuffer
-from cached_rag.kv import ModuleKV
-from cached_rag.loading import LayerLoader
-from cached_rag.plan import Placement
-from cached_rag.store import DiskStore
-from cached_rag.store.blob import StoredKV
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.loader import LayerLoader
+from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.store import DiskStore
+from cached_rag.kv.store.blob import StoredKV
+from cached_rag.library.plan import Placement
 
 METHODS = ["reuse", "cacheblend", "a3", "auto"]
 

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from cached_rag import match
-from cached_rag.fingerprint import digest
-from cached_rag.match import ANCHOR, ModuleTable, record_of
-from cached_rag.prompt import Tokens
+from cached_rag.backends.tokenizer import Tokens
+from cached_rag.kv.fingerprint import digest
+from cached_rag.library import matching as match
+from cached_rag.library.matching import ANCHOR, ModuleTable, record_of
 
 
 def record(text):

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from cached_rag.attention import Rows
-from cached_rag.lse_attention import reference
-from cached_rag.matmul_attention import matmul_attention, matmul_attention_lse
-from cached_rag.observe import head_mean
+from cached_rag.backends.transformers.attention.kernels import reference
+from cached_rag.backends.transformers.attention.matmul import matmul_attention, matmul_attention_lse
+from cached_rag.backends.transformers.attention.scattered import Rows
+from cached_rag.backends.transformers.observe import head_mean
 
 
 @pytest.mark.parametrize("batch", [1, 3])

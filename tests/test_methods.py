@@ -19,11 +19,11 @@ from test_exactness import (
 )
 
 from cached_rag import ConfigError, GenerationConfig, ModelError
-from cached_rag.assemble import KVBuffer
-from cached_rag.attention import Rows
-from cached_rag.drift import Drift
-from cached_rag.fuse import prefill_rows, prefill_selected
-from cached_rag.selectors import (
+from cached_rag.backends.transformers.attention.scattered import Rows
+from cached_rag.backends.transformers.drift import Drift
+from cached_rag.backends.transformers.prefill import prefill_rows, prefill_selected
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.methods import (
     SELECTORS,
     AnchorFlow,
     CacheBlend,
@@ -36,7 +36,7 @@ from cached_rag.selectors import (
     Union,
     parse_method,
 )
-from cached_rag.selectors.base import LayerCheck, StaticSelector
+from cached_rag.methods.base import LayerCheck, StaticSelector
 
 WATCHED = [name for name in RELOCATABLE if tiny_model(name).decoder.is_fast]
 RATIOED = sorted(set(SELECTORS) - {"reuse"})

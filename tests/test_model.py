@@ -11,8 +11,8 @@ from conftest import FAMILIES, tiny_model, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cached_rag import ConfigError, ModelError, ModelNotFoundError, load_model, wrap_model
-from cached_rag.model import parse_dtype
-from cached_rag.resolve import file_digest, resolve
+from cached_rag.backends.resolve import file_digest, resolve
+from cached_rag.backends.transformers.loading import parse_dtype
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from conftest import tiny_model
 
 from cached_rag import ModelError
 from cached_rag.benchmarks import bench_architectures, bench_models, to_markdown
-from cached_rag.cli import app
+from cached_rag.cli.main import app
 
 REFUSED = {"Qwen 3 Next", "LFM 2", "Mamba"}
 UNMOVABLE = {"GPT-2", "OPT", "DeepSeek 3"}

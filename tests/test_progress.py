@@ -8,7 +8,8 @@ import pytest
 from conftest import CHUNKS, tiny_model
 from test_rag import WordEmbedding
 
-from cached_rag import CachedRAG, Engine, StoreConfig, ingest, progress
+from cached_rag import CachedRAG, Engine, StoreConfig
+from cached_rag.rag import ingest, progress
 
 
 class Bar(progress.tqdm):

@@ -20,8 +20,8 @@ from cached_rag import (
     StoreConfig,
     StoreFullError,
 )
-from cached_rag.context import PRIMER
-from cached_rag.library import Library
+from cached_rag.library.context import PRIMER
+from cached_rag.library.library import Library
 
 
 class WordEmbedding:

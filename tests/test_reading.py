@@ -22,7 +22,7 @@ from cached_rag import (
     Schema,
     wrap_model,
 )
-from cached_rag.prompt import Tokenization
+from cached_rag.backends.tokenizer import Tokenization
 
 PROMPT = f"{CHUNKS[0]} Why?"
 GREEDY = {"max_tokens": 4}

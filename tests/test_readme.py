@@ -13,7 +13,8 @@ import pytest
 from conftest import CHUNKS
 from typer.testing import CliRunner
 
-from cached_rag import CachedRAG, Engine, cli
+from cached_rag import CachedRAG, Engine
+from cached_rag.cli import main as cli
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -64,8 +65,9 @@ SCRIPTS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 RUNNER = """
 import runpy, sys
 import numpy as np
-from cached_rag import request, resolve
-from cached_rag.documents import Embedder
+from cached_rag.engine import request
+from cached_rag.backends import resolve
+from cached_rag.rag import Embedder
 
 class Words:
     def encode(self, texts, **_):

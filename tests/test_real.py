@@ -9,10 +9,10 @@ import torch
 from conftest import plain_logits, smollm2
 
 from cached_rag import CachedRAG, Engine, StoreConfig
-from cached_rag.assemble import KVBuffer
-from cached_rag.demo import CORPUS
-from cached_rag.documents import Embedder, find_documents, load_document
-from cached_rag.fuse import prefill_rows
+from cached_rag.backends.transformers.prefill import prefill_rows
+from cached_rag.cli.demo import CORPUS
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.rag import Embedder, find_documents, load_document
 
 pytestmark = pytest.mark.real
 

@@ -9,14 +9,20 @@ import pytest
 import torch
 from conftest import FAMILIES, UNMOVABLE, plain_logits, random_ids, tiny_model
 
-from cached_rag import lse_attention
-from cached_rag.assemble import KVBuffer, KVShapes
-from cached_rag.batch_step import Ahead, can_append, can_batch, step_batch
-from cached_rag.fuse import prefill_rows
-from cached_rag.lse_attention import KERNELS, attend, attend_causal, kernel_of, reference
-from cached_rag.relay import Padded, Part, merge, relay_attention
-from cached_rag.row_kv import Piece, RowKV, Run, pieces
-from cached_rag.slab import Slab, SlabRow, Slabs, mask_of
+from cached_rag.backends.transformers.attention import kernels as lse_attention
+from cached_rag.backends.transformers.attention.kernels import (
+    KERNELS,
+    attend,
+    attend_causal,
+    kernel_of,
+    reference,
+)
+from cached_rag.backends.transformers.attention.relay import Padded, Part, merge, relay_attention
+from cached_rag.backends.transformers.batch import Ahead, can_append, can_batch, step_batch
+from cached_rag.backends.transformers.prefill import prefill_rows
+from cached_rag.kv.buffer import KVBuffer, KVShapes
+from cached_rag.kv.rows import Piece, RowKV, Run, pieces
+from cached_rag.kv.slab import Slab, SlabRow, Slabs, mask_of
 
 BATCHING = sorted(f for f in FAMILIES if can_batch(tiny_model(f)))
 KV_HEADS, HEADS, DIM = 2, 6, 16

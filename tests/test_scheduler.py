@@ -23,10 +23,10 @@ from cached_rag import (
     StoreConfig,
     scheduler,
 )
-from cached_rag.answering import Answering
-from cached_rag.batch_step import can_append, can_batch, step_batch
-from cached_rag.prefiller import Read
-from cached_rag.request import Request, Waiting
+from cached_rag.backends.transformers.batch import can_append, can_batch, step_batch
+from cached_rag.engine.decoding import Answering
+from cached_rag.engine.prefill import Read
+from cached_rag.engine.request import Request, Waiting
 
 WORDS = "the copper roof turned green in the rain and nobody knew why it did".split()  # noqa: SIM905
 SYSTEM = " ".join(f"Rule {n}: {WORDS[n % 14]} is never {WORDS[n * 3 % 14]}." for n in range(24))

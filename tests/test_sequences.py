@@ -11,8 +11,8 @@ from conftest import CHUNKS, plain_logits, tiny_model
 from test_engine import ask
 
 from cached_rag import Engine, StoreConfig
-from cached_rag.sequences import SequenceTree
-from cached_rag.write_back import Activity, WriteBack
+from cached_rag.library.background import Activity, WriteBack
+from cached_rag.library.sequences import SequenceTree
 
 
 @pytest.fixture

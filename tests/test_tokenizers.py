@@ -10,11 +10,11 @@ import pytest
 from conftest import smollm2
 from transformers import AutoTokenizer, LlamaTokenizerFast
 
-from cached_rag.demo import CORPUS
-from cached_rag.documents import find_documents, load_document
-from cached_rag.match import ModuleTable, align, record_of
-from cached_rag.prompt import Rendered, Tokenization
-from cached_rag.resolve import wheel_file
+from cached_rag.backends.resolve import wheel_file
+from cached_rag.backends.tokenizer import Rendered, Tokenization
+from cached_rag.cli.demo import CORPUS
+from cached_rag.library.matching import ModuleTable, align, record_of
+from cached_rag.rag import find_documents, load_document
 
 pytestmark = pytest.mark.real
 SEPARATORS = ["\n\n", " ", "", "\n---\n"]

@@ -10,10 +10,10 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from cached_rag.backends.transformers.loading import wrap_model
 from cached_rag.benchmarks.models import methods_of
 from cached_rag.errors import ModelError
-from cached_rag.fingerprint import digest
-from cached_rag.model import wrap_model
+from cached_rag.kv.fingerprint import digest
 
 _SIZES = {
     "vocab_size": 240,

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 
-from cached_rag.assemble import KVBuffer, KVShapes
-from cached_rag.batch_step import Ahead, BatchCache
+from cached_rag.backends.transformers.attention.kernels import kernel_of
+from cached_rag.backends.transformers.attention.relay import Padded
+from cached_rag.backends.transformers.batch import Ahead, BatchCache
+from cached_rag.benchmarks.plotting import new_figure, save
 from cached_rag.benchmarks.timing import interleaved_ms
-from cached_rag.lse_attention import kernel_of
-from cached_rag.plotting import new_figure, save
-from cached_rag.relay import Padded
-from cached_rag.row_kv import RowKV, Run
-from cached_rag.slab import Slabs
+from cached_rag.kv.buffer import KVBuffer, KVShapes
+from cached_rag.kv.rows import RowKV, Run
+from cached_rag.kv.slab import Slabs
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from cached_rag.encode import BATCH_TOKENS, encode_modules
-from cached_rag.engine import Engine
-from cached_rag.library import Behind
+from cached_rag.backends.transformers.encode import BATCH_TOKENS, encode_modules
+from cached_rag.engine.engine import Engine
+from cached_rag.library.library import Behind
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from functools import partial
 
 import torch
 
-from cached_rag.assemble import KVShapes
+from cached_rag.backends.transformers.attention.kernels import KERNELS, kernel_of
 from cached_rag.benchmarks.timing import interleaved_ms
 from cached_rag.errors import ConfigError
-from cached_rag.lse_attention import KERNELS, kernel_of
+from cached_rag.kv.buffer import KVShapes
 
 _COMPARED = ("flash", "matmul")
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.backends.transformers.profile import forget_pages
 from cached_rag.benchmarks.ttft import make_texts
 from cached_rag.config import GenerationConfig, StoreConfig
-from cached_rag.engine import Engine
-from cached_rag.model import LanguageModel
-from cached_rag.profile import forget_pages
+from cached_rag.engine.engine import Engine
 
 _PREFIX = "Read these texts.\n\n"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from cached_rag.model import LanguageModel
+from cached_rag.backends.transformers.loading import LanguageModel
 
 
 def machine(model: LanguageModel | None = None) -> dict[str, object]:

@@ -17,11 +17,11 @@ from typing import Any
 
 import psutil
 
+from cached_rag.backends.transformers.loading import LanguageModel, load_model
+from cached_rag.backends.transformers.memory import peak_bytes
 from cached_rag.benchmarks.ttft import bench_ttft
-from cached_rag.engine import Engine
+from cached_rag.engine.engine import Engine
 from cached_rag.errors import ModelError
-from cached_rag.memory import peak_bytes
-from cached_rag.model import LanguageModel, load_model
 
 _MODULES, _MODULE_TOKENS, _QUESTION, _DECODED = 8, 256, 32, 32
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.backends.transformers.profile import forget_pages
+from cached_rag.benchmarks.plotting import new_figure, save
 from cached_rag.benchmarks.ttft import make_texts
 from cached_rag.config import StoreConfig
-from cached_rag.engine import Engine
+from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError
-from cached_rag.model import LanguageModel
-from cached_rag.plotting import new_figure, save
 from cached_rag.pml import Import, Schema, SchemaPrompt
-from cached_rag.profile import forget_pages
 
 _MODULE_TOKENS = 512
 

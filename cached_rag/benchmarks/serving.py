@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from cached_rag.answering import Generation
+from cached_rag.backends.thread import submit
+from cached_rag.backends.transformers.loading import LanguageModel
 from cached_rag.benchmarks.ttft import make_texts
 from cached_rag.config import BatchConfig, GenerationConfig
-from cached_rag.engine import Engine
+from cached_rag.engine.decoding import Generation
+from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError
-from cached_rag.model import LanguageModel
-from cached_rag.model_thread import submit
 
 METHODS = ("relay", "copied", "recomputed", "sequential")
 _OPENING = "Follow these rules.\n\n"

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from cached_rag.backends.thread import submit
 from cached_rag.config import GenerationConfig
-from cached_rag.context import PRIMER
-from cached_rag.engine import Engine
-from cached_rag.model_thread import submit
-from cached_rag.prompts import Prompts
-from cached_rag.report import Report
+from cached_rag.engine.engine import Engine
+from cached_rag.engine.report import Report
+from cached_rag.library.context import PRIMER
+from cached_rag.rag.prompts import Prompts
 
 _SYSTEM = "Answer the question with the help of the documents. Answer with a few words only."
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from cached_rag.config import GenerationConfig
-from cached_rag.engine import Engine
+from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError
 
 # A text of plain words: tokens are counted, so what it says does not matter.

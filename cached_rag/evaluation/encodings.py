@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from cached_rag.backends.transformers.loading import LanguageModel
 from cached_rag.config import StoreConfig
-from cached_rag.context import PRIMER, Context
-from cached_rag.documents import DEFAULT_EMBEDDING, Embedder, Embeddings
-from cached_rag.engine import Engine
+from cached_rag.engine.engine import Engine
 from cached_rag.evaluation.data import Example
 from cached_rag.evaluation.prompts import messages
-from cached_rag.model import LanguageModel
+from cached_rag.library.context import PRIMER, Context
+from cached_rag.rag import DEFAULT_EMBEDDING, Embedder, Embeddings
 
 _MARK = "the first chunk"
 

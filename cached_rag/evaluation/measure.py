@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from cached_rag.answering import Clock, Prefill, answer_alone
+from cached_rag.backends.thread import on_model_thread
+from cached_rag.backends.tokenizer import Message
+from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.config import GenerationConfig
-from cached_rag.engine import Engine
+from cached_rag.engine.decoding import Clock, Prefill, answer_alone
+from cached_rag.engine.engine import Engine
 from cached_rag.evaluation.metrics import exact_match, f1, rouge_l
-from cached_rag.fuse import prefill_rows
-from cached_rag.model_thread import on_model_thread
 from cached_rag.pml import SchemaPrompt
-from cached_rag.prompt import Message
 
 
 @dataclass(frozen=True)

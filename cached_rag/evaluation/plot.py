@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cached_rag.benchmarks.plotting import new_figure, save
 from cached_rag.evaluation.summary import POOLED
-from cached_rag.plotting import new_figure, save
 
 
 def plot_frontier(rows: Sequence[dict[str, Any]], path: Path, loss: str = "kl") -> None:

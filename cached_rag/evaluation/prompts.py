@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cached_rag.backends.tokenizer import Message
 from cached_rag.evaluation.data import Example
-from cached_rag.prompt import Message
 
 _BRIEF = "Answer the question with the help of the documents. Answer with a few words only."
 _LONG = "Answer the question with the help of the documents."

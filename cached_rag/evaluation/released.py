@@ -12,18 +12,18 @@ from collections.abc import Sequence
 
 import torch
 
-from cached_rag.answering import Prefill
-from cached_rag.assemble import KVBuffer
-from cached_rag.attention import Rows
+from cached_rag.backends.tokenizer import Message, Tokens
+from cached_rag.backends.transformers.attention.scattered import Rows
+from cached_rag.backends.transformers.encode import encode_modules, encode_prefix
+from cached_rag.backends.transformers.prefill import prefill_selected
 from cached_rag.config import GenerationConfig
-from cached_rag.encode import encode_modules, encode_prefix
-from cached_rag.engine import Engine
+from cached_rag.engine.decoding import Prefill
+from cached_rag.engine.engine import Engine
+from cached_rag.engine.report import Report
 from cached_rag.evaluation.measure import Reading, read_on
-from cached_rag.fuse import prefill_selected
-from cached_rag.plan import Placement
-from cached_rag.prompt import Message, Tokens
-from cached_rag.report import Report
-from cached_rag.selectors import CacheBlend, Layout
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.library.plan import Placement
+from cached_rag.methods import CacheBlend, Layout
 
 
 class BottomRightRows(Rows):

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cached_rag.config import GenerationConfig
-from cached_rag.context import PRIMER
-from cached_rag.engine import Engine
+from cached_rag.engine.engine import Engine
 from cached_rag.evaluation.data import Example, load_examples
 from cached_rag.evaluation.encodings import Encodings
 from cached_rag.evaluation.journal import Journal
@@ -23,7 +22,8 @@ from cached_rag.evaluation.prompts import is_long, messages
 from cached_rag.evaluation.released import read_released
 from cached_rag.evaluation.several import SEVERAL
 from cached_rag.evaluation.trial import RELEASED, Trial
-from cached_rag.fingerprint import digest
+from cached_rag.kv.fingerprint import digest
+from cached_rag.library.context import PRIMER
 
 _ANSWER_TOKENS, _LONG_ANSWER_TOKENS = 16, 64
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cached_rag.config import GenerationConfig
-from cached_rag.engine import Engine
+from cached_rag.engine.engine import Engine
 from cached_rag.evaluation.measure import Reading, figures, read
 from cached_rag.evaluation.metrics import Interval, bootstrap
 from cached_rag.pml import Import, Said, Schema, SchemaPrompt

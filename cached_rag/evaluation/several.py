@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
-from cached_rag.answering import Clock, Generation
+from cached_rag.backends.tokenizer import Message
 from cached_rag.config import GenerationConfig
-from cached_rag.engine import Engine
+from cached_rag.engine.decoding import Clock, Generation
+from cached_rag.engine.engine import Engine
+from cached_rag.engine.report import Report
 from cached_rag.evaluation.data import Example
 from cached_rag.evaluation.measure import Reading, read, score
 from cached_rag.evaluation.prompts import messages, summarise
-from cached_rag.prompt import Message
-from cached_rag.report import Report
 
 _SUMMARY_TOKENS = 64
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
+from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.errors import PMLError
 from cached_rag.pml.frames import answer_header, frame_ids, frames, role_marks
 from cached_rag.pml.layout import Ids, Layout, Run
 from cached_rag.pml.nodes import Mark, Text
 from cached_rag.pml.prompt import Argument, Bit, Turn
-from cached_rag.prompt import Tokenization
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cached_rag.assemble import KVBuffer
+from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.errors import ContextOverflowError, StoreFullError
-from cached_rag.fuse import prefill_rows
-from cached_rag.kv import LayerSource, ModuleKV
-from cached_rag.library import Behind, Library
-from cached_rag.model import LanguageModel
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.module import LayerSource, ModuleKV
+from cached_rag.library.library import Behind, Library
 from cached_rag.pml.layout import Run
 from cached_rag.pml.units import Recipe, Recipes, Unit
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cached_rag.backends.tokenizer import Rendered, Tokenization
 from cached_rag.errors import ConfigError
-from cached_rag.prompt import Rendered, Tokenization
 
 _MARK = "\ue000content {}\ue001"
 # Between a system prompt and the user's first words, for templates that know no system role.

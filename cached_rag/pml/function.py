@@ -12,7 +12,7 @@ from functools import update_wrapper
 from typing import Any
 
 from cached_rag.errors import PMLError
-from cached_rag.fingerprint import digest
+from cached_rag.kv.fingerprint import digest
 from cached_rag.pml.markup import Element
 from cached_rag.pml.nodes import Where
 from cached_rag.pml.parse import parse_schema

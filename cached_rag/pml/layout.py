@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from tokenizers.decoders import ByteLevel
 
+from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.pml.frames import frame_ids, frames, role_marks
 from cached_rag.pml.nodes import Mark, Module, Node, Param, Path, SchemaNode, Text, Union, walk
-from cached_rag.prompt import Tokenization
 
 Ids = tuple[int, ...]
 

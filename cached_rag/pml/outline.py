@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.pml.layout import Layout, lay_out
 from cached_rag.pml.nodes import Mark, Message, Module, Node, Param, Text, Union
 from cached_rag.pml.schema import Schema
-from cached_rag.prompt import Tokenization
 
 _SHOWN = 40
 

@@ -10,20 +10,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from cached_rag.answering import Clock
+from cached_rag.backends.tokenizer import Tokenization, Tokens
+from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.engine.decoding import Clock
+from cached_rag.engine.report import Report
 from cached_rag.errors import RelocationError
-from cached_rag.kv import LayerSource
-from cached_rag.library import Library
-from cached_rag.model import LanguageModel
-from cached_rag.plan import Placement, Plan
+from cached_rag.kv.module import LayerSource
+from cached_rag.library.library import Library
+from cached_rag.library.plan import Placement, Plan
 from cached_rag.pml.assembly import Assembler, Piece
 from cached_rag.pml.encode import RunEncoder
 from cached_rag.pml.layout import Layout, Run, lay_out
 from cached_rag.pml.prompt import Argument, New, Turn
 from cached_rag.pml.schema import Schema
 from cached_rag.pml.units import Recipe, Recipes, Trail, Unit, scaffold_unit, units_of
-from cached_rag.prompt import Tokenization, Tokens
-from cached_rag.report import Report
 
 
 @dataclass(frozen=True)

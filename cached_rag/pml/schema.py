@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from cachetools import LRUCache
 
-from cached_rag.encode import EncodeSummary
+from cached_rag.backends.transformers.encode import EncodeSummary
 from cached_rag.errors import ConfigError, PMLError
-from cached_rag.fingerprint import digest
+from cached_rag.kv.fingerprint import digest
 from cached_rag.pml.markup import parse_markup
 from cached_rag.pml.nodes import SchemaNode, Where
 from cached_rag.pml.parse import parse_schema

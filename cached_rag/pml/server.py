@@ -12,14 +12,14 @@ from collections.abc import Callable
 import torch
 from cachetools import LRUCache
 
-from cached_rag.encode import EncodeSummary
-from cached_rag.library import Library
-from cached_rag.model import LanguageModel
-from cached_rag.model_thread import on_model_thread
+from cached_rag.backends.thread import on_model_thread
+from cached_rag.backends.tokenizer import Tokenization
+from cached_rag.backends.transformers.encode import EncodeSummary
+from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.library.library import Library
 from cached_rag.pml.encode import Encoded
 from cached_rag.pml.planner import SchemaPlanner, planner_of
 from cached_rag.pml.schema import Schema, SchemaPrompt
-from cached_rag.prompt import Tokenization
 
 _REMEMBERED = 64
 

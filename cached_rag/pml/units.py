@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from cached_rag.fingerprint import digest
+from cached_rag.kv.fingerprint import digest
 from cached_rag.pml.layout import Layout, Run
 from cached_rag.pml.nodes import Path, Scaffold
 

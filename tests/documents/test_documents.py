@@ -7,9 +7,9 @@ import pytest
 from pypdf import PdfWriter
 
 from cached_rag import ConfigError, DocumentError
-from cached_rag.demo import CORPUS
-from cached_rag.documents import Chunk, Document, DocumentIndex, Splitter, find_documents
-from cached_rag.documents.loading import load_document, look_at
+from cached_rag.cli.demo import CORPUS
+from cached_rag.rag import Chunk, Document, DocumentIndex, Splitter, find_documents
+from cached_rag.rag.readers import load_document, look_at
 
 PDF = b"""%PDF-1.4
 1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj
@@ -82,7 +82,7 @@ def test_encrypted_and_huge_files_are_refused(tmp_path, monkeypatch):
     _encrypted(tmp_path / "x.pdf")
     with pytest.raises(DocumentError, match="password"):
         load_document(tmp_path / "x.pdf")
-    monkeypatch.setattr("cached_rag.documents.loading.MAX_BYTES", 10)
+    monkeypatch.setattr("cached_rag.rag.readers.MAX_BYTES", 10)
     (tmp_path / "y.txt").write_text("more than ten bytes")
     with pytest.raises(DocumentError, match="split the file"):
         load_document(tmp_path / "y.txt")

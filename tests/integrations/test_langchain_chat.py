@@ -22,7 +22,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from pydantic import ValidationError
 
 from cached_rag import CachedRAG, ConfigError, Engine
-from cached_rag import scheduler as scheduler_module
+from cached_rag.engine import scheduler as scheduler_module
 
 QUESTION = f"{CHUNKS[0]}\n\nWhy?"
 
@@ -179,7 +179,7 @@ def test_engines_are_loaded_late_and_shared(monkeypatch, tmp_path):
         loads.append(name)
         return tiny_model("llama")
 
-    monkeypatch.setattr("cached_rag.engine.load_model", load)
+    monkeypatch.setattr("cached_rag.engine.engine.load_model", load)
     one, two = (ChatCachedRAG(model="tiny-a", max_tokens=2) for _ in range(2))
     other = ChatCachedRAG(model="tiny-a", store=str(tmp_path))
     assert loads == []

@@ -10,7 +10,7 @@ from langchain_cached_rag import CachedRAGLLM
 from langchain_core.caches import InMemoryCache
 from langchain_core.prompts import PromptTemplate
 
-from cached_rag import scheduler as scheduler_module
+from cached_rag.engine import scheduler as scheduler_module
 
 PROMPTS = [f"{chunk}\n\nQ: why?\nA:" for chunk in CHUNKS * 2]
 TEMPLATE = PromptTemplate.from_template("Read this.\n\n{context}\n\nQ: {question}\nA:")

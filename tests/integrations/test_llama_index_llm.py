@@ -17,7 +17,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.llms.cached_rag import CachedRAGLLM, CacheReportHandler
 
 from cached_rag import CachedRAG, ConfigError
-from cached_rag import scheduler as scheduler_module
+from cached_rag.engine import scheduler as scheduler_module
 
 QUESTION = "Why is copper green, and the lamp lit?"
 MESSAGES = [ChatMessage(role="system", content="Be brief."), ChatMessage(content=QUESTION)]
@@ -181,7 +181,7 @@ def test_engines_are_loaded_late_and_shared(monkeypatch, tmp_path, engine):
         loads.append(name)
         return tiny_model("llama")
 
-    monkeypatch.setattr("cached_rag.engine.load_model", load)
+    monkeypatch.setattr("cached_rag.engine.engine.load_model", load)
     one, two = (CachedRAGLLM(model="tiny-c", max_tokens=2) for _ in range(2))
     assert loads == []
     assert one.loaded_engine() is two.loaded_engine()

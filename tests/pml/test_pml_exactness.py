@@ -17,7 +17,7 @@ from conftest import (
 )
 
 from cached_rag import Engine, Import, RelocationError, Said, Schema
-from cached_rag.report import Report
+from cached_rag.engine.report import Report
 
 TOLERANCE = 1e-4
 # longrope is tested below its switch elsewhere; a schema reaches further.

@@ -11,11 +11,11 @@ from conftest import TEMPLATE, logits_at, tiny_model, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from cached_rag import ConfigError, Engine, Import, Said, Schema, StoreConfig, wrap_model
+from cached_rag.backends.tokenizer import Tokenization
+from cached_rag.engine.report import Report
 from cached_rag.pml.frames import answer_header, role_marks
 from cached_rag.pml.layout import lay_out
 from cached_rag.pml.outline import outline
-from cached_rag.prompt import Tokenization
-from cached_rag.report import Report
 
 ROLES = Path(__file__).parent / "files" / "roles.xml"
 WHOLE = """<schema name="whole">

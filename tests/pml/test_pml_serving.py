@@ -23,11 +23,11 @@ from cached_rag import (
     cli,
     wrap_model,
 )
+from cached_rag.backends.tokenizer import Tokenization
+from cached_rag.engine.report import Report
 from cached_rag.evaluation.schemas import evaluate_schema, schema_trials
 from cached_rag.pml.frames import frames
 from cached_rag.pml.layout import lay_out
-from cached_rag.prompt import Tokenization
-from cached_rag.report import Report
 
 HOUSE = """<schema name="house">
   <system>You know the house.</system>

@@ -20,12 +20,13 @@ from conftest import CHUNKS, tiny_model
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 
-from cached_rag import BatchConfig, Engine, scheduler
-from cached_rag.batch_step import step_batch
-from cached_rag.serving.app import create_app
-from cached_rag.serving.run import _Server
-from cached_rag.serving.service import Service
-from cached_rag.serving.tenants import Keys, Tenants, namespace
+from cached_rag import BatchConfig, Engine
+from cached_rag.backends.transformers.batch import step_batch
+from cached_rag.engine import scheduler
+from cached_rag.server.app import create_app
+from cached_rag.server.run import _Server
+from cached_rag.server.service import Service
+from cached_rag.server.tenants import Keys, Tenants, namespace
 
 NAME = "tiny"
 MESSAGES = [
@@ -433,8 +434,8 @@ def test_a_server_that_must_stop_says_what_it_cut_off(slow, caplog):
 
 
 def test_tenants_that_nobody_uses_are_closed(monkeypatch):
-    monkeypatch.setattr("cached_rag.serving.tenants._OPEN", 3)
-    monkeypatch.setattr("cached_rag.serving.tenants._OPEN_SALTS", 1)
+    monkeypatch.setattr("cached_rag.server.tenants._OPEN", 3)
+    monkeypatch.setattr("cached_rag.server.tenants._OPEN_SALTS", 1)
     engine = Engine(tiny_model("llama"))
     tenants = Tenants(engine)
     with tenants.using("", None) as first:

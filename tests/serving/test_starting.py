@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from cached_rag import ConfigError
-from cached_rag.serving.run import bind
+from cached_rag.server.run import bind
 
-SERVE = [sys.executable, "-c", "from cached_rag.cli import main; main()", "serve"]
+SERVE = [sys.executable, "-c", "from cached_rag.cli.main import main; main()", "serve"]
 
 
 def test_a_port_in_use_is_an_error_and_nothing_is_served(model_folder):

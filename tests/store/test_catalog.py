@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cached_rag.store import Catalog, ModuleRecord
+from cached_rag.kv.store import Catalog, ModuleRecord
 
 
 def record(n):

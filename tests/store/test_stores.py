@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from cached_rag import CorruptBlobError, StoreConfig, StoreError, StoreFullError
-from cached_rag.fingerprint import ids_digest
-from cached_rag.kv import ModuleKV
-from cached_rag.library import memory_tiers
-from cached_rag.store import DiskStore, MemoryStore, Prefetcher, TieredStore, blob
-from cached_rag.store.database import Database
+from cached_rag.kv.fingerprint import ids_digest
+from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.store import DiskStore, MemoryStore, Prefetcher, TieredStore, blob
+from cached_rag.kv.store.database import Database
+from cached_rag.library.library import memory_tiers
 
 TOKENS = 8
 

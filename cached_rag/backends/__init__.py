@@ -1,0 +1,1 @@
+"""What runs a model, behind one protocol."""

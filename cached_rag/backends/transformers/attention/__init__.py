@@ -1,0 +1,1 @@
+"""Attention of scattered, few and shared rows."""

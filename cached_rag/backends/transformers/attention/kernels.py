@@ -1,0 +1,208 @@
+"""Attention that also gives the logarithm of its sum of exponentials, by the device's best kernel.
+
+With it, attention over parts of the keys can be merged into attention over all of them
+(RelayAttention, equation 12). Knows tensors only; `reference` is the definition.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+
+from cached_rag.backends.transformers.attention.matmul import capped, matmul_attention_lse
+
+_log = logging.getLogger(__name__)
+_OPS = torch.ops.aten
+# In bf16 the CPU's flash kernel loses to plain products once keys no longer fit the cache. (rows,
+# keys), ascending: from so many rows on (each head of a group is one), up to so many keys flash is
+# taken. `cached-rag bench kernels` times both.
+_FLASH_KEYS = ((1, 16384), (48, 8192), (96, 3072), (192, 2048), (384, 1024))
+_SMALL = (torch.bfloat16, torch.float16)
+
+Attended = tuple[torch.Tensor, torch.Tensor]
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+) -> Attended:
+    """Attention of rows that see all keys.
+
+    Args:
+        query: (1, num_kv_heads, num_rows, head_dim), the heads of a group being rows.
+        keys, values: (1, num_kv_heads, num_keys, dim); at least one key.
+        scale: softmax scale.
+        softcap: what scores are bent to stay below; only plain torch can do that.
+
+    Returns:
+        (1, num_kv_heads, num_rows, value_dim), and (1, num_kv_heads, num_rows) in fp32.
+    """
+    if softcap is not None:
+        return reference(query, keys, values, scale, softcap=softcap)
+    return KERNELS[kernel_of(query.shape[2], keys, values)](query, keys, values, scale)
+
+
+def kernel_of(rows: int, keys: torch.Tensor, values: torch.Tensor) -> str:
+    """Which of `KERNELS` `attend` takes for so many rows, the heads of a group being rows."""
+    if keys.device.type == "cpu":
+        if keys.dtype == torch.bfloat16 and not prefers_flash(rows, keys.shape[2]):
+            return "matmul"
+        return "flash" if keys.shape[3] == values.shape[3] else "plain"
+    return "flash" if _on_cuda(keys, values) else "plain"
+
+
+def prefers_flash(rows: int, keys: int) -> bool:
+    """Whether the flash kernel is the faster one in bf16 on a CPU."""
+    return keys <= [most for least, most in _FLASH_KEYS if least <= rows][-1]
+
+
+def attend_padded(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+) -> Attended:
+    """Attention of several rows, each over its own keys.
+
+    Args:
+        query: (rows, num_kv_heads, group, head_dim).
+        keys, values: (rows, num_kv_heads, num_keys, dim), finite also where they are masked.
+        mask: (rows, 1, 1, num_keys), additive, of the query's dtype. What rows that see nothing
+            give means nothing.
+
+    Returns:
+        (rows, num_kv_heads, group, value_dim), and (rows, num_kv_heads, group) in fp32.
+    """
+    is_even = keys.shape[3] == values.shape[3]
+    if query.device.type == "cpu" and is_even and softcap is None:
+        return _cpu(query, keys, values, scale, causal=False, mask=mask)
+    scores = capped((query @ keys.transpose(2, 3)).float() * scale, softcap) + mask
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().to(values.dtype) @ values, lse
+
+
+def attend_causal(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+) -> Attended:
+    """Attention of as many rows as keys, row i seeing keys up to i.
+
+    Args:
+        query: (1, num_heads, num_rows, head_dim).
+        keys, values: (1, num_kv_heads, num_rows, dim).
+
+    Returns:
+        (1, num_heads, num_rows, value_dim), and (1, num_heads, num_rows) in fp32.
+    """
+    is_even = keys.shape[3] == values.shape[3]
+    if query.device.type == "cpu" and is_even and softcap is None:
+        return _cpu(query, keys, values, scale, causal=True)
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    if softcap is None and _on_cuda(keys, values):
+        return _cuda(query, keys, values, scale, causal=True)
+    return reference(query, keys, values, scale, causal=True, softcap=softcap)
+
+
+def reference(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    softcap: float | None = None,
+) -> Attended:
+    """The same in plain torch, scores in fp32. A row that sees nothing gives 0 and -inf."""
+    scores = capped((query.float() @ keys.float().transpose(2, 3)) * scale, softcap)
+    if causal:
+        hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    lse = scores.logsumexp(-1) if keys.shape[2] else scores.new_full(scores.shape[:3], -torch.inf)
+    weights = (scores - lse[..., None]).exp()
+    return (weights @ values.float()).to(query.dtype), lse
+
+
+def _flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> Attended:
+    """The device's flash kernel; keys and values are equally wide."""
+    kernel = _cpu if query.device.type == "cpu" else _cuda
+    return kernel(query, keys, values, scale, causal=False)
+
+
+# What `attend` chooses from.
+KERNELS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Attended]] = {
+    "flash": _flash,
+    "matmul": matmul_attention_lse,
+    "plain": reference,
+}
+
+
+def _cpu(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool,
+    mask: torch.Tensor | None = None,
+) -> Attended:
+    """The kernel behind torch's own attention on CPUs; grouped heads are its own.
+
+    Of a row that sees no key it gives 0, for the lse too.
+    """
+    output, lse = _OPS._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return output, lse
+
+
+def _cuda(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *, causal: bool
+) -> Attended:
+    if query.dtype in _SMALL:
+        found = _OPS._scaled_dot_product_flash_attention(
+            query, keys, values, 0.0, causal, False, scale=scale
+        )
+    else:
+        found = _OPS._scaled_dot_product_efficient_attention(
+            query, keys, values, None, True, 0.0, causal, scale=scale
+        )
+    return found[0], found[1][:, :, : query.shape[2]].float()  # some pad the rows of the lse
+
+
+def _on_cuda(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether CUDA's kernels take these."""
+    same_width = keys.shape[3] == values.shape[3]
+    return (
+        keys.device.type == "cuda" and same_width and _cuda_kernel_works(keys.dtype, keys.shape[3])
+    )
+
+
+@functools.cache
+def _cuda_kernel_works(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the kernel does what the reference does; torch may change it between versions."""
+    query, keys, values = torch.randn(3, 1, 2, 33, head_dim, device="cuda").to(dtype)
+    expected = reference(query, keys, values, 0.2, causal=True)
+    try:
+        found = _cuda(query, keys, values, 0.2, causal=True)
+        good = all(
+            torch.allclose(a.float(), b.float(), atol=0.03)
+            for a, b in zip(found, expected, strict=True)
+        )
+        reason = "it gives other results"
+    except (RuntimeError, AttributeError, TypeError) as error:
+        good, reason = False, str(error)
+    if not good:
+        _log.warning("torch's attention kernel is not used, plain torch is: %s", reason)
+    return good

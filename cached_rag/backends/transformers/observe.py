@@ -1,0 +1,89 @@
+"""Watches which keys the question attends to, layer by layer, while a pass runs.
+
+Knows attention; what the weights mean is the method's business.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cached_rag.backends.transformers.attention.matmul import capped, centre_of
+from cached_rag.backends.transformers.attention.scattered import Rows
+from cached_rag.methods.base import Layout
+from cached_rag.methods.question import QuestionSelector
+
+
+class Observed(Exception):  # noqa: N818 (a signal, not an error)
+    """Ends a pass once all that was to be seen was seen."""
+
+
+class Observer:
+    """Collects a method's scores.
+
+    Attributes:
+        layers: the layers it looks at, ascending.
+        scores: (seq_len,) float32, one a layer observed.
+    """
+
+    def __init__(self, selector: QuestionSelector, layout: Layout) -> None:
+        self.scores: list[torch.Tensor] = []
+        self.layers = selector.observed_layers(layout)
+        self._selector = selector
+        self._question = layout.question
+
+    def __call__(
+        self,
+        layer: int,
+        rows: Rows,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> None:
+        """Look at one layer's query and keys."""
+        if layer not in self.layers:
+            return
+        asking = int((rows.slots < self._question).sum())
+        asked, slots = query[0, :, asking:], rows.slots[asking:]
+        weights = head_mean(asked, keys[0], slots, scale, window, softcap)
+        self.scores.append(self._selector.score(weights))
+
+
+def head_mean(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    slots: torch.Tensor,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Attention weights, mean over heads.
+
+    Args:
+        query: (num_heads, num_rows, head_dim), of the rows at `slots`.
+        keys: (num_kv_heads, length, head_dim).
+
+    Returns:
+        (num_rows, length) float32; each row sums to 1 over the keys it sees.
+    """
+    heads, count, head_dim = query.shape
+    grouped = query.reshape(keys.shape[0], -1, head_dim)
+    # Keys before the first row's are hidden from no row, unless by a window.
+    first = int(slots[0]) + 1 if window is None else 0
+    positions = torch.arange(first, keys.shape[1], device=slots.device)
+    hidden = positions > slots[:, None]
+    if window is not None:
+        hidden |= positions <= slots[:, None] - window
+    mean = query.new_zeros(count, keys.shape[1], dtype=torch.float32)
+    factor = head_dim**-0.5 if scale is None else scale
+    # One head at a time: all heads' scores at once would not fit the cache.
+    for head_query, head_keys in zip(grouped, keys, strict=True):
+        if softcap is None:
+            head_keys = head_keys - centre_of(head_keys)
+        scores = capped((head_query * factor) @ head_keys.T, softcap)
+        scores = scores.view(-1, count, keys.shape[1])
+        scores[:, :, first:].masked_fill_(hidden, float("-inf"))
+        torch.softmax(scores, dim=-1, out=scores)  # in fp32 inside, whatever the dtype
+        mean += scores.sum(dim=0, dtype=torch.float32)
+    return mean / heads

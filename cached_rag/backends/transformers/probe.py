@@ -1,0 +1,288 @@
+"""Experiments on a loaded model: cache shapes, which attention works, how keys depend on position.
+
+Every claim is tried on a few tokens before it is used, layer by layer and in fp32, whatever the
+model's dtype: each layer is given the model's own input, so an error is that of one layer, and
+depth, width and outlier channels do not raise it. What rounding does is then a thousandth of what
+a wrong mask does. Knows models; knows no prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cached_rag.backends.transformers.attention import scattered as attention
+from cached_rag.backends.transformers.attention.scattered import IMPLEMENTATION
+from cached_rag.backends.transformers.full_precision import in_float32
+from cached_rag.backends.transformers.inspection import (
+    decoder_layers,
+    frequencies,
+    switch,
+    table_rounding,
+    windows_of,
+)
+from cached_rag.backends.transformers.recording import Inputs, Recording, entering, leaving, record
+from cached_rag.backends.transformers.row_pass import Decoder, RowPass
+from cached_rag.errors import ModelError
+from cached_rag.kv.buffer import KVBuffer, KVShapes
+from cached_rag.kv.positions import PositionRule, match_rule
+
+_PROBE_TOKENS = 12
+_PROBE_DELTA = 61
+# Windows are narrowed to this while the model is examined, so that some tokens are outside.
+_PROBE_WINDOW = 5
+# Largest error of a row, as a share of what the layer adds to it. In fp32 rounding makes some
+# 1e-6 of it, a key too many or too few 1e-2 at least (tests/test_probe.py holds both apart).
+TOLERANCE = 1e-3
+# The same between two places: angles are rounded too, and rounding grows with the scores.
+_PLACE_TOLERANCE = 1e-2
+# Of the logits, which are computed in the model's own dtype.
+_HEAD_TOLERANCE = 2e-2
+# Errors of a sum's own rounding are not held against anybody.
+_ROUNDING = 16 * torch.finfo(torch.float32).eps
+_REMEDY = "Use a plain decoder-only transformer."
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What was found out about a model.
+
+    Attributes:
+        decoder: a way of partial prefill that was seen to equal the model's own prefill.
+        shapes: sizes of its keys and values, read off a real cache.
+        rule: how its keys depend on position; never guessed.
+    """
+
+    decoder: Decoder
+    shapes: KVShapes
+    rule: PositionRule
+
+
+@torch.no_grad()
+def examine(model: Any) -> Examined:
+    """Find out how a model's KV can be reused; its attention is set to what was found.
+
+    Raises:
+        ModelError: partial prefill does not reproduce the model, or it caches something else.
+    """
+    attention.register()
+    layers = decoder_layers(model)
+    shapes = _kv_shapes(model, len(layers))
+    dense = Decoder(model, layers, (None,) * len(layers), is_fast=False)
+    tolerance = max(TOLERANCE, 4 * table_rounding(model))
+    with in_float32(model, layers), _narrow_windows(model.config):
+        delta = _delta(dense)
+        seen = _recorded(dense, delta)
+        rule = find_rule(model, seen, delta, tolerance)
+    return Examined(_find_decoder(dense, seen), shapes, rule)
+
+
+def _find_decoder(dense: Decoder, seen: Recording) -> Decoder:
+    """The fast way where the family allows attention to be replaced and it is right; else dense.
+
+    The dense way needs the model's masks, which its fast kernels may do without: then eager.
+    """
+    model, windows, reasons = dense.model, windows_of(dense.model.config), []
+    ways = [(dense, model.config._attn_implementation), (dense, "eager")]
+    if getattr(model, "_supports_attention_backend", False) and windows:
+        ways.insert(0, (replace(dense, windows=windows, is_fast=True), IMPLEMENTATION))
+    for decoder, implementation in dict.fromkeys(ways):
+        model.set_attn_implementation(implementation)
+        error, where = deviation(decoder, seen)
+        if error <= TOLERANCE:
+            return decoder
+        reasons.append(where)
+    raise ModelError(
+        f"partial prefill does not reproduce {type(model).__name__}'s own prefill "
+        f"({'; '.join(dict.fromkeys(reasons))}): it keeps state that is not keys and values per "
+        "token (recurrent layers, shared caches), or needs per-token inputs that are unknown here. "
+        f"{_REMEDY}"
+    )
+
+
+@torch.no_grad()
+def deviation(decoder: Decoder, seen: Recording) -> tuple[float, str]:
+    """How far scattered rows over the model's own KV are from its own prefill.
+
+    Returns:
+        The largest error of a row, see `TOLERANCE`, infinite where the pass fails; and where.
+    """
+    worst, where = 0.0, ""
+    windows = tuple(_PROBE_WINDOW if window else None for window in decoder.windows)
+    probe = _Probe(replace(decoder, windows=windows), seen)
+    with in_float32(decoder.model, decoder.layers), _narrow_windows(decoder.model.config):
+        try:
+            found = probe.run()
+        except (ModelError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as e:
+            return float("inf"), f"{type(e).__name__}: {e}"
+    for layer, error in enumerate(found):
+        if not error <= worst:
+            place = f"layer {layer}" if layer < len(decoder.layers) else "the head"
+            worst, where = error, f"{place} differs by {error:.1e}"
+    return worst, where
+
+
+class _Probe:
+    """Half the rows computed over the other half's KV, each layer given the model's own input."""
+
+    def __init__(self, decoder: Decoder, seen: Recording) -> None:
+        self.decoder, self.seen = decoder, seen
+        self.slots = torch.arange(1, _PROBE_TOKENS, 2, device=seen.given.device)
+        self.errors: list[float] = []
+
+    def run(self) -> list[float]:
+        """Each layer's error, and that of the logits as a share of what half precision explains."""
+        layers, buffer = self.decoder.layers, self._buffer()
+        token_ids = _probe_ids(self.decoder.model)
+        run = RowPass(self.decoder, buffer, token_ids, self.slots, num_logits=1)
+        with entering(layers, self._enter), leaving(layers[-1:], self._leave), run.hooked():
+            found = run.forward().logits[0].float()
+        for layer in range(len(layers)):
+            self.errors[layer] = max(self.errors[layer], self._kv_error(layer, buffer))
+        own = self.seen.logits[0]
+        head = _share(found - own, own, own) * TOLERANCE / _HEAD_TOLERANCE
+        return [*self.errors, head]
+
+    def _buffer(self) -> KVBuffer:
+        """The model's own KV, spoilt where it is to be computed."""
+        keys, values = (torch.stack(kv)[:, :1].clone() for kv in (self.seen.keys, self.seen.values))
+        keys[:, :, :, self.slots] = values[:, :, :, self.slots] = 7.0
+        return KVBuffer(keys, values)
+
+    def _enter(self, layer: int, inputs: Inputs) -> Inputs:
+        own, arriving = self.seen.inputs[layer][:1], inputs["hidden_states"]
+        if arriving.shape[1] != own.shape[1]:
+            own = own[:, self.slots]
+        if layer > 0:
+            before = self.seen.inputs[layer - 1][:1, self.slots]
+            self.errors.append(_share(arriving - own, own, own - before))
+        return {"hidden_states": own.clone()}
+
+    def _leave(self, _: int, hidden: torch.Tensor) -> None:
+        rows = self.slots[-hidden.shape[1] :]  # the last layer computes only the last row
+        before, own = self.seen.inputs[-1][:1, rows], self.seen.outputs[-1][:1, rows]
+        self.errors.append(_share(hidden - own, own, own - before))
+
+    def _kv_error(self, layer: int, buffer: KVBuffer) -> float:
+        pairs = (buffer.keys, self.seen.keys), (buffer.values, self.seen.values)
+        found = ((ours[layer, 0], own[layer][0]) for ours, own in pairs)
+        return max(_share(ours - own, own, own) for ours, own in found)
+
+
+def _share(error: torch.Tensor, whole: torch.Tensor, part: torch.Tensor) -> float:
+    """The largest row's error beyond the rounding of `whole`, as a share of `part`.
+
+    Args:
+        error, whole, part: (..., num_rows, dim), or one row of (dim,); fp32.
+
+    Returns:
+        Infinite where anything is not a number.
+    """
+    size = (error.norm(dim=-1) - _ROUNDING * whole.norm(dim=-1)).clamp(min=0)
+    found = float((size / part.norm(dim=-1).clamp(min=1e-30)).max())
+    return found if found == found else float("inf")
+
+
+def _recorded(decoder: Decoder, delta: int) -> Recording:
+    """The model's own pass over the probe's tokens, from position 0 on and from `delta` on.
+
+    Raises:
+        ModelError: its layers do not hand keys and values per token to a cache.
+    """
+    token_ids = _probe_ids(decoder.model).expand(2, -1)
+    positions = torch.arange(_PROBE_TOKENS, device=token_ids.device).expand(2, -1)
+    positions = positions + torch.tensor([[0], [delta]], device=token_ids.device)
+    takes_positions = "position_ids" in decoder.parameters
+    try:
+        return record(
+            decoder.model, decoder.layers, token_ids, positions if takes_positions else None
+        )
+    except (KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(
+            f"{type(decoder.model).__name__} could not be examined ({type(error).__name__}: "
+            f"{error}). {_REMEDY}"
+        ) from error
+
+
+def _kv_shapes(model: Any, num_layers: int) -> KVShapes:
+    """Sizes of the model's keys and values, read off a real cache.
+
+    Raises:
+        ModelError: layers differ in shape, or the cache holds something else.
+    """
+    token_ids = _probe_ids(model)[:, :2]
+    output = model(input_ids=token_ids, use_cache=True)
+    held = getattr(getattr(output, "past_key_values", None), "layers", [])
+    found = set()
+    for layer in held:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None or keys.ndim != 4 or keys.shape[1] != values.shape[1]:
+            raise ModelError(
+                f"{type(model).__name__} caches more than keys and values per token. {_REMEDY}"
+            )
+        found.add((keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device))
+    if len(found) != 1 or len(held) != num_layers:
+        raise ModelError(
+            f"{type(model).__name__} does not cache keys and values of one shape in each of its "
+            f"{num_layers} layers. {_REMEDY}"
+        )
+    heads, head_dim, value_dim, dtype, device = found.pop()
+    return KVShapes(num_layers, heads, head_dim, value_dim, dtype, device)
+
+
+def find_rule(model: Any, seen: Recording, delta: int, tolerance: float) -> PositionRule:
+    """How keys depend on position, from the same tokens at two places; never guessed.
+
+    One rule a layer. Where a model takes no positions (ALiBi), `delta` is 0: a bias linear in the
+    key's position is the same for a whole row up to a constant that softmax ignores, and keys and
+    values hold no position at all.
+    """
+    if _share(seen.given[1] - seen.given[0], seen.given[0], seen.given[0]) > TOLERANCE:
+        return PositionRule(reason="positions are added to the embeddings (learned positions)")
+    candidates, rules = frequencies(model), []
+    for layer, (keys, values) in enumerate(zip(seen.keys, seen.values, strict=True)):
+        outputs = seen.outputs[layer]
+        added = outputs[0] - seen.inputs[layer][0]
+        if _share(values[1] - values[0], values[0], values[0]) > TOLERANCE:
+            return PositionRule(reason=f"values of layer {layer} change with position")
+        if _share(outputs[1] - outputs[0], outputs[0], added) > max(_PLACE_TOLERANCE, tolerance):
+            return PositionRule(reason=f"layer {layer} depends on absolute positions")
+        rule = match_rule(keys[0], keys[1], delta, candidates, tolerance)
+        if rule is None:
+            return PositionRule(reason=f"no known rotation explains the keys of layer {layer}")
+        rules.append(rule)
+    return PositionRule(tuple(rules), limit=switch(model.config))
+
+
+def _delta(decoder: Decoder) -> int:
+    """How far apart the two places are."""
+    if "position_ids" not in decoder.parameters:
+        return 0
+    limit = switch(decoder.model.config)
+    return min(_PROBE_DELTA, limit - _PROBE_TOKENS) if limit else _PROBE_DELTA
+
+
+@contextmanager
+def _narrow_windows(config: Any) -> Iterator[None]:
+    """Within, the model's own masks have windows that the probe's few tokens exceed."""
+    text = config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    is_wide = isinstance(window, int) and window > _PROBE_WINDOW
+    if is_wide:
+        text.sliding_window = _PROBE_WINDOW
+    try:
+        yield
+    finally:
+        if is_wide:
+            text.sliding_window = window
+
+
+def _probe_ids(model: Any) -> torch.Tensor:
+    """(1, _PROBE_TOKENS) distinct-ish token ids that every vocabulary has."""
+    size = model.config.get_text_config().vocab_size
+    ids = [(37 * i + 11) % size for i in range(_PROBE_TOKENS)]
+    return torch.tensor([ids], device=next(model.parameters()).device)

@@ -1,0 +1,196 @@
+"""How fast this machine prefills this model, and how fast each tier hands out KV. Measured once.
+
+Kept in the user's cache directory, per model and machine. Knows times; decides nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cached_rag.backends.resolve import cache_dir
+from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.backends.transformers.prefill import prefill_rows
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.fingerprint import digest
+from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.store import DiskStore
+
+# Of the KV that is put and read, of the longest prompt, and of a timed pass at most.
+_KV_TOKENS, _LONGEST, _ROWS = 512, 4096, 256
+# A timed pass is to take about so long, and all passes of one kind hardly longer than the limit.
+_PASS_S, _LIMIT_S, _REPEATS = 0.5, 1.0, 3
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Rates of one model on one machine.
+
+    Attributes:
+        token_s: seconds to compute a token in all layers, without attention.
+        pair_s: seconds more for each token that it attends to.
+        memory_bytes_per_s, disk_bytes_per_s: KV put into a prompt's buffer from there; the disk
+            read anew, checksums and all.
+        kv_bytes_per_token: of the model.
+
+    Raises:
+        ValueError, TypeError: these are no rates.
+    """
+
+    token_s: float
+    pair_s: float
+    memory_bytes_per_s: float
+    disk_bytes_per_s: float
+    kv_bytes_per_token: int
+
+    def __post_init__(self) -> None:
+        rates = (self.memory_bytes_per_s, self.disk_bytes_per_s, self.kv_bytes_per_token)
+        if min(*rates, self.token_s + self.pair_s) <= 0 or min(self.token_s, self.pair_s) < 0:
+            raise ValueError(f"rates are positive, unlike these: {self}")
+
+    def compute_s(self, tokens: float, behind: float = 0) -> float:
+        """Seconds to compute so many tokens that stand behind others."""
+        return self.token_s * tokens + self.pair_s * tokens * (behind + tokens / 2)
+
+    def load_s(self, tokens: float, tier: str) -> float:
+        """Seconds to have so many tokens' KV from "memory" or "disk"."""
+        rates = {"memory": self.memory_bytes_per_s, "disk": self.disk_bytes_per_s}
+        return tokens * self.kv_bytes_per_token / rates[tier]
+
+
+def fit(passes: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
+    """`token_s` and `pair_s` of `Profile`, by least squares of the time a token.
+
+    Args:
+        passes: (tokens, tokens before them, seconds) of at least two, that attend to different
+            numbers of tokens.
+    """
+    seen = [behind + tokens / 2 for tokens, behind, _ in passes]
+    each = [seconds / tokens for tokens, _, seconds in passes]
+    pair_s = max(0.0, statistics.linear_regression(seen, each).slope)  # noise may tilt it down
+    return max(0.0, statistics.mean(each) - pair_s * statistics.mean(seen)), pair_s
+
+
+def profile_of(model: LanguageModel, *, fresh: bool = False) -> Profile:
+    """The kept profile, or one measured now (some seconds), which is kept.
+
+    Args:
+        fresh: measure even if one is kept.
+    """
+    machine = (platform.node(), platform.machine(), str(os.cpu_count()), str(model.device))
+    path = cache_dir() / "profiles" / f"{digest(model.fingerprint, *machine)}.json"
+    if path.is_file() and not fresh:
+        try:
+            return Profile(**json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError):
+            path.unlink()  # of an earlier version, or cut short
+    profile = measure(model)
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(dataclasses.asdict(profile)), encoding="utf-8")
+    temporary.replace(path)
+    return profile
+
+
+def measure(model: LanguageModel) -> Profile:
+    """Medians of a few rounds, on random tokens.
+
+    What is timed are tokens behind others, as those are that a method recomputes.
+    """
+    longest = min(_LONGEST, model.context_length)
+    ids = torch.randint(0, 100, (1, longest), generator=torch.Generator().manual_seed(0))
+    buffer = KVBuffer.like(model.shapes, longest)
+    buffer.keys.zero_()
+    buffer.values.zero_()
+    token_s, pair_s = fit(_passes(model, buffer, ids.to(model.device)))
+    count = min(_KV_TOKENS, longest)
+    kv = buffer.read(0, count, tuple(ids[0, :count].tolist()))
+    host = ModuleKV(kv.token_ids, 0, kv.keys.cpu(), kv.values.cpu())
+    placing = _median_s(lambda: buffer.place(host, 0, model.rule))
+    with tempfile.TemporaryDirectory(dir=cache_dir()) as folder:
+        reading = _reading_s(Path(folder), host, buffer, model)
+    return Profile(
+        token_s=token_s,
+        pair_s=pair_s,
+        memory_bytes_per_s=round(host.nbytes / placing, 1),
+        disk_bytes_per_s=round(host.nbytes / reading, 1),
+        kv_bytes_per_token=model.shapes.bytes_per_token,
+    )
+
+
+def _passes(
+    model: LanguageModel, buffer: KVBuffer, ids: torch.Tensor
+) -> list[tuple[int, int, float]]:
+    """Passes behind nothing, half a prompt and all of it, as `fit` takes them."""
+    longest = ids.shape[1]
+
+    def compute(behind: int, count: int) -> None:
+        slots = torch.arange(behind, behind + count)
+        prefill_rows(model.decoder, buffer, ids[:, : behind + count], slots)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+
+    few = min(_ROWS, longest // 4)
+    least = max(1, few // 8)
+    compute(0, least)  # the first pass pays for what later ones find
+    began = time.perf_counter()
+    compute(0, least)
+    affordable = int(least * _PASS_S / (time.perf_counter() - began))
+    rows = max(least, min(few, affordable))
+    return [
+        (rows, behind, _median_s(functools.partial(compute, behind, rows)))
+        for behind in (0, longest // 2, longest - rows)
+    ]
+
+
+def _reading_s(folder: Path, kv: ModuleKV, buffer: KVBuffer, model: LanguageModel) -> float:
+    store = DiskStore(folder)
+    store.put("profile", kv)
+    store.close()
+
+    def read() -> float:
+        forget_pages(folder)
+        fresh = DiskStore(folder)  # which checks what it reads
+        began = time.perf_counter()
+        source = fresh.open("profile", kv.token_ids)
+        assert source is not None
+        buffer.place(source, 0, model.rule)
+        taken = time.perf_counter() - began
+        fresh.close()
+        return taken
+
+    return statistics.median(read() for _ in range(_REPEATS))
+
+
+def forget_pages(folder: Path) -> None:
+    """Ask the system to drop the files' pages, so that they are read from the disk again."""
+    if not hasattr(os, "posix_fadvise"):
+        return  # then what is measured is the page cache
+    for path in folder.rglob("*.safetensors"):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
+
+
+def _median_s(work: Callable[[], object]) -> float:
+    work()
+    times: list[float] = []
+    while len(times) < _REPEATS and sum(times) < _LIMIT_S:
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)

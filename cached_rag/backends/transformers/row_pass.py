@@ -1,0 +1,287 @@
+"""One forward pass of an unmodified transformers model over chosen rows of a prompt.
+
+A Cache subclass scatters the rows' keys and values into full-length ones; hooks on the decoder
+layers narrow the rows where a method says so, and are gone afterwards. Knows layers; knows neither
+why rows were chosen nor what comes before or after the pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cached_rag.backends.transformers.alibi import with_gaps
+from cached_rag.backends.transformers.attention.scattered import Rows, attending
+from cached_rag.backends.transformers.observe import Observed, Observer
+from cached_rag.backends.transformers.row_cache import Peeked, RowCache
+from cached_rag.errors import ModelError
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.methods.base import LayerCheck, Layout, Selector
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """What partial prefill must know of a model.
+
+    Attributes:
+        model: a transformers causal LM in eval mode.
+        layers: its decoder layers, in order.
+        windows: each layer's sliding window, None where it sees everything.
+        is_fast: attention goes through `attention.py`; else the dense way is taken.
+    """
+
+    model: Any
+    layers: tuple[torch.nn.Module, ...]
+    windows: tuple[int | None, ...]
+    is_fast: bool
+    parameters: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = inspect.signature(self.model.forward).parameters
+        object.__setattr__(self, "parameters", frozenset(names))
+
+
+@dataclass
+class Prefilled:
+    """What a partial prefill gave.
+
+    Attributes:
+        tail: (batch, num_logits, vocab_size) of the last rows.
+        computed: (token, layer) pairs that were computed, check layers in full.
+        rows: slots whose keys and values were computed in every layer, ascending.
+    """
+
+    tail: torch.Tensor
+    computed: int
+    rows: torch.Tensor
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """(batch, vocab_size) of the last row."""
+        return self.tail[:, -1]
+
+
+class RowPass:
+    """One forward pass. `kept` are the rows still computed, as indices of what entered."""
+
+    layout: Layout
+    selector: Selector
+    checks: frozenset[int] = frozenset()
+    # Rows whose output of layer 0 is known: (which of those that enter, their hidden states).
+    resumed: tuple[torch.Tensor, torch.Tensor] | None = None
+    observer: Observer | None = None
+    first_output: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        buffer: KVBuffer,
+        token_ids: torch.Tensor,
+        slots: torch.Tensor,
+        num_logits: int,
+        rows_type: type[Rows] = Rows,
+        ready: Callable[[int], object] | None = None,
+    ) -> None:
+        length = token_ids.shape[1]
+        self.decoder, self.num_logits, self.ready = decoder, num_logits, ready
+        self.gaps = None if buffer.positions is None else buffer.positions[:length]
+        positions = torch.arange(length) if self.gaps is None else self.gaps
+        positions = positions.to(slots.device)
+        rows = rows_type(slots, length)
+        # A model's own masks are right for the last rows of a prompt, so these alone may enter.
+        is_tail = rows.is_contiguous and rows.last == length - 1
+        if decoder.is_fast or is_tail:
+            self.entering, self.kept = token_ids[:, slots], None
+            self.positions = positions[slots]
+        else:
+            self.entering, self.positions, self.kept = token_ids, positions, slots
+        self.num_entering = self.entering.shape[1]
+        self.cache = RowCache(buffer, rows, self.num_entering, decoder.windows)
+        self.computed = 0
+
+    def forward(self) -> Prefilled:
+        """Run the model once."""
+        wanted = {
+            "input_ids": self.entering,
+            "position_ids": self.positions[None].expand(self.entering.shape),
+            "past_key_values": self.cache,
+            "use_cache": True,
+            "logits_to_keep": self.num_logits,
+        }
+        model = self.decoder.model
+        if not self.num_logits:
+            model = model.base_model
+            del wanted["logits_to_keep"]
+        known = self.decoder.parameters
+        inputs = {k: v for k, v in wanted.items() if k in known or k == "past_key_values"}
+        with attending(self.cache) if self.decoder.is_fast else ExitStack():
+            output = model(**inputs)
+        if not self.num_logits:
+            tail = torch.empty(len(self.entering), 0, 0)
+        else:
+            tail = output.logits[:, -self.num_logits :]
+        return Prefilled(tail, self.computed, self.final_slots)
+
+    def watch(self, observer: Observer) -> None:
+        """Run until the observer has seen enough; keep what layer 0 puts out."""
+        self.observer = self.cache.observer = observer
+        with self.hooked(), suppress(Observed):
+            self.forward()
+
+    def resume(self, is_known: torch.Tensor, first_output: torch.Tensor) -> Prefilled:
+        """Run, given what layer 0 puts out for some of the rows.
+
+        Args:
+            is_known: (num_rows,) bool.
+            first_output: (batch, known rows, hidden_size).
+        """
+        self.resumed, self.all_rows = (is_known, first_output), self.cache.rows
+        with self.hooked():
+            return self.forward()
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Hooks from the first layer that narrows to the last; none if no layer does."""
+        layers, handles = self.decoder.layers, []
+        first = self._first_narrowing()
+        self.computed = first * len(self.cache.rows)
+        self.final_slots = self.cache.rows.slots
+        try:
+            for index in range(first, len(layers)):
+                hook = _pre_hook(self, index)
+                handles.append(layers[index].register_forward_pre_hook(hook, with_kwargs=True))
+            if handles:
+                handles.append(layers[-1].register_forward_hook(self._widen))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _first_narrowing(self) -> int:
+        count = len(self.decoder.layers)
+        if self.kept is not None or self.resumed is not None or self.observer is not None:
+            return 0
+        if self.ready is not None or (self.gaps is not None and not self.decoder.is_fast):
+            return 0
+        if self.checks:
+            return min(self.checks)
+        return count - 1 if 0 < self.num_logits < len(self.cache.rows) else count
+
+    def before_layer(
+        self, index: int, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Narrow a layer's inputs to the rows kept; at a check layer, choose them first."""
+        if self.ready is not None:
+            self.ready(index)
+        names = list(inspect.signature(layer.forward).parameters)
+        named = dict(zip(names, args, strict=False)) | kwargs
+        if self.gaps is not None:
+            named = with_gaps(named, self.gaps)
+        if self.observer is not None and index > 0:
+            if index == 1:
+                self.first_output = named["hidden_states"]
+            if index > self.observer.layers[-1]:
+                raise Observed
+        if self.resumed is not None and index < 2:
+            named |= self._resume(index, named["hidden_states"], *self.resumed)
+        inputs = self._narrowed(named)
+        if index in self.checks:
+            self._peek(layer, inputs)
+            inputs = self._narrowed(named | self._choose(index, inputs["hidden_states"]))
+        self.computed += len(self.cache.rows)
+        self.final_slots = self.cache.rows.slots
+        count = len(self.cache.rows)
+        if index == len(self.decoder.layers) - 1 and 0 < self.num_logits < count:
+            # Of the last layer's rows only those whose logits are wanted; the others leave their
+            # keys and values.
+            self._peek(layer, inputs)
+            last = torch.arange(count, device=self.cache.rows.slots.device)
+            last = last[-self.num_logits :]
+            inputs = self._narrowed(named | self._keep(last, inputs["hidden_states"]))
+        return (), inputs
+
+    def _resume(
+        self, index: int, hidden: torch.Tensor, is_known: torch.Tensor, known: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Layer 0 without the rows whose output is known; from layer 1 on with them."""
+        every = self.all_rows
+        if index == 0:
+            self.kept = (~is_known).nonzero().squeeze(1)
+            self.cache.rows = every.narrowed(self.kept)
+            return {}
+        whole = hidden.new_empty(hidden.shape[0], len(every), hidden.shape[2])
+        whole[:, is_known] = known
+        whole[:, self.kept] = hidden
+        self.kept, self.cache.rows = None, every
+        return {"hidden_states": whole}
+
+    def _peek(self, layer: torch.nn.Module, inputs: dict[str, Any]) -> None:
+        """Fresh keys and values of all current rows, for the price of norm and projections."""
+        self.cache.is_peeking = True
+        try:
+            layer.forward(**inputs)
+        except Peeked:
+            pass
+        finally:
+            self.cache.is_peeking = False
+
+    def _choose(self, index: int, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Ask the method which rows to go on with."""
+        rows = self.cache.rows
+        reused = self.layout.reused.to(rows.slots.device)[rows.slots]
+        check = LayerCheck(index, rows.slots, reused, *self.cache.peeked)
+        keep = self.selector.narrow(check, self.layout).nonzero().squeeze(1)
+        self.computed += len(rows) - len(keep)  # peeked at, so charged in full
+        return self._keep(keep, hidden)
+
+    def _keep(self, keep: torch.Tensor, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Go on with some of the current rows; returns their hidden states."""
+        rows = self.cache.rows
+        self.kept = keep if self.kept is None else self.kept[keep]
+        self.cache.rows = rows.narrowed(keep)
+        return {"hidden_states": hidden[:, keep]}
+
+    def _narrowed(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Per-row tensors cut to the rows kept; what already has that many rows stays."""
+        if self.kept is None:
+            return inputs
+        if not self.decoder.is_fast and inputs.get("attention_mask") is None:
+            raise ModelError(
+                "the model gave its layers no mask, so scattered rows would see later tokens"
+            )
+        narrowed = dict(inputs)
+        for name, dim in (("hidden_states", 1), ("position_ids", 1), ("attention_mask", 2)):
+            narrowed[name] = self._cut(inputs.get(name), dim)
+        rotary = inputs.get("position_embeddings")
+        if isinstance(rotary, Sequence):
+            narrowed["position_embeddings"] = tuple(self._cut(part, 1) for part in rotary)
+        return {name: value for name, value in narrowed.items() if name in inputs}
+
+    def _cut(self, tensor: torch.Tensor | None, dim: int) -> torch.Tensor | None:
+        if tensor is None or tensor.ndim <= dim or tensor.shape[dim] != self.num_entering:
+            return tensor
+        assert self.kept is not None
+        return tensor.index_select(dim, self.kept)
+
+    def _widen(self, _: torch.nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        """Give the rest of the model the number of rows it expects; only kept ones are defined."""
+        hidden = output[0] if isinstance(output, tuple) else output
+        if self.kept is None or hidden.shape[1] == self.num_entering:
+            return output
+        wide = hidden.new_zeros(hidden.shape[0], self.num_entering, hidden.shape[2])
+        wide[:, self.kept] = hidden
+        return (wide, *output[1:]) if isinstance(output, tuple) else wide
+
+
+def _pre_hook(run: RowPass, index: int) -> Any:
+    def hook(
+        layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return run.before_layer(index, layer, args, kwargs)
+
+    return hook

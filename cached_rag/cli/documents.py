@@ -1,0 +1,48 @@
+"""`cached-rag list` and `cached-rag delete`: the documents of an index. Load no model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from cached_rag.cli.terminal import DEFAULT_INDEX, Index, Json, out, print_json, require_index
+
+
+def list_command(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
+    """The documents of an index, by the names that answers and `delete` call them by."""
+    from cached_rag import CachedRAG
+
+    require_index(index)
+    with CachedRAG.open(index) as rag:
+        documents = rag.documents()
+    if as_json:
+        print_json({"documents": [dataclasses.asdict(document) for document in documents]})
+        return
+    table = Table("source", "title", "chunks", "encoded")
+    for one in documents:
+        encoded = "yes" if one.is_encoded else "no"
+        table.add_row(Text(one.source), Text(one.title), str(one.chunks), encoded)
+    out.print(table)
+
+
+def delete_command(
+    sources: Annotated[list[str], typer.Argument(help="As `list` has them, or paths on disk.")],
+    index: Index = DEFAULT_INDEX,
+    as_json: Json = False,
+) -> None:
+    """Drop documents, with their chunks and KV; none, if one of them is unknown."""
+    from cached_rag import CachedRAG
+
+    require_index(index)
+    with CachedRAG.open(index) as rag:
+        found = dict.fromkeys(rag.index.roots.find(source) for source in sources)
+        deleted = [rag.delete(source) for source in found]
+    if as_json:
+        print_json({"deleted": [dataclasses.asdict(one) for one in deleted]})
+        return
+    for one in deleted:
+        out.print(f"{one.source}: {one.chunks} chunks and {one.kvs} KVs deleted", markup=False)

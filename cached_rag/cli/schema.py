@@ -1,0 +1,299 @@
+"""`cached-rag schema`: check, look at, encode and run prompts written in PML."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from cached_rag.cli.terminal import Json, err, out, print_json, print_reports
+from cached_rag.errors import PMLError
+
+if TYPE_CHECKING:
+    from cached_rag.pml import Schema, SchemaPrompt
+    from cached_rag.pml.outline import Outline
+
+schema_app = typer.Typer(help="Prompts made of modules, in PML.", no_args_is_help=True)
+File = Annotated[Path, typer.Argument(help="A <schema>.")]
+Model = Annotated[str, typer.Option(help="Alias, hub id, folder or .gguf file.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps.")]
+Store = Annotated[str | None, typer.Option(help="Folder for KV; none keeps it in memory.")]
+Layout = Annotated[str, typer.Option(help="auto, compact or schema.")]
+Behind = Annotated[str, typer.Option(help="Encode behind: schema, head or nothing.")]
+PromptIn = Annotated[str, typer.Argument(help="A file with a <prompt>, or the <prompt> itself.")]
+_MODEL = "smollm2-135m"
+
+
+@schema_app.command()
+def check(
+    files: Annotated[list[Path], typer.Argument(help="Schemas.")],
+    prompt: Annotated[list[Path] | None, typer.Option(help="A <prompt> of the schema.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what is wrong, as FILE:LINE:COLUMN, and exit 1; or nothing, and exit 0."""
+    from cached_rag.pml import Schema
+
+    problems: list[PMLError] = []
+    for file in files:
+        try:
+            schema = Schema.from_file(file)
+            for asked in prompt or []:
+                schema.prompt_from_file(asked)
+        except PMLError as problem:
+            problems.append(problem)
+    if as_json:
+        names = ("file", "line", "column", "what")
+        print_json({"problems": [{n: getattr(e, n) for n in names} for e in problems]})
+    for error in problems if not as_json else []:
+        out.print(str(error), markup=False, highlight=False, soft_wrap=True)
+    if problems:
+        raise typer.Exit(1)
+
+
+@schema_app.command()
+def show(file: File, model: Model = _MODEL, as_json: Json = False) -> None:
+    """Draw the tree with token counts and positions, by a model's tokenizer and chat template."""
+    from cached_rag.backends.tokenizer import Tokenization
+    from cached_rag.backends.transformers.loading import load_tokenizer
+    from cached_rag.pml import Schema
+    from cached_rag.pml.outline import outline
+
+    found = outline(Schema.from_file(file), Tokenization(load_tokenizer(model)))
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        out.print(_tree(found), markup=False, highlight=False)
+
+
+def _tree(node: Outline, parent: Tree | None = None) -> Tree:
+    label = f"{node.kind} {node.label}".strip()
+    line = f"{label}  {node.tokens} tokens, {node.start}-{node.end}"
+    tree = Tree(line) if parent is None else parent.add(line)
+    for child in node.children:
+        _tree(child, tree)
+    return tree
+
+
+@schema_app.command()
+def encode(
+    file: File,
+    store: Annotated[str, typer.Option(help="Folder for KV.")],
+    model: Model = _MODEL,
+    layout: Layout = "auto",
+    behind: Behind = "schema",
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Prefill all modules now; what is there already costs nothing."""
+    from cached_rag import Engine
+    from cached_rag.pml import Schema
+
+    schema = Schema.from_file(file, layout=layout, behind=behind)
+    with Engine.load(model, store=store, dtype=dtype, device=device) as engine:
+        missing = len(engine.schemas.missing(schema))
+        with Progress(console=err, disable=as_json) as bar:
+            task = bar.add_task("modules", total=missing)
+            summary = schema.encode(engine, lambda _: bar.advance(task))
+    if as_json:
+        print_json(dataclasses.asdict(summary))
+    else:
+        out.print(
+            f"{summary.encoded} modules prefilled now ({summary.tokens} tokens, "
+            f"{summary.seconds:.1f} s), {summary.present} were there"
+        )
+
+
+@schema_app.command()
+def run(
+    file: File,
+    prompt: PromptIn,
+    text: Annotated[str | None, typer.Option(help="Text to put at the prompt's end.")] = None,
+    model: Model = _MODEL,
+    store: Store = None,
+    layout: Layout = "auto",
+    behind: Behind = "schema",
+    method: Annotated[str, typer.Option(help="auto, reuse, full, ...")] = "auto",
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 128,
+    compare: Annotated[bool, typer.Option(help="Answer with full prefill, too.")] = False,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Answer a prompt of a schema; modules that have no KV are prefilled first."""
+    from cached_rag import Engine
+    from cached_rag.pml import Schema
+
+    schema = Schema.from_file(file, layout=layout, behind=behind)
+    asked = _prompt(schema, prompt)
+    asked = asked.then(text) if text else asked
+    with Engine.load(model, store=store, dtype=dtype, device=device) as engine:
+        schema.encode(engine)
+        stream = engine.stream(asked, method=method, max_tokens=max_tokens)
+        pieces = []
+        for piece in stream:
+            pieces.append(piece)
+            if not as_json:
+                out.print(piece, end="", markup=False, highlight=False)
+        options: dict[str, Any] = {"method": "full", "max_tokens": max_tokens}
+        full = engine.generate(asked, **options) if compare else None
+    if as_json:
+        found: dict[str, Any] = {"text": "".join(pieces), "report": stream.report.to_dict()}
+        if full is not None:
+            found["full"] = {"text": full.text, "report": full.report.to_dict()}
+        print_json(found)
+        return
+    out.print("\n")
+    print_reports([("cached", stream.report)] + ([("full prefill", full.report)] if full else []))
+    if full is not None:
+        out.print(f"Full prefill's answer: {full.text}", markup=False)
+
+
+def _prompt(schema: Schema, prompt: str) -> SchemaPrompt:
+    if prompt.lstrip().startswith("<"):
+        return schema.prompt_from_string(prompt)
+    return schema.prompt_from_file(prompt)
+
+
+@schema_app.command("eval")
+def evaluate(
+    file: File,
+    model: Model = _MODEL,
+    methods: Annotated[str, typer.Option(help="Comma-separated.")] = "reuse,auto",
+    prompts: Annotated[int, typer.Option(help="Random prompts.")] = 20,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """What layouts, encodings and methods cost in quality, on random prompts of a schema."""
+    from cached_rag import Engine
+    from cached_rag.evaluation.schemas import evaluate_schema, schema_trials
+    from cached_rag.pml import Schema
+
+    schema, trials = Schema.from_file(file), schema_trials(methods.split(","))
+    with (
+        Engine.load(model, dtype=dtype, device=device) as engine,
+        Progress(console=err, disable=as_json) as bar,
+    ):
+        task = bar.add_task(schema.name, total=prompts)
+        options: dict[str, Any] = {"prompts": prompts, "progress": lambda: bar.advance(task)}
+        rows = evaluate_schema(engine, schema, trials, **options)
+    if as_json:
+        print_json({"rows": [dataclasses.asdict(row) for row in rows]})
+        return
+    titles = ("layout", "behind", "method", "KL", "same first token", "NLL - full", "speed-up")
+    table = Table(*titles, "charged")
+    for row in rows:
+        table.add_row(
+            *(row.trial.layout, row.trial.behind, row.trial.method, f"{row.kl.mean:.3f}"),
+            f"{row.agreement:.0%}",
+            f"{row.nll.mean:+.3f} ({row.nll.low:+.3f}, {row.nll.high:+.3f})",
+            f"{row.speedup:.1f}x",
+            f"{row.charged:.3f}",
+        )
+    out.print(table)
+
+
+@schema_app.command()
+def demo(
+    names: Annotated[list[str] | None, typer.Argument(help="code, learner, trip; all.")] = None,
+    model: Model = _MODEL,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 48,
+    repeats: Annotated[int, typer.Option(help="Timed rounds.")] = 3,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """The three applications of the Prompt Cache paper, cached against full prefill."""
+    from cached_rag import Engine
+    from cached_rag.benchmarks import bench_prompt, footprint, machine
+    from cached_rag.errors import ConfigError
+    from cached_rag.pml.examples import EXAMPLES
+
+    chosen = names or list(EXAMPLES)
+    if unknown := [name for name in chosen if name not in EXAMPLES]:
+        raise ConfigError(f"no example {unknown[0]!r}; there are {', '.join(EXAMPLES)}")
+    found: dict[str, Any] = {}
+    with Engine.load(model, dtype=dtype, device=device) as engine:
+        for name in chosen:
+            for prompt in EXAMPLES[name]().prompts:
+                options: dict[str, Any] = {"max_tokens": max_tokens, "repeats": repeats}
+                rows = bench_prompt(engine, prompt, **options)
+                found.setdefault(name, []).append([dataclasses.asdict(row) for row in rows])
+                if not as_json:
+                    _print_prompt(name, rows)
+        weight = footprint(engine)
+        facts = machine(engine.model)
+    if as_json:
+        print_json({"examples": found, "bytes": dataclasses.asdict(weight), "machine": facts})
+        return
+    out.print(
+        f"KV: {weight.memory:.0f} bytes a token in memory; layers x heads x (key + value) x "
+        f"bytes of the dtype = {weight.formula}"
+    )
+
+
+def _print_prompt(name: str, rows: list[Any]) -> None:
+    table = Table(name, "tokens", "cached", "TTFT ms", "speed-up", "answer")
+    for row in rows:
+        counts = (str(row.prompt_tokens), str(row.cached_tokens))
+        table.add_row(
+            *(row.method, *counts, f"{row.ttft_ms:.0f}", f"{row.speedup:.1f}x"),
+            Text(row.text.strip()),
+        )
+    out.print(table)
+
+
+@schema_app.command()
+def bench(
+    lengths: Annotated[
+        str, typer.Option(help="Prompt tokens, comma-separated.")
+    ] = "512,1024,2048,4096,8000",
+    model: Model = _MODEL,
+    method: Annotated[str, typer.Option(help="What is timed against full prefill.")] = "reuse",
+    repeats: Annotated[int, typer.Option(help="Timed rounds.")] = 3,
+    plot: Annotated[Path | None, typer.Option(help="Draw time against length here.")] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Time to first token against length: full prefill, KV in memory, KV on this folder's disk."""
+    from cached_rag.backends.transformers.loading import load_model
+    from cached_rag.benchmarks import bench_lengths, machine, plot_lengths
+    from cached_rag.errors import ConfigError
+
+    try:
+        wanted = [int(part) for part in lengths.split(",")]
+    except ValueError:
+        raise ConfigError(f"lengths are numbers, comma-separated, not {lengths!r}") from None
+    loaded = load_model(model, dtype, device)
+    with (
+        tempfile.TemporaryDirectory(dir=".") as folder,
+        Progress(console=err, disable=as_json) as bar,
+    ):
+        task = bar.add_task("rounds", total=repeats + 1)
+        options: dict[str, Any] = {"method": method, "repeats": repeats}
+        options["on_round"] = lambda: bar.advance(task)
+        rows = bench_lengths(loaded, wanted, Path(folder), **options)
+    if plot is not None:
+        plot_lengths(rows, plot)
+    if as_json:
+        found = [dataclasses.asdict(row) for row in rows]
+        print_json({"rows": found, "machine": machine(loaded)})
+        return
+    table = Table("tokens", "full ms", "memory ms", "", "disk ms", "")
+    for row in rows:
+        times = (row.full_ms, row.memory_ms, row.disk_ms)
+        full, memory, disk = (f"{ms:.0f}" for ms in times)
+        ratios = (f"{row.full_ms / row.memory_ms:.1f}x", f"{row.full_ms / row.disk_ms:.1f}x")
+        table.add_row(str(row.prompt_tokens), full, memory, ratios[0], disk, ratios[1])
+    out.print(table)
+    out.print(str(machine(loaded)), style="dim", markup=False)

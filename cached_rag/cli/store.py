@@ -1,0 +1,113 @@
+"""`cached-rag store`: what an index keeps on disk. Loads no model."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cached_rag.cli.terminal import DEFAULT_INDEX, Index, Json, out, print_json, require_index
+from cached_rag.errors import ConfigError
+from cached_rag.kv.store import DiskStore, holdings
+from cached_rag.kv.store.holdings import Holding
+from cached_rag.rag import DocumentIndex
+
+store_app = typer.Typer(help="Look after the KV store of an index.", no_args_is_help=True)
+
+
+@store_app.command()
+def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
+    """How much KV an index holds."""
+    with _disk_store(index) as store:
+        facts = {
+            "path": str(store.path),
+            "codec": store.codec.name,
+            "modules": len(store),
+            "bytes": store.nbytes,
+        }
+    if as_json:
+        print_json(facts)
+    else:
+        gib = int(str(facts["bytes"])) / 2**30
+        out.print(
+            f"{facts['modules']} modules, {gib:.2f} GiB, codec {facts['codec']}, in {facts['path']}"
+        )
+
+
+@store_app.command()
+def verify(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
+    """Read every KV file and report damage; exits 1 if there is any."""
+    with _disk_store(index) as store:
+        problems = store.check()
+    if as_json:
+        print_json({"problems": [dataclasses.asdict(problem) for problem in problems]})
+    else:
+        for problem in problems:
+            out.print(f"{problem.key}: {problem.reason}", markup=False)
+        out.print(f"{len(problems)} problems")
+    if problems:
+        raise typer.Exit(1)
+
+
+@store_app.command()
+def prune(
+    index: Index = DEFAULT_INDEX,
+    max_bytes: Annotated[int | None, typer.Option(help="Bytes to keep at most.")] = None,
+    unused: Annotated[bool, typer.Option(help="Drop KV of other weights and dtypes.")] = False,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="Keep this one; may be repeated. Default: this machine's fastest."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option(help="With --unused: only say what would go.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove litter, KV that the index's model has no use for, and the oldest beyond a bound."""
+    if not unused and (dtype or dry_run):
+        raise ConfigError("--dtype and --dry-run belong to --unused")
+    dropped = _drop_unused(index, dtype, dry_run=dry_run) if unused else []
+    count = freed = 0
+    if not dry_run:
+        with _disk_store(index) as store:
+            count, freed = store.prune(max_bytes)
+    count += sum(len(holding.keys) for holding in dropped)
+    freed += sum(holding.nbytes for holding in dropped)
+    if as_json:
+        parts = [{"model": h.maker.name, "dtype": h.maker.dtype} for h in dropped]
+        sizes = [{"files": len(h.keys), "bytes": h.nbytes} for h in dropped]
+        found = [part | size for part, size in zip(parts, sizes, strict=True)]
+        print_json({"files": count, "bytes": freed, "unused": found, "is_dry_run": dry_run})
+        return
+    for holding in dropped:
+        size = f"{len(holding.keys)} files, {holding.nbytes / 2**20:.1f} MiB"
+        out.print(f"made by {holding.maker}: {size}", markup=False)
+    would = "would be " if dry_run else ""
+    out.print(f"{count} files {would}removed, {freed / 2**20:.1f} MiB {would}freed")
+
+
+def _drop_unused(index: Path, dtypes: list[str] | None, *, dry_run: bool) -> list[Holding]:
+    """What the index's model has no use for in these dtypes; dropped, if this is no trial."""
+    from cached_rag.backends.transformers.loading import best_device, fastest_dtype, parse_dtype
+
+    wanted = map(parse_dtype, dtypes) if dtypes else [fastest_dtype(best_device())]
+    names = [str(dtype).removeprefix("torch.") for dtype in wanted]
+    settings = _settings(index)
+    if "model" not in settings:
+        raise ConfigError(f"the index at {index} is empty; ingest documents first")
+    folder, codec = index / "kv", settings["codec"]
+    found = holdings.unused(folder, codec, settings["model"], names)
+    for holding in [] if dry_run else found:
+        holdings.drop(folder, codec, holding)
+    return found
+
+
+def _settings(index: Path) -> dict[str, str]:
+    require_index(index)
+    with closing(DocumentIndex(index / "documents.sqlite")) as documents:
+        return documents.settings()
+
+
+def _disk_store(index: Path) -> closing[DiskStore]:
+    return closing(DiskStore(index / "kv", _settings(index).get("codec", "raw")))

@@ -1,0 +1,356 @@
+"""The model-facing half: prompt in, text out, with cached modules wherever they occur in it.
+
+Joins encoding, prefilling and generating; the main flow is `Prefiller.prefill`. Knows no document
+and no framework.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from cached_rag.backends.thread import on_model_thread, submit
+from cached_rag.backends.tokenizer import Message, Rendered, Tokenization, Tokens
+from cached_rag.backends.transformers.encode import EncodeSummary
+from cached_rag.backends.transformers.loading import LanguageModel, load_model
+from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
+from cached_rag.engine.decoding import Clock, Generation, Prefill
+from cached_rag.engine.planner import Planner, TextPlanner
+from cached_rag.engine.prefill import Prefiller
+from cached_rag.engine.report import Report
+from cached_rag.engine.request import Request
+from cached_rag.engine.scheduler import Scheduler
+from cached_rag.engine.stream import Stream
+from cached_rag.errors import ClosedError, ConfigError
+from cached_rag.kv.buffer import Workspace
+from cached_rag.kv.store import Maker
+from cached_rag.library.background import Activity, WriteBack
+from cached_rag.library.context import Context
+from cached_rag.library.encoder import Encoder
+from cached_rag.library.learning import Leftovers
+from cached_rag.library.library import Library
+from cached_rag.library.plan import Plan
+from cached_rag.library.sequences import SequenceTree
+from cached_rag.pml import Schema, SchemaPrompt
+from cached_rag.pml.planner import PromptPlanner
+from cached_rag.pml.server import SchemaServer
+
+Prompt = str | Sequence[Message] | Rendered | SchemaPrompt
+
+
+_SHARED: WeakValueDictionary[tuple[object, ...], Engine] = WeakValueDictionary()
+_SHARING = threading.Lock()
+
+
+class Engine:
+    """A model and its library of modules. Safe for several threads.
+
+    All answers are made by its scheduler: those wanted at the same time, together.
+
+    Use `Engine.load`; or give a `LanguageModel` from `wrap_model`.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        store: StoreConfig | None = None,
+        batch: BatchConfig | None = None,
+        *,
+        beside: Engine | None = None,
+    ) -> None:
+        """Open the store.
+
+        Args:
+            batch: bounds on answers made at the same time.
+            beside: see `tenant`.
+        """
+        self.model = model
+        self._is_closed = False
+        settings = store or StoreConfig()
+        if settings.pipelined is None:
+            settings = replace(settings, pipelined=model.device.type == "cuda")
+        self.settings = settings
+        memory = beside.library.memory if beside else None
+        maker = Maker(model.fingerprint, model.name, str(model.dtype).removeprefix("torch."))
+        self.library: Library = Library(settings, maker, model.device, memory)
+        self.tokenization = Tokenization(model.tokenizer)
+        self.lock = model.lock
+        self._encoder = Encoder(model, self.library, self.tokenization)
+        activity = beside._leftovers.activity if beside else Activity()
+        self._leftovers: Leftovers = Leftovers(
+            self.library, self._encoder, settings, self.lock, activity
+        )
+        self._owns_scheduler = beside is None
+        self.scheduler: Scheduler = (
+            beside.scheduler if beside else Scheduler(model, batch or BatchConfig())
+        )
+        self.schemas = SchemaServer(model, self.library, self.tokenization, self.lock)
+        workspace = beside._prefiller.workspace if beside else Workspace(model.shapes)
+        self._prefiller: Prefiller = Prefiller(
+            model, self.library, self.tokenization, self._leftovers, workspace
+        )
+
+    @property
+    def sequences(self) -> SequenceTree:
+        """KV of whole runs of modules, as prompts left them."""
+        return self._leftovers.sequences
+
+    @property
+    def write_back(self) -> WriteBack | None:
+        """Encodes in the background what requests missed; None if switched off."""
+        return self._leftovers.write_back
+
+    @classmethod
+    def load(
+        cls,
+        model: str = "smollm2-135m",
+        *,
+        store: StoreConfig | str | None = None,
+        batch: BatchConfig | None = None,
+        dtype: torch.dtype | str | None = None,
+        device: str | None = None,
+    ) -> Engine:
+        """Load a model by alias, hub id, folder or GGUF file; `store` is a folder or settings.
+
+        Raises:
+            ModelNotFoundError, ModelError: see `load_model`.
+        """
+        settings = StoreConfig(path=store) if isinstance(store, str) else store
+        return cls(submit(lambda: load_model(model, dtype, device)).result(), settings, batch)
+
+    @classmethod
+    def shared(
+        cls,
+        model: str = "smollm2-135m",
+        *,
+        store: StoreConfig | None = None,
+        dtype: str | None = None,
+        device: str | None = None,
+    ) -> Engine:
+        """As `load`, but one engine for all in this process who ask for the same."""
+        settings = store or StoreConfig()
+        with _SHARING:
+            name = (model, settings, dtype, device)
+            engine = _SHARED.get(name)
+            if engine is None:
+                engine = cls.load(model, store=settings, dtype=dtype, device=device)
+                _SHARED[name] = engine
+            return engine
+
+    def tenant(self, namespace: str) -> Engine:
+        """An engine on the same model, memory and scheduler that shares no KV with this one."""
+        settings = replace(self.settings, namespace=namespace)
+        return Engine(self.model, settings, beside=self)
+
+    def close(self, finish_seconds: float | None = None) -> None:
+        """End all answers, finish what waits in the background, and release files.
+
+        Doing it again changes nothing.
+
+        Args:
+            finish_seconds: how long that may go on; None for `StoreConfig.finish_seconds`. Ctrl-C
+                ends it sooner.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._owns_scheduler:
+            self.scheduler.close()
+        with _SHARING:
+            for name in [name for name, engine in _SHARED.items() if engine is self]:
+                del _SHARED[name]
+        try:
+            self._leftovers.close(finish_seconds)
+        finally:
+            self.library.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError(
+                f"this engine ({self.model.name}) was closed; make another one (Engine.load, "
+                "Engine.shared, CachedRAG.open), and close it only when it is not asked any more"
+            )
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Modules ---------------------------------------------------------------------------------
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        prefix: Prompt | None = None,
+        progress: Callable[[int], object] = lambda _: None,
+        *,
+        context: Context | None = None,
+        token_progress: Callable[[int], object] = lambda _: None,
+    ) -> EncodeSummary:
+        """Prefill texts once and keep their KV; those that are there already cost nothing.
+
+        Args:
+            texts: each becomes a module, found later wherever a prompt contains it verbatim
+                (surrounding white space aside).
+            prefix: what they will stand behind (see `head`); None for BOS alone.
+            progress: called with the number of modules prefilled, after each batch.
+            context: what stands between prefix and text while it is prefilled; None for nothing.
+            token_progress: as `progress`, with the number of their tokens.
+
+        Raises:
+            ContextOverflowError: a text exceeds the model's context.
+            StoreFullError: no room left; what was encoded before is kept.
+            ClosedError: as all that reads or writes modules, after `close`.
+        """
+        self._check_open()
+        rendered = None if prefix is None else self._rendered(prefix)
+
+        def done(modules: int, tokens: int) -> None:
+            progress(modules)
+            token_progress(tokens)
+
+        def encode() -> EncodeSummary:
+            with self.lock:
+                return self._encoder.encode(texts, rendered, context, done)
+
+        return on_model_thread(encode)
+
+    def register(self, texts: Sequence[str]) -> int:
+        """Make texts known as modules without prefilling them; says how many tokens they have.
+
+        The first prompt that contains one computes it as any text, and counts it as missed; then
+        it is encoded in the background.
+        """
+        self._check_open()
+        return self._encoder.register(texts)
+
+    def prefetch(self, texts: Sequence[str]) -> None:
+        """Begin to bring texts' KV from disk into memory; a prompt with them will follow."""
+        self._check_open()
+        self.library.prefetch(texts)
+
+    def forget(self, texts: Sequence[str]) -> int:
+        """Drop modules and their KV; says how many KVs went."""
+        self._check_open()
+        found = (self.library.table.get(text.strip()) for text in texts)
+        return self.library.remove([module for module in found if module is not None])
+
+    def head(self, messages: Sequence[Message], before: str) -> Rendered:
+        """What a chat prompt says before the text `before`, as a prefix for `encode`.
+
+        Raises:
+            ConfigError: `before` does not occur in the rendered messages.
+        """
+        rendered = self.tokenization.render(messages)
+        at = rendered.text.find(before)
+        if at < 0:
+            raise ConfigError(f"the rendered messages do not contain {before!r}")
+        literal = tuple(span for span in rendered.literal if span[1] <= at)
+        return Rendered(rendered.text[:at], literal, is_chat=True)
+
+    # Generation ------------------------------------------------------------------------------
+
+    def generate(
+        self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any
+    ) -> Generation:
+        """Answer a prompt (a string, or chat messages); options override the config's settings.
+
+        Raises:
+            ConfigError: an unknown or bad setting.
+            ContextOverflowError: prompt and answer do not fit the context.
+            RelocationError: an explicitly chosen method needs what the model cannot do.
+            ClosedError: the engine was closed.
+        """
+        return self.stream(prompt, config, **options).result()
+
+    def generate_batch(
+        self, prompts: Sequence[Prompt], config: GenerationConfig | None = None, **options: Any
+    ) -> list[Generation]:
+        """Answer several prompts, their tokens computed together; each as `generate` would.
+
+        Raises:
+            As `generate`, for the first prompt that fails; the others are stopped then.
+            BusyError: more prompts than may wait.
+        """
+        streams = [self.stream(prompt, config, **options) for prompt in prompts]
+        try:
+            for stream in streams:
+                stream.start()
+            return [stream.result() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.cancel()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        config: GenerationConfig | None = None,
+        *,
+        tenant: str = "",
+        clock: Clock | None = None,
+        **options: Any,
+    ) -> Stream:
+        """The answer piece by piece, as it is made. Errors as `generate`, at the first piece.
+
+        Args:
+            tenant: where requests have to wait, those of different tenants take turns.
+            clock: what the report's times are read from; None for one that starts now.
+        """
+        clock = clock or Clock()
+        config = (config or GenerationConfig()).replace(**options)
+        self._check_open()
+        planner = self._planner(prompt)
+        return Stream(
+            self.scheduler, Request(self._prefiller, planner, config, tenant, clock=clock)
+        )
+
+    def prefill(
+        self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any
+    ) -> Prefill:
+        """Everything up to the logits of the first answer token. Errors as `generate`."""
+        config = (config or GenerationConfig()).replace(**options)
+        self._check_open()
+        return self._prefiller.prefill(self._planner(prompt), config)
+
+    def plan(self, prompt: Prompt, method: str, report: Report) -> tuple[Tokens, Plan]:
+        """The prompt's tokens, and which of them come from which module.
+
+        Computes nothing, unless modules of a schema are not encoded yet.
+        """
+        self._check_open()
+        reading = self._planner(prompt).read(method)
+
+        def plan() -> tuple[Tokens, Plan]:
+            with self.lock, torch.inference_mode():
+                return reading(report, lazy=self.library.is_pipelined)
+
+        return on_model_thread(plan)
+
+    def count_tokens(self, prompt: Prompt) -> int:
+        """How many tokens a prompt has, chat template and all."""
+        if isinstance(prompt, SchemaPrompt):
+            return self.schemas.count_tokens(prompt)
+        return len(self.tokenization.tokenize(self._rendered(prompt)))
+
+    def _rendered(self, prompt: Prompt) -> Rendered:
+        if isinstance(prompt, SchemaPrompt):
+            prompt = prompt.plain()
+        return prompt if isinstance(prompt, Rendered) else self.tokenization.render(prompt)
+
+    def _planner(self, prompt: Prompt) -> Planner:
+        if isinstance(prompt, SchemaPrompt):
+            return PromptPlanner(self.schemas.planner(prompt.schema), prompt.turns)
+        return TextPlanner(self.library, self.tokenization, self._leftovers, self._rendered(prompt))
+
+    def encode_schema(
+        self, schema: Schema, progress: Callable[[str], object] = lambda _: None
+    ) -> EncodeSummary:
+        """See `Schema.encode`."""
+        self._check_open()
+        return self.schemas.encode(schema, progress)

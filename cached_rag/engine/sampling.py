@@ -1,0 +1,119 @@
+"""From the prefilled KV to text: sampling, stop strings, streaming. Knows nothing of modules.
+
+A plain loop instead of `generate()`: it starts without set-up cost, streams without a thread, and
+stops when its consumer does. `generate()` is its twin in the tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tokenizers.decoders import DecodeStream
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.backends.transformers.prefill import prefill_rows
+from cached_rag.config import GenerationConfig
+from cached_rag.kv.buffer import KVBuffer
+
+
+class Sampler:
+    """Picks the next token from logits."""
+
+    def __init__(self, model: LanguageModel, config: GenerationConfig) -> None:
+        self._processors = _processors(model, config)
+        self._is_greedy = config.temperature == 0
+        self._generator = torch.Generator(device=model.device)
+        if config.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(config.seed)
+
+    def __call__(self, token_ids: list[int], logits: torch.Tensor) -> int:
+        """The token after `token_ids`, given (1, vocab_size) logits."""
+        scores = logits.float()
+        if self._processors:
+            ids = torch.tensor([token_ids], device=scores.device)
+            scores = self._processors(ids, scores)
+        if self._is_greedy:
+            return int(scores.argmax(dim=-1))
+        weights = scores.softmax(dim=-1)
+        return int(torch.multinomial(weights, 1, generator=self._generator))
+
+
+def _processors(model: LanguageModel, config: GenerationConfig) -> LogitsProcessorList:
+    own = getattr(model.decoder.model.generation_config, "repetition_penalty", None)
+    penalty = config.repetition_penalty or own or 1.0
+    found = LogitsProcessorList()
+    if penalty != 1.0:
+        found.append(RepetitionPenaltyLogitsProcessor(penalty))
+    if config.temperature == 0:
+        return found
+    if config.temperature != 1.0:
+        found.append(TemperatureLogitsWarper(config.temperature))
+    if config.top_k:
+        found.append(TopKLogitsWarper(config.top_k))
+    if config.top_p < 1.0:
+        found.append(TopPLogitsWarper(config.top_p))
+    return found
+
+
+def step(model: LanguageModel, buffer: KVBuffer, token: int, slot: int) -> torch.Tensor:
+    """(1, vocab_size) logits after one more token at `slot`; its KV is written to `buffer`."""
+    ids = torch.zeros(1, slot + 1, dtype=torch.int64, device=model.device)
+    ids[0, slot] = token
+    slots = torch.tensor([slot], device=model.device)
+    return prefill_rows(model.decoder, buffer, ids, slots).logits
+
+
+class Detokenizer:
+    """Token ids to text, piece by piece; holds back what may still become a stop string."""
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stop = stop
+        self._token_ids: list[int] = []
+        self._decoded = 0
+        self._held = ""
+        self.is_stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that is certain after one more token."""
+        self._token_ids.append(token)
+        return self._release(self._stream.step(self._tokenizer.backend_tokenizer, token) or "")
+
+    def flush(self) -> str:
+        """What was held back, once no more tokens come: half characters, half stop strings."""
+        whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
+        text = self._release(whole[self._decoded :])
+        if not self.is_stopped:
+            text, self._held = text + self._held, ""
+        return text
+
+    def _release(self, new: str) -> str:
+        self._decoded += len(new)
+        self._held += new
+        hits = [at for at in (self._held.find(s) for s in self._stop) if at >= 0]
+        if hits:
+            self.is_stopped = True
+            text, self._held = self._held[: min(hits)], ""
+            return text
+        cut = len(self._held) - max((_overlap(self._held, s) for s in self._stop), default=0)
+        text, self._held = self._held[:cut], self._held[cut:]
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

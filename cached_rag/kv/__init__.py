@@ -1,0 +1,1 @@
+"""Keys and values: modules of them, buffers, positions, and the stores that keep them."""

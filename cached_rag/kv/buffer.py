@@ -1,0 +1,160 @@
+"""One preallocated KV for a whole prompt, and modules placed into it without intermediate copies.
+
+Prompt Cache's buffered concatenation (MLSys version, section 4): room for the prompt and for the
+tokens to come is taken once; each module's keys are rotated straight into their slots. Knows
+shapes and position rules; knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from cached_rag.kv.module import LayerSource, ModuleKV
+from cached_rag.kv.positions import PositionRule
+
+_GROWTH = 1024
+
+
+@dataclass(frozen=True)
+class KVShapes:
+    """What a model's cache looks like: sizes, dtype and device."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes one token's keys and values take in all layers."""
+        width = self.num_kv_heads * (self.head_dim + self.value_dim)
+        return self.num_layers * width * self.dtype.itemsize
+
+
+class KVBuffer:
+    """Keys and values of `capacity` slots; slot i holds the token at position i.
+
+    Unless `lay_out` says otherwise: tokens stand in slots without gaps, their positions may jump.
+
+    Attributes:
+        keys: (num_layers, batch, num_kv_heads, capacity, head_dim).
+        values: (num_layers, batch, num_kv_heads, capacity, value_dim).
+        positions: (capacity,) int64 on the host, ascending; None where they are the slots.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys = keys
+        self.values = values
+        self.positions: torch.Tensor | None = None
+
+    def lay_out(self, positions: Sequence[int] | None) -> KVBuffer:
+        """Set the first slots' positions, those behind following without gaps; None for slots."""
+        if positions is None:
+            self.positions = None
+            return self
+        given = torch.tensor(positions)
+        later = torch.arange(self.capacity - len(given)) + given[-1] + 1
+        self.positions = torch.cat([given, later])
+        return self
+
+    def position(self, slot: int) -> int:
+        """Where the token in a slot stands."""
+        return slot if self.positions is None else int(self.positions[slot])
+
+    @classmethod
+    def like(cls, shapes: KVShapes, capacity: int, batch: int = 1) -> KVBuffer:
+        """A buffer with uninitialised content."""
+
+        def room(dim: int) -> torch.Tensor:
+            size = (shapes.num_layers, batch, shapes.num_kv_heads, capacity, dim)
+            return torch.empty(size, dtype=shapes.dtype, device=shapes.device)
+
+        return cls(room(shapes.head_dim), room(shapes.value_dim))
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots."""
+        return self.keys.shape[3]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def place(self, module: LayerSource, slot: int, rule: PositionRule) -> None:
+        """Copy a module to slots `slot...`, its keys rotated to their positions.
+
+        Raises:
+            RelocationError: it has to be moved and the model's keys cannot be.
+            CorruptBlobError: it had to be read, and is damaged.
+        """
+        if not isinstance(module, ModuleKV):
+            for layer in range(len(self.keys)):
+                self.place_layer(module, slot, rule, layer)
+            return
+        end = slot + module.seq_len
+        delta = self.position(slot) - module.start
+        keys = module.keys.to(self.keys.device, non_blocking=True)
+        for row in range(self.keys.shape[1]):
+            rule.relocate(keys, delta, out=self.keys[:, row, :, slot:end])
+            self.values[:, row, :, slot:end].copy_(module.values)
+
+    def place_layer(self, source: LayerSource, slot: int, rule: PositionRule, layer: int) -> None:
+        """As `place`, for one layer of a source that may still have to read it."""
+        end, delta = slot + source.seq_len, self.position(slot) - source.start
+        keys, values = source.layer(layer)
+        keys = keys.to(self.keys.device, non_blocking=True)
+        for row in range(self.keys.shape[1]):
+            out = self.keys[layer, row, :, slot:end]
+            rule.relocate_layer(keys, layer, delta, out)
+            self.values[layer, row, :, slot:end].copy_(values, non_blocking=True)
+
+    def write(
+        self, layer: int, rows: slice | torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Put fresh (batch, num_kv_heads, num_rows, dim) keys and values into `rows`' slots."""
+        if isinstance(rows, slice):
+            self.keys[layer, :, :, rows] = keys
+            self.values[layer, :, :, rows] = values
+        else:
+            self.keys[layer].index_copy_(2, rows, keys)
+            self.values[layer].index_copy_(2, rows, values)
+
+    def read(self, begin: int, end: int, token_ids: tuple[int, ...], row: int = 0) -> ModuleKV:
+        """A compact copy of slots `begin` to `end` as a module that starts where they stand."""
+        return ModuleKV(
+            token_ids,
+            self.position(begin),
+            self.keys[:, row, :, begin:end].clone(memory_format=torch.contiguous_format),
+            self.values[:, row, :, begin:end].clone(memory_format=torch.contiguous_format),
+        )
+
+
+class Workspace:
+    """Keeps the last buffer for the next request: fresh memory costs page faults, used memory none.
+
+    `take` hands a buffer to one request, `give` returns it; both from any thread.
+    """
+
+    def __init__(self, shapes: KVShapes) -> None:
+        self._shapes = shapes
+        self._spare: list[KVBuffer] = []  # at most one; a list, because its pop is atomic
+
+    def take(self, capacity: int) -> KVBuffer:
+        """A buffer of at least `capacity` slots, content unspecified."""
+        with suppress(IndexError):
+            spare = self._spare.pop()
+            if spare.capacity >= capacity:
+                return spare.lay_out(None)
+        rounded = -(-capacity // _GROWTH) * _GROWTH
+        return KVBuffer.like(self._shapes, rounded)
+
+    def give(self, buffer: KVBuffer) -> None:
+        """Return a buffer that nobody reads any more."""
+        self._spare[:] = [buffer]

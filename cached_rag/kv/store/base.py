@@ -1,0 +1,66 @@
+"""What every KV store promises. Knows no file format and no model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cached_rag.kv.module import LayerSource, ModuleKV
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something `check` found: the entry, and what is wrong with it in words."""
+
+    key: str
+    reason: str
+
+
+class KVStore(Protocol):
+    """Modules by key. Every method may be called from several threads.
+
+    Keys come from `fingerprint.module_key`; a store compares the stored token ids
+    with the wanted ones, so that even a colliding key cannot serve foreign KV.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, key: str) -> bool: ...
+
+    def keys(self) -> Iterator[str]:
+        """All keys, least recently used first."""
+        ...
+
+    def get(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
+        """The module, or None if it is not held. The caller must not write into its tensors.
+
+        Raises:
+            CorruptBlobError: held, but damaged or with other token ids; the entry is gone then.
+        """
+        ...
+
+    def open(self, key: str, token_ids: Sequence[int]) -> LayerSource | None:
+        """As `get`, but what has to be read may be read layer by layer, when it is asked for."""
+        ...
+
+    def put(self, key: str, kv: ModuleKV) -> None:
+        """Keep a module; replaces an entry of the same key; may evict others, least recent first.
+
+        Raises:
+            StoreFullError: it does not fit; nothing is changed.
+        """
+        ...
+
+    def delete(self, key: str) -> bool:
+        """Forget an entry; says whether it was there."""
+        ...
+
+    def check(self) -> list[Problem]:
+        """Read everything and report what is wrong. Changes nothing."""
+        ...

@@ -1,0 +1,1 @@
+"""The known texts, and what of a prompt comes from where."""

@@ -1,0 +1,218 @@
+"""From texts to modules in the library: what is missing is prefilled, the rest costs nothing.
+
+Knows prefixes and contexts; knows no request. Not locked: the engine sees to it that the model
+does one thing at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from cached_rag.backends.tokenizer import Rendered, Tokenization
+from cached_rag.backends.transformers.encode import (
+    EncodeSummary,
+    Progress,
+    encode_modules,
+    encode_prefix,
+    join,
+)
+from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.errors import ContextOverflowError
+from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.store import ModuleRecord
+from cached_rag.library.context import PRIMER, Context
+from cached_rag.library.library import Behind, Library
+from cached_rag.library.matching import ANCHOR, record_of
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes texts with one model into one library.
+
+    Attributes:
+        contexts: by name, those that can be had again: the primer, and what `encode` was given.
+    """
+
+    model: LanguageModel
+    library: Library
+    tokenization: Tokenization
+    contexts: dict[str, Context] = field(default_factory=lambda: {PRIMER.name: PRIMER})
+    _last: dict[tuple[Behind, tuple[Ids, ...]], ModuleKV | None] = field(default_factory=dict)
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        prefix: Rendered | None,
+        context: Context | None,
+        progress: Progress,
+    ) -> EncodeSummary:
+        """See `Engine.encode`."""
+        started = time.perf_counter()
+        if context is not None:
+            self.contexts[context.name] = context
+        for text in texts:
+            self._check_length(text.strip())
+        records, skipped = self._records(texts)
+        following = next((t for t in map(str.strip, texts) if t), "")
+        behind = Behind(self.prefix_ids(prefix, following), context.name if context else "")
+        wanted, present = self._sorted_out(behind, records)
+        self.library.add_modules(present)
+        if wanted or behind not in self.library.behinds():
+            self._encode_wanted(behind, wanted, progress)
+        return EncodeSummary(
+            encoded=len(wanted),
+            present=len(present),
+            skipped=tuple(skipped),
+            tokens=sum(map(len, wanted)),
+            seconds=time.perf_counter() - started,
+        )
+
+    def register(self, texts: Sequence[str]) -> int:
+        """See `Engine.register`."""
+        records, _ = self._records(texts)
+        known = self.library.table
+        new = [record for record, text in records if known.get(text) is None]
+        if new:
+            self.library.add_modules(new)
+        return sum(len(record.token_ids) for record, _ in records)
+
+    def learn(self, behind: Behind) -> None:
+        """Reuse a prefix from now on, and let what is missing be encoded behind it."""
+        self._ensure_prefix(behind)
+        self.library.add_behind(behind)
+
+    def recover(self, module: ModuleRecord, text: str, behind: Behind) -> None:
+        """Encode one module that has no KV; no-op if it has by now, or was forgotten meanwhile.
+
+        Behind a context that this process does not know it is encoded without one.
+        """
+        self.library.refresh()
+        if self.library.table.get(text) is None:
+            return
+        if behind.context and behind.context not in self.contexts:
+            behind = Behind(behind.prefix_ids)
+        if not self.library.holds(behind, module.token_ids):
+            self._encode_wanted(behind, {module.token_ids: (module, text)}, lambda *_: None)
+
+    def _encode_wanted(
+        self,
+        behind: Behind,
+        wanted: dict[Ids, tuple[ModuleRecord, str]],
+        progress: Progress,
+    ) -> None:
+        head = self._ensure_prefix(behind)
+        self.library.add_behind(behind)
+        context = self.contexts[behind.context] if behind.context else None
+        for kv in self._encoded(behind, head, context, wanted, progress):
+            self.library.put(behind, kv)
+            self.library.add_modules([wanted[kv.token_ids][0]])
+
+    def prefix_ids(self, prefix: Rendered | None, following: str) -> Ids:
+        """The prefix's tokens where a module follows: its last characters may merge differently."""
+        if prefix is None:
+            return self.tokenization.sink_ids
+        whole = Rendered(prefix.text + following[:ANCHOR], prefix.literal, prefix.is_chat)
+        tokens = self.tokenization.tokenize(whole)
+        count = sum(end <= len(prefix.text) for end in tokens.ends)
+        return tuple(tokens.ids[:count])
+
+    def _records(
+        self, texts: Sequence[str]
+    ) -> tuple[list[tuple[ModuleRecord, str]], list[tuple[str, str]]]:
+        """Each text's record, with the text; and (text, reason) of those that cannot be modules."""
+        records: dict[str, tuple[ModuleRecord, str]] = {}
+        skipped = []
+        for text in (text.strip() for text in texts):
+            if len(text) < ANCHOR:
+                skipped.append((text, f"shorter than {ANCHOR} characters, cheaper to prefill"))
+                continue
+            known = self.library.table.get(text)
+            record = known or record_of(text, self.tokenization.literal(text))
+            records[record.text_digest] = (record, text)
+        return list(records.values()), skipped
+
+    def _check_length(self, text: str) -> None:
+        """Refuse what cannot fit before it is tokenised, which takes as long as it is long."""
+        room = self.model.context_length
+        if (least := self.tokenization.least_tokens(text, room)) is not None:
+            raise ContextOverflowError(
+                f"a module of {len(text)} characters has {least} tokens at least and exceeds the "
+                f"model's context of {room}; split it into smaller chunks"
+            )
+
+    def _sorted_out(
+        self, behind: Behind, records: list[tuple[ModuleRecord, str]]
+    ) -> tuple[dict[Ids, tuple[ModuleRecord, str]], list[ModuleRecord]]:
+        """What has no KV behind that, by token ids; and what has."""
+        holds = {r.token_ids: self.library.holds(behind, r.token_ids) for r, _ in records}
+        wanted = {r.token_ids: (r, text) for r, text in records if not holds[r.token_ids]}
+        return wanted, [r for r, _ in records if holds[r.token_ids]]
+
+    def _ensure_prefix(self, behind: Behind) -> ModuleKV | None:
+        """The prefix's own KV, computed if need be."""
+        if not behind.prefix_ids:
+            return None
+        kv = self.library.fetch(Behind(()), behind.prefix_ids)
+        if kv is None:
+            kv = encode_prefix(self.model, behind.prefix_ids)
+            self.library.put(Behind(()), kv)
+        return kv
+
+    def _encoded(
+        self,
+        behind: Behind,
+        head: ModuleKV | None,
+        context: Context | None,
+        wanted: dict[Ids, tuple[ModuleRecord, str]],
+        progress: Progress,
+    ) -> Iterator[ModuleKV]:
+        """KV of what is wanted, those with the same texts before them together."""
+        groups: dict[tuple[Ids, ...], list[Ids]] = {}
+        for ids, (_, text) in wanted.items():
+            before = context.before(text) if context else ()
+            texts = [tuple(self.tokenization.literal(p).ids) for p in before if p != text]
+            room = self._room - len(behind.prefix_ids) - len(ids)
+            groups.setdefault(_fitting(texts, room), []).append(ids)
+        for passages, modules in groups.items():
+            base = self._standing_before(behind, head, passages)
+            yield from encode_modules(self.model, base, modules, progress)
+
+    @property
+    def _room(self) -> int:
+        """Tokens that a module and all before it may have."""
+        limit = self.model.rule.limit
+        return min(self.model.context_length, self.model.context_length if limit is None else limit)
+
+    def _standing_before(
+        self, behind: Behind, head: ModuleKV | None, passages: tuple[Ids, ...]
+    ) -> ModuleKV | None:
+        """Prefix and passages as one KV; a passage known as a module is moved, not computed.
+
+        The last one is kept: batch after batch of an index stands behind the same.
+        """
+        if (behind, passages) in self._last:
+            return self._last[behind, passages]
+        base = head
+        for ids in passages:
+            kv = self.library.fetch(Behind(behind.prefix_ids), ids)
+            if kv is None:
+                (kv,) = encode_modules(self.model, base, [ids])
+            base = join(self.model, base, kv)
+        self._last.clear()
+        self._last[behind, passages] = base
+        return base
+
+
+def _fitting(passages: Sequence[Ids], room: int) -> tuple[Ids, ...]:
+    """The last passages that have room together."""
+    fitting: list[Ids] = []
+    for ids in reversed(passages):
+        room -= len(ids)
+        if room < 0:
+            break
+        fitting.insert(0, ids)
+    return tuple(fitting)

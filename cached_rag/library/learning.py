@@ -1,0 +1,113 @@
+"""What a request leaves for those after it: its modules' KV, and work on what it missed.
+
+Knows when a request is over; knows no prompt text and no method's meaning.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from cached_rag.backends.thread import on_model_thread
+from cached_rag.backends.tokenizer import Tokens
+from cached_rag.config import StoreConfig
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.module import ModuleKV
+from cached_rag.library.background import Activity, WriteBack
+from cached_rag.library.context import PRIMER
+from cached_rag.library.encoder import Encoder
+from cached_rag.library.library import Behind, Library
+from cached_rag.library.plan import Plan, is_before
+from cached_rag.library.prompt_heads import Heads
+from cached_rag.library.sequences import EXACT, SequenceTree
+
+
+class Leftovers:
+    """Keeps sequences, and encodes and promotes in the background."""
+
+    def __init__(
+        self,
+        library: Library,
+        encoder: Encoder,
+        settings: StoreConfig,
+        lock: threading.Lock,
+        activity: Activity,
+    ) -> None:
+        self.sequences = SequenceTree(settings.sequence_bytes)
+        self.activity = activity
+        self.write_back = (
+            WriteBack(self.activity, finish_seconds=settings.finish_seconds)
+            if settings.write_back
+            else None
+        )
+        self.library = library
+        learns = settings.learn_prefixes and settings.write_back
+        self.heads = Heads() if learns else None
+        self._sink_ids = encoder.tokenization.sink_ids
+        self._encoder = encoder
+        self._lock = lock
+
+    def close(self, finish_seconds: float | None = None) -> None:
+        """Finish what runs in the background, and what waits; see `StoreConfig.finish_seconds`."""
+        if self.write_back is not None:
+            self.write_back.close(finish_seconds)
+
+    def seen(self, kind: str, tokens: Tokens, plan: Plan) -> tuple[list[ModuleKV], bool]:
+        """KV of the longest beginning that an earlier prompt shared, and whether it is exact."""
+        ends = [end for _, end in plan.modules]
+        exact, own = (self.sequences.find(name, tokens.ids, ends) for name in (EXACT, kind))
+        return (exact, True) if len(exact) >= len(own) else (own, kind == EXACT)
+
+    def remember(self, kind: str, tokens: Tokens, plan: Plan, buffer: KVBuffer) -> None:
+        """When an answer is complete: keep its modules' KV, and see to those it missed."""
+        names, ends = [name for name, _ in plan.modules], [end for _, end in plan.modules]
+        self.sequences.add(kind, tokens.ids, ends, names, buffer)
+        self.see_to(tokens, plan)
+
+    def see_to(self, tokens: Tokens, plan: Plan) -> None:
+        """Encode in the background what a prompt missed, and bring what it read into memory."""
+        if self.write_back is None:
+            return
+        self._offer_modules(tokens, plan)
+        for place in plan.placements:
+            if place.source is not None and not isinstance(place.kv, ModuleKV):
+                fetch = partial(self.library.fetch, *place.source)
+                self.write_back.offer(place.source, fetch, lasts=False)
+
+    def _offer_modules(self, tokens: Tokens, plan: Plan) -> None:
+        """Encode what had no KV, and the prompt's head if it has recurred."""
+        if not plan.found:
+            return
+        first = plan.found[0]
+        head = tuple(tokens.ids[: first.begin])
+        best = self._best(head, first.module.text_digest)
+        if best not in self.library.behinds() and len(best.prefix_ids) > len(self._sink_ids):
+            self._offer_encoding(best, partial(self._encoder.learn, best))
+        for missed in plan.missed:
+            name = (missed.module.text_digest, best)
+            recover = partial(self._encoder.recover, missed.module, missed.text, best)
+            self._offer_encoding(name, recover)
+
+    def _offer_encoding(self, name: object, task: Callable[[], object]) -> None:
+        assert self.write_back is not None
+        is_kept = self.library.disk is not None
+        self.write_back.offer(name, partial(self._encode, task), lasts=is_kept)
+
+    def _best(self, head: tuple[int, ...], module: str) -> Behind:
+        """What a module that stood behind `head` is encoded behind: the head, if that recurs."""
+        known = [b for b in self.library.behinds() if is_before(b.prefix_ids, head)]
+        is_long = len(head) > len(self._sink_ids)
+        is_new = not any(is_before(head, behind.prefix_ids) for behind in known)
+        if self.heads is not None and is_long and is_new and self.heads.learn(head, module):
+            return Behind(head, PRIMER.name)
+        return known[0] if known else Behind(self._sink_ids, PRIMER.name)
+
+    def _encode(self, task: Callable[[], object]) -> None:
+        def encode() -> None:
+            with self._lock, torch.inference_mode():
+                task()
+
+        on_model_thread(encode)

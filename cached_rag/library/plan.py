@@ -1,0 +1,201 @@
+"""Decides, for one tokenised prompt, which tokens come from which cached module.
+
+Knows tokens and the library; computes nothing. Exact reuse first: the longest known prefix of the
+prompt, and the module right behind it if it was encoded behind just that. Then approximate reuse
+of the other modules. What is left is live, and so is always the text after the last module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from cached_rag.backends.tokenizer import Tokens
+from cached_rag.kv.module import LayerSource, ModuleKV
+from cached_rag.kv.store import ModuleRecord
+from cached_rag.library.library import Behind, Library
+from cached_rag.library.matching import Occurrence, align
+from cached_rag.methods import Layout
+
+# A template head can share all but its last tokens with a prompt (they merged with what follows).
+_HEAD_SLACK = 4
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Cached KV for prompt tokens from `begin` on.
+
+    Attributes:
+        is_exact: never recomputed: what full prefill would compute, or repaired before.
+        is_module: else it is the prompt's prefix.
+        source: what it was encoded behind, and its tokens, by which the library has it.
+    """
+
+    begin: int
+    kv: LayerSource
+    is_exact: bool
+    is_module: bool = True
+    source: tuple[Behind, tuple[int, ...]] | None = None
+
+    @property
+    def end(self) -> int:
+        """The token after the last."""
+        return self.begin + self.kv.seq_len
+
+
+@dataclass(frozen=True)
+class Found:
+    """A module that the prompt contains, from token `begin` on.
+
+    Attributes:
+        text: as it stands in the prompt.
+        behind: what the KV used for it was encoded behind; None if it has none.
+    """
+
+    module: ModuleRecord
+    text: str
+    begin: int
+    behind: Behind | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to assemble, and what to compute.
+
+    Attributes:
+        placements: ascending, without overlaps.
+        found: the modules that the prompt contains.
+        num_tokens: of the prompt.
+        modules: (digest, end) of the modules whose KV is used, in order.
+        positions: where the tokens stand; None if token i stands at i.
+    """
+
+    placements: tuple[Placement, ...]
+    found: tuple[Found, ...]
+    num_tokens: int
+    modules: tuple[tuple[str, int], ...] = ()
+    positions: tuple[int, ...] | None = None
+
+    @property
+    def length(self) -> int:
+        """Positions up to the last token's, and one more."""
+        return self.positions[-1] + 1 if self.positions else self.num_tokens
+
+    def delta(self, place: Placement) -> int:
+        """How far a placement's keys have to be moved."""
+        at = place.begin if self.positions is None else self.positions[place.begin]
+        return at - place.kv.start
+
+    @property
+    def missed(self) -> tuple[Found, ...]:
+        """The modules that have no KV."""
+        return tuple(found for found in self.found if found.behind is None)
+
+    def exact_only(self) -> Plan:
+        """The plan without what is only approximate."""
+        exact = tuple(place for place in self.placements if place.is_exact)
+        return replace(self, placements=exact)
+
+    @property
+    def num_modules(self) -> int:
+        """Placements that are modules."""
+        return sum(place.is_module for place in self.placements)
+
+    def behind(self, pieces: Sequence[ModuleKV], *, are_modules: bool = True) -> Plan:
+        """The plan with its beginning replaced by KV that a prompt like this one left."""
+        if not pieces:
+            return self
+        end = pieces[-1].start + pieces[-1].seq_len
+        ahead = tuple(Placement(kv.start, kv, True, are_modules) for kv in pieces)
+        later = tuple(place for place in self.placements if place.begin >= end)
+        return replace(self, placements=(*ahead, *later))
+
+    def layout(self, num_layers: int) -> Layout:
+        """The plan as masks over tokens."""
+        live = torch.ones(self.num_tokens, dtype=torch.bool)
+        exact = torch.zeros(self.num_tokens, dtype=torch.bool)
+        for place in self.placements:
+            live[place.begin : place.end] = False
+            if place.is_exact:
+                exact[place.begin : place.end] = True
+        spans = tuple((p.begin, p.end) for p in self.placements if not p.is_exact)
+        return Layout(live, exact, spans, num_layers)
+
+
+def make_plan(
+    library: Library,
+    text: str,
+    tokens: Tokens,
+    occurrences: Sequence[Occurrence],
+    sink_ids: tuple[int, ...],
+    *,
+    lazy: bool = False,
+) -> Plan:
+    """Choose the best encoding of everything the prompt contains.
+
+    Args:
+        text: the prompt.
+        occurrences: the modules found in it.
+        sink_ids: what modules encoded alone stand behind.
+        lazy: leave what is on disk unread.
+    """
+    ids = tuple(tokens.ids)
+    known = library.behinds()
+    behinds = [b for b in known if is_before(b.prefix_ids, ids)]
+    placements = _head(library, [behind.prefix_ids for behind in behinds], ids)
+    aligned = [(found, o) for o in occurrences if (found := align(o, tokens))]
+    # What was encoded alone serves anywhere, also in prompts that do not begin with BOS.
+    alone = [behind for behind in known if behind.prefix_ids in (sink_ids, ())]
+    alone += [Behind(sink_ids), Behind(())]
+    behinds += [behind for behind in alone if behind not in behinds]
+    every, modules = [], []
+    for found, where in aligned:
+        # Right behind its own prefix a module without context is exact, which beats all else.
+        in_place = Behind(ids[: found.begin])
+        first = [in_place] if in_place in behinds and not found.offset else []
+        encoding = library.best_encoding([*first, *behinds], found.module.token_ids, lazy=lazy)
+        behind = encoding.behind if encoding else None
+        begin, verbatim = found.begin - found.offset, text[where.begin : where.end]
+        every.append(Found(found.module, verbatim, begin, behind))
+        if encoding is None:
+            continue
+        done = placements[-1].end if placements else 0
+        begin = max(found.begin, done)
+        # The last token's logits are wanted, so it is always computed.
+        end = min(found.end, len(ids) - 1)
+        if end <= begin:
+            continue
+        offset = found.offset + begin - found.begin
+        kv = encoding.kv.slice(offset, offset + end - begin)
+        own_context = offset == 0 and kv.start == begin and encoding.behind == in_place
+        source = (encoding.behind, found.module.token_ids)
+        placements.append(Placement(begin, kv, own_context, source=source))
+        modules.append((found.module.text_digest, end))
+    return Plan(tuple(placements), tuple(every), len(ids), tuple(modules))
+
+
+def _head(
+    library: Library, prefixes: Sequence[tuple[int, ...]], ids: tuple[int, ...]
+) -> list[Placement]:
+    """The longest known prefix's own KV: exact, also where only its beginning is shared."""
+    for prefix_ids in prefixes:
+        length = min(_shared(prefix_ids, ids), len(ids) - 1)
+        kv = library.fetch(Behind(()), prefix_ids) if length else None
+        if kv is not None:
+            return [Placement(0, kv.slice(0, length), is_exact=True, is_module=False)]
+    return []
+
+
+def is_before(prefix_ids: Sequence[int], ids: Sequence[int]) -> bool:
+    """Whether a prompt begins with a prefix, but for tokens that merged with what follows."""
+    return _shared(prefix_ids, ids) >= max(1, len(prefix_ids) - _HEAD_SLACK)
+
+
+def _shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    for index, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return index
+    return min(len(first), len(second))

@@ -1,0 +1,100 @@
+"""CacheBlend (sections 4.2 and 4.3): recompute the tokens whose keys and values deviate most.
+
+All rows run through layer 0; at the check layer what is fresh is compared with what was cached,
+and from there on only the most deviating rows and the live ones are computed. Unlike the authors'
+released scripts, every question token is live.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from cached_rag.errors import ConfigError
+from cached_rag.methods.base import LayerCheck, Layout
+
+# Schedules start at 1.5 r. The gradual one falls to 0.5 r at the last layer: r on average.
+_SPAN = 0.5
+_SCORES = ("values", "keys", "kv")
+
+
+@dataclass(frozen=True)
+class CacheBlend:
+    """Top-r by deviation.
+
+    Attributes:
+        recompute_ratio: share r of the reused tokens that is recomputed.
+        check_layer: where deviations are measured (>= 1: those of layer 0 are none); of several
+            layers each keeps fewer rows, the last one r.
+        gradual: the paper's gradual filtering (Figure 9): measured again at every layer from the
+            check layer on, r on average.
+        score: what deviates: the "values" (the authors' released code) or the "keys" (LMCache),
+            squared differences; or both, "kv": the paper's KV deviation (section 4.1), absolute
+            differences of keys and values together.
+    """
+
+    transfers_drift: ClassVar[bool] = False
+
+    recompute_ratio: float = 0.15
+    check_layer: int | tuple[int, ...] = 1
+    gradual: bool = False
+    score: str = "values"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.recompute_ratio <= 1.0:
+            raise ConfigError(f"recompute_ratio is a share, 0 to 1, not {self.recompute_ratio}")
+        if self.score not in _SCORES:
+            raise ConfigError(f"score is one of {', '.join(_SCORES)}, not {self.score!r}")
+        if not isinstance(self.gradual, bool):
+            raise ConfigError(f"gradual is true or false, not {self.gradual!r}")
+        layers = self.check_layer
+        layers = (layers,) if isinstance(layers, int) else tuple(layers)
+        if not layers or min(layers) < 1 or list(layers) != sorted(set(layers)):
+            raise ConfigError(
+                "check_layer is one layer or several, ascending, and >= 1: layer 0's keys and "
+                "values depend on no other token"
+            )
+        if isinstance(self.check_layer, list):  # as it comes from text
+            object.__setattr__(self, "check_layer", layers)
+
+    @property
+    def _layers(self) -> tuple[int, ...]:
+        return (self.check_layer,) if isinstance(self.check_layer, int) else self.check_layer
+
+    def first_rows(self, layout: Layout) -> torch.Tensor:
+        """Every row that is not exact."""
+        return ~layout.exact
+
+    def check_layers(self, layout: Layout) -> tuple[int, ...]:
+        """The check layers, and with `gradual` all after the first."""
+        if self.recompute_ratio == 1.0:
+            return ()
+        if self.gradual:
+            return tuple(range(self._layers[0], layout.num_layers))
+        return tuple(layer for layer in self._layers if layer < layout.num_layers)
+
+    def narrow(self, check: LayerCheck, layout: Layout) -> torch.Tensor:
+        """The rows that deviate most, within this layer's share of all reused tokens."""
+        share = self._share(check.layer, self.check_layers(layout))
+        budget = min(int(share * int(layout.reused.sum())), int(check.reused.sum()))
+        deviation = self.deviation(check).masked_fill(~check.reused, float("-inf"))
+        keep = ~check.reused
+        keep[deviation.topk(budget).indices] = True
+        return keep
+
+    def deviation(self, check: LayerCheck) -> torch.Tensor:
+        """(num_rows,) how far fresh is from cached, summed over heads and dimensions."""
+        keys = check.fresh_keys.float() - check.cached_keys.float()
+        values = check.fresh_values.float() - check.cached_values.float()
+        if self.score == "kv":
+            return keys.abs().sum(dim=(0, 2)) + values.abs().sum(dim=(0, 2))
+        return (keys if self.score == "keys" else values).square().sum(dim=(0, 2))
+
+    def _share(self, layer: int, layers: tuple[int, ...]) -> float:
+        if len(layers) == 1:
+            return self.recompute_ratio
+        done = layers.index(layer) / (len(layers) - 1)
+        last = 1 - _SPAN if self.gradual else 1.0
+        return min(1.0, self.recompute_ratio * (1 + _SPAN + (last - 1 - _SPAN) * done))

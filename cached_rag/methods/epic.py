@@ -1,0 +1,39 @@
+"""EPIC (LegoLink): recompute the first tokens of every module, which act as attention sinks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cached_rag.errors import ConfigError
+from cached_rag.methods.base import Layout, StaticSelector
+
+
+@dataclass(frozen=True)
+class Epic(StaticSelector):
+    """The first tokens of each reused module (what stands behind its exact prefix is not reused).
+
+    Attributes:
+        anchor_tokens: how many of each module's tokens.
+        recompute_ratio: instead, a share of all reused tokens, spread evenly over the modules.
+    """
+
+    anchor_tokens: int = 16
+    recompute_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        ratio = self.recompute_ratio
+        if ratio is not None and not 0.0 <= ratio <= 1.0:
+            raise ConfigError(f"recompute_ratio is a share, 0 to 1, not {ratio}")
+        if self.anchor_tokens < 0:
+            raise ConfigError(f"anchor_tokens cannot be negative: {self.anchor_tokens}")
+
+    def first_rows(self, layout: Layout) -> torch.Tensor:
+        """The live rows and the anchors."""
+        rows = layout.live.clone()
+        ratio = self.recompute_ratio
+        for begin, end in layout.modules:
+            count = self.anchor_tokens if ratio is None else round(ratio * (end - begin))
+            rows[begin : min(end, begin + count)] = True
+        return rows

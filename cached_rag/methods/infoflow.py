@@ -1,0 +1,36 @@
+"""InfoFlow: recompute what the question attends to in late layers, under global positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cached_rag.errors import ConfigError
+from cached_rag.methods.base import Layout
+from cached_rag.methods.question import QuestionSelector
+
+
+@dataclass(frozen=True)
+class InfoFlow(QuestionSelector):
+    """Top-r by the norm of the question's attention.
+
+    Attributes:
+        depth: where the observed layers begin, as a share of all; they go on to the last.
+    """
+
+    depth: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.depth < 1.0:
+            raise ConfigError(f"depth is a share of the layers, 0 to below 1, not {self.depth}")
+
+    def observed_layers(self, layout: Layout) -> tuple[int, ...]:
+        """The late ones."""
+        first = int(self.depth * layout.num_layers)
+        return tuple(range(first, layout.num_layers)) if self.is_needed(layout) else ()
+
+    def score(self, weights: torch.Tensor) -> torch.Tensor:
+        """Euclidean norm over the question's tokens."""
+        return weights.square().sum(dim=0).sqrt()

@@ -1,0 +1,71 @@
+"""Methods written as text: `name`, `name:option=value,...`, and joined ones: `one+other`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from cached_rag.errors import ConfigError
+from cached_rag.methods.base import Selector
+from cached_rag.methods.union import Union
+
+# Methods that are no selector.
+ALONE = ("auto", "full", "prefix")
+
+
+def parse_method(
+    text: str, table: Mapping[str, type[Selector]], defaults: Mapping[str, Any]
+) -> Selector:
+    """The selector that a text names.
+
+    Args:
+        table: methods by name.
+        defaults: options for every method that has them and does not set them itself.
+
+    Raises:
+        ConfigError: an unknown method or option, or a value that it does not take.
+    """
+    members = [_member(part.strip(), table, defaults) for part in text.split("+")]
+    return members[0] if len(members) == 1 else Union(members=tuple(members))
+
+
+def _member(
+    text: str, table: Mapping[str, type[Selector]], defaults: Mapping[str, Any]
+) -> Selector:
+    name, _, rest = text.partition(":")
+    cls = table.get(name)
+    if cls is None:
+        raise _unknown(name, table)
+    known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    given = dict(_option(part, name) for part in rest.split(",") if part)
+    for option in given.keys() - known:
+        raise ConfigError(f"{name} has no option {option!r}; it has {', '.join(sorted(known))}")
+    wanted = {option: value for option, value in defaults.items() if option in known}
+    if "anchor_tokens" in given:  # says how many in its own way
+        wanted.pop("recompute_ratio", None)
+    try:
+        return cls(**(wanted | given))
+    except TypeError as error:
+        raise ConfigError(f"{text!r}: {error}") from error
+
+
+def _unknown(name: str, table: Mapping[str, type[Selector]]) -> ConfigError:
+    if name in ALONE:
+        return ConfigError(f"method {name!r} stands alone: it has no options and joins no other")
+    names = [*ALONE, *table]
+    close = difflib.get_close_matches(name, names, n=1)
+    meant = f"; did you mean {close[0]!r}?" if close else ""
+    return ConfigError(f"method {name!r} is not one of {', '.join(names)}{meant}")
+
+
+def _option(part: str, name: str) -> tuple[str, Any]:
+    option, equals, value = part.partition("=")
+    if not equals:
+        raise ConfigError(f"an option of {name} is written {option}=value")
+    try:
+        return option.strip(), json.loads(value)
+    except ValueError:
+        return option.strip(), value.strip()

@@ -1,0 +1,87 @@
+"""The three applications of Prompt Cache, section 5.6: schemas, and prompts of them.
+
+The source files that the first one reads are Python's own. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from xml.sax.saxutils import quoteattr
+
+from cached_rag.pml import Import, Said, Schema, SchemaPrompt
+
+_SOURCES = ("bisect", "queue", "sched", "contextvars", "this")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A schema, and prompts that import different parts of it."""
+
+    schema: Schema
+    prompts: tuple[SchemaPrompt, ...]
+
+
+def code() -> Example:
+    """Several source files, each a module, and a task about some of them."""
+    schema = Schema.from_string(_code_source())
+    tasks = [
+        (("bisect", "sched"), "Write a short program that runs two functions in a minute."),
+        (("queue", "bisect", "sched"), "Which class would you use to hand jobs to threads? Why?"),
+    ]
+    prompts = [
+        schema.prompt(*(Import(f"{name}.py") for name in files), Said("user", task))
+        for files, task in tasks
+    ]
+    return Example(schema, tuple(prompts))
+
+
+def learner() -> Example:
+    """One trait of each of six unions."""
+    schema = Schema.from_file(_file("learner.xml"))
+    traits = [
+        ("middle-school", "newcomer", "last-term", "by-listening", "essay", "curious"),
+        ("university", "practitioner", "years-ago", "by-doing", "project", "ambitious"),
+    ]
+    task = Said("user", "Describe the learner's profile concisely.")
+    return Example(schema, tuple(schema.prompt(*map(Import, chosen), task) for chosen in traits))
+
+
+def trip() -> Example:
+    """A template with parameters, and nested destinations."""
+    schema = Schema.from_file(_file("trip.xml"))
+    task = Said("user", "Make a travel plan.")
+    abroad = Import("abroad", Import("lisbon"))
+    prompts = (
+        schema.prompt(Import("plan", abroad, days="a week"), task),
+        schema.prompt(Import("plan", Import("at-home", city="Turin"), days="three days"), task),
+    )
+    return Example(schema, prompts)
+
+
+EXAMPLES: dict[str, Callable[[], Example]] = {"code": code, "learner": learner, "trip": trip}
+
+
+def _file(name: str) -> Path:
+    return Path(str(resources.files("cached_rag.pml.examples"))) / name
+
+
+def _code_source() -> str:
+    """The schema around the source files, as anyone would generate it for a code base."""
+    modules = []
+    for name in _SOURCES:
+        found = importlib.util.find_spec(name)
+        assert found is not None
+        assert found.origin is not None
+        text = Path(found.origin).read_text(encoding="utf-8").replace("]]>", "]]]]><![CDATA[>")
+        modules.append(
+            f"<module name={quoteattr(name + '.py')}>\nFile {name}.py:\n<![CDATA[{text}]]></module>"
+        )
+    return (
+        '<schema name="code"><system>You read source files and write code that uses them.</system>'
+        f"<user>Here are some files of a code base.\n{chr(10).join(modules)}</user>"
+        "<assistant>I have read the files.</assistant></schema>"
+    )

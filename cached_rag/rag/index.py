@@ -1,0 +1,270 @@
+"""Documents, chunks and their vectors in one SQLite file; FAISS is built from it.
+
+SQLite is the only truth, so no two files can disagree, and what another process writes is seen at
+the next search. Knows no language model and no KV.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cached_rag.errors import IndexMismatchError
+from cached_rag.kv.store.database import Database
+from cached_rag.rag.roots import SCHEMA as _ROOTS
+from cached_rag.rag.roots import Roots
+from cached_rag.rag.splitting import Chunk
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_SCHEMA = f"""
+PRAGMA foreign_keys = ON;
+CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS documents (
+    source TEXT PRIMARY KEY, digest TEXT NOT NULL, title TEXT NOT NULL, is_encoded INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS chunks (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    source TEXT NOT NULL REFERENCES documents (source) ON DELETE CASCADE,
+    ordinal INTEGER NOT NULL, text TEXT NOT NULL, vector BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_source ON chunks (source);
+CREATE INDEX IF NOT EXISTS by_text ON chunks (text);
+{_ROOTS}
+"""
+
+
+@dataclass(frozen=True)
+class IndexedDocument:
+    """A document of an index.
+
+    Attributes:
+        source: what it is called, see `CachedRAG.ingest`.
+        chunks: how many it has.
+        is_encoded: whether an ingestion prefilled all of them.
+    """
+
+    source: str
+    title: str
+    chunks: int
+    is_encoded: bool
+
+
+@dataclass(frozen=True, repr=False)
+class Hit:
+    """A chunk that a search found. Shown without its text.
+
+    Attributes:
+        text: the chunk.
+        source: the document's path.
+        title: the document's.
+        ordinal: its number in the document, from 0.
+        score: cosine similarity to what was searched.
+    """
+
+    text: str
+    source: str
+    title: str
+    ordinal: int
+    score: float
+
+    def __str__(self) -> str:
+        return f"{self.score:.2f}  {Path(self.source).name} #{self.ordinal}  {self.title}"
+
+    def __repr__(self) -> str:
+        return f"<Hit {self.score:.2f} {Path(self.source).name} #{self.ordinal} {self.title!r}>"
+
+
+class DocumentIndex:
+    """The searchable half of an index folder."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._folder = Path(path).parent
+        self._database = Database(Path(path), _SCHEMA)
+        self.roots = Roots(self._database)
+        self._faiss: Any = None
+        self._version = -1
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Release the file."""
+        self._database.close()
+
+    def settings(self) -> dict[str, str]:
+        """What the index is made with. An index without documents is made with nothing yet."""
+        query = "SELECT name, value FROM settings WHERE EXISTS (SELECT 1 FROM documents)"
+        return {str(name): str(value) for name, value in self._database.rows(query)}
+
+    def agree(self, asked: Mapping[str, str]) -> dict[str, str]:
+        """The index's settings, which those asked for must not contradict.
+
+        Raises:
+            IndexMismatchError: they do.
+        """
+        kept = self.settings()
+        for name, value in asked.items():
+            if kept.get(name, value) != value:
+                raise IndexMismatchError(
+                    f"the index at {self._folder} was made with {name} {kept[name]!r}, not "
+                    f"{value!r}; open it without that setting, or ingest into another folder"
+                )
+        return kept
+
+    def holds(self, source: str, digest: str) -> bool:
+        """Whether just this content of a document is indexed."""
+        query = "SELECT 1 FROM documents WHERE source = ? AND digest = ?"
+        return bool(self._database.rows(query, source, digest))
+
+    def sources(self) -> list[str]:
+        """All indexed documents."""
+        rows = self._database.rows("SELECT source FROM documents ORDER BY source")
+        return [str(source) for (source,) in rows]
+
+    def documents(self) -> list[IndexedDocument]:
+        """All indexed documents, by source."""
+        rows = self._database.rows(
+            "SELECT source, title, (SELECT count(*) FROM chunks c WHERE c.source = d.source),"
+            " is_encoded FROM documents d ORDER BY source"
+        )
+        return [
+            IndexedDocument(str(source), str(title), int(str(chunks)), bool(is_encoded))
+            for source, title, chunks, is_encoded in rows
+        ]
+
+    def replace(
+        self,
+        source: str,
+        digest: str,
+        chunks: Sequence[Chunk],
+        vectors: NDArray[np.float32],
+        settings: Mapping[str, str] | None = None,
+    ) -> list[str]:
+        """Put a document in, its old chunks out, in one transaction; its KV is pending.
+
+        Args:
+            vectors: (len(chunks), dim), unit length.
+            settings: what the chunks were made with; the first document's become the index's.
+
+        Returns:
+            Texts that no chunk has any more.
+
+        Raises:
+            IndexMismatchError: the index is made with other settings.
+        """
+        with self._database.transaction() as connection:
+            if not self.agree(settings or {}):
+                connection.execute("DELETE FROM settings")  # of an index that was emptied
+            sql = "INSERT OR IGNORE INTO settings VALUES (?, ?)"
+            connection.executemany(sql, (settings or {}).items())
+            before = self._texts(source)
+            connection.execute("DELETE FROM documents WHERE source = ?", (source,))
+            title = chunks[0].title if chunks else source
+            row = (source, digest, title)
+            connection.execute("INSERT INTO documents VALUES (?, ?, ?, 0)", row)
+            rows = [
+                (source, chunk.ordinal, chunk.text, vector.astype(np.float32).tobytes())
+                for chunk, vector in zip(chunks, vectors, strict=True)
+            ]
+            columns = "source, ordinal, text, vector"
+            connection.executemany(f"INSERT INTO chunks ({columns}) VALUES (?, ?, ?, ?)", rows)
+            self._version = -1
+            return self._orphans(before)
+
+    def delete(self, source: str) -> list[str]:
+        """Drop a document; returns the texts that no chunk has any more."""
+        with self._database.transaction() as connection:
+            before = self._texts(source)
+            connection.execute("DELETE FROM documents WHERE source = ?", (source,))
+            self._version = -1
+            return self._orphans(before)
+
+    def mark_encoded(self, source: str) -> None:
+        """The KV of all of a document's chunks is in the store."""
+        with self._database.transaction() as connection:
+            sql = "UPDATE documents SET is_encoded = 1 WHERE source = ?"
+            connection.execute(sql, (source,))
+
+    def pending(self) -> list[str]:
+        """Documents whose KV is not known to be complete: what an interrupted ingest left."""
+        query = "SELECT source FROM documents WHERE NOT is_encoded ORDER BY source"
+        return [str(source) for (source,) in self._database.rows(query)]
+
+    def texts(self, source: str) -> list[str]:
+        """A document's chunks, in order."""
+        return self._texts(source)
+
+    def count(self) -> tuple[int, int]:
+        """How many documents and chunks there are."""
+        query = "SELECT (SELECT count(*) FROM documents), (SELECT count(*) FROM chunks)"
+        ((documents, chunks),) = self._database.rows(query)
+        return int(str(documents)), int(str(chunks))
+
+    def search(
+        self, vector: NDArray[np.float32], k: int, where: Callable[[str], bool] | None = None
+    ) -> list[Hit]:
+        """The k chunks nearest to a (dim,) vector, best first, each text once.
+
+        Args:
+            where: keeps only sources for which it is true.
+        """
+        with self._lock:
+            index = self._index()
+        if index is None:
+            return []
+        total = index.ntotal
+        reach = k
+        while True:
+            reach = min(total, 2 * reach)
+            scores, ids = index.search(vector[None].astype(np.float32), reach)
+            hits = self._hits(ids[0].tolist(), scores[0].tolist(), where)
+            if len(hits) >= k or reach == total:
+                return hits[:k]
+
+    def _hits(
+        self, ids: list[int], scores: list[float], where: Callable[[str], bool] | None
+    ) -> list[Hit]:
+        marks = ",".join("?" * len(ids))
+        rows = self._database.rows(
+            "SELECT c.id, c.text, c.source, d.title, c.ordinal FROM chunks c"
+            f" JOIN documents d USING (source) WHERE c.id IN ({marks})",
+            *ids,
+        )
+        by_id = {row[0]: row[1:] for row in rows}
+        hits: dict[str, Hit] = {}
+        for chunk, score in zip(ids, scores, strict=True):
+            if chunk not in by_id:
+                continue  # deleted by another process since
+            text, source, title, ordinal = map(str, by_id[chunk])
+            if where is None or where(source):
+                hits.setdefault(text, Hit(text, source, title, int(ordinal), score))
+        return list(hits.values())
+
+    def _index(self) -> Any:
+        """FAISS over all vectors, rebuilt if anything was written; None if there are none."""
+        import faiss
+
+        version = self._database.version()
+        if version == self._version:
+            return self._faiss
+        rows = self._database.rows("SELECT id, vector FROM chunks")
+        self._faiss = None
+        if rows:
+            vectors = np.stack([np.frombuffer(data, np.float32) for _, data in rows])  # type: ignore[call-overload]
+            self._faiss = faiss.IndexIDMap2(faiss.IndexFlatIP(vectors.shape[1]))
+            self._faiss.add_with_ids(vectors, np.array([row for row, _ in rows], np.int64))
+        self._version = version
+        return self._faiss
+
+    def _texts(self, source: str) -> list[str]:
+        query = "SELECT text FROM chunks WHERE source = ? ORDER BY ordinal"
+        return [str(text) for (text,) in self._database.rows(query, source)]
+
+    def _orphans(self, texts: list[str]) -> list[str]:
+        query = "SELECT 1 FROM chunks WHERE text = ? LIMIT 1"
+        return [text for text in dict.fromkeys(texts) if not self._database.rows(query, text)]

@@ -1,0 +1,405 @@
+"""Documents in, answers out: the index of a folder joined with the engine.
+
+Knows the order of things; every step is somebody else's. No framework is imported here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cached_rag.backends.tokenizer import Message
+from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
+from cached_rag.engine.decoding import Clock
+from cached_rag.engine.engine import Engine
+from cached_rag.errors import ConfigError, IndexMismatchError
+from cached_rag.kv.fingerprint import digest
+from cached_rag.kv.store.holdings import forget
+from cached_rag.library.context import Context
+from cached_rag.rag import (
+    DocumentIndex,
+    Embedder,
+    Embeddings,
+    Hit,
+    IndexedDocument,
+    Splitter,
+)
+from cached_rag.rag.answer import Answer, AnswerStream, conversation, remarks
+from cached_rag.rag.ingest import Ingestion, IngestSummary
+from cached_rag.rag.prompts import Prompts, Turn, searched
+from cached_rag.rag.settings import DEFAULTS, context_kind, contexts
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """A document that was deleted: its source, and how many chunks and KVs went with it."""
+
+    source: str
+    chunks: int
+    kvs: int
+
+
+class CachedRAG:
+    """A folder of documents that can be asked. Models load when first needed."""
+
+    def __init__(
+        self,
+        path: Path,
+        settings: dict[str, str],
+        store: StoreConfig,
+        engine_options: dict[str, Any],
+        embedder: Embeddings | None,
+    ) -> None:
+        self.path = path
+        self.settings = DEFAULTS | settings
+        self._asked = settings
+        self.index = DocumentIndex(path / "documents.sqlite")
+        try:
+            self._agree()
+        except IndexMismatchError:
+            self.index.close()
+            raise
+        self._store = store
+        self._engine_options = engine_options
+        self._engine: Engine | None = None
+        self._embedder = embedder
+        self._loading = threading.Lock()  # several may be the first to ask
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        model: str | None = None,
+        *,
+        embedding: str | Embeddings | None = None,
+        chunk_tokens: int | None = None,
+        codec: str | None = None,
+        context: str | None = None,
+        system: str | None = None,
+        memory_bytes: int = 2 << 30,
+        disk_bytes: int | None = None,
+        sequence_bytes: int = 0,
+        finish_seconds: float = 30.0,
+        engine: Engine | None = None,
+        batch: BatchConfig | None = None,
+        dtype: str | None = None,
+        device: str | None = None,
+    ) -> CachedRAG:
+        """Open an index folder, or make one.
+
+        Its first document settles what an index is made with; until then, and again once its last
+        document is deleted, every `open` may choose anew.
+
+        Args:
+            model: alias, hub id, folder or GGUF file; settled with the next five. None takes what
+                the index was made with, or the default.
+            embedding: a sentence-transformers name, or an object that embeds.
+            chunk_tokens: most tokens of a chunk, counted by the model's tokenizer.
+            codec: how KV is kept on disk, "raw" or "int8".
+            context: what chunks are encoded behind, besides the prompt's head: "primer" (some
+                neutral text), "none", "both" (the first chunk of a prompt is exact then), or
+                "neighbours:n" (the n nearest chunks). The last two take two passes and twice the
+                disk; see docs/quality.md.
+            system: the system prompt that questions are asked under.
+            memory_bytes, disk_bytes: bounds on the KV kept in memory and on disk.
+            sequence_bytes: keep KV of whole runs of chunks as prompts left them, see `StoreConfig`.
+            finish_seconds: how long `close` may go on encoding what waits, see `StoreConfig`.
+            engine: one that exists already, instead of loading `model`; it keeps its own store.
+            batch: bounds on answers made at the same time.
+            dtype, device: see `load_model`.
+
+        Raises:
+            IndexMismatchError: the index was made with other settings.
+            ConfigError: a bad setting.
+        """
+        named = embedding if isinstance(embedding, str) or embedding is None else embedding.name
+        asked = {
+            "model": engine.model.name if engine else model,
+            "embedding": named,
+            "chunk_tokens": None if chunk_tokens is None else str(chunk_tokens),
+            "codec": codec,
+            "context": context,
+            "system": system,
+        }
+        if context is not None:
+            context_kind(context)
+        root = Path(path).expanduser()
+        settings = {name: value for name, value in asked.items() if value is not None}
+        store = StoreConfig(
+            str(root / "kv"),
+            codec or "raw",
+            memory_bytes,
+            disk_bytes,
+            sequence_bytes=sequence_bytes,
+            finish_seconds=finish_seconds,
+        )
+        embedder = None if isinstance(embedding, str) else embedding
+        rag = cls(
+            root, settings, store, {"dtype": dtype, "device": device, "batch": batch}, embedder
+        )
+        rag._engine = engine
+        return rag
+
+    def _agree(self) -> None:
+        """Take over the index's settings, which another process may have settled by now."""
+        self.settings = DEFAULTS | self._asked | self.index.agree(self._asked)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, loaded on first use."""
+        with self._loading:
+            if self._engine is None:
+                self._agree()
+                store = replace(self._store, codec=self.settings["codec"])
+                model = self.settings["model"]
+                self._engine = Engine.load(model, store=store, **self._engine_options)
+                self._asked = self.settings  # what was loaded for them serves no others
+            return self._engine
+
+    @property
+    def _prompts(self) -> Prompts:
+        return Prompts(self.engine, self.settings["system"])
+
+    @property
+    def embedder(self) -> Embeddings:
+        """The embedding model, loaded on first use."""
+        with self._loading:
+            if self._embedder is None:
+                self._agree()
+                embedder = Embedder(self.settings["embedding"])
+                embedder.load()
+                self._embedder = embedder
+                self._asked = self.settings
+            return self._embedder
+
+    def close(self) -> None:
+        """Finish what waits in the background, see `Engine.close`, and release files.
+
+        What is asked later is a `ClosedError`.
+        """
+        self.index.close()
+        if self._engine is not None:
+            self._engine.close()
+
+    def __enter__(self) -> CachedRAG:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Ingestion -------------------------------------------------------------------------------
+
+    def ingest(
+        self,
+        path: str | Path,
+        *,
+        name: str | None = None,
+        delete_missing: bool = False,
+        progress: bool = True,
+    ) -> IngestSummary:
+        """Bring a file, or all files below a folder, into the index, and prefill their chunks.
+
+        Doing it again costs little: what is unchanged is kept, what changed replaces its chunks
+        and their KV, and an interrupted run goes on where it stopped.
+
+        A document is called by its place in the folder, with the folder's name before it
+        ("docs/guide/a.md"), and a single file by its name, however the path was spelled and
+        wherever the folder is moved. What lies in a folder that was ingested belongs to that one.
+
+        Args:
+            name: what to call the folder or file, instead of its own name. What had that name
+                before is replaced, wherever it came from.
+            delete_missing: drop documents that were ingested from below `path` and are gone.
+            progress: show bars on the terminal.
+
+        Raises:
+            DocumentError: nothing is at `path`; or something else of that name was ingested: it
+                is still where it was, or nothing of it is here. Unreadable files are skipped and
+                reported.
+            IndexMismatchError: another process made the index with other settings meanwhile.
+            StoreFullError: the disk is full; what was ingested before is kept.
+        """
+        self._agree()
+        ingestion = Ingestion(
+            self.index,
+            self.engine,
+            self.embedder,
+            Splitter(self._count_tokens, int(self.settings["chunk_tokens"])),
+            self.settings,
+            self._prompts.head(),
+            self._contexts(),
+            self._forget,
+        )
+        return ingestion.run(
+            Path(path), name=name, delete_missing=delete_missing, progress=progress
+        )
+
+    def documents(self) -> list[IndexedDocument]:
+        """All documents of the index, by source."""
+        return self.index.documents()
+
+    def delete(self, source: str | Path) -> Deletion:
+        """Drop a document, its chunks, and KV that no other document needs. Loads no model.
+
+        Args:
+            source: as `documents` has it; or a path on disk, which leads to one document.
+
+        Raises:
+            DocumentError: there is no such document, or the path leads to several.
+        """
+        found = self.index.roots.find(source)
+        chunks = len(self.index.texts(found))
+        return Deletion(found, chunks, self._forget(self.index.delete(found)))
+
+    def _forget(self, texts: Sequence[str]) -> int:
+        """Drop texts and their KV in every dtype; says how many KVs went."""
+        if not texts:
+            return 0
+        gone = 0 if self._engine is None else self._engine.forget(texts)
+        return gone + forget(self.path / "kv", self.settings["codec"], texts)
+
+    def _count_tokens(self, text: str) -> int:
+        return len(self.engine.tokenization.literal(text))
+
+    # Questions -------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        question: str,
+        *,
+        k: int = 6,
+        history: Sequence[Answer | Message] = (),
+        min_score: float | None = None,
+        config: GenerationConfig | None = None,
+        reorder: bool = False,
+        **options: Any,
+    ) -> Answer:
+        """Answer a question from the k nearest chunks; options are `GenerationConfig`'s.
+
+        Args:
+            history: what was said before, in order: answers of this index, or messages of the user
+                and the assistant. The model reads all of it; chunks are searched for with the last
+                two questions and this one.
+            min_score: leave out chunks whose cosine similarity is less; None uses all k. Where none
+                is left, the model answers without, and `report.notes` says so. They also say where
+                the nearest chunk has less than 0.25.
+            reorder: let chunks begin in an order that an earlier prompt had, so that its KV serves
+                again (needs `sequence_bytes`); changes the prompt, and with it maybe the answer.
+
+        Raises:
+            ConfigError: an empty index, an empty question, or a bad setting or history.
+            ContextOverflowError: question and history alone do not fit the model's context.
+        """
+        stream = self.stream(
+            question,
+            k=k,
+            history=history,
+            min_score=min_score,
+            config=config,
+            reorder=reorder,
+            **options,
+        )
+        for _ in stream:
+            pass
+        return stream.answer
+
+    def stream(
+        self,
+        question: str,
+        *,
+        k: int = 6,
+        history: Sequence[Answer | Message] = (),
+        min_score: float | None = None,
+        config: GenerationConfig | None = None,
+        reorder: bool = False,
+        **options: Any,
+    ) -> AnswerStream:
+        """As `ask`, piece by piece."""
+        config = (config or GenerationConfig()).replace(**options)
+        engine, _ = self.engine, self.embedder  # loading them is no part of a question's time
+        clock = Clock()
+        said = conversation(history)
+        found = self._nearest(question, k, said)
+        hits = _reaching(min_score, found)
+        search_ms = clock.total()
+        self._introduce([hit.text for hit in hits])
+        engine.prefetch([hit.text for hit in hits])
+        if reorder:
+            names = [digest(hit.text.strip()) for hit in hits]
+            hits = [hits[index] for index in engine.sequences.order(names)]
+        hits, rendered = self._prompts.fitting(question, hits, config.max_tokens, said)
+        stream = engine.stream(rendered, config, clock=clock)
+        return AnswerStream(
+            stream,
+            tuple(hits),
+            question=question,
+            search_ms=search_ms,
+            notes=remarks(found, min_score),
+        )
+
+    def _introduce(self, texts: Sequence[str]) -> None:
+        """Make chunks known that were encoded in another dtype, or not yet.
+
+        Then they count as missed, and are encoded in the background.
+        """
+        library = self.engine.library
+        library.refresh()
+        is_known = all(library.table.get(text.strip()) is not None for text in texts)
+        if is_known and library.behinds():
+            return
+        self.engine.register(texts)
+        for context in self._contexts():
+            self.engine.encode([], self._prompts.head(), context=context)
+
+    async def aask(self, question: str, **options: Any) -> Answer:
+        """As `ask`, without blocking the event loop; a cancelled task stops the generation."""
+        stream = await self.astream(question, **options)
+        await stream.atext()
+        return stream.answer
+
+    async def astream(self, question: str, **options: Any) -> AnswerStream:
+        """As `stream`, for an asynchronous loop; the search runs in a thread of its own.
+
+        Example:
+            async for piece in await rag.astream("How is the valve reset?"):
+                print(piece, end="")
+        """
+        return await asyncio.to_thread(self.stream, question, **options)
+
+    def search(
+        self,
+        question: str,
+        k: int = 6,
+        *,
+        history: Sequence[Answer | Message] = (),
+        min_score: float | None = None,
+    ) -> list[Hit]:
+        """The k chunks nearest to a question, best first.
+
+        Args:
+            history, min_score: see `ask`.
+
+        Raises:
+            ConfigError: an empty index or question, k < 1, or a bad history.
+        """
+        return _reaching(min_score, self._nearest(question, k, conversation(history)))
+
+    def _nearest(self, question: str, k: int, said: Sequence[Turn]) -> list[Hit]:
+        if not question.strip() or k < 1:
+            raise ConfigError("a question needs some text, and k must be at least 1")
+        self._agree()
+        hits = self.index.search(self.embedder.embed([searched(question, said)])[0], k)
+        if not hits:
+            raise ConfigError(f"the index at {self.path} is empty; ingest documents first")
+        return hits
+
+    def _contexts(self) -> tuple[Context | None, ...]:
+        return contexts(self.settings["context"], self.index, self.embedder)
+
+
+def _reaching(min_score: float | None, hits: list[Hit]) -> list[Hit]:
+    return hits if min_score is None else [hit for hit in hits if hit.score >= min_score]

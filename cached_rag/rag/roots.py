@@ -1,0 +1,205 @@
+"""What documents are called: by their place in the folder that was ingested, wherever that lies.
+
+A root is an ingested folder, or a single file. Its name begins the sources of its documents, as in
+"docs/guide/a.md"; a single file's name is its source. Knows names and places; reads no document.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cached_rag.errors import ConfigError, DocumentError
+from cached_rag.kv.store.database import Database
+
+SCHEMA = "CREATE TABLE IF NOT EXISTS roots (name TEXT PRIMARY KEY, path TEXT NOT NULL);"
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Root:
+    """A folder or file by its name, and where it was when it was last ingested (absolute)."""
+
+    name: str
+    path: Path
+
+    def source(self, path: Path) -> str | None:
+        """What an absolute path is called in this root; None if it lies elsewhere."""
+        for inner, outer in ((path, self.path), (path.resolve(), self.path.resolve())):
+            if inner.is_relative_to(outer):
+                return join(self.name, inner.relative_to(outer))
+        return None
+
+
+def join(source: str, relative: Path) -> str:
+    """What lies at a relative path below a source."""
+    return "/".join((source, *relative.parts))
+
+
+def is_below(source: str, base: str) -> bool:
+    """Whether a source is `base` itself, or lies below it."""
+    return source == base or source.startswith(base + "/")
+
+
+def absolute(path: Path | str) -> Path:
+    """A path without `~`, `.` and `..`; links stay, since folders are called by their own names."""
+    return Path(os.path.abspath(Path(path).expanduser()))
+
+
+class Roots:
+    """The roots of one index."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def all(self) -> list[Root]:
+        """Those that have documents."""
+        rows = self._database.rows("SELECT name, path FROM roots")
+        heads = {_head(source) for source in self._sources()}
+        return [Root(str(name), Path(str(path))) for name, path in rows if name in heads]
+
+    def old(self) -> list[Root]:
+        """Documents of an index made before there were roots, each as one of its own.
+
+        Their sources are absolute paths; they stay so until their folder is ingested again.
+        """
+        paths = map(Path, self._sources())
+        return [Root(str(path), path) for path in paths if path.is_absolute()]
+
+    def keep(self, root: Root) -> None:
+        """Remember where a root is now."""
+        with self._database.transaction() as connection:
+            row = (root.name, str(root.path))
+            connection.execute("INSERT OR REPLACE INTO roots VALUES (?, ?)", row)
+
+    def rename(self, pairs: Iterable[tuple[str, str]]) -> None:
+        """Call documents something else: (source, new source), which no other document has."""
+        rows = [(new, old) for old, new in pairs]
+        with self._database.transaction() as connection:
+            connection.execute("PRAGMA defer_foreign_keys = ON")
+            for table in ("documents", "chunks"):
+                connection.executemany(f"UPDATE {table} SET source = ? WHERE source = ?", rows)
+
+    def choose(
+        self,
+        path: Path,
+        files: Sequence[Path],
+        name: str | None,
+        is_unchanged: Callable[[str, Path], bool],
+    ) -> Root:
+        """The root that an absolute path belongs to: one that is known, one that moved, or its own.
+
+        Args:
+            files: the documents at `path`.
+            name: what to call the root; whatever had that name before is this one.
+            is_unchanged: whether the index has under a source just what a file holds.
+
+        Raises:
+            DocumentError: another folder has that name already.
+            ConfigError: a name that cannot be.
+        """
+        holding = [root for root in self.all() if root.source(path) is not None]
+        if name is None and holding:
+            return max(holding, key=lambda root: len(root.path.parts))
+        root = Root(_checked(name, path), path)
+        if name is None:
+
+            def moved_from(base: str) -> bool:
+                return any(is_unchanged(join(base, f.relative_to(path)), f) for f in files)
+
+            self._check_is_same(root, moved_from)
+        return root
+
+    def _check_is_same(self, root: Root, moved_from: Callable[[str], bool]) -> None:
+        """Whatever has a root's name must have moved to where the root is: gone there, equal here.
+
+        Raises:
+            DocumentError: it has not.
+        """
+        for place in self._old_places(root.name):
+            if not place.exists() and moved_from(str(place)):
+                self.absorb(Root(root.name, place))
+        former = next((other.path for other in self.all() if other.name == root.name), None)
+        if former is not None and (former.exists() or not moved_from(root.name)):
+            raise DocumentError(
+                f"the index has documents called {root.name} from {former}, and {root.path} seems "
+                "to be something else; ingest it by another name (name=, --name), or by that "
+                "name if it is the same"
+            )
+
+    def absorb(self, root: Root) -> list[str]:
+        """Call documents by this root that were ingested from below it by another name.
+
+        Returns:
+            Sources that it has already under their new name: to be deleted.
+        """
+        sources = self._sources()
+        taken = set(sources)
+        others = [other for other in (*self.all(), *self.old()) if other.name != root.name]
+        bases = {other.name: root.source(other.path) for other in others}
+        renamed, doubles = [], []
+        for source in sources:
+            name = source if source in bases else _head(source)
+            base = bases.get(name)
+            if base is None:
+                continue
+            new = base + source[len(name) :]
+            if new in taken:
+                doubles.append(source)
+            else:
+                taken.add(new)
+                renamed.append((source, new))
+        self.rename(renamed)
+        return doubles
+
+    def find(self, source: Path | str) -> str:
+        """The source meant by one as `DocumentIndex.sources` has it, or by a path on disk.
+
+        Raises:
+            DocumentError: no document is meant, or more than one.
+        """
+        sources = self._sources()
+        if str(source) in sources:
+            return str(source)
+        path = absolute(source)
+        named = {root.source(path) for root in (*self.all(), *self.old())}
+        meant = sorted(source for source in sources if source in named)
+        if len(meant) == 1:
+            return meant[0]
+        if meant:
+            raise DocumentError(f"{source} is several documents; say which: {', '.join(meant)}")
+        near = _near(str(source), sources)
+        raise DocumentError(
+            f"the index has no document {source}; "
+            + (f"near it are {', '.join(near)}" if near else "see what it has: cached-rag list")
+        )
+
+    def _sources(self) -> list[str]:
+        rows = self._database.rows("SELECT source FROM documents ORDER BY source")
+        return [str(source) for (source,) in rows]
+
+    def _old_places(self, name: str) -> set[Path]:
+        """Where something of that name was, by sources that are absolute paths."""
+        paths = [root.path for root in self.old()]
+        return {place for path in paths for place in (path, *path.parents) if place.name == name}
+
+
+def _head(source: str) -> str:
+    return source.split("/", 1)[0]
+
+
+def _checked(name: str | None, path: Path) -> str:
+    chosen = path.name if name is None else name
+    if not chosen or "/" in chosen or "\\" in chosen or chosen in (".", ".."):
+        raise ConfigError(f"{chosen!r} cannot be the name of {path}; give it one without slashes")
+    return chosen
+
+
+def _near(source: str, sources: Sequence[str]) -> list[str]:
+    """Sources that may have been meant: in that folder, of that name, or spelled alike."""
+    alike = [s for s in sources if is_below(s, source.rstrip("/")) or s.endswith("/" + source)]
+    found = alike or difflib.get_close_matches(source, sources, _SHOWN)
+    return found[:_SHOWN]

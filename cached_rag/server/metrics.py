@@ -1,0 +1,81 @@
+"""What Prometheus may ask. Knows reports; knows no request's content."""
+
+from __future__ import annotations
+
+import re
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from cached_rag.engine.engine import Engine
+from cached_rag.engine.report import Report
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Metrics:
+    """Counts of one server."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            "cached_rag_requests", "Requests answered.", ["path", "status"], registry=registry
+        )
+        self._tokens = Counter(
+            "cached_rag_tokens",
+            "Tokens: of prompts, of these taken from the cache, recomputed; of answers.",
+            ["kind"],
+            registry=registry,
+        )
+        self._modules = Counter(
+            "cached_rag_modules", "Known texts in prompts.", ["found"], registry=registry
+        )
+        self._first = Histogram(
+            "cached_rag_time_to_first_token_seconds",
+            "From arrival to the first token, by method.",
+            ["method"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._whole = Histogram(
+            "cached_rag_answer_seconds",
+            "From arrival to the end.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        scheduler, library = engine.scheduler, engine.library
+        for name, what, value in (
+            ("running", "Answers being made.", lambda: scheduler.num_running),
+            ("waiting", "Requests that wait.", lambda: scheduler.num_waiting),
+            ("kv_bytes", "KV of running answers.", lambda: scheduler.nbytes),
+            ("recent_bytes", "KV of finished ones.", lambda: scheduler.recent_nbytes),
+            ("store_memory_bytes", "KV of texts in memory.", library.memory_bytes),
+            ("store_bytes", "KV of texts kept.", lambda: library.store.nbytes),
+        ):
+            gauge = Gauge(f"cached_rag_{name}", what, registry=registry)
+            gauge.set_function(value)
+
+    def responded(self, path: str, status: int) -> None:
+        """A response was sent, or begun."""
+        self._requests.labels(path, str(status)).inc()
+
+    def answered(self, report: Report) -> None:
+        """An answer is complete, or was given up."""
+        counts = {
+            "prompt": report.prompt_tokens,
+            "cached": report.cached_tokens,
+            "recomputed": report.recomputed_tokens,
+            "answer": report.output_tokens,
+        }
+        for kind, count in counts.items():
+            self._tokens.labels(kind).inc(count)
+        self._modules.labels("hit").inc(report.modules_hit)
+        self._modules.labels("missed").inc(report.modules_missed)
+        if report.output_tokens:
+            # Clients may give options; what they write must not make ever more labels.
+            name = re.split(r"[:+]", report.method)[0]
+            self._first.labels(name).observe(report.ttft_ms / 1000)
+            self._whole.observe(report.total_ms / 1000)
+
+    def text(self) -> bytes:
+        """In Prometheus' format."""
+        return generate_latest(self._registry)

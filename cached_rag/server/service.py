@@ -1,0 +1,201 @@
+"""What the server does for each request, apart from HTTP. Knows engines; knows no socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
+
+from cached_rag.backends.tokenizer import Rendered
+from cached_rag.config import GenerationConfig
+from cached_rag.engine.decoding import Generation
+from cached_rag.engine.engine import Engine
+from cached_rag.engine.stream import Stream
+from cached_rag.errors import ConfigError, ContextOverflowError
+from cached_rag.library.context import PRIMER
+from cached_rag.server.answers import Envelope, Json
+from cached_rag.server.metrics import Metrics
+from cached_rag.server.protocol import ChatRequest, CompletionRequest, DocumentsRequest
+from cached_rag.server.tenants import Tenants
+
+_log = logging.getLogger(__name__)
+_PLACE = "{documents}"
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request whose answers are being made."""
+
+    streams: list[Stream]
+    envelope: Envelope
+    counts_usage: bool
+    lease: ExitStack
+
+
+class Service:
+    """One engine for many clients."""
+
+    def __init__(self, engine: Engine, name: str, method: str = "auto") -> None:
+        self.engine, self.name = engine, name
+        self.tenants = Tenants(engine)
+        self.metrics = Metrics(engine)
+        self._defaults = GenerationConfig(method=method)
+        self._asked: set[Asked] = set()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are not answered yet."""
+        return len(self._asked)
+
+    def close(self) -> None:
+        """End what runs, and log how many requests are cut off."""
+        if self.num_open:
+            _log.warning("%d requests were still being answered and are cut off", self.num_open)
+        for asked in list(self._asked):
+            self.finish(asked)
+        self.tenants.close()
+
+    # Answers ---------------------------------------------------------------------------------
+
+    def ask(self, request: ChatRequest | CompletionRequest, tenant: str) -> Asked:
+        """Queue a request's prompts.
+
+        Raises:
+            CachedRAGError: it cannot be served; see `Engine.generate`.
+        """
+        config = self._defaults.replace(**request.options())
+        lease = ExitStack()
+        try:
+            engine = lease.enter_context(self.tenants.using(tenant, request.cache_salt))
+            prompts = [engine.tokenization.render(prompt) for prompt in request.prompts()]
+            streams = [
+                engine.stream(prompt, self._fitting(request, prompt, config), tenant=tenant)
+                for prompt in prompts
+            ]
+        except BaseException:
+            lease.close()
+            raise
+        is_chat = isinstance(request, ChatRequest)
+        fingerprint = f"fp_{self.engine.model.fingerprint[:10]}"
+        envelope = Envelope(self.name, fingerprint, is_chat)
+        counts = request.stream_options is not None and request.stream_options.include_usage
+        asked = Asked(streams, envelope, counts, lease)
+        self._asked.add(asked)
+        return asked
+
+    async def answer(self, asked: Asked) -> Json:
+        """The whole response. Errors as `Engine.generate`."""
+        try:
+            answers = await asyncio.gather(*(_whole(stream) for stream in asked.streams))
+            return asked.envelope.response(answers)
+        finally:
+            self.finish(asked)
+
+    async def chunks(self, asked: Asked) -> AsyncIterator[Json]:
+        """The response in chunks, those of several prompts as they come.
+
+        Errors as `Engine.generate`: before the first chunk, unless a later prompt fails.
+        """
+        arrived: asyncio.Queue[Json | BaseException | None] = asyncio.Queue()
+
+        async def follow(index: int, stream: Stream) -> None:
+            try:
+                async with aclosing(stream.apieces()) as pieces:
+                    is_open = False
+                    async for piece in pieces:
+                        if not is_open:
+                            is_open = True
+                            arrived.put_nowait(asked.envelope.opening(index))
+                        arrived.put_nowait(asked.envelope.piece(index, piece))
+                arrived.put_nowait(asked.envelope.closing(index, stream.finish_reason))
+                arrived.put_nowait(None)
+            except Exception as error:
+                arrived.put_nowait(error)
+
+        tasks = [asyncio.create_task(follow(*item)) for item in enumerate(asked.streams)]
+        try:
+            left = len(tasks)
+            while left:
+                item = await arrived.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield item
+            if asked.counts_usage:
+                yield asked.envelope.counted([stream.report for stream in asked.streams])
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.finish(asked)
+
+    def finish(self, asked: Asked) -> None:
+        """A request is over, or given up; may be called again."""
+        if asked in self._asked:
+            self._asked.remove(asked)
+            for stream in asked.streams:
+                stream.cancel()
+                self.metrics.answered(stream.report)
+            asked.lease.close()
+
+    def _fitting(
+        self, request: ChatRequest | CompletionRequest, prompt: Rendered, config: GenerationConfig
+    ) -> GenerationConfig:
+        """The settings; where the client leaves the length to us, no more than there is room for.
+
+        Raises:
+            ContextOverflowError: not even one token fits.
+        """
+        context = self.engine.model.context_length
+        surely = len(prompt.text.encode()) + 1  # a token is a byte at least, and BOS is one more
+        if request.wanted_tokens is not None or surely + config.max_tokens <= context:
+            return config
+        # What surely has no room is not tokenised, which takes as long as it is long.
+        too_long = self.engine.tokenization.least_tokens(prompt.text, context) is not None
+        room = 0 if too_long else context - self.engine.count_tokens(prompt)
+        if room < 1:
+            raise ContextOverflowError(f"the prompt fills the model's context of {context} tokens")
+        return config.replace(max_tokens=min(config.max_tokens, room))
+
+    # Documents -------------------------------------------------------------------------------
+
+    async def encode(self, request: DocumentsRequest, tenant: str) -> Json:
+        """Prefill texts, so that prompts with them need not; those that cannot be are named."""
+        skipped: list[Json] = []
+        encoded = tokens = 0
+        with ExitStack() as lease:
+            using = self.tenants.using(tenant, request.cache_salt)
+            engine = await asyncio.to_thread(lease.enter_context, using)
+            prefix = self._head(engine, request)
+            for index, text in enumerate(request.texts):
+                reason = ""
+                try:  # one by one, so that answers go on in between
+                    done = await asyncio.to_thread(engine.encode, [text], prefix, context=PRIMER)
+                except (ConfigError, ContextOverflowError) as error:
+                    reason = str(error)
+                else:
+                    encoded, tokens = encoded + done.encoded, tokens + done.tokens
+                    if done.skipped:
+                        reason = "the text is empty, or too short to be worth keeping"
+                if reason:
+                    skipped.append({"index": index, "reason": reason})
+        known = len(request.texts) - len(skipped) - encoded
+        return {"encoded": encoded, "known": known, "tokens": tokens, "skipped": skipped}
+
+    def forget(self, request: DocumentsRequest, tenant: str) -> Json:
+        """Drop texts and their KV."""
+        with self.tenants.using(tenant, request.cache_salt) as engine:
+            return {"deleted": engine.forget(request.texts)}
+
+    def _head(self, engine: Engine, request: DocumentsRequest) -> Rendered | None:
+        if request.messages is None:
+            return None
+        return engine.head([message.plain() for message in request.messages], _PLACE)
+
+
+async def _whole(stream: Stream) -> Generation:
+    text = await stream.atext()
+    return Generation(text, tuple(stream.token_ids), stream.finish_reason, stream.report)

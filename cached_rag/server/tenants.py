@@ -1,0 +1,126 @@
+"""Who may ask, and whose KV they may share. Knows keys and namespaces; knows no HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from cached_rag.backends.thread import submit
+from cached_rag.engine.engine import Engine
+from cached_rag.errors import ConfigError
+
+# Each is a table of texts and two database connections; KV in memory is bounded for all together.
+_OPEN = 64
+_OPEN_SALTS = 16
+
+
+class Keys:
+    """API keys, "KEY" or "TENANT:KEY" each; without any, everybody may ask."""
+
+    def __init__(self, keys: Sequence[str] = ()) -> None:
+        """Read them.
+
+        Raises:
+            ConfigError: an empty key, or a colon too many.
+        """
+        self._tenants: list[tuple[bytes, str]] = []
+        for entry in keys:
+            tenant, _, key = entry.rpartition(":")
+            if not key or ":" in tenant:
+                raise ConfigError("an API key is given as KEY or TENANT:KEY, neither with a colon")
+            self._tenants.append((_digest(key), tenant))
+
+    def __bool__(self) -> bool:
+        return bool(self._tenants)
+
+    def tenant(self, authorization: str | None) -> str | None:
+        """Whose key an Authorization header has; None if nobody's. Takes as long for any key."""
+        if not self._tenants:
+            return ""
+        scheme, _, key = (authorization or "").partition(" ")
+        given, found = _digest(key.strip()), None
+        for known, tenant in self._tenants:
+            if hmac.compare_digest(known, given):
+                found = tenant
+        return found if scheme.lower() == "bearer" else None
+
+
+class Tenants:
+    """An engine for each tenant and salt, all on one model, memory and scheduler.
+
+    Only so many are open, and of one tenant's salts fewer: of those in no request's use the longest
+    unused is closed. What it kept on disk stays.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._first = engine
+        self._engines: OrderedDict[str, Engine] = OrderedDict()
+        self._uses: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._closer = ThreadPoolExecutor(1, "closing")
+
+    @contextmanager
+    def using(self, tenant: str, salt: str | None) -> Iterator[Engine]:
+        """The engine that sees this tenant's KV with this salt, and no other's."""
+        name = namespace(tenant, salt)
+        if not name:
+            yield self._first
+            return
+        with self._lock:
+            engine = self._engines.get(name) or self._first.tenant(name)
+            self._engines[name] = engine
+            self._engines.move_to_end(name)
+            self._uses[name] += 1
+        try:
+            yield engine
+        finally:
+            with self._lock:
+                self._uses[name] -= 1
+                if not self._uses[name]:
+                    del self._uses[name]
+                idle = self._surplus(tenant)
+            for engine in idle:  # which may wait for an encoding, so somebody else does it
+                self._closer.submit(_close, engine)
+
+    def close(self) -> None:
+        """Close all that are in no use, within `finish_seconds` together."""
+        with self._lock:
+            idle = [name for name in self._engines if name not in self._uses]
+            engines = [self._engines.pop(name) for name in idle]
+        deadline = time.monotonic() + self._first.settings.finish_seconds
+        for engine in engines:
+            _close(engine, max(0.0, deadline - time.monotonic()))
+        self._closer.shutdown()
+
+    def _surplus(self, tenant: str) -> list[Engine]:
+        """Take out what is too much: of this tenant's salts, then of all."""
+        own = [name for name in self._engines if name.startswith(f"{tenant}:")]
+        found = []
+        for names, most in ((own, _OPEN_SALTS), (list(self._engines), _OPEN)):
+            held = [name for name in names if name in self._engines]
+            idle = [name for name in held if name not in self._uses]
+            found += [self._engines.pop(name) for name in idle[: max(0, len(held) - most)]]
+        return found
+
+
+def _close(engine: Engine, finish_seconds: float | None = None) -> None:
+    """Close it, once the model's thread is through with what was cancelled."""
+    submit(lambda: None).result()
+    engine.close(finish_seconds)
+
+
+def namespace(tenant: str, salt: str | None) -> str:
+    """What separates KV; "" for the one without tenant and salt, which is the command line's."""
+    if not salt:
+        return tenant
+    return f"{tenant}:{hashlib.blake2b(salt.encode(), digest_size=16).hexdigest()}"
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
