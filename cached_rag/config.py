@@ -13,7 +13,7 @@ from cached_rag.methods import ALONE, SELECTORS, Selector, parse_method
 AUTO = "anchorflow"
 AUTO_RATIO = 0.03
 METHODS = (*ALONE, *SELECTORS)
-# Scores divided by less overflow.
+# Scores divided by less overflow, as do those that are multiplied by more than its inverse.
 _COLDEST = 1e-4
 _METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")
 
@@ -34,7 +34,7 @@ class GenerationConfig:
         top_p, top_k: nucleus and top-k sampling; 1 and 0 switch them off.
         stop: strings that end the answer; they are not part of it.
         seed: makes sampling repeatable.
-        repetition_penalty: None for the model's own generation config.
+        repetition_penalty: 0.0001 to 10000; None for the model's own generation config.
 
     Raises:
         ConfigError: a value out of range, or an option its method does not have.
@@ -63,7 +63,11 @@ class GenerationConfig:
         _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}")
         _require(self.top_k >= 0, f"top_k cannot be negative: {self.top_k}")
         penalty = self.repetition_penalty
-        _require(penalty is None or penalty > 0, f"repetition_penalty must be > 0, not {penalty}")
+        is_sane = penalty is None or _COLDEST <= penalty <= 1 / _COLDEST
+        _require(
+            is_sane,
+            f"repetition_penalty must be {_COLDEST} to {1 / _COLDEST:.0f}, not {penalty}",
+        )
         chosen = self.selector()
         if self.adaptive:
             has_ratio = getattr(chosen, "recompute_ratio", None) is not None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from contextlib import closing
 
 import pytest
 from conftest import CHUNKS
@@ -62,6 +64,27 @@ def test_store_commands_count_verify_and_prune(index):
     assert len(json.loads(found.stdout)["problems"]) == 1
     pruned = json.loads(run(cli.app, ["store", "prune", *where, "--max-bytes", "0"]).stdout)
     assert pruned["files"] == 4
+
+
+def test_verify_looks_into_all_three_databases(index):
+    where = ["--index", str(index), "--json"]
+
+    def problems():
+        found = run(cli.app, ["store", "verify", *where])
+        assert found.exit_code == 1, found.output
+        return [problem["key"] for problem in json.loads(found.stdout)["problems"]]
+
+    for path, change in (
+        (index / "documents.sqlite", "UPDATE chunks SET text = 'other' WHERE id = 1"),
+        (index / "kv" / "catalog.sqlite", "UPDATE modules SET token_ids = x'00' WHERE id = 1"),
+    ):
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute(change)
+            connection.commit()
+    assert problems() == ["documents.sqlite chunks", "catalog.sqlite modules"]
+    for path in (index / "kv" / "index.sqlite", index / "kv" / "catalog.sqlite"):
+        path.write_bytes(b"no database" * 1000)
+    assert problems() == ["documents.sqlite chunks", "catalog.sqlite", "index.sqlite"]
 
 
 def test_ingest_says_in_one_line_what_it_passed_over(index, tmp_path):
@@ -245,10 +268,10 @@ def test_serve_refuses_what_cannot_be(model_folder, index):
 
 
 def test_serve_serves_an_index_until_it_is_stopped(index, monkeypatch, capfd):
-    def asked_once(app, bound, drain_seconds, ready):
-        assert (bound.getsockname()[0], drain_seconds) == ("0.0.0.0", 30)
-        ready()
-        with TestClient(app) as client:
+    def asked_once(server, sockets):
+        assert sockets[0].getsockname()[0] == "0.0.0.0"
+        server._ready()
+        with TestClient(server.config.app) as client:
             asked = [{"role": "system", "content": SYSTEM}]
             asked += [{"role": "user", "content": f"{CHUNKS[0]} Why?"}]
             body = {"model": "m", "messages": asked}
@@ -256,12 +279,16 @@ def test_serve_serves_an_index_until_it_is_stopped(index, monkeypatch, capfd):
             answers.append(response.json())
 
     answers = []
-    monkeypatch.setattr("cached_rag.server.run.run", asked_once)
+    monkeypatch.setattr("cached_rag.server.run.Server.run", asked_once)
     options = ["--name", "m", "--host", "0.0.0.0", "--port", "0", "--dtype", "float32"]
+    refused = run(cli.app, ["serve", "--index", str(index), *options])
+    assert isinstance(refused.exception, ConfigError)
+    assert "--no-keys" in str(refused.exception)
+    options += ["--no-keys"]
     result = run(cli.app, ["serve", "--index", str(index), *options])
     assert result.exit_code == 0, result.output
     assert answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    assert "anybody who reaches" in result.stderr
+    assert "GiB of KV on disk (--disk-bytes)" in result.stderr
     assert "serving m at http://0.0.0.0:" in result.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 
 import pytest
@@ -17,6 +18,7 @@ from cached_rag.kv.loader import LayerLoader
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import DiskStore
 from cached_rag.kv.store.blob import StoredKV
+from cached_rag.kv.store.tensor_file import TensorFile
 from cached_rag.library.plan import Placement
 
 METHODS = ["reuse", "cacheblend", "a3", "auto"]
@@ -58,10 +60,38 @@ def test_what_was_read_is_in_memory_the_next_time(folder):
         assert all(isinstance(place.kv, ModuleKV) for place in plan.placements)
 
 
+def file_of(store, key):
+    (path,) = store.path.glob(f"blobs/*/{key}.*")
+    return path
+
+
 def damage(path, share):
     content = bytearray(path.read_bytes())
     content[int(len(content) * share)] ^= 255
     path.write_bytes(content)
+
+
+def test_what_cannot_be_read_midway_is_kept_and_done_without(folder, monkeypatch, caplog):
+    with reopened(folder) as engine:
+        plain = answer(engine, "full").logits
+    with reopened(folder) as engine, caplog.at_level(logging.WARNING):
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorFile, "read", _fails_at("values", TensorFile.read))
+            done = answer(engine, "cacheblend")
+        assert done.report.method == "full"
+        assert torch.equal(done.logits, plain)
+        assert "It is kept" in caplog.text
+        engine.write_back.drain()
+        assert answer(engine, "cacheblend").report.modules_hit == 3
+
+
+def _fails_at(name, read):
+    def reading(self, wanted, *rows):
+        if wanted == name:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(self, wanted, *rows)
+
+    return reading
 
 
 @pytest.mark.parametrize("share", [0.3, 0.55, 0.95])
@@ -71,7 +101,7 @@ def test_damage_found_while_layers_run_costs_a_second_try_and_nothing_else(folde
         ids = engine.tokenization.literal(CHUNKS[1]).ids
         key = engine.library.key(engine.library.behinds()[0], ids)
     root = DiskStore(folder.path, codec=folder.codec)
-    damage(root._file(key), share)
+    damage(file_of(root, key), share)
     root.close()
     with reopened(folder) as engine, caplog.at_level(logging.WARNING):
         done = answer(engine, "cacheblend")
@@ -88,25 +118,27 @@ def test_damage_found_while_layers_run_costs_a_second_try_and_nothing_else(folde
 def test_a_layer_is_checked_when_it_is_read_and_not_before(folder):
     store = DiskStore(folder.path, codec=folder.codec)
     key = next(iter(store.keys()))
-    tensors = store.open(key, store.get(key, _ids(store, key)).token_ids).tensors
+    path = file_of(store, key)
+    with safe_open(str(path), framework="pt") as file:
+        values = file.get_tensor("values").clone()
+    ids = _ids(store, key)
     store.close()
-    layers = len(next(iter(tensors.values())))
-    path = store._file(key)
-    content, last = path.read_bytes(), tensors["values"][layers - 1]
+    layers = len(values)
+    content, last = path.read_bytes(), values[layers - 1]
     at = content.index(last.contiguous().view(torch.uint8).numpy().tobytes())
     path.write_bytes(content[: at + 3] + bytes([content[at + 3] ^ 255]) + content[at + 4 :])
     store = DiskStore(folder.path, codec=folder.codec)
-    source = store.open(key, _ids(store, key))
+    source = store.open(key, ids)
     source.layer(0)
     with pytest.raises(CorruptBlobError, match="checksum"):
         source.layer(layers - 1)
     with pytest.raises(CorruptBlobError, match="checksum"):
-        store.get(key, _ids(store, key))
+        store.get(key, ids)
     store.close()
 
 
 def _ids(store, key):
-    with safe_open(str(store._file(key)), framework="pt") as file:
+    with safe_open(str(file_of(store, key)), framework="pt") as file:
         return tuple(file.get_tensor("token_ids").tolist())
 
 

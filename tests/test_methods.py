@@ -314,6 +314,14 @@ def test_what_cannot_be_joined_is_refused(text):
         "epic:nope=1",
         "epic:anchor_tokens",
         "epic:anchor_tokens=-1",
+        "epic:anchor_tokens=1.5",
+        "epic:anchor_tokens=[1]",
+        "random:seed=99999999999999999999",
+        "random:seed=x",
+        "anchorflow:transfers_drift=maybe",
+        "infoflow:depth=true",
+        "infoflow:recompute_ratio=NaN",
+        "cacheblend:check_layer=[1.5]",
     ],
 )
 def test_bad_methods_are_refused(text):

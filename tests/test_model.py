@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import FAMILIES, tiny_model, tiny_tokenizer
@@ -63,3 +66,30 @@ def test_digests_follow_content_and_are_remembered(tmp_path, monkeypatch):
     file.write_bytes(b"three")
     assert file_digest(file) != first
     assert len(list((tmp_path / "cache" / "digests").iterdir())) == 2
+
+
+@pytest.mark.parametrize("keeps_ctime", [True, False])
+def test_other_weights_of_equal_size_and_time_have_another_digest(
+    tmp_path, monkeypatch, keeps_ctime
+):
+    """One byte where the time of change is kept; else other weights, by what is sampled."""
+    monkeypatch.setenv("CACHED_RAG_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(1_000_000))
+    before = file.stat()
+    if not keeps_ctime:
+        stat, names = type(file).stat, ("st_size", "st_mtime_ns", "st_mode", "st_ino", "st_dev")
+        kept = SimpleNamespace(st_ctime_ns=0, **{name: getattr(before, name) for name in names})
+        monkeypatch.setattr(
+            type(file), "stat", lambda path, **o: kept if path == file else stat(path, **o)
+        )
+    first = file_digest(file)
+    with file.open("r+b") as opened:  # the same inode
+        opened.seek(5000)
+        opened.write(b"x" if keeps_ctime else b"x" * 995_000)
+    after = before
+    while keeps_ctime and after.st_ctime_ns == before.st_ctime_ns:  # until its clock has ticked
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        after = file.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert file_digest(file) != first

@@ -25,6 +25,7 @@ from cached_rag import (
 from cached_rag.backends.transformers.batch import can_append, can_batch, step_batch
 from cached_rag.engine import scheduler
 from cached_rag.engine.decoding import Answering
+from cached_rag.engine.prefill import Read
 from cached_rag.engine.request import Request, Waiting
 
 WORDS = "the copper roof turned green in the rain and nobody knew why it did".split()  # noqa: SIM905
@@ -309,7 +310,7 @@ def test_tenants_take_turns():
     waiting = Waiting(None)
 
     def request(tenant):
-        return Request(None, None, GenerationConfig(), tenant)
+        return Request(None, None, GenerationConfig(), tenant, read=Read(None, 0))
 
     greedy = [request("a") for _ in range(3)]
     modest = [request(name) for name in "bc"]
@@ -322,6 +323,23 @@ def test_tenants_take_turns():
     assert order == [greedy[0], *modest, *greedy[1:]]
     assert len(waiting) == 0
     waiting.remove(greedy[0])  # nothing happens
+
+
+def test_who_is_not_read_yet_lets_others_go_first_and_keeps_the_place():
+    waiting, read = Waiting(None), Read(None, 0)
+    unread = [Request(None, None, GenerationConfig(), name) for name in "ab"]
+    others = [Request(None, None, GenerationConfig(), name, read=read) for name in "aacc"]
+    for one in (*unread, *others):
+        waiting.add(one)
+    order = []
+    for ready in (None, None, unread[1], None, None):
+        if ready is not None:
+            ready.read = read
+        order.append(waiting.first())
+        waiting.remove(order[-1])
+    assert order == [others[0], others[2], unread[1], others[1], others[3]]
+    assert list(waiting) == unread[:1]
+    assert waiting.first() is None
 
 
 def test_who_waits_can_be_cancelled():
@@ -345,13 +363,12 @@ def test_an_engine_that_closes_ends_what_runs():
     assert [stream.finish_reason for stream in streams] == ["cancelled"] * 2
 
 
-def test_a_pass_that_fails_fails_its_rows_and_no_later_ones(monkeypatch):
+def test_what_fails_for_every_row_fails_all_and_no_later_ones(monkeypatch):
     engine = Engine(tiny_model("llama"))
     fails = []
 
     def failing(model, batch):
         if fails:
-            fails.clear()
             raise RuntimeError("out of memory")
         return step_batch(model, batch)
 
@@ -364,6 +381,7 @@ def test_a_pass_that_fails_fails_its_rows_and_no_later_ones(monkeypatch):
         with pytest.raises(RuntimeError, match="out of memory"):
             list(stream)
     assert engine.scheduler.nbytes == 0
+    fails.clear()
     assert engine.generate(ASKED[0], **GREEDY).finish_reason == "length"
 
 

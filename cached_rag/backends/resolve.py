@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import BinaryIO
 
 from platformdirs import user_cache_path
 
@@ -19,6 +20,8 @@ from cached_rag.errors import ModelNotFoundError
 from cached_rag.kv.fingerprint import digest
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+# A file is sampled by so many pages, from its first to its last, of so many bytes each.
+_PAGES, _PAGE = 64, 4096
 
 
 @dataclass(frozen=True)
@@ -128,10 +131,8 @@ def _folder_digest(folder: Path) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """blake2b of a file's bytes; remembered by path, size and time, since weights are large."""
-    stat = path.stat()
-    name = digest(str(path.resolve()), str(stat.st_size), str(stat.st_mtime_ns))
-    memo = cache_dir() / "digests" / f"{name}.json"
+    """blake2b of a file's bytes, remembered as long as nothing about the file has changed."""
+    memo = cache_dir() / "digests" / f"{_identity(path)}.json"
     if memo.is_file():
         try:
             return str(json.loads(memo.read_text())["digest"])
@@ -146,3 +147,22 @@ def file_digest(path: Path) -> str:
     temporary.write_text(json.dumps({"digest": state.hexdigest(), "path": str(path)}))
     temporary.replace(memo)
     return state.hexdigest()
+
+
+def _identity(path: Path) -> str:
+    """What tells a file from another, or from itself before a change, without reading all of it.
+
+    Nobody can set the time of a file's last change of any kind (`ctime`); where a file system does
+    not keep it, a sample of the bytes tells other weights apart.
+    """
+    stat = path.stat()
+    facts = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev)
+    last = max(0, stat.st_size - _PAGE)
+    with path.open("rb") as file:
+        pages = [_page(file, last * number // _PAGES) for number in range(_PAGES + 1)]
+    return digest(str(path.resolve()), *map(str, facts), *pages)
+
+
+def _page(file: BinaryIO, begin: int) -> bytes:
+    file.seek(begin)
+    return file.read(_PAGE)

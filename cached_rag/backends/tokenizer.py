@@ -2,27 +2,27 @@
 
 The rendered prompt is tokenised once, whole, so its ids are the ids of plain generation. The one
 exception protects users from their documents: a control token spelled out in message content (or
-in a known module) stays text, whereas plain tokenisation would obey it.
+in a known module) stays text, whereas plain tokenisation would obey it. What controls is said in
+`controls.py`.
 """
 
 from __future__ import annotations
 
 import re
-import threading
+import secrets
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from jinja2 import TemplateError
 
+from cached_rag.backends.controls import backends_of
 from cached_rag.errors import ConfigError
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
-_MARK = "\ue000{}\ue001"
-# transformers sets a tokenizer's options and then uses it: one thread at a time. Several engines
-# may share a tokenizer, and it takes milliseconds, so one lock serves all.
-_TOKENIZING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,9 @@ class Tokenization:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder.values()
-        specials = {token.content for token in added if token.special}
-        specials.update(tokenizer.all_special_tokens)
-        self._specials = {text: tokenizer.convert_tokens_to_ids(text) for text in specials if text}
-        ordered = sorted(map(re.escape, self._specials), key=len, reverse=True)
-        self._pattern = re.compile("|".join(ordered)) if ordered else None
+        self._backends = backends_of(tokenizer)
+        self._controls = self._backends.controls
+        self._by_id = {token: text for text, token in self._controls.items()}
 
     @property
     def sink_ids(self) -> tuple[int, ...]:
@@ -100,8 +97,36 @@ class Tokenization:
         if isinstance(prompt, str):
             return Rendered(prompt)
         messages = [_checked(message) for message in prompt]
-        marked, marks = self._mark_specials(messages)
-        return _unmarked(self._apply_template(marked, open_answer), marks)
+        spelled = [self._backends.spelled_out(message["content"]) for message in messages]
+        if not any(spelled):
+            return Rendered(self._apply_template(messages, open_answer), is_chat=True)
+        # Before each control token, so that the template sees the content as it is; nobody can
+        # know it, so nobody can write it.
+        mark = f"\ue000{secrets.token_hex(16)}-"
+        marked = [
+            {**message, "content": self._marked(message["content"], spans, mark)}
+            for message, spans in zip(messages, spelled, strict=True)
+        ]
+        return self._unmarked(self._apply_template(marked, open_answer), mark)
+
+    def _marked(self, content: str, spans: Sequence[Span], mark: str) -> str:
+        """The content with a mark and the token's id before each control token."""
+        parts, done = [], 0
+        for begin, end in spans:
+            parts += [content[done:begin], f"{mark}{self._controls[content[begin:end]]}\ue001"]
+            done = begin
+        return "".join(parts) + content[done:]
+
+    def _unmarked(self, text: str, mark: str) -> Rendered:
+        """The text without marks; the tokens that stand behind them are literal."""
+        parts, literal, length, done = [], [], 0, 0
+        for found in re.finditer(rf"{mark}(\d+)\ue001", text):
+            parts.append(text[done : found.start()])
+            length += found.start() - done
+            token, done = self._by_id[int(found[1])], found.end()
+            if text.startswith(token, done):
+                literal.append((length, length + len(token)))
+        return Rendered("".join(parts) + text[done:], tuple(literal), is_chat=True)
 
     def _apply_template(self, messages: list[dict[str, Any]], open_answer: bool) -> str:
         if not getattr(self.tokenizer, "chat_template", None):
@@ -120,39 +145,25 @@ class Tokenization:
                 ) from error
             return self._apply_template(merged, open_answer)
 
-    def _mark_specials(
-        self, messages: list[dict[str, Any]]
-    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """Messages with control tokens in their content replaced by marks, and what marks mean."""
-        if self._pattern is None or not any(self._pattern.search(m["content"]) for m in messages):
-            return messages, {}
-        salt = 0
-        while any(_MARK.format(salt)[:-1] in m["content"] for m in messages):
-            salt += 1
-        marks = {_MARK.format(f"{salt}-{i}"): text for i, text in enumerate(self._specials)}
-        names = {text: mark for mark, text in marks.items()}
-        pattern = self._pattern
-
-        def mark(content: str) -> str:
-            return pattern.sub(lambda found: names[found.group()], content)
-
-        return [{**m, "content": mark(m["content"])} for m in messages], marks
-
-    def has_specials(self, text: str) -> bool:
-        """Whether a control token is spelled out in `text`."""
-        return self._pattern is not None and self._pattern.search(text) is not None
+    def least_tokens(self, text: str, room: int) -> int | None:
+        """How many tokens a text has at least; None if it may have no more than `room`."""
+        reach = self._backends.reach if len(text) > room else None
+        least = reach.least_tokens(text) if reach else 0
+        return least if least > room else None
 
     def tokenize(self, rendered: Rendered) -> Tokens:
         """The prompt's tokens: plain tokenisation, except in literal spans."""
         bos = self.tokenizer.bos_token
         begins = bool(bos) and rendered.text.startswith(bos)
-        add_special = not (rendered.is_chat or begins)
-        if not any(self.has_specials(rendered.text[a:b]) for a, b in rendered.literal):
-            return self._encode(rendered.text, add_special_tokens=add_special)
-        tokens = self._encode("", add_special_tokens=add_special)
-        for text, start, special in self._pieces(rendered):
-            if special is not None:
-                tokens.ids.append(special)
+        adds_special = not (rendered.is_chat or begins)
+        plain = self._encode(rendered.text, adds_special=adds_special)
+        literal = _Spans(rendered.literal)
+        if not self._obeys(plain, rendered.text, literal):
+            return plain
+        tokens = self._encode("", adds_special=adds_special)
+        for text, start, control in self._pieces(rendered.text, literal):
+            if control is not None:
+                tokens.ids.append(control)
                 tokens.starts.append(start)
                 tokens.ends.append(start + len(text))
                 continue
@@ -162,9 +173,19 @@ class Tokenization:
             tokens.ends.extend(start + offset for offset in part.ends)
         return tokens
 
+    def _obeys(self, tokens: Tokens, text: str, literal: _Spans) -> bool:
+        """Whether a literal span became a control token; as what is unknown it may."""
+        unknown = self.tokenizer.unk_token_id
+        return any(
+            token in self._by_id
+            and literal.touch(begin, end)
+            and (token != unknown or self._by_id[token] in text[begin:end])
+            for token, begin, end in zip(tokens.ids, tokens.starts, tokens.ends, strict=True)
+        )
+
     def literal(self, text: str) -> Tokens:
         """Tokens of a text by itself, in which every control token is text."""
-        return self._encode(text, add_special_tokens=False, split_special_tokens=True)
+        return self._encode(text, adds_special=False, is_literal=True)
 
     def following(self, text: str) -> Tokens:
         """As `literal`, of a text that stands behind another.
@@ -177,37 +198,54 @@ class Tokenization:
         starts, ends = [at - 1 for at in tokens.starts[1:]], [at - 1 for at in tokens.ends[1:]]
         return Tokens(tokens.ids[1:], starts, ends)
 
-    def _pieces(self, rendered: Rendered) -> list[tuple[str, int, int | None]]:
+    def _pieces(self, text: str, literal: _Spans) -> list[tuple[str, int, int | None]]:
         """(text, start, id of a genuine control token or None), in order, covering the prompt."""
-        assert self._pattern is not None
         pieces: list[tuple[str, int, int | None]] = []
         done = 0
-        for found in self._pattern.finditer(rendered.text):
-            begin, end = found.span()
-            if any(begin < stop and start < end for start, stop in rendered.literal):
+        for begin, end in self._backends.spelled_out(text):
+            if literal.touch(begin, end):
                 continue
             if begin > done:
-                pieces.append((rendered.text[done:begin], done, None))
-            pieces.append((found.group(), begin, self._specials[found.group()]))
+                pieces.append((text[done:begin], done, None))
+            pieces.append((text[begin:end], begin, self._controls[text[begin:end]]))
             done = end
-        if done < len(rendered.text):
-            pieces.append((rendered.text[done:], done, None))
+        if done < len(text):
+            pieces.append((text[done:], done, None))
         return pieces
 
-    def _encode(self, text: str, **options: bool) -> Tokens:
-        options |= {"return_offsets_mapping": True, "return_attention_mask": False}
-        with _TOKENIZING:
-            encoded = self.tokenizer(text, verbose=False, **options)
-        starts, ends = map(list, zip(*encoded["offset_mapping"], strict=True)) if text else ([], [])
-        ids = list(encoded["input_ids"])
+    def _encode(self, text: str, *, adds_special: bool = True, is_literal: bool = False) -> Tokens:
+        backend = self._backends.literal if is_literal else self._backends.plain
+        # Other threads run meanwhile, as they would not with `encode`.
+        (encoded,) = backend.encode_batch([text], add_special_tokens=adds_special)
+        ids = list(encoded.ids)
         if not text:
             return Tokens(ids, [0] * len(ids), [0] * len(ids))
+        starts, ends = map(list, zip(*encoded.offsets, strict=True)) if ids else ([], [])
         for i in range(len(ends) - 1, 0, -1):
             # Tokens added at the end have offset 0; offsets must ascend.
             if ends[i]:
                 break
             starts[i] = ends[i] = len(text)
         return Tokens(ids, starts, ends)
+
+
+class _Spans:
+    """Spans of a text, joined where they overlap."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        for begin, end in sorted(spans):
+            if self._ends and begin < self._ends[-1]:
+                self._ends[-1] = max(self._ends[-1], end)
+            else:
+                self._begins.append(begin)
+                self._ends.append(end)
+
+    def touch(self, begin: int, end: int) -> bool:
+        """Whether one of them has a character between `begin` and `end`."""
+        last = bisect_left(self._begins, end) - 1
+        return last >= 0 and begin < self._ends[last]
 
 
 def _checked(message: Message) -> dict[str, Any]:
@@ -218,26 +256,8 @@ def _checked(message: Message) -> dict[str, Any]:
 
 def _merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Neighbours of one role joined by a blank line, for templates that insist on turns."""
-    merged: list[dict[str, Any]] = []
-    for message in messages:
-        if merged and merged[-1]["role"] == message["role"]:
-            joined = f"{merged[-1]['content']}\n\n{message['content']}"
-            merged[-1] = {**merged[-1], "content": joined}
-        else:
-            merged.append(message)
-    return merged
-
-
-def _unmarked(text: str, marks: dict[str, str]) -> Rendered:
-    """The text with marks resolved, and where they stood."""
-    if not marks:
-        return Rendered(text, is_chat=True)
-    parts, literal, length, done = [], [], 0, 0
-    for found in re.finditer("|".join(map(re.escape, marks)), text):
-        before, meant = text[done : found.start()], marks[found.group()]
-        length += len(before)
-        literal.append((length, length + len(meant)))
-        length += len(meant)
-        parts += [before, meant]
-        done = found.end()
-    return Rendered("".join(parts) + text[done:], tuple(literal), is_chat=True)
+    turns = [list(turn) for _, turn in groupby(messages, key=lambda message: message["role"])]
+    return [
+        {**turn[0], "content": "\n\n".join(message["content"] for message in turn)}
+        for turn in turns
+    ]

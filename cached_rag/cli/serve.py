@@ -25,6 +25,13 @@ def serve_command(
         list[str] | None,
         typer.Option(help="KEY or TENANT:KEY; may be repeated.", envvar="CACHED_RAG_API_KEYS"),
     ] = None,
+    no_keys: Annotated[
+        bool, typer.Option("--no-keys", help="Listen on the network without any key.")
+    ] = False,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name the server is asked under, besides its own; may be repeated."),
+    ] = None,
     method: Annotated[str, typer.Option(help="For requests that name none.")] = "auto",
     max_rows: Annotated[int, typer.Option(help="Most answers made at once.")] = 16,
     max_waiting: Annotated[int, typer.Option(help="Most requests that wait.")] = 256,
@@ -33,7 +40,15 @@ def serve_command(
         int, typer.Option(help="Most KV of finished conversations, for their next turn.")
     ] = 1 << 30,
     memory_bytes: Annotated[int, typer.Option(help="Most KV of texts in memory.")] = 2 << 30,
+    disk_bytes: Annotated[
+        int | None,
+        typer.Option(help="Most KV on disk. Default: what is there, and half of what is free."),
+    ] = None,
     max_body_bytes: Annotated[int, typer.Option(help="Largest request.")] = 16 << 20,
+    max_connections: Annotated[int, typer.Option(help="Most connections.")] = 1000,
+    client_seconds: Annotated[
+        int, typer.Option(help="Time clients have to send a request, or to read on.")
+    ] = 60,
     drain_seconds: Annotated[int, typer.Option(help="Time to finish when stopped.")] = 30,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or mps.")] = None,
@@ -41,7 +56,9 @@ def serve_command(
     """Serve a model over OpenAI's protocol, with cached texts wherever they occur in prompts."""
     try:
         from cached_rag.server.app import create_app
-        from cached_rag.server.run import bind, run
+        from cached_rag.server.gate import LOCAL_HOSTS
+        from cached_rag.server.limits import default_disk_bytes, share_descriptors
+        from cached_rag.server.run import Server, bind
         from cached_rag.server.service import Service
         from cached_rag.server.tenants import Keys
     except ModuleNotFoundError as error:
@@ -49,34 +66,65 @@ def serve_command(
     from cached_rag import BatchConfig, CachedRAG, Engine, StoreConfig
 
     keys = Keys(api_key or [])
-    if not keys and not _is_loopback(host):
-        err.print(f"anybody who reaches {host}:{port} may ask; see --api-key", style="yellow")
+    is_local = _is_loopback(host)
+    if not (keys or is_local or no_keys):
+        raise ConfigError(
+            f"anybody who reaches {host or 'this machine'} could ask and delete; give --api-key, "
+            "or --no-keys if that is meant"
+        )
+    if index is not None and store is not None:
+        raise ConfigError("give --index or --store: an index has its own store")
+    if index is not None:
+        require_index(index)
+    hosts = (*LOCAL_HOSTS, host, *(allowed_host or ())) if is_local or allowed_host else None
+    share = share_descriptors(max_connections)
+    folder = store if index is None else index / "kv"
+    if disk_bytes is None and folder is not None:
+        disk_bytes = default_disk_bytes(folder)
     batch = BatchConfig(
         max_rows=max_rows,
         max_waiting=max_waiting,
         max_bytes=kv_bytes,
         recent_bytes=recent_bytes,
     )
-    if index is not None and store is not None:
-        raise ConfigError("give --index or --store: an index has its own store")
+    where: dict[str, Any] = {"dtype": dtype, "device": device, "batch": batch}
+    kept: dict[str, Any] = {
+        "memory_bytes": memory_bytes,
+        "disk_bytes": disk_bytes,
+        "finish_seconds": drain_seconds,
+    }
     with bind(host, port) as bound:  # before the model is loaded, which takes its time
-        where: dict[str, Any] = {"dtype": dtype, "device": device, "batch": batch}
-        kept: dict[str, Any] = {"memory_bytes": memory_bytes, "finish_seconds": drain_seconds}
         if index is not None:
-            require_index(index)
             rag = CachedRAG.open(index, model, **kept, **where)
             engine, close = rag.engine, rag.close
         else:
             settings = StoreConfig(path=None if store is None else str(store), **kept)
             engine = Engine.load(model or "smollm2-135m", store=settings, **where)
             close = engine.close
-        service = Service(engine, name or engine.model.name, method)
+        service = Service(engine, name, method, share.spaces)
 
         def say() -> None:
+            if folder is not None:
+                gib = (disk_bytes or 0) / 2**30
+                err.print(f"at most {gib:.1f} GiB of KV on disk (--disk-bytes)", highlight=False)
             at = f"{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
             err.print(f"serving {service.name} at http://{at}/v1", highlight=False, soft_wrap=True)
 
-        run(create_app(service, keys, max_body_bytes, close), bound, drain_seconds, say)
+        app = create_app(
+            service,
+            keys,
+            max_body_bytes,
+            close,
+            hosts=hosts,
+            max_requests=max(1, share.connections * 3 // 4),
+        )
+        Server(
+            app,
+            drain_seconds,
+            say,
+            max_connections=share.connections,
+            client_seconds=client_seconds,
+        ).run(sockets=[bound])
 
 
 def _is_loopback(host: str) -> bool:

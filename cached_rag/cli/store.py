@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import typer
 
 from cached_rag.cli.terminal import DEFAULT_INDEX, Index, Json, out, print_json, require_index
-from cached_rag.errors import ConfigError
-from cached_rag.kv.store import DiskStore, Problem, holdings
+from cached_rag.errors import ConfigError, StoreError
+from cached_rag.kv.store import Catalog, DiskStore, Problem, holdings
 from cached_rag.kv.store.holdings import Holding
 from cached_rag.rag import DocumentIndex
+
+
+class Checked(Protocol):
+    """What can be looked through for damage."""
+
+    def check(self) -> list[Problem]:
+        """What is wrong with it."""
+        ...
+
+    def close(self) -> None:
+        """Release its files."""
+        ...
+
 
 store_app = typer.Typer(help="Look after the KV store of an index.", no_args_is_help=True)
 
@@ -39,14 +53,16 @@ def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
 
 @store_app.command()
 def verify(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
-    """Read every KV file and report damage; exits 1 if there is any."""
-    with _disk_store(index) as store:
-        problems = store.check()
-    codec, folder = _settings(index).get("codec", "raw"), index / "kv"
-    for name in sorted(_unneeded(index)):
-        problems.append(Problem(name, "KV of a text that no document has; `prune` drops it"))
-    for key in holdings.strays(folder, codec):
-        problems.append(Problem(key, "KV of a text that nothing knows of; `prune` drops it"))
+    """Read every KV file and all databases, and report damage; exits 1 if there is any."""
+    require_index(index)
+    folder = index / "kv"
+    problems = [
+        *_problems(index / "documents.sqlite", DocumentIndex),
+        *_problems(folder / holdings.CATALOG, lambda path: Catalog(path, "")),
+        *_problems(folder / "index.sqlite", lambda path: DiskStore(path.parent)),
+    ]
+    if not problems:  # else nobody can tell
+        problems = _needless(index)
     if as_json:
         print_json({"problems": [dataclasses.asdict(problem) for problem in problems]})
     else:
@@ -101,6 +117,17 @@ def _prune(index: Path, max_bytes: int | None) -> tuple[int, int]:
         return count + more, freed + bytes_more
 
 
+def _needless(index: Path) -> list[Problem]:
+    """KV that no document needs."""
+    folder, codec = index / "kv", _settings(index).get("codec", "raw")
+    texts = "KV of a text that no document has; `prune` drops it"
+    strays = "KV of a text that nothing knows of; `prune` drops it"
+    return [
+        *(Problem(name, texts) for name in sorted(_unneeded(index))),
+        *(Problem(key, strays) for key in holdings.strays(folder, codec)),
+    ]
+
+
 def _unneeded(index: Path) -> set[str]:
     """Digests of texts that are known to the KV store, and that no document has."""
     with closing(DocumentIndex(index / "documents.sqlite")) as documents:
@@ -127,6 +154,17 @@ def _settings(index: Path) -> dict[str, str]:
     require_index(index)
     with closing(DocumentIndex(index / "documents.sqlite")) as documents:
         return documents.settings()
+
+
+def _problems(path: Path, opened: Callable[[Path], Checked]) -> list[Problem]:
+    """What is wrong with a file, if there is one."""
+    if not path.exists():
+        return []
+    try:
+        with closing(opened(path)) as checked:
+            return checked.check()
+    except StoreError as error:
+        return [Problem(path.name, str(error))]
 
 
 def _disk_store(index: Path) -> closing[DiskStore]:

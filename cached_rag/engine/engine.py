@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
@@ -21,7 +20,8 @@ from cached_rag.backends.transformers.encode import EncodeSummary
 from cached_rag.backends.transformers.loading import LanguageModel, load_model
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.engine.decoding import Generation, Prefill
-from cached_rag.engine.prefill import Planner, Prefiller
+from cached_rag.engine.planner import Planner, TextPlanner
+from cached_rag.engine.prefill import Prefiller
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.request import Request
 from cached_rag.engine.scheduler import Scheduler
@@ -351,11 +351,11 @@ class Engine:
         Computes nothing, unless modules of a schema are not encoded yet.
         """
         self.check_open()
-        planner = self._planner(prompt)
+        reading = self._planner(prompt).read(method)
 
         def plan() -> tuple[Tokens, Plan]:
             with self.lock, torch.inference_mode():
-                return planner(method, report, lazy=self.library.is_pipelined)
+                return reading(report, lazy=self.library.is_pipelined)
 
         return on_model_thread(plan)
 
@@ -373,4 +373,4 @@ class Engine:
     def _planner(self, prompt: Prompt) -> Planner:
         if isinstance(prompt, Planned):
             return prompt.planner(self)
-        return partial(self._prefiller.plan, self._rendered(prompt))
+        return TextPlanner(self.library, self.tokenization, self._leftovers, self._rendered(prompt))

@@ -1,7 +1,7 @@
 """One prompt, from its text to the logits of its first answer token.
 
-`prepare` and `complete` are the main flow; their numbered steps are the library in one screen.
-Knows no generation.
+`read`, `prepare` and `complete` are the main flow; their numbered steps are the library in one
+screen. Knows no generation.
 """
 
 from __future__ import annotations
@@ -10,38 +10,49 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from cached_rag.backends.thread import on_model_thread
-from cached_rag.backends.tokenizer import Rendered, Tokenization, Tokens
+from cached_rag.backends.tokenizer import Tokenization, Tokens
 from cached_rag.backends.transformers.loading import LanguageModel
 from cached_rag.backends.transformers.prefill import Prefilled, prefill_rows, prefill_selected
 from cached_rag.backends.transformers.profile import profile_of
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.controller import Controller
 from cached_rag.engine.decoding import Prefill
+from cached_rag.engine.planner import Planner, Reading
 from cached_rag.engine.report import Clock, Report
-from cached_rag.errors import ConfigError, ContextOverflowError, CorruptBlobError, RelocationError
+from cached_rag.errors import (
+    ConfigError,
+    ContextOverflowError,
+    CorruptBlobError,
+    RelocationError,
+    StoreError,
+)
 from cached_rag.kv.buffer import KVBuffer, Workspace
 from cached_rag.kv.loader import LayerLoader
 from cached_rag.kv.module import ModuleKV
 from cached_rag.library.learning import Leftovers
 from cached_rag.library.library import Library
-from cached_rag.library.plan import Placement, Plan, make_plan
+from cached_rag.library.plan import Placement, Plan
 from cached_rag.library.sequences import EXACT
 from cached_rag.methods import CacheBlend, Reuse, Selector
 
 _log = logging.getLogger(__name__)
 
 
-class Planner(Protocol):
-    """Knows one prompt's tokens, and which of them come from which module."""
+@dataclass(frozen=True)
+class Read:
+    """A prompt whose tokens and modules are known.
 
-    def __call__(self, method: str, report: Report, *, lazy: bool) -> tuple[Tokens, Plan]:
-        """See `Engine.plan`."""
-        ...
+    Attributes:
+        ms: milliseconds that took.
+    """
+
+    reading: Reading
+    ms: float
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,7 @@ class Prepared:
         exact_length: tokens from the first whose KV is what full prefill computes.
     """
 
-    planner: Planner
+    read: Read
     config: GenerationConfig
     report: Report
     is_over: Callable[[], None]
@@ -81,38 +92,59 @@ class Prefiller:
 
     def prefill(self, planner: Planner, config: GenerationConfig) -> Prefill:
         """See `Engine.prefill`."""
-        return on_model_thread(lambda: self.complete(self.prepare(planner, config)))
+        read = self.read(planner, config)
+        return on_model_thread(lambda: self.complete(self.prepare(read, config)))
 
-    def prepare(self, planner: Planner, config: GenerationConfig) -> Prepared:
+    def read(self, planner: Planner, config: GenerationConfig) -> Read:
+        """Find a prompt's tokens, as plain generation would have them, and the modules in it.
+
+        Takes as long as the prompt is long, so it belongs on the thread of whoever asks: no model
+        is needed, and no lock is held.
+
+        Raises:
+            ContextOverflowError: by its length alone the prompt cannot fit.
+        """
+        clock = Clock()
+        room = self.model.context_length - config.max_tokens
+        if (least := self.tokenization.least_tokens(planner.text, room)) is not None:
+            raise ContextOverflowError(
+                f"a prompt of {len(planner.text)} characters has {least} tokens at least; with an "
+                f"answer of up to {config.max_tokens} it exceeds the model's context of "
+                f"{self.model.context_length}; retrieve fewer or smaller chunks, or lower "
+                "max_tokens"
+            )
+        self.library.refresh()
+        return Read(planner.read(config.method_name), clock.total())
+
+    def prepare(self, read: Read, config: GenerationConfig) -> Prepared:
         """What there is to do for a prompt; nothing is computed. Errors as `Engine.generate`.
 
         Until it is completed or given up (`is_over`), the prompt counts as under way.
         """
         is_over = self._leftovers.activity.begin()
         try:
-            return self._prepare(planner, config, is_over)
+            return self._prepare(read, config, is_over)
         except BaseException:
             is_over()
             raise
 
     def _prepare(
-        self, planner: Planner, config: GenerationConfig, is_over: Callable[[], None]
+        self, read: Read, config: GenerationConfig, is_over: Callable[[], None]
     ) -> Prepared:
         report = Report(config.method_name)
         with self._lock, torch.inference_mode():
-            # 1) The prompt's tokens, as plain generation would have them.
+            # 1) Which tokens come from which module.
             clock = Clock()
-            self.library.refresh()
             lazy = config.adaptive or self.library.is_pipelined
-            tokens, plan = planner(report.method, report, lazy=lazy)
+            tokens, plan = read.reading(report, lazy=lazy)
             report.prompt_tokens = len(tokens)
             self._check_fits(len(tokens), plan, config.max_tokens)
-            report.match_ms = clock.lap() - report.load_ms
+            report.match_ms = read.ms + clock.lap() - report.load_ms
             plan, selector = self._allowed(plan, config, report)
             if config.adaptive:
                 plan, selector = self._adapted(plan, selector, report)
         exact = _exact_length(plan, is_lossy=self._is_lossy)
-        return Prepared(planner, config, report, is_over, tokens, plan, selector, exact)
+        return Prepared(read, config, report, is_over, tokens, plan, selector, exact)
 
     @property
     def _is_lossy(self) -> bool:
@@ -147,18 +179,21 @@ class Prefiller:
             # 3) The rows that have no KV, and those that the method repairs.
             try:
                 done = self._compute(tokens, plan, prepared.selector, buffer, report, loader)
-            except CorruptBlobError as error:
+            except StoreError as error:
                 assert loader is not None
-                self._drop(loader.failed, error, report)
-                done = None
+                read, done = prepared.read, None
+                if not self._drop(loader.failed, error, report):
+                    config = config.replace(method="full")
+                    whole = Plan((), (), len(tokens))
+                    read = Read(lambda *_, **__: (tokens, whole), prepared.read.ms)
             finally:
                 if loader is not None:
                     loader.finish()
             report.modules_hit = hit
             report.fuse_ms = clock.lap()
-        if done is None:  # with what was damaged gone, once more
+        if done is None:  # with what was damaged gone, or without any of it, once more
             notes = report.notes
-            again = self._prepare(prepared.planner, config, prepared.is_over)
+            again = self._prepare(read, config, prepared.is_over)
             again.report.notes[:] = dict.fromkeys([*notes, *again.report.notes])
             return self._complete(again, ())
 
@@ -211,49 +246,20 @@ class Prefiller:
             buffer.place(place.kv, place.begin, self.model.rule)
         return None
 
-    def _drop(self, damaged: Any, error: CorruptBlobError, report: Report) -> None:
-        """Forget a module's KV that turned out to be damaged while it was read."""
+    def _drop(self, failed: Any, error: StoreError, report: Report) -> bool:
+        """Forget a module's KV that turned out to be damaged while it was read; says if it is gone.
+
+        What only cannot be read now is kept.
+        """
         _log.warning("%s The module is computed anew.", error)
         report.notes.append(str(error))
-        if damaged is None or damaged.source is None:
+        if failed is None or failed.source is None:
             raise error
-        self.library.store.delete(self.library.key(*damaged.source))
-
-    def plan(
-        self, rendered: Rendered, method: str, report: Report, *, lazy: bool = False
-    ) -> tuple[Tokens, Plan]:
-        """The prompt's tokens, and which of them come from which module; computes nothing."""
-        if method == "full":
-            tokens = self.tokenization.tokenize(rendered)
-            return tokens, Plan((), (), len(tokens))
-        found = list(self.library.table.find(rendered.text))
-        literal = (*rendered.literal, *((match.begin, match.end) for match in found))
-        tokens = self.tokenization.tokenize(Rendered(rendered.text, literal, rendered.is_chat))
-        clock = Clock()
-        sink_ids = self.tokenization.sink_ids
-        plan = make_plan(self.library, rendered.text, tokens, found, sink_ids, lazy=lazy)
-        report.load_ms = clock.lap()
-        report.modules_missed = len(plan.missed)
-        if plan.missed:
-            self._explain(plan, report)
-        if self._leftovers.write_back is not None:
-            report.missed_tokens = sum(len(found.module.token_ids) for found in plan.missed)
-        return tokens, plan.exact_only() if method == "prefix" else plan
-
-    def _explain(self, plan: Plan, report: Report) -> None:
-        """Say so, if what a prompt missed is there, but was made by another model or dtype."""
-        makers = self.library.other_makers(found.module for found in plan.missed)
-        if not makers:
-            return
-        own = self.library.maker
-        is_alike = any(str(maker) == str(own) for maker in makers)
-        by = ", ".join(dict.fromkeys(map(str, makers)))
-        later = "" if self._leftovers.write_back is None else ", and encoded in the background"
-        report.notes.append(
-            f"KV of texts in this prompt was made by {by}{' (other weights)' if is_alike else ''}; "
-            f"this engine is {own}: {len(plan.missed)} texts are computed now{later}; `cached-rag "
-            "ingest`, or `encode`, encodes all ahead"
-        )
+        if isinstance(error, CorruptBlobError):
+            with self.library.spared():
+                self.library.store.delete(self.library.key(*failed.source))
+                return True
+        return False
 
     def _allowed(
         self, plan: Plan, config: GenerationConfig, report: Report

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from cached_rag.config import GenerationConfig
-from cached_rag.engine.prefill import Planner, Prefiller
+from cached_rag.engine.planner import Planner
+from cached_rag.engine.prefill import Prefiller, Read
 from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import BusyError
 
@@ -25,6 +26,7 @@ class Request:
 
     Attributes:
         prefiller: whose modules it may use.
+        read: the prompt's tokens and modules; None until they are known.
         deliver: is given every piece of the answer as soon as it is certain, by any thread.
         tenant: requests of different tenants take turns.
         token_ids: the answer's tokens so far.
@@ -36,6 +38,7 @@ class Request:
     planner: Planner
     config: GenerationConfig
     tenant: str = ""
+    read: Read | None = None
     deliver: Callable[[Item], None] = lambda _: None
     report: Report = field(init=False)
     token_ids: list[int] = field(default_factory=list)
@@ -48,7 +51,10 @@ class Request:
 
 
 class Waiting:
-    """Requests in the order in which they get their turn: one of each tenant, round and round."""
+    """Requests in the order in which they get their turn: one of each tenant, round and round.
+
+    Those whose prompts are not read yet let others go first.
+    """
 
     def __init__(self, bound: int | None) -> None:
         self._bound = bound
@@ -87,8 +93,7 @@ class Waiting:
     def first(self) -> Request | None:
         """Whose turn it is."""
         with self._lock:
-            line = next(iter(self._tenants.values()), None)
-            return line[0] if line else None
+            return next((one for one in self if one.read or one.is_cancelled), None)
 
     def remove(self, request: Request) -> None:
         """Take a request out, if it waits; if it was its turn, its tenant goes to the end."""
@@ -96,7 +101,7 @@ class Waiting:
             line = self._tenants.get(request.tenant)
             if line is None or request not in line:
                 return
-            is_first = line[0] is request and next(iter(self._tenants)) == request.tenant
+            is_first = self.first() is request
             line.remove(request)
             if not line:
                 self._tenants.pop(request.tenant, None)

@@ -69,16 +69,29 @@ class Scheduler:
         """Bytes of the KV that is kept of finished answers."""
         return self._live.recent_nbytes
 
-    def submit(self, request: Request, *, is_driven: bool) -> None:
-        """Queue a request.
-
-        Args:
-            is_driven: the model's thread makes its answer; else who waits for it calls `turn`.
+    def submit(self, request: Request) -> None:
+        """Queue a request. Its turn can come once its prompt is read.
 
         Raises:
             BusyError: too many wait.
         """
         self._waiting.add(request, max(0, self.config.max_rows - len(self._running)))
+
+    def read(self, request: Request, *, is_driven: bool) -> None:
+        """Read a queued request's prompt, on this thread; what goes wrong is its answer's end.
+
+        Args:
+            is_driven: the model's thread makes its answer; else who waits for it calls `turn`.
+        """
+        try:
+            if not request.is_cancelled:
+                request.read = request.prefiller.read(request.planner, request.config)
+        except BaseException as error:
+            self._waiting.remove(request)
+            _finish(request, "error", error)
+            if not isinstance(error, Exception):
+                raise
+            return
         if is_driven:
             self.drive(request)
 
@@ -166,7 +179,8 @@ class Scheduler:
             if self._prepared[0] is request:
                 return self._prepared[1]
             self._give_up_prepared()
-        prepared = request.prefiller.prepare(request.planner, request.config)
+        assert request.read is not None
+        prepared = request.prefiller.prepare(request.read, request.config)
         self._prepared = (request, prepared)
         return prepared
 
@@ -228,14 +242,29 @@ class Scheduler:
         return batch
 
     def _step(self, batch: Sequence[tuple[Running, int]]) -> None:
+        """One pass for all; if it fails, each half alone, down to the row whose fault it is.
+
+        A pass that fails leaves nothing behind: what it wrote stands beyond its rows' lengths.
+        """
         ahead = [Ahead(one.row.kv, one.pending[:count]) for one, count in batch]
         try:
             with self._model.lock:
                 logits = step_batch(self._model, ahead)
         except Exception as error:
-            for one, _ in batch:
-                self._end(one, error)
+            if len(batch) == 1:
+                self._end(batch[0][0], error)
+                return
+            _log.warning("a pass for %d answers failed: %r; each half is tried", len(batch), error)
+        else:
+            self._take_all(batch, logits)
             return
+        # Here, where the error and with it the memory of what failed is gone.
+        half = len(batch) // 2
+        self._step(batch[:half])
+        self._step(batch[half:])
+
+    def _take_all(self, batch: Sequence[tuple[Running, int]], logits: torch.Tensor) -> None:
+        """Next tokens, by (len(batch), vocab_size) logits, of rows whose prompts are complete."""
         for one, count in batch:
             del one.pending[:count]
         left = [(one, row) for row, (one, _) in enumerate(batch) if not one.pending]
@@ -276,6 +305,8 @@ class Scheduler:
         request.report.total_ms = request.clock.total()
         try:
             one.leave(self._live)
+        except Exception:  # is nobody else's concern, and the answer is complete all the same
+            _log.exception("what an answer left could not be kept")
         finally:
             one.prepared.is_over()
             _finish(request, one.answer.finish_reason or ("error" if last else "cancelled"), last)

@@ -6,10 +6,13 @@ Knows the scheduler and its queue; knows no KV.
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
+from functools import partial
 
 from cached_rag.backends import thread as model_thread
 from cached_rag.engine.decoding import Generation
@@ -18,6 +21,29 @@ from cached_rag.engine.request import Item, Request
 from cached_rag.engine.scheduler import Scheduler
 
 _ONE_WAY = "this stream was begun in another way; make a new one"
+# A prompt of more characters is long.
+_LONG = 100_000
+
+
+class Readers:
+    """Threads that read prompts for event loops. Short prompts never wait for long ones."""
+
+    def __init__(self) -> None:
+        self._short = ThreadPoolExecutor(2, "read")
+        self._long = ThreadPoolExecutor(1, "read-long")
+
+    def submit(self, read: partial[None], size: int) -> None:
+        """Have a prompt of `size` characters read."""
+        (self._long if size > _LONG else self._short).submit(read)
+
+    def forget(self) -> None:
+        """Begin anew, in a forked child: the threads are the parent's."""
+        self.__dict__.update(Readers().__dict__)
+
+
+_READERS = Readers()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_READERS.forget)
 
 
 class Stream(Iterator[str]):
@@ -67,10 +93,15 @@ class Stream(Iterator[str]):
             self._request.deliver(None)
             return
         try:
-            self._scheduler.submit(self._request, is_driven=is_driven)
+            self._scheduler.submit(self._request)
         except BaseException:
             self._is_over = True
             raise
+        read = partial(self._scheduler.read, self._request, is_driven=is_driven)
+        if self._is_async:  # a loop has other things to do meanwhile
+            _READERS.submit(read, len(self._request.planner.text))
+        else:
+            read()
 
     def __next__(self) -> str:
         with self._taking:

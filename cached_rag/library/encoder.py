@@ -20,6 +20,7 @@ from cached_rag.backends.transformers.encode import (
     join,
 )
 from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.errors import ContextOverflowError
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import ModuleRecord
 from cached_rag.library.context import PRIMER, Context
@@ -53,9 +54,13 @@ class Encoder:
         progress: Progress,
     ) -> EncodeSummary:
         """See `Engine.encode`."""
+        if texts:
+            self.library.check_kept()
         started = time.perf_counter()
         if context is not None:
             self.contexts[context.name] = context
+        for text in texts:
+            self._check_length(text.strip())
         records, skipped = self._records(texts)
         following = next((t for t in map(str.strip, texts) if t), "")
         behind = Behind(self.prefix_ids(prefix, following), context.name if context else "")
@@ -79,7 +84,7 @@ class Encoder:
         known = self.library.table
         new = [record for record, text in records if known.get(text) is None]
         if new:
-            self.library.add_modules(new)
+            self.library.register(new)
         return sum(len(record.token_ids) for record, _ in records)
 
     def let_go(self) -> None:
@@ -139,6 +144,15 @@ class Encoder:
             record = known or record_of(text, self.tokenization.literal(text))
             records[record.text_digest] = (record, text)
         return list(records.values()), skipped
+
+    def _check_length(self, text: str) -> None:
+        """Refuse what cannot fit before it is tokenised, which takes as long as it is long."""
+        room = self.model.context_length
+        if (least := self.tokenization.least_tokens(text, room)) is not None:
+            raise ContextOverflowError(
+                f"a module of {len(text)} characters has {least} tokens at least and exceeds the "
+                f"model's context of {room}; split it into smaller chunks"
+            )
 
     def _sorted_out(
         self, behind: Behind, records: list[tuple[ModuleRecord, str]]

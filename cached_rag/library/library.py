@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 
 from cached_rag.config import StoreConfig
-from cached_rag.errors import CorruptBlobError
+from cached_rag.errors import StoreError
 from cached_rag.kv.fingerprint import module_key
 from cached_rag.kv.module import LayerSource, ModuleKV
 from cached_rag.kv.store import (
@@ -30,6 +31,7 @@ from cached_rag.kv.store import (
     TieredStore,
     removal,
 )
+from cached_rag.kv.store.database import BRIEFLY_S
 from cached_rag.library.matching import ModuleTable
 
 _log = logging.getLogger(__name__)
@@ -76,10 +78,15 @@ class Library:
         self._catalog: Catalog | None = None
         self.memory = tuple(memory_tiers(config, device) if memory is None else memory)
         tiers: list[KVStore] = list(self.memory)
+        self._lost: StoreError | None = None
+        self._told: set[str] = set()
         if config.path is not None:
-            root = Path(config.path)
-            self.disk = DiskStore(root, codec=config.codec, max_bytes=config.disk_bytes)
-            self._catalog = Catalog(root / "catalog.sqlite", maker, config.namespace)
+            try:
+                self._open_files(Path(config.path), config)
+            except StoreError as error:
+                self._lost = error
+                _log.warning("nothing is cached on disk: %s", error)
+        if self.disk is not None:
             tiers.append(self.disk)
         self.store: KVStore = TieredStore(tiers) if len(tiers) > 1 else tiers[0]
         self._prefetcher = Prefetcher()
@@ -88,9 +95,42 @@ class Library:
         self._generation = 0
         self._lock = threading.Lock()
         self._forgotten = forgotten
+        self._unwritten: dict[str, ModuleRecord] = {}
         if self._catalog is not None:
-            removal.finish(self._catalog, self.store)
+            with self.spared():
+                removal.finish(self._catalog, self.store)
         self.refresh(force=True)
+
+    def _open_files(self, root: Path, config: StoreConfig) -> None:
+        disk = DiskStore(root, codec=config.codec, max_bytes=config.disk_bytes)
+        try:
+            self._catalog = Catalog(root / "catalog.sqlite", self.maker, config.namespace)
+        except BaseException:
+            disk.close()
+            raise
+        self.disk = disk
+
+    @contextmanager
+    def spared(self) -> Iterator[None]:
+        """What a question does with the cache: where that fails, it goes on without, and says so.
+
+        Said once, however many questions meet the same.
+        """
+        try:
+            yield
+        except StoreError as error:
+            if str(error) not in self._told:
+                self._told.add(str(error))
+                _log.warning("what a cache would have spared is computed anew: %s", error)
+
+    def check_kept(self) -> None:
+        """See that what is encoded, or deleted, is so on disk too, where that is wanted.
+
+        Raises:
+            StoreError: the files could not be opened.
+        """
+        if self._lost is not None:
+            raise self._lost
 
     def close(self) -> None:
         """Write what is pending and release files."""
@@ -102,9 +142,12 @@ class Library:
 
     def refresh(self, *, force: bool = False) -> None:
         """Learn what other processes added or removed; costs next to nothing if they did not."""
-        if self._catalog is None or not (self._catalog.changed() or force):
+        if self._catalog is None:
             return
-        with self._lock:
+        gone: list[ModuleRecord] = []
+        with self.spared(), self._lock:
+            if not (self._catalog.changed() or force):
+                return
             gone = self._read(self._catalog)
         self._let_go(gone)
 
@@ -113,7 +156,7 @@ class Library:
         gone: list[ModuleRecord] = []
         generation = catalog.generation()
         if generation != self._generation:
-            known = catalog.text_digests()
+            known = catalog.text_digests() | self._unwritten.keys()
             gone = [module for module in self.table if module.text_digest not in known]
             self.table.discard(gone)
             self._generation = generation
@@ -146,14 +189,35 @@ class Library:
         """Know texts as modules, so that they are found in prompts."""
         if self._catalog is not None:  # first, for `refresh` takes out what is not there
             self._catalog.add_modules(modules)
+        self._know(modules)
+
+    def register(self, modules: Sequence[ModuleRecord]) -> None:
+        """As `add_modules`; what cannot be written down at once is when its KV is there."""
+        if self._catalog is not None:
+            is_written = False
+            with self.spared():
+                self._catalog.add_modules(modules, BRIEFLY_S)
+                is_written = True
+            if not is_written:
+                self._unwritten |= {module.text_digest: module for module in modules}
+        self._know(modules)
+
+    def _know(self, modules: Sequence[ModuleRecord]) -> None:
         with self._lock:
             for module in modules:
                 self.table.add(module)
 
     def remove(self, text_digests: Collection[str]) -> int:
-        """Forget texts and all their KV, whoever encoded them; says how many KVs went."""
+        """Forget texts and all their KV, whoever encoded them; says how many KVs went.
+
+        Raises:
+            StoreError: the files cannot be opened or written, so they would stay there.
+        """
+        self.check_kept()
         with self._lock:
             modules = [m for m in map(self.table.by_digest, text_digests) if m is not None]
+            for text_digest in text_digests:
+                self._unwritten.pop(text_digest, None)
             self.table.discard(modules)
         if self._catalog is None:
             gone = sum(map(self.store.delete, self._keys(modules)))
@@ -167,6 +231,8 @@ class Library:
         """Whether a text is a module, as far as any process says."""
         if self._catalog is None:
             return self.table.by_digest(text_digest) is not None
+        if text_digest in self._unwritten:
+            self._catalog.add_modules([self._unwritten.pop(text_digest)])
         return bool(self._catalog.find([text_digest]))
 
     def _keys(self, modules: Iterable[ModuleRecord]) -> list[str]:
@@ -176,9 +242,11 @@ class Library:
 
     def other_makers(self, modules: Iterable[ModuleRecord]) -> list[Maker]:
         """Other models, or this one in other dtypes, that encoded some of these in this store."""
-        if self._catalog is None:
-            return []
-        return self._catalog.makers_of(module.text_digest for module in modules)
+        found: list[Maker] = []
+        if self._catalog is not None:
+            with self.spared():
+                found = self._catalog.makers_of(module.text_digest for module in modules)
+        return found
 
     def key(self, behind: Behind, token_ids: Sequence[int]) -> str:
         """The store key of a module in one encoding."""
@@ -188,7 +256,9 @@ class Library:
 
     def holds(self, behind: Behind, token_ids: Sequence[int]) -> bool:
         """Whether there is KV for a module behind that."""
-        return self.key(behind, token_ids) in self.store
+        with self.spared():
+            return self.key(behind, token_ids) in self.store
+        return False
 
     def put(self, behind: Behind, kv: ModuleKV, text_digest: str | None = None) -> None:
         """Keep the KV of a module, of a prefix, or of a part of a schema.
@@ -215,16 +285,14 @@ class Library:
         return sum(tier.num_tokens for tier in self.memory)
 
     def fetch(self, behind: Behind, token_ids: Sequence[int]) -> ModuleKV | None:
-        """A module's KV, or None if there is none or it is damaged (which is logged)."""
+        """A module's KV, or None if there is none or it cannot be had (which is logged)."""
         self._prefetcher.wait(self.key(behind, token_ids))
         return self._fetch(behind, token_ids)
 
     def _fetch(self, behind: Behind, token_ids: Sequence[int]) -> ModuleKV | None:
-        try:
+        with self.spared():
             return self.store.get(self.key(behind, token_ids), token_ids)
-        except CorruptBlobError as error:
-            _log.warning("%s The module is computed anew.", error)
-            return None
+        return None
 
     def prefetch(self, texts: Iterable[str]) -> None:
         """Begin to bring texts' KV into memory, each behind the longest prefix that has it."""
@@ -239,11 +307,9 @@ class Library:
 
     def open(self, behind: Behind, token_ids: Sequence[int]) -> LayerSource | None:
         """As `fetch`, but what is on disk is read layer by layer, when it is used."""
-        try:
+        with self.spared():
             return self.store.open(self.key(behind, token_ids), token_ids)
-        except CorruptBlobError as error:
-            _log.warning("%s The module is computed anew.", error)
-            return None
+        return None
 
     def best_encoding(
         self, behinds: Sequence[Behind], token_ids: Sequence[int], *, lazy: bool

@@ -6,7 +6,8 @@ ordinary prefill.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -17,6 +18,13 @@ from cached_rag.kv.store.catalog import ModuleRecord
 ANCHOR = 32
 # A neighbour's characters can merge with a module's outermost tokens, not further in.
 _MAX_TRIM = 4
+# What a search may digest, in characters: at most a tenth of a second, plus a little for each
+# character of the prompt. A digest costs as much as so many characters before it reads the first.
+# An index with 300 lengths behind one anchor needs some 400 for each character of its own texts
+# (it has them all in a prompt of 150,000).
+_ALLOWED = 1 << 26
+_ALLOWED_PER_CHARACTER = 64
+_DIGEST_COST = 500
 
 
 @dataclass(frozen=True)
@@ -44,10 +52,15 @@ def inner_ids(module: ModuleRecord) -> tuple[int, ...]:
 
 
 class ModuleTable:
-    """All known modules by their first 32 characters."""
+    """All known modules, found by their first 32 characters.
+
+    Keeps no text: an anchor, a length and a digest say what to compare with. One thread at a time
+    may change it, while any number of others read; a search that has begun goes on with what it
+    began with.
+    """
 
     def __init__(self) -> None:
-        self._by_anchor: dict[str, list[ModuleRecord]] = {}
+        self._by_anchor: dict[str, _Lengths] = {}
         self._by_digest: dict[str, ModuleRecord] = {}
 
     def __len__(self) -> int:
@@ -69,38 +82,72 @@ class ModuleTable:
         if module.text_digest in self._by_digest:
             return
         self._by_digest[module.text_digest] = module
-        same = self._by_anchor.setdefault(module.anchor, [])
-        same.append(module)
-        same.sort(key=lambda record: -record.length)
+        self._by_anchor.setdefault(module.anchor, _Lengths()).add(module.length)
 
     def discard(self, modules: Iterable[ModuleRecord]) -> None:
         """Forget some."""
         for module in modules:
             if self._by_digest.pop(module.text_digest, None) is not None:
-                self._by_anchor[module.anchor].remove(module)
+                lengths = self._by_anchor[module.anchor]
+                lengths.discard(module.length)
+                if not lengths:
+                    del self._by_anchor[module.anchor]
 
     def find(self, text: str) -> Iterator[Occurrence]:
         """Modules in `text`, leftmost first, the longest at each place, without overlaps.
 
-        One dictionary look-up a character; a text's digest is taken only where an anchor hits.
+        Linear in the text: one dictionary look-up a character, and where an anchor hits a digest
+        for each length that modules with it have, as long as what all digests have cost stays
+        within a constant and so much a character. Texts made to begin alike can use that up;
+        what is then not found is prefilled as any text.
         """
-        begin, last = 0, len(text) - ANCHOR
-        anchors = self._by_anchor
+        begin, last, spent = 0, len(text) - ANCHOR, 0
+        anchors, modules = self._by_anchor, self._by_digest
         while begin <= last:
-            candidates = anchors.get(text[begin : begin + ANCHOR])
-            module = candidates and _longest(candidates, text, begin)
-            if module:
-                yield Occurrence(begin, begin + module.length, module)
-                begin += module.length
-            else:
-                begin += 1
+            known = anchors.get(text[begin : begin + ANCHOR])
+            step = 1
+            for length in known.up_to(len(text) - begin) if known else ():
+                spent += length + _DIGEST_COST
+                if spent > _ALLOWED + begin * _ALLOWED_PER_CHARACTER:
+                    spent -= length + _DIGEST_COST
+                    break
+                module = modules.get(digest(text[begin : begin + length]))
+                if module:
+                    yield Occurrence(begin, begin + length, module)
+                    step = length
+                    break
+            begin += step
 
 
-def _longest(candidates: list[ModuleRecord], text: str, begin: int) -> ModuleRecord | None:
-    for module in candidates:
-        if digest(text[begin : begin + module.length]) == module.text_digest:
-            return module
-    return None
+class _Lengths:
+    """The lengths of the modules that begin with one anchor, each once."""
+
+    __slots__ = ("_ascending", "_counts")
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self._ascending: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._ascending)
+
+    def up_to(self, room: int) -> Iterator[int]:
+        """Those that are no more than `room`, the longest first."""
+        ascending = self._ascending
+        return (ascending[i] for i in range(bisect_right(ascending, room) - 1, -1, -1))
+
+    def add(self, length: int) -> None:
+        """One more module has it."""
+        self._counts[length] += 1
+        if self._counts[length] == 1:
+            self._ascending = tuple(sorted(self._counts))
+
+    def discard(self, length: int) -> None:
+        """One module less has it."""
+        self._counts[length] -= 1
+        if not self._counts[length]:
+            del self._counts[length]
+            self._ascending = tuple(sorted(self._counts))
 
 
 def record_of(text: str, tokens: Tokens) -> ModuleRecord:

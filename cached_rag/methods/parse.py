@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cached_rag.errors import ConfigError
@@ -39,10 +39,12 @@ def _member(
     cls = table.get(name)
     if cls is None:
         raise _unknown(name, table)
-    known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     given = dict(_option(part, name) for part in rest.split(",") if part)
-    for option in given.keys() - known:
+    for option in given.keys() - known.keys():
         raise ConfigError(f"{name} has no option {option!r}; it has {', '.join(sorted(known))}")
+    for option, value in given.items():
+        _check_kind(option, value, str(known[option].type))
     wanted = {option: value for option, value in defaults.items() if option in known}
     if "anchor_tokens" in given:  # says how many in its own way
         wanted.pop("recompute_ratio", None)
@@ -50,6 +52,38 @@ def _member(
         return cls(**(wanted | given))
     except TypeError as error:
         raise ConfigError(f"{text!r}: {error}") from error
+
+
+def _check_kind(option: str, value: Any, kind: str) -> None:
+    fits, wanted = _KINDS.get(kind, (_is_anything, ""))
+    if not fits(value):
+        raise ConfigError(f"{option} is {wanted}, not {value!r}")
+
+
+def _is_anything(_: Any) -> bool:
+    return True
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and abs(value) < 1 << 63
+
+
+def _is_number(value: Any) -> bool:
+    return _is_count(value) or isinstance(value, float)
+
+
+def _are_counts(value: Any) -> bool:
+    return all(map(_is_count, value if isinstance(value, list) else [value]))
+
+
+# By a field's annotation; strings say themselves which they may be.
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "int": (_is_count, "a whole number of 64 bits"),
+    "int | tuple[int, ...]": (_are_counts, "a whole number, or several"),
+    "float": (_is_number, "a number"),
+    "float | None": (_is_number, "a number"),
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+}
 
 
 def _unknown(name: str, table: Mapping[str, type[Selector]]) -> ConfigError:

@@ -12,7 +12,7 @@ import torch
 
 from cached_rag.backends.transformers.loading import LanguageModel
 from cached_rag.backends.transformers.prefill import prefill_rows
-from cached_rag.errors import ContextOverflowError, StoreFullError
+from cached_rag.errors import ContextOverflowError, StoreError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.module import LayerSource, ModuleKV
 from cached_rag.library.library import Behind, Library
@@ -35,7 +35,7 @@ class Encoded:
     units: list[Unit] = field(default_factory=list)
     tokens: int = 0
     kv: dict[tuple[str, tuple[int, ...]], ModuleKV] = field(default_factory=dict)
-    problem: StoreFullError | None = None
+    problem: StoreError | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class RunEncoder:
             try:
                 self.library.put(_behind(recipe), computed[run])
                 is_kept = True
-            except StoreFullError as error:
+            except StoreError as error:
                 done.problem, is_kept = error, False
             if at_hand or not is_kept:
                 done.kv[recipe.name, run.ids] = computed[run]

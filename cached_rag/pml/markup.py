@@ -21,6 +21,8 @@ from cached_rag.errors import PMLError
 from cached_rag.pml.nodes import Where
 
 _DEPTH = 64
+# Comparing names takes time with the product of their lengths.
+_COMPARED = 100
 
 
 @dataclass
@@ -103,6 +105,8 @@ class _Handler(ContentHandler, LexicalHandler):
         self._open: list[Element] = []
         self._locator: Any = None
         self._is_code = False
+        self._chars: Chars | None = None
+        self._pieces: list[str] = []
 
     def setDocumentLocator(self, locator: Any) -> None:  # noqa: N802 (SAX's name)
         self._locator = locator
@@ -111,6 +115,7 @@ class _Handler(ContentHandler, LexicalHandler):
         element = Element(name, dict(attrs), self._where())
         if len(self._open) == _DEPTH:
             raise _DeepError(element.where)
+        self._end_chars()
         if self._open:
             self._open[-1].content.append(element)
         else:
@@ -118,15 +123,21 @@ class _Handler(ContentHandler, LexicalHandler):
         self._open.append(element)
 
     def endElement(self, name: str) -> None:  # noqa: N802
+        self._end_chars()
         self._open.pop()
 
     def characters(self, content: str) -> None:
-        last = self._open[-1].content
-        if last and isinstance(last[-1], Chars):
-            last[-1].text += content
-            last[-1].is_code |= self._is_code
-        else:
-            last.append(Chars(content, self._where(), self._is_code))
+        if self._chars is None:
+            self._chars = Chars("", self._where())
+            self._open[-1].content.append(self._chars)
+        self._pieces.append(content)
+        self._chars.is_code |= self._is_code
+
+    def _end_chars(self) -> None:
+        """Join the pieces at once: the parser may bring one a line."""
+        if self._chars is not None:
+            self._chars.text = "".join(self._pieces)
+            self._chars, self._pieces = None, []
 
     def startCDATA(self) -> None:  # noqa: N802
         self._is_code = True
@@ -152,6 +163,6 @@ def check_attributes(element: Element, known: Iterable[str], file: str | None) -
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint at what may have been meant; with nothing near, at what there is."""
     known = sorted(known)
-    if close := get_close_matches(name, known, n=1):
+    if len(name) <= _COMPARED and (close := get_close_matches(name, known, n=1)):
         return f"; did you mean {close[0]!r}?"
     return f"; there are: {', '.join(known)}" if known else "; there are none"

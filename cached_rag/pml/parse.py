@@ -30,6 +30,7 @@ from cached_rag.pml.nodes import (
 from cached_rag.pml.whitespace import separator, split, wider
 
 _NAME = re.compile(r"[^\W\d][\w.\-]*")
+_LENGTH = re.compile(r"0{0,9}[1-9][0-9]{0,6}")
 _PARAM = ("param", "parameter")
 RESERVED = frozenset(("schema", "prompt", "module", "union", "scaffold", *_PARAM, *ROLES))
 _SPACE = "xml:space"
@@ -67,7 +68,7 @@ class _Parser:
         check_attributes(root, ("name", _SPACE), self._file)
         name = self._name(root)
         scaffolds = [e for e in root.content if isinstance(e, Element) and e.tag == "scaffold"]
-        content = [e for e in root.content if e not in scaffolds]
+        content = [e for e in root.content if isinstance(e, Chars) or e.tag != "scaffold"]
         tags = [e for e in content if isinstance(e, Element)]
         is_chat = any(e.tag in ROLES for e in tags) and not any(map(_holds_messages, tags))
         inside = Element("schema", root.attributes, root.where, content)
@@ -76,7 +77,10 @@ class _Parser:
             self._turns(inside, keep=keep) if is_chat else self._nodes(inside, (), keep=keep)
         )
         self._check_names(children, root)
-        found = tuple(self._scaffold(element, children) for element in scaffolds)
+        known = modules(children)
+        unions = [node for node in walk(children) if isinstance(node, Union)]
+        union_of = {m.path: index for index, union in enumerate(unions) for m in union.children}
+        found = tuple(self._scaffold(element, known, union_of) for element in scaffolds)
         self._check_unique([s.name for s in found], [s.where for s in found], "scaffold")
         return SchemaNode(name, children, found, root.where)
 
@@ -148,10 +152,10 @@ class _Parser:
     def _param(self, element: Element, unit: Path) -> Param:
         check_attributes(element, ("name", "len", "length", "scaffold"), self._file)
         given = [element.attributes[n] for n in ("len", "length") if n in element.attributes]
-        if len(given) != 1 or not given[0].isdecimal() or int(given[0]) < 1:
+        if len(given) != 1 or not _LENGTH.fullmatch(given[0]):
             raise self.fail(
                 'a parameter needs one len="..." (or length): the most tokens of its argument, '
-                "at least 1",
+                "at least 1 and at most 9999999",
                 element.where,
             )
         if any(isinstance(c, Element) or c.text.strip() for c in element.content):
@@ -199,18 +203,19 @@ class _Parser:
             raise self.fail(f"the union's scaffold {stand_in!r} is not in it{hint}", element.where)
         return Union(tuple(children), stand_in, element.where)
 
-    def _scaffold(self, element: Element, children: tuple[Node, ...]) -> Scaffold:
+    def _scaffold(
+        self, element: Element, known: dict[str, Module], union_of: dict[Path, int]
+    ) -> Scaffold:
         check_attributes(element, ("name",), self._file)
-        paths = frozenset(self._imported(element, children))
+        paths = frozenset(self._imported(element, known))
         if not paths:
             raise self.fail("a scaffold names the modules that it holds together", element.where)
-        for union in (node for node in walk(children) if isinstance(node, Union)):
-            if sum(module.path in paths for module in union.children) > 1:
-                raise self.fail("a scaffold of modules that exclude each other", element.where)
+        unions = [union_of[path] for path in paths if path in union_of]
+        if len(unions) > len(set(unions)):
+            raise self.fail("a scaffold of modules that exclude each other", element.where)
         return Scaffold(self._name(element), paths, element.where)
 
-    def _imported(self, element: Element, children: tuple[Node, ...]) -> Iterator[Path]:
-        known = modules(children)
+    def _imported(self, element: Element, known: dict[str, Module]) -> Iterator[Path]:
         for part in element.content:
             if isinstance(part, Chars):
                 if part.text.strip():
@@ -222,7 +227,7 @@ class _Parser:
                 raise self.fail(f"there is no module {part.tag!r} here{hint}", part.where)
             module = known[part.tag]
             yield module.path
-            yield from self._imported(part, module.children)
+            yield from self._imported(part, modules(module.children))
 
     def _check_names(self, children: tuple[Node, ...], scope: Element) -> None:
         every = list(_named(children))
@@ -231,13 +236,15 @@ class _Parser:
         self._check_unique(names, [scope.where] * len(names), "parameter")
 
     def _check_unique(self, names: list[str], places: list[Where], what: str) -> None:
-        for index, name in enumerate(names):
-            if name in names[:index]:
-                first = places[names.index(name)]
+        firsts: dict[str, Where] = {}
+        for name, place in zip(names, places, strict=True):
+            if name in firsts:
                 raise self.fail(
-                    f"{what} {name!r} is there twice in one scope (first in line {first.line})",
-                    places[index],
+                    f"{what} {name!r} is there twice in one scope "
+                    f"(first in line {firsts[name].line})",
+                    place,
                 )
+            firsts[name] = place
 
     def _name(self, element: Element) -> str:
         name = element.attributes.get("name", "")

@@ -6,8 +6,9 @@ method.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from cached_rag.backends.tokenizer import Tokenization, Tokens
@@ -21,7 +22,7 @@ from cached_rag.pml.assembly import Assembler, Piece
 from cached_rag.pml.encode import RunEncoder
 from cached_rag.pml.layout import Layout, Run, lay_out
 from cached_rag.pml.nodes import SchemaNode
-from cached_rag.pml.prompt import Turn
+from cached_rag.pml.prompt import Argument, New, Turn
 from cached_rag.pml.units import Recipe, Recipes, Trail, Unit, scaffold_unit, units_of
 
 
@@ -77,16 +78,15 @@ class SchemaPlanner:
         return sum(len(piece.ids) for piece in self.assembler.pieces(turns))
 
     def plan(
-        self, turns: Sequence[Turn], method: str, report: Report, *, lazy: bool
+        self, pieces: Sequence[Piece], method: str, report: Report, *, lazy: bool
     ) -> tuple[Tokens, Plan]:
-        """The prompt's tokens, and where each comes from. Encodes what is not there yet.
+        """A prompt's tokens, and where each comes from. Encodes what is not there yet.
 
         Raises:
-            PMLError: an argument is too long.
             ContextOverflowError: a module that has no KV stands beyond the model's context.
             RelocationError: new text pushes modules on, and the model's keys cannot be moved.
         """
-        pieces = [piece for piece in self.assembler.pieces(turns) if piece.ids]
+        pieces = [piece for piece in pieces if piece.ids]
         ids = [token for piece in pieces for token in piece.ids]
         tokens = Tokens(ids, [0] * len(ids), [0] * len(ids))
         if method == "full":
@@ -186,6 +186,28 @@ class SchemaPlanner:
             found.append(piece)
             begin += len(piece.ids)
         return found
+
+
+@dataclass(frozen=True)
+class PromptPlanner:
+    """Plans one prompt of a schema."""
+
+    planner: SchemaPlanner
+    turns: Sequence[Turn]
+
+    @property
+    def text(self) -> str:
+        """What in it is not the schema's."""
+        bits = (bit for turn in self.turns for bit in turn.bits)
+        return "".join(bit.text for bit in bits if isinstance(bit, New | Argument))
+
+    def read(self, method: str) -> Callable[..., tuple[Tokens, Plan]]:
+        """Its tokens; what comes from where is for the model's thread to say.
+
+        Raises:
+            PMLError: an argument is too long.
+        """
+        return partial(self.planner.plan, self.planner.assembler.pieces(self.turns), method)
 
 
 def planner_of(

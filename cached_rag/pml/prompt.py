@@ -136,6 +136,7 @@ class _Choice:
         known = modules(children)
         last: Path | None = None
         waiting: list[str] = []
+        imports = [index for index, part in enumerate(parts) if isinstance(part, Import)]
         for index, part in enumerate(parts):
             if isinstance(part, Said):
                 self._say(part, scope)
@@ -144,7 +145,7 @@ class _Choice:
                 where = Where() if isinstance(part, str) else part.where
                 raise self._fail(f"{what!r} stands behind a message; put it before", where)
             elif isinstance(part, str):
-                is_last = not any(isinstance(p, Import) for p in parts[index:])
+                is_last = not imports or index > imports[-1]
                 if is_last and (not scope or last is None):
                     self.after[scope or _END].append(part)
                 elif last is not None:

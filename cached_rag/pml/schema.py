@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,14 @@ from cachetools import LRUCache
 
 from cached_rag.backends.transformers.encode import EncodeSummary
 from cached_rag.engine.engine import Engine
-from cached_rag.engine.prefill import Planner
+from cached_rag.engine.planner import Planner
 from cached_rag.errors import ConfigError, PMLError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.pml.markup import parse_markup
 from cached_rag.pml.nodes import SchemaNode, Where
 from cached_rag.pml.parse import parse_schema
 from cached_rag.pml.parse_prompt import parse_prompt
+from cached_rag.pml.planner import PromptPlanner
 from cached_rag.pml.program import Program, read_function
 from cached_rag.pml.prompt import Part, Said, Turn, select
 from cached_rag.pml.server import schemas_of
@@ -212,7 +212,7 @@ class SchemaPrompt:
 
     def planner(self, engine: Engine) -> Planner:
         """See `Planned`: how an engine answers it."""
-        return partial(schemas_of(engine).planner(self.schema).plan, self.turns)
+        return PromptPlanner(schemas_of(engine).planner(self.schema), self.turns)
 
     def count_tokens(self, engine: Engine) -> int:
         """How many tokens it has on an engine."""

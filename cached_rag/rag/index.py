@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cached_rag.errors import IndexMismatchError
+from cached_rag.errors import IndexMismatchError, StoreError
+from cached_rag.kv.store.base import Problem
 from cached_rag.kv.store.database import Database
+from cached_rag.kv.store.signed import Row, add_sums, damage, is_sound, row_sum, sound
 from cached_rag.rag.roots import SCHEMA as _ROOTS
 from cached_rag.rag.roots import Roots
 from cached_rag.rag.splitting import Chunk
@@ -33,13 +35,20 @@ CREATE TABLE IF NOT EXISTS documents (
 CREATE TABLE IF NOT EXISTS chunks (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     source TEXT NOT NULL REFERENCES documents (source) ON DELETE CASCADE,
-    ordinal INTEGER NOT NULL, text TEXT NOT NULL, vector BLOB NOT NULL
+    ordinal INTEGER NOT NULL, text TEXT NOT NULL, vector BLOB NOT NULL,
+    checksum TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX IF NOT EXISTS by_source ON chunks (source);
 CREATE INDEX IF NOT EXISTS by_text ON chunks (text);
 CREATE TABLE IF NOT EXISTS unneeded (text TEXT PRIMARY KEY);
 {_ROOTS}
 """
+_SIGNED = "c.id, d.title, c.ordinal, c.text, c.vector"
+_CHUNKS = "FROM chunks c JOIN documents d USING (source)"
+
+
+def _upgrade(database: Database) -> None:
+    add_sums(database, "chunks", f"SELECT {_SIGNED} {_CHUNKS}")
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,7 @@ class DocumentIndex:
 
     def __init__(self, path: Path | str) -> None:
         self._folder = Path(path).parent
-        self._database = Database(Path(path), _SCHEMA)
+        self._database = Database(Path(path), _SCHEMA, _upgrade)
         self.roots = Roots(self._database)
         self._faiss: Any = None
         self._version = -1
@@ -97,6 +106,17 @@ class DocumentIndex:
     def close(self) -> None:
         """Release the file."""
         self._database.close()
+
+    def check(self) -> list[Problem]:
+        """What is damaged: of the file, and of the chunks."""
+        name = self._database.path.name
+        problems = [Problem(name, reason) for reason in self._database.problems()]
+        try:
+            rows = self._database.rows(f"SELECT {_SIGNED}, c.checksum {_CHUNKS}")
+        except StoreError as error:
+            return [*problems, Problem(name, str(error))]
+        damaged = [damage(self._database, row) for row in rows if not is_sound(row)]
+        return problems + [Problem(f"{name} chunks", reason) for reason in damaged]
 
     def settings(self) -> dict[str, str]:
         """What the index is made with. An index without documents is made with nothing yet."""
@@ -119,9 +139,10 @@ class DocumentIndex:
         return kept
 
     def holds(self, source: str, digest: str) -> bool:
-        """Whether just this content of a document is indexed."""
+        """Whether just this content of a document is indexed, and all of it undamaged."""
         query = "SELECT 1 FROM documents WHERE source = ? AND digest = ?"
-        return bool(self._database.rows(query, source, digest))
+        is_known = bool(self._database.rows(query, source, digest))
+        return is_known and all(map(is_sound, self._chunks(source)))
 
     def sources(self) -> list[str]:
         """All indexed documents."""
@@ -169,12 +190,13 @@ class DocumentIndex:
             title = chunks[0].title if chunks else source
             row = (source, digest, title)
             connection.execute("INSERT INTO documents VALUES (?, ?, ?, 0)", row)
-            rows = [
-                (source, chunk.ordinal, chunk.text, vector.astype(np.float32).tobytes())
+            found = [
+                (chunk.ordinal, chunk.text, vector.astype(np.float32).tobytes())
                 for chunk, vector in zip(chunks, vectors, strict=True)
             ]
-            columns = "source, ordinal, text, vector"
-            connection.executemany(f"INSERT INTO chunks ({columns}) VALUES (?, ?, ?, ?)", rows)
+            rows = [(source, *values, row_sum(title, *values)) for values in found]
+            columns = "source, ordinal, text, vector, checksum"
+            connection.executemany(f"INSERT INTO chunks ({columns}) VALUES (?, ?, ?, ?, ?)", rows)
             self._version = -1
             return self._written_off(connection, before)
 
@@ -216,8 +238,8 @@ class DocumentIndex:
         return [str(source) for (source,) in self._database.rows(query)]
 
     def texts(self, source: str) -> list[str]:
-        """A document's chunks, in order."""
-        return self._texts(source)
+        """A document's chunks, in order; those that are damaged are left out, and logged."""
+        return [str(row[3]) for row in sound(self._database, self._chunks(source))]
 
     def all_texts(self) -> list[str]:
         """Every chunk's, each once."""
@@ -255,18 +277,19 @@ class DocumentIndex:
     ) -> list[Hit]:
         marks = ",".join("?" * len(ids))
         rows = self._database.rows(
-            "SELECT c.id, c.text, c.source, d.title, c.ordinal FROM chunks c"
-            f" JOIN documents d USING (source) WHERE c.id IN ({marks})",
-            *ids,
+            f"SELECT {_SIGNED}, c.checksum, c.source {_CHUNKS} WHERE c.id IN ({marks})", *ids
         )
-        by_id = {row[0]: row[1:] for row in rows}
+        sources = {row[0]: str(row[-1]) for row in rows}
+        by_id = {row[0]: row for row in sound(self._database, (row[:-1] for row in rows))}
         hits: dict[str, Hit] = {}
         for chunk, score in zip(ids, scores, strict=True):
             if chunk not in by_id:
-                continue  # deleted by another process since
-            text, source, title, ordinal = map(str, by_id[chunk])
+                continue  # deleted by another process since, or damaged
+            _, title, ordinal, text, *_ = by_id[chunk]
+            source = sources[chunk]
             if where is None or where(source):
-                hits.setdefault(text, Hit(text, source, title, int(ordinal), score))
+                hit = Hit(str(text), source, str(title), int(str(ordinal)), score)
+                hits.setdefault(hit.text, hit)
         return list(hits.values())
 
     def _index(self) -> Any:
@@ -276,7 +299,12 @@ class DocumentIndex:
         version = self._database.version()
         if version == self._version:
             return self._faiss
-        rows = self._database.rows("SELECT id, vector FROM chunks")
+        # Those of another length than most are damaged.
+        rows = self._database.rows(
+            "SELECT id, vector FROM chunks WHERE length(vector) = (SELECT length(vector)"
+            " FROM chunks GROUP BY 1 ORDER BY count(*) DESC LIMIT 1) AND typeof(vector) = 'blob'"
+            " AND length(vector) % 4 = 0"
+        )
         self._faiss = None
         if rows:
             vectors = np.stack([np.frombuffer(data, np.float32) for _, data in rows])  # type: ignore[call-overload]
@@ -284,6 +312,10 @@ class DocumentIndex:
             self._faiss.add_with_ids(vectors, np.array([row for row, _ in rows], np.int64))
         self._version = version
         return self._faiss
+
+    def _chunks(self, source: str) -> list[Row]:
+        query = f"SELECT {_SIGNED}, c.checksum {_CHUNKS} WHERE c.source = ? ORDER BY c.ordinal"
+        return self._database.rows(query, source)
 
     def _texts(self, source: str) -> list[str]:
         query = "SELECT text FROM chunks WHERE source = ? ORDER BY ordinal"

@@ -357,9 +357,10 @@ class CachedRAG:
         if is_known and library.behinds():
             return
         self.engine.register(texts)
-        self._forget(self.index.orphans(texts))  # which were deleted since they were found
-        for context in self._contexts():
-            self.engine.encode([], self._prompts.head(), context=context)
+        with library.spared():
+            self._forget(self.index.orphans(texts))  # which were deleted since they were found
+            for context in self._contexts():
+                self.engine.encode([], self._prompts.head(), context=context)
 
     async def aask(self, question: str, **options: Any) -> Answer:
         """As `ask`, without blocking the event loop; a cancelled task stops the generation."""

@@ -15,10 +15,12 @@ from pathlib import Path
 from cached_rag.errors import DocumentError
 
 MAX_BYTES = 50 << 20
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+# Half a surrogate pair is no character; no digest could be taken of it.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n){2,}")
 _TITLE = re.compile(r"^Title: *(.+)$", re.MULTILINE)
-_INVISIBLE = re.compile(r"<(script|style|template)\b.*?</\1\s*>", re.IGNORECASE | re.DOTALL)
+# Why a link in a folder is passed over, where others are counted by their suffix.
+_ELSEWHERE = "links to elsewhere"
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class Found:
 
     Attributes:
         files: those that have a reader, sorted.
-        passed_over: how many have none, by suffix ("" where there is no suffix), most frequent
-            first.
+        passed_over: how many have none, by suffix ("" where there is no suffix; "links to
+            elsewhere" for links that lead out of the folder), most frequent first.
     """
 
     files: tuple[Path, ...]
@@ -53,6 +55,8 @@ class Found:
 def look_at(path: Path | str) -> Found:
     """A file itself, of whatever kind, or all files below a folder.
 
+    Below a folder, a link counts where it leads to a file in that folder that is not found anyway.
+
     Raises:
         DocumentError: nothing is there.
     """
@@ -61,16 +65,21 @@ def look_at(path: Path | str) -> Found:
         return Found((root,))
     if not root.is_dir():
         raise DocumentError(f"there is no file or folder at {root}")
-    files, others = [], Counter[str]()
+    inside = root.resolve()
+    files: dict[Path, Path] = {}
+    links: dict[Path, Path] = {}
+    others = Counter[str]()
     for file in root.rglob("*"):
         if _is_hidden(file.relative_to(root)) or not file.is_file():
             continue
-        suffix = file.suffix.lower()
-        if suffix in READERS:
-            files.append(file)
-        else:
+        target, suffix = file.resolve(), file.suffix.lower()
+        if not target.is_relative_to(inside):
+            others[_ELSEWHERE] += 1
+        elif suffix not in READERS or target.suffix.lower() != suffix:
             others[suffix] += 1
-    return Found(tuple(sorted(files)), tuple(others.most_common()))
+        else:
+            (links if file.is_symlink() else files)[target] = file
+    return Found(tuple(sorted((links | files).values())), tuple(others.most_common()))
 
 
 def find_documents(path: Path | str) -> list[Path]:
@@ -122,8 +131,11 @@ def _title(text: str) -> str:
 
 
 def _clean(text: str) -> str:
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    return _BLANK_LINES.sub("\n\n", _CONTROL.sub("", text)).strip()
+    return _BLANK_LINES.sub("\n\n", _CONTROL.sub("", _with_line_feeds(text))).strip()
+
+
+def _with_line_feeds(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _decode(path: Path) -> str:
@@ -142,12 +154,9 @@ def _decode(path: Path) -> str:
 
 
 def _html_to_text(html: str) -> str:
-    from inscriptis import get_text
-    from inscriptis.model.config import ParserConfig
+    from cached_rag.rag.html import html_to_text
 
-    if not html.strip():
-        return ""
-    return str(get_text(_INVISIBLE.sub("", html), ParserConfig(display_links=False)))
+    return html_to_text(html)
 
 
 def _read_html(path: Path) -> str:
@@ -161,39 +170,14 @@ def _read_markdown(path: Path) -> str:
 
 
 def _read_rst(path: Path) -> str:
-    from docutils.core import publish_parts
+    from cached_rag.rag.rst import rst_to_html
 
-    settings = {
-        "file_insertion_enabled": False,
-        "raw_enabled": False,
-        "report_level": 5,
-        "halt_level": 6,
-        "_disable_config": True,
-        "syntax_highlight": "none",
-        "math_output": "LaTeX",
-        "input_encoding": "unicode",
-        "toc_backlinks": False,
-        "sectnum_xform": False,
-    }
-    source = _decode(path)
-    header = _HEADER.match(source)
-    body = source[header.end() :] if header else source
-    parts = publish_parts(_ROLE.sub(_spell_role, body), writer="html5", settings_overrides=settings)
-    return (header.group() if header else "") + _html_to_text(parts["html_body"])
-
-
-# Mail-style lines that open a Python Enhancement Proposal; as markup they would run together.
-_HEADER = re.compile(r"\A(?:[A-Z][\w-]*:[^\n]*\n(?:[ \t]+[^\n]+\n)*){2,}\n")
-# Python's documents use Sphinx roles, which docutils alone would print as errors.
-_ROLE = re.compile(r":(?:\w+:)?([a-z]+):`(?:([^`<]+?)\s*<[^`>]*>|[~!]?([^`]+))`")
-
-
-def _spell_role(match: re.Match[str]) -> str:
-    role, label, target = match.groups()
-    text = label or target
-    if label is None and role in ("pep", "rfc"):
-        return f"{role.upper()} {text}"
-    return f"``{text}``"
+    source = _with_line_feeds(_decode(path))
+    try:
+        header, html = rst_to_html(source)
+    except Exception:  # docutils has many; text with its markup is better than none
+        return source
+    return header + _html_to_text(html)
 
 
 def _read_pdf(path: Path) -> str:

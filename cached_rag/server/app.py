@@ -1,91 +1,28 @@
-"""The server's HTTP: paths, keys, limits, errors as OpenAI has them. Knows no model."""
+"""The server's paths. Who may ask is the gate's, errors are `failures`'s. Knows no model."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cached_rag import __version__
-from cached_rag.errors import BusyError, CachedRAGError, ConfigError, ContextOverflowError
-from cached_rag.server.answers import failure
-from cached_rag.server.metrics import Metrics
+from cached_rag.server.endings import Endings, event
+from cached_rag.server.failures import described, handle_errors
+from cached_rag.server.gate import Gate
 from cached_rag.server.protocol import ChatRequest, CompletionRequest, DocumentsRequest
 from cached_rag.server.service import Asked, Service
 from cached_rag.server.tenants import Keys
 
 # How often a client that waits for a whole response is looked for.
 _LOOK_SECONDS = 0.25
-_OPEN_PATHS = ("/health",)
-_log = logging.getLogger(__name__)
-_BROKEN = failure("the server failed; its log says more", "server_error")
 _UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-
-
-class BodyLimit:
-    """Refuses requests whose body exceeds a bound, whatever they say of its length."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app, self._max = app, max_bytes
-        self._says = f"the request's body exceeds {max_bytes} bytes"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As any ASGI application."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        seen = 0
-
-        async def counting() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self._max:
-                raise HTTPException(413, self._says)
-            return message
-
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > self._max:
-            response = JSONResponse(failure(self._says, "invalid_request_error"), 413)
-            await response(scope, receive, send)
-            return
-        await self._app(scope, counting, send)
-
-
-class Counting:
-    """Counts responses by path and status."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As any ASGI application."""
-        is_begun = False
-
-        async def counting(message: Message) -> None:
-            nonlocal is_begun
-            if message["type"] == "http.response.start":
-                is_begun = True
-                path = getattr(scope.get("route"), "path", "unknown")
-                self._metrics.responded(path, message["status"])
-            await send(message)
-
-        try:
-            await self._app(scope, receive, counting)
-        except Exception:
-            if scope["type"] != "http" or is_begun:
-                raise
-            _log.exception("a request failed")
-            await JSONResponse(_BROKEN, 500)(scope, receive, counting)
 
 
 def create_app(
@@ -93,13 +30,18 @@ def create_app(
     keys: Keys | None = None,
     max_body_bytes: int = 16 << 20,
     at_end: Callable[[], object] = lambda: None,
+    *,
+    hosts: Collection[str] | None = None,
+    max_requests: int = 750,
 ) -> FastAPI:
     """The server for one service; `app.state.is_stopping` makes it refuse new work.
 
     Args:
         at_end: called when it has stopped; signals may end the process right after.
+        hosts: names under which it may be asked, as Host headers have them, without ports; None
+            for any. A page in a browser can ask any server on its machine under a name of its own.
+        max_requests: how many may be under way.
     """
-    known = keys or Keys()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -107,37 +49,29 @@ def create_app(
         service.close()
         at_end()
 
-    app = FastAPI(
-        title="Cached RAG", version=__version__, lifespan=lifespan, dependencies=[Depends(_allow)]
+    app = FastAPI(title="Cached RAG", version=__version__, lifespan=lifespan)
+    app.state.service, app.state.is_stopping = service, False
+    app.add_middleware(
+        Gate,
+        keys=keys or Keys(),
+        hosts=hosts,
+        max_body_bytes=max_body_bytes,
+        max_requests=max_requests,
     )
-    app.state.service, app.state.keys, app.state.is_stopping = service, known, False
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
-    app.add_middleware(Counting, metrics=service.metrics)
-    _handle_errors(app)
+    app.add_middleware(Endings, metrics=service.metrics)  # outside of the gate
+    handle_errors(app)
     _add_answers(app, service)
     _add_documents(app, service)
     _add_status(app, service)
     return app
 
 
-async def _allow(request: Request) -> str:
-    """The tenant that asks.
-
-    Raises:
-        HTTPException: nobody's key, or the server is stopping.
-    """
-    state = request.app.state
-    if request.url.path in _OPEN_PATHS:
-        return ""
-    tenant: str | None = state.keys.tenant(request.headers.get("authorization"))
-    if tenant is None:
-        raise HTTPException(401, "wrong or missing API key", {"WWW-Authenticate": "Bearer"})
-    if state.is_stopping:
-        raise HTTPException(503, "the server is stopping", {"Retry-After": "5"})
-    return tenant
+async def _asking(request: Request) -> str:
+    """The tenant that asks, as the gate found it."""
+    return str(request.state.tenant)
 
 
-Tenant = Annotated[str, Depends(_allow)]
+Tenant = Annotated[str, Depends(_asking)]
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
@@ -181,23 +115,16 @@ async def _streamed(request: Request, service: Service, asked: Asked) -> Respons
 
     async def events() -> AsyncIterator[str]:
         try:
-            yield _event(json.dumps(first))
+            yield event(json.dumps(first))
             async for chunk in chunks:
-                yield _event(json.dumps(chunk))
-            yield _event("[DONE]")
-        except CachedRAGError as error:
-            yield _event(json.dumps(_described(error)[1]))
-        except Exception:
-            _log.exception("an answer failed")
-            yield _event(json.dumps(_BROKEN))
+                yield event(json.dumps(chunk))
+            yield event("[DONE]")
+        except Exception as error:
+            yield event(json.dumps(described(error)[1]))
         finally:
             service.finish(asked)
 
     return StreamingResponse(events(), media_type="text/event-stream", headers=_UNBUFFERED)
-
-
-def _event(data: str) -> str:
-    return f"data: {data}\n\n"
 
 
 async def _while_waited_for(request: Request, answer: Awaitable[Any]) -> Any:
@@ -215,9 +142,9 @@ async def _while_waited_for(request: Request, answer: Awaitable[Any]) -> Any:
 
 def _add_documents(app: FastAPI, service: Service) -> None:
     @app.post("/v1/documents")
-    async def encode(body: DocumentsRequest, tenant: Tenant) -> dict[str, Any]:
+    async def encode(request: Request, body: DocumentsRequest, tenant: Tenant) -> Response:
         """Prefill texts as they will stand in prompts."""
-        return await service.encode(body, tenant)
+        return JSONResponse(await _while_waited_for(request, service.encode(body, tenant)))
 
     @app.delete("/v1/documents")
     async def forget(body: DocumentsRequest, tenant: Tenant) -> dict[str, Any]:
@@ -252,42 +179,8 @@ def _add_status(app: FastAPI, service: Service) -> None:
         return JSONResponse(found, 503 if stopping else 200)
 
     @app.get("/metrics")
-    async def metrics() -> Response:
-        """Counts for Prometheus."""
+    async def metrics(tenant: Tenant) -> Response:
+        """Counts for Prometheus, over all tenants, so for none of them."""
+        if tenant:
+            raise HTTPException(403, "metrics are of all tenants; ask with a key of no tenant")
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
-
-
-def _handle_errors(app: FastAPI) -> None:
-    @app.exception_handler(HTTPException)
-    async def refused(_: Request, error: HTTPException) -> JSONResponse:
-        codes = {401: "invalid_api_key", 404: "not_found"}
-        kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-        content = failure(str(error.detail), kind, codes.get(error.status_code))
-        return JSONResponse(content, error.status_code, error.headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
-        found = [f"{_where(e['loc'])}{e['msg']}" for e in error.errors()[:3]]
-        return JSONResponse(failure("; ".join(found), "invalid_request_error"), 400)
-
-    @app.exception_handler(CachedRAGError)
-    async def failed(_: Request, error: CachedRAGError) -> JSONResponse:
-        status, content = _described(error)
-        return JSONResponse(content, status, {"Retry-After": "1"} if status == 429 else None)
-
-
-def _described(error: CachedRAGError) -> tuple[int, dict[str, Any]]:
-    """Status and body for an error of this library."""
-    if isinstance(error, ContextOverflowError):
-        code = "context_length_exceeded"
-        return 400, failure(str(error), "invalid_request_error", code)
-    if isinstance(error, ConfigError):
-        return 400, failure(str(error), "invalid_request_error")
-    if isinstance(error, BusyError):
-        return 429, failure(str(error), "rate_limit_error", "busy")
-    return 500, failure(str(error), "server_error")
-
-
-def _where(place: tuple[Any, ...]) -> str:
-    names = [str(part) for part in place if part != "body"]
-    return f"{'.'.join(names)}: " if names else ""

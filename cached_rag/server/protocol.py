@@ -6,11 +6,22 @@ engine.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import reprlib
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    model_validator,
+)
 
 _DEFAULT_TOKENS = 256
+# Of messages and texts; each costs far more than its few bytes of JSON.
+_MOST = 10_000
+_MOST_FIELDS = 100
 # Settings that clients send and that mean nothing when they have these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
@@ -39,23 +50,45 @@ _WITHOUT_EFFECT = (
 _ANSWERED = ("refusal", "tool_calls", "function_call", "audio", "annotations")
 
 
+def _whole(text: str) -> str:
+    """JSON may have half a character, which no tokenizer and no file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("half of a surrogate pair stands alone; send whole characters") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole)]
+Name = Annotated[Text, Field(max_length=256)]
+Stop = Annotated[Text, Field(max_length=1000)]
+
+
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _few_fields(cls, data: Any, read: ModelWrapValidatorHandler[Any]) -> Any:
+        """Each unknown one would be an error of its own, and a body has room for a million."""
+        if isinstance(data, dict) and len(data) > _MOST_FIELDS:
+            raise ValueError(f"more than {_MOST_FIELDS} fields")
+        return read(data)
 
 
 class TextPart(_Strict):
     """A piece of a message's content."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ChatMessage(_Strict):
     """One message of a conversation; content in several parts is joined."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
+    content: Text | Annotated[list[TextPart], Field(max_length=_MOST)]
+    name: Name | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -85,19 +118,19 @@ class _Settings(_Strict):
     `cache_salt`: requests with different salts share no KV.
     """
 
-    model: str
+    model: Annotated[Text, Field(max_length=1000)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    stop: str | list[str] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     seed: int | None = None
-    method: str | None = Field(None, max_length=200)
+    method: Name | None = None
     recompute_ratio: float | None = None
     top_k: int | None = None
     repetition_penalty: float | None = None
-    cache_salt: str | None = Field(None, max_length=256)
+    cache_salt: Name | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -109,15 +142,8 @@ class _Settings(_Strict):
             if name in kept and name not in cls.model_fields:
                 value = kept.pop(name)
                 if value not in neutral:
-                    raise ValueError(f"this server cannot do {name}={value!r}")
+                    raise ValueError(f"this server cannot do {name}={reprlib.repr(value)}")
         return kept
-
-    @field_validator("stop")
-    @classmethod
-    def _few_stops(cls, value: str | list[str] | None) -> str | list[str] | None:
-        if isinstance(value, list) and len(value) > 16:
-            raise ValueError("at most 16 stop strings")
-        return value
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -143,7 +169,7 @@ class _Settings(_Strict):
 class ChatRequest(_Settings):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST)
     max_completion_tokens: int | None = Field(None, ge=1)
 
     @property
@@ -159,14 +185,10 @@ class ChatRequest(_Settings):
 class CompletionRequest(_Settings):
     """POST /v1/completions."""
 
-    prompt: str | list[str]
-
-    @field_validator("prompt")
-    @classmethod
-    def _some(cls, value: str | list[str]) -> str | list[str]:
-        if not value or len(value if isinstance(value, list) else [value]) > 64:
-            raise ValueError("give one prompt, or a list of 1 to 64")
-        return value
+    prompt: (
+        Annotated[Text, Field(min_length=1)]
+        | Annotated[list[Text], Field(min_length=1, max_length=64)]
+    )
 
     def prompts(self) -> list[str]:
         """One prompt or several."""
@@ -180,6 +202,6 @@ class DocumentsRequest(_Strict):
         messages: how prompts with them begin: with `{documents}` where the texts will stand.
     """
 
-    texts: list[str] = Field(min_length=1, max_length=10_000)
-    messages: list[ChatMessage] | None = None
-    cache_salt: str | None = Field(None, max_length=256)
+    texts: list[Text] = Field(min_length=1, max_length=_MOST)
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=_MOST)] | None = None
+    cache_salt: Name | None = None

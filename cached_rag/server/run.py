@@ -5,26 +5,63 @@ Knows uvicorn.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import os
 import socket
+import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
 
 from cached_rag.errors import ConfigError
+from cached_rag.server.connections import Connection, of
 
 _log = logging.getLogger(__name__)
+# How long clients have to take the end of what was cut off.
+_END_SECONDS = 2.0
+_TICKS_A_SECOND = 10
 
 
-class _Server(uvicorn.Server):
-    """Refuses new work from the first signal on, while what runs goes on."""
+class Server(uvicorn.Server):
+    """Answers until the first signal; from then on only finishes what runs.
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], object] = lambda: None) -> None:
+    While it finishes, whoever asks is told so. What takes too long is cut off, and told so, too.
+    """
+
+    def __init__(
+        self,
+        app: FastAPI,
+        drain_seconds: float,
+        ready: Callable[[], object] = lambda: None,
+        *,
+        max_connections: int = 1000,
+        client_seconds: float = 60.0,
+    ) -> None:
+        """A server that does not run yet.
+
+        Args:
+            drain_seconds: how long running requests may take after the signal.
+            ready: called when requests are taken.
+            max_connections: of more, those that wait longest for their clients are dropped.
+            client_seconds: how long one may wait for its client, to send a request's head or
+                body, or to read on.
+        """
+        config = uvicorn.Config(
+            app,
+            http=cast(Any, partial(Connection, max_connections)),
+            ws="none",
+            log_level="warning",
+            timeout_graceful_shutdown=math.ceil(_END_SECONDS),
+        )
         super().__init__(config)
-        self._ready = ready
+        self._app, self._ready = app, ready
+        self._drain_seconds, self._client_seconds = drain_seconds, client_seconds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Called by uvicorn; whoever connects is heard when it returns.
@@ -40,15 +77,33 @@ class _Server(uvicorn.Server):
             raise _refused(host, port, error) from error
         self._ready()
 
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn, ten times a second."""
+        if counter % _TICKS_A_SECOND == 0:
+            for connection in of(self.server_state.connections):
+                connection.look(self._client_seconds)
+        return await super().on_tick(counter)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by uvicorn for SIGINT and SIGTERM."""
-        app = self.config.app
-        assert isinstance(app, FastAPI)
-        app.state.is_stopping = True
-        count = app.state.service.num_open
+        self._app.state.is_stopping = True
+        count = self._app.state.service.num_open
         if count:
             _log.warning("stopping; %d requests are finished first", count)
         super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by uvicorn after the signal; it still listens."""
+        running = set(self.server_state.tasks)
+        deadline = time.monotonic() + self._drain_seconds
+        while running and time.monotonic() < deadline and not self.force_exit:
+            _, running = await asyncio.wait(running, timeout=1 / _TICKS_A_SECOND)
+        if running:
+            _log.warning("%d requests were still being answered and are cut off", len(running))
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running, timeout=_END_SECONDS)
+        await super().shutdown(sockets)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -66,22 +121,6 @@ def bind(host: str, port: int) -> socket.socket:
         bound.close()
         raise _refused(host, port, error) from error
     return bound
-
-
-def run(
-    app: FastAPI, bound: socket.socket, drain_seconds: int, ready: Callable[[], object]
-) -> None:
-    """Serve until SIGINT or SIGTERM; what takes longer than `drain_seconds` then is cut off.
-
-    Args:
-        bound: from `bind`.
-        ready: called when requests are taken.
-
-    Raises:
-        ConfigError: the address was taken since.
-    """
-    config = uvicorn.Config(app, timeout_graceful_shutdown=drain_seconds, log_level="warning")
-    _Server(config, ready).run(sockets=[bound])
 
 
 def _refused(host: str, port: int, error: Exception) -> ConfigError:

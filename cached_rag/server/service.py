@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
+from pathlib import Path
 
 from cached_rag.backends.tokenizer import Rendered
 from cached_rag.config import GenerationConfig
@@ -22,6 +23,8 @@ from cached_rag.server.tenants import Tenants
 
 _log = logging.getLogger(__name__)
 _PLACE = "{documents}"
+# Chunks made before they are taken.
+_AHEAD = 16
 
 
 @dataclass(eq=False)
@@ -37,9 +40,19 @@ class Asked:
 class Service:
     """One engine for many clients."""
 
-    def __init__(self, engine: Engine, name: str, method: str = "auto") -> None:
-        self.engine, self.name = engine, name
-        self.tenants = Tenants(engine)
+    def __init__(
+        self, engine: Engine, name: str | None = None, method: str = "auto", max_spaces: int = 320
+    ) -> None:
+        """Serve it.
+
+        Args:
+            name: what clients call the model; None for its own name, or its file's or folder's.
+            method: for requests that name none.
+            max_spaces: how many engines of tenants and salts may be open.
+        """
+        self.engine = engine
+        self.name = name or _public(engine.model.name)
+        self.tenants = Tenants(engine, max_spaces)
         self.metrics = Metrics(engine)
         self._defaults = GenerationConfig(method=method)
         self._asked: set[Asked] = set()
@@ -98,7 +111,8 @@ class Service:
 
         Errors as `Engine.generate`: before the first chunk, unless a later prompt fails.
         """
-        arrived: asyncio.Queue[Json | BaseException | None] = asyncio.Queue()
+        # Bounded, for a client may ask for much and read slowly.
+        arrived: asyncio.Queue[Json | BaseException | None] = asyncio.Queue(_AHEAD)
 
         async def follow(index: int, stream: Stream) -> None:
             try:
@@ -107,12 +121,12 @@ class Service:
                     async for piece in pieces:
                         if not is_open:
                             is_open = True
-                            arrived.put_nowait(asked.envelope.opening(index))
-                        arrived.put_nowait(asked.envelope.piece(index, piece))
-                arrived.put_nowait(asked.envelope.closing(index, stream.finish_reason))
-                arrived.put_nowait(None)
+                            await arrived.put(asked.envelope.opening(index))
+                        await arrived.put(asked.envelope.piece(index, piece))
+                await arrived.put(asked.envelope.closing(index, stream.finish_reason))
+                await arrived.put(None)
             except Exception as error:
-                arrived.put_nowait(error)
+                await arrived.put(error)
 
         tasks = [asyncio.create_task(follow(*item)) for item in enumerate(asked.streams)]
         try:
@@ -153,7 +167,9 @@ class Service:
         surely = len(prompt.text.encode()) + 1  # a token is a byte at least, and BOS is one more
         if request.wanted_tokens is not None or surely + config.max_tokens <= context:
             return config
-        room = context - self.engine.count_tokens(prompt)
+        # What surely has no room is not tokenised, which takes as long as it is long.
+        too_long = self.engine.tokenization.least_tokens(prompt.text, context) is not None
+        room = 0 if too_long else context - self.engine.count_tokens(prompt)
         if room < 1:
             raise ContextOverflowError(f"the prompt fills the model's context of {context} tokens")
         return config.replace(max_tokens=min(config.max_tokens, room))
@@ -192,6 +208,12 @@ class Service:
         if request.messages is None:
             return None
         return engine.head([message.plain() for message in request.messages], _PLACE)
+
+
+def _public(name: str) -> str:
+    """A model's name without the folders above it, if it is a path."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.exists() else name
 
 
 async def _whole(stream: Stream) -> Generation:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from cached_rag.backends.thread import submit
 from cached_rag.engine.engine import Engine
-from cached_rag.errors import ConfigError
+from cached_rag.errors import BusyError, ConfigError
 
 # Each is a table of texts and two database connections; KV in memory is bounded for all together.
 _OPEN = 64
@@ -54,12 +54,21 @@ class Keys:
 class Tenants:
     """An engine for each tenant and salt, all on one model, memory and scheduler.
 
-    Only so many are open, and of one tenant's salts fewer: of those in no request's use the longest
-    unused is closed. What it kept on disk stays.
+    Only so many are kept open, and of one tenant's salts fewer: of those in no request's use the
+    longest unused is closed. What it kept on disk stays. Requests may use more at once, but no more
+    than there are descriptors for.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, most: int = 320) -> None:
+        """None is open yet.
+
+        Args:
+            most: how many may ever be open.
+        """
         self._first = engine
+        self._kept = min(_OPEN, most // 2)
+        self._most = max(2, most - self._kept)
+        self._num_closing = 0
         self._engines: OrderedDict[str, Engine] = OrderedDict()
         self._uses: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -67,13 +76,17 @@ class Tenants:
 
     @contextmanager
     def using(self, tenant: str, salt: str | None) -> Iterator[Engine]:
-        """The engine that sees this tenant's KV with this salt, and no other's."""
+        """The engine that sees this tenant's KV with this salt, and no other's.
+
+        Raises:
+            BusyError: as many as may be are in use, or half as many by this tenant's salts.
+        """
         name = namespace(tenant, salt)
         if not name:
             yield self._first
             return
         with self._lock:
-            engine = self._engines.get(name) or self._first.tenant(name)
+            engine = self._engines.get(name) or self._opened(name, tenant)
             self._engines[name] = engine
             self._engines.move_to_end(name)
             self._uses[name] += 1
@@ -85,8 +98,23 @@ class Tenants:
                 if not self._uses[name]:
                     del self._uses[name]
                 idle = self._surplus(tenant)
+                self._num_closing += len(idle)
             for engine in idle:  # which may wait for an encoding, so somebody else does it
-                self._closer.submit(_close, engine)
+                self._closer.submit(self._close, engine)
+
+    def _opened(self, name: str, tenant: str) -> Engine:
+        own = sum(used.startswith(f"{tenant}:") for used in self._uses)
+        is_greedy = ":" in name and own >= self._most // 2
+        if is_greedy or len(self._uses) + self._num_closing >= self._most:
+            raise BusyError("too many tenants or salts are in use at once; ask again later")
+        return self._first.tenant(name)
+
+    def _close(self, engine: Engine) -> None:
+        try:
+            _close(engine)
+        finally:
+            with self._lock:
+                self._num_closing -= 1
 
     def close(self) -> None:
         """Close all that are in no use, within `finish_seconds` together."""
@@ -102,7 +130,7 @@ class Tenants:
         """Take out what is too much: of this tenant's salts, then of all."""
         own = [name for name in self._engines if name.startswith(f"{tenant}:")]
         found = []
-        for names, most in ((own, _OPEN_SALTS), (list(self._engines), _OPEN)):
+        for names, most in ((own, _OPEN_SALTS), (list(self._engines), self._kept)):
             held = [name for name in names if name in self._engines]
             idle = [name for name in held if name not in self._uses]
             found += [self._engines.pop(name) for name in idle[: max(0, len(held) - most)]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,9 @@ MISTAKES = [
     ("", 1, None, "not well-formed"),
     (schema('<module name="a">' * 99 + "</module>" * 99), 1, None, "nested deeper than 64"),
     ("<schema name='\ud800'/>", 1, 1, "half a character"),
+    (schema(f'\n<param name="p" len="{"9" * 10_000}"/>'), 2, 1, "at most 9999999"),
+    (schema('<param name="p" len="0"/>'), 1, 18, "at least 1"),
+    (schema('<param name="p" len="4"/>\n<param name="p" len="4"/>'), 1, 1, "there twice"),
 ]
 
 
@@ -258,3 +263,28 @@ def test_a_prompt_from_a_file_is_of_the_schema_in_its_file():
     assert [message["role"] for message in said] == ["system", "user", "assistant"]
     assert "You like company." in said[1]["content"]
     assert "You like silence." not in said[1]["content"]
+
+
+# Many lines, modules, scaffolds: each of these took minutes when time grew with their square.
+LONG = {
+    "lines": "a &amp; b\n" * 500_000,
+    "modules": "".join(f'<module name="m{i}">x</module>' for i in range(40_000)),
+    "scaffolds": '<module name="m">x</module>'
+    + "".join(f'<union><module name="u{i}">x</module></union>' for i in range(8_000))
+    + "".join(f'<scaffold name="s{i}"><m/></scaffold>' for i in range(8_000)),
+    "names": f'<module name="{"ab" * 50_000}"/><scaffold name="s"><{"ba" * 50_000}/></scaffold>',
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_long_schemas_are_read_in_time(tmp_path, kind):
+    (tmp_path / "s.xml").write_text(schema(LONG[kind]))
+    code = (
+        "import sys\n"
+        "from cached_rag import PMLError, Schema\n"
+        "try: print(len(Schema.from_file(sys.argv[1]).node.children))\n"
+        "except PMLError as error: print(str(error)[-40:])\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "s.xml")]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=True)
+    assert done.stdout.strip()

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import signal
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,51 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
-import uvicorn
 from conftest import CHUNKS, tiny_model
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
+from served import GREEDY, MESSAGES, NAME, serving, until
 
 from cached_rag import BatchConfig, Engine
 from cached_rag.backends.transformers.batch import step_batch
 from cached_rag.engine import scheduler
-from cached_rag.server.app import create_app
-from cached_rag.server.run import _Server
-from cached_rag.server.service import Service
-from cached_rag.server.tenants import Keys, Tenants, namespace
-
-NAME = "tiny"
-MESSAGES = [
-    {"role": "system", "content": "Answer from the texts."},
-    {"role": "user", "content": f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\nWhy is it green?"},
-]
-GREEDY = {"model": NAME, "temperature": 0, "max_tokens": 8}
-
-
-@contextlib.contextmanager
-def serving(engine, keys=(), drain=5, **limits):
-    """A server on a port of its own; yields its address and the service."""
-    service = Service(engine, NAME)
-    app = create_app(service, Keys(keys), **limits)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    config = uvicorn.Config(
-        app, "127.0.0.1", port, log_level="error", timeout_graceful_shutdown=drain
-    )
-    server = _Server(config)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
-    thread.start()
-    deadline = time.monotonic() + 30
-    while not server.started and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert server.started
-    try:
-        yield f"http://127.0.0.1:{port}", service
-    finally:
-        server.handle_exit(signal.SIGTERM, None)
-        thread.join(30)
-        assert not thread.is_alive()
+from cached_rag.server.tenants import Tenants, namespace
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +54,6 @@ def slow(monkeypatch):
 
     monkeypatch.setattr(scheduler, "step_batch", slower)
     return passes
-
-
-def until(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
 
 
 def test_a_conversation_goes_on_with_the_servers_own_messages(client):

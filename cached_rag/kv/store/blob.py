@@ -1,26 +1,26 @@
-"""One module as one safetensors file: written whole or not at all, checked when read.
+"""One module as one safetensors file, checked when it is read.
 
-Every layer has its own checksum, so that a layer can be used before the next one is read. Knows
-the file format; knows no index and no eviction.
+Every layer has its own checksum, so that a layer can be used before the next one is read; these
+and all else in the header are signed by one that the index keeps. Knows the file's content; knows
+no index and no eviction.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from cached_rag.errors import CorruptBlobError, StoreFullError
+from cached_rag.errors import CorruptBlobError, StoreError
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store.codecs import Codec, Tensors
+from cached_rag.kv.store.tensor_file import TensorFile
 
 _IDS = "token_ids"
 _DAMAGED = "its content does not match its checksum"
@@ -28,111 +28,86 @@ _DAMAGED = "its content does not match its checksum"
 
 @dataclass(frozen=True)
 class BlobInfo:
-    """What the index keeps of a file: its size in bytes and its tensors' checksum."""
+    """What the index keeps of a file: its size in bytes, and the checksum of its header."""
 
     nbytes: int
     checksum: str
 
 
 def write_blob(path: Path, key: str, kv: ModuleKV, codec: Codec) -> BlobInfo:
-    """Write a module under a temporary name, then rename it.
+    """Write a module to a new file that only its owner may read.
 
     Raises:
-        StoreFullError: the disk is full; nothing is left behind.
+        OSError, SafetensorError: it could not be written.
     """
     tensors = codec.encode(kv)
     ids = torch.tensor(kv.token_ids, dtype=torch.int32)
-    sums = layer_sums(tensors)
     header = {
-        "layers": ",".join(sums),
+        "layers": ",".join(layer_sums(tensors)),
         "key": key,
         "codec": codec.name,
         "start": str(kv.start),
         "dtype": str(kv.keys.dtype).removeprefix("torch."),
     }
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
-    try:
-        save_file(tensors | {_IDS: ids}, str(temporary), header)
-        info = BlobInfo(temporary.stat().st_size, _checksum(ids, sums))
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
-            raise StoreFullError(
-                f"the disk that holds {path.parent} is full; free some space, choose another "
-                "place, or bound the store with disk_bytes (cached-rag store prune)"
-            ) from error
-        raise
-    return info
+    save_file(tensors | {_IDS: ids}, str(path), header)
+    path.chmod(0o600)
+    layouts = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return BlobInfo(path.stat().st_size, _checksum(header, layouts, ids))
 
 
 def read_blob(
-    path: Path, key: str, token_ids: Sequence[int] | None, codec: Codec, expected: str | None
+    path: Path, key: str, token_ids: Sequence[int] | None, codec: Codec, expected: str
 ) -> ModuleKV | None:
-    """Map a module's file into memory; None if there is no file.
+    """Read a module's file; None if there is no file.
 
     Args:
         token_ids: what it must hold; None takes what is there.
-        expected: the checksum it must have; None skips reading the tensors.
+        expected: the checksum it must have.
 
     Raises:
         CorruptBlobError: damaged, or not what it should be. The file is left as it is.
+        StoreError: it cannot be read now; nothing is known about its content.
     """
     stored = open_blob(path, key, token_ids, codec, expected)
-    if stored is None:
-        return None
-    if expected is not None and layer_sums(stored.tensors) != list(stored.sums):
-        raise CorruptBlobError(_message(path, _DAMAGED))
-    return stored.load()
+    return None if stored is None else stored.load()
 
 
 def open_blob(
-    path: Path, key: str, token_ids: Sequence[int] | None, codec: Codec, expected: str | None
+    path: Path, key: str, token_ids: Sequence[int] | None, codec: Codec, expected: str
 ) -> StoredKV | None:
     """A module's file, its layers unread; each is checked when it is. Otherwise as `read_blob`."""
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        return None
-    except (SafetensorError, OSError, RuntimeError) as error:
-        if not path.exists():  # another process removed it between its header and its content
+    with _judged(path):
+        try:
+            file = TensorFile(path)
+        except FileNotFoundError:
             return None
-        raise CorruptBlobError(_message(path, f"it cannot be read ({error})")) from error
-    if header.get("key") != key or header.get("codec") != codec.name:
-        raise CorruptBlobError(_message(path, "it belongs to another module or codec"))
-    try:
-        ids = tensors.pop(_IDS)
+        header = file.header
+        if header.get("key") != key or header.get("codec") != codec.name:
+            raise CorruptBlobError(_message(path, "it belongs to another module or codec"))
+        ids = file.read(_IDS)
+        layouts = {n: (at.dtype, at.shape) for n, at in file.layouts.items() if n != _IDS}
+        if _checksum(header, layouts, ids) != expected:
+            raise CorruptBlobError(_message(path, _DAMAGED))
+        held = tuple(ids.tolist())
+        if token_ids is not None and held != tuple(token_ids):
+            raise CorruptBlobError(_message(path, "it holds other tokens than its key stands for"))
         sums = tuple(header["layers"].split(","))
         dtype = getattr(torch, header["dtype"])
-        held = tuple(ids.tolist())
-        stored = StoredKV(held, int(header["start"]), tensors, sums, codec, dtype, path)
-        codec.decode({n: t[:0] for n, t in tensors.items()}, held, stored.start, dtype)
-    except (KeyError, ValueError, AttributeError, RuntimeError) as error:
-        raise CorruptBlobError(_message(path, f"its layout is wrong ({error})")) from error
-    if expected is not None and _checksum(ids, sums) != expected:
-        raise CorruptBlobError(_message(path, _DAMAGED))
-    if token_ids is not None and held != tuple(token_ids):
-        raise CorruptBlobError(_message(path, "it holds other tokens than its key stands for"))
-    return stored
+        return StoredKV(held, int(header["start"]), file, sums, codec, dtype, path)
 
 
 @dataclass(frozen=True)
 class StoredKV:
-    """A module in a file that is mapped, and read where it is touched. A `LayerSource`.
+    """A module in an open file, read where it is asked for. A `LayerSource`.
 
     Attributes:
-        tensors: as the codec laid them down, layers first.
         sums: checksum of each layer.
         begin, end: which of the tokens; `end` None for all.
     """
 
     all_ids: tuple[int, ...]
     first: int
-    tensors: Tensors
+    file: TensorFile
     sums: tuple[str, ...]
     codec: Codec
     dtype: torch.dtype
@@ -164,17 +139,23 @@ class StoredKV:
 
         Raises:
             CorruptBlobError: it is not what was written.
+            StoreError: it cannot be read now.
         """
-        tensors = {name: tensor[index : index + 1] for name, tensor in self.tensors.items()}
-        if layer_sums(tensors) != [self.sums[index]]:
-            raise CorruptBlobError(_message(self.path, _DAMAGED))
-        kv = self.codec.decode(tensors, self.all_ids, self.first, self.dtype)
+        kv = self._read(index, index + 1)
         return kv.keys[0, :, self.begin : self.end], kv.values[0, :, self.begin : self.end]
 
     def load(self) -> ModuleKV:
-        """All layers, unchecked."""
-        kv = self.codec.decode(self.tensors, self.all_ids, self.first, self.dtype)
+        """All layers; errors as in `layer`."""
+        kv = self._read(0, len(self.sums))
         return kv if self.end is None and not self.begin else kv.slice(self.begin, self.end or 0)
+
+    def _read(self, begin: int, end: int) -> ModuleKV:
+        with _judged(self.path):
+            names = [name for name in self.file.layouts if name != _IDS]
+            tensors = {name: self.file.read(name, begin, end) for name in names}
+            if layer_sums(tensors) != list(self.sums[begin:end]):
+                raise CorruptBlobError(_message(self.path, _DAMAGED))
+            return self.codec.decode(tensors, self.all_ids, self.first, self.dtype)
 
 
 def layer_sums(tensors: Tensors) -> list[str]:
@@ -189,11 +170,27 @@ def layer_sums(tensors: Tensors) -> list[str]:
     return found
 
 
-def _checksum(ids: torch.Tensor, sums: Sequence[str]) -> str:
-    """Of a whole file: its tokens, and its layers' checksums."""
-    state = xxhash.xxh3_128(",".join(sums).encode())
+def _checksum(
+    header: Mapping[str, str],
+    layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    ids: torch.Tensor,
+) -> str:
+    """Of all that a file says about its tensors, its layers' checksums among it."""
+    shapes = [(name, str(dtype), shape) for name, (dtype, shape) in sorted(layouts.items())]
+    state = xxhash.xxh3_128(json.dumps([sorted(header.items()), shapes]).encode())
     state.update(ids.contiguous().view(torch.uint8).numpy().data)
     return str(state.hexdigest())
+
+
+@contextmanager
+def _judged(path: Path) -> Iterator[None]:
+    """Tells what proves damage from what only says that a file cannot be read now."""
+    try:
+        yield
+    except (KeyError, ValueError, AttributeError) as error:
+        raise CorruptBlobError(_message(path, f"it cannot be read ({error})")) from error
+    except (OSError, MemoryError, RuntimeError) as error:
+        raise StoreError(f"the KV file {path} cannot be read now ({error}). It is kept.") from error
 
 
 def _message(path: Path, reason: str) -> str:

@@ -11,18 +11,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cached_rag.errors import StoreError
 from cached_rag.kv.fingerprint import ids_digest, module_key
-from cached_rag.kv.store.database import Database
+from cached_rag.kv.store.base import Problem
+from cached_rag.kv.store.database import PATIENCE_S, Database
+from cached_rag.kv.store.signed import add_sums, damage, is_sound, row_sum, sound
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS modules (
     id INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT NOT NULL, namespace TEXT NOT NULL,
     text_digest TEXT NOT NULL, anchor TEXT NOT NULL, length INTEGER NOT NULL,
-    token_ids BLOB NOT NULL, token_starts BLOB NOT NULL, UNIQUE (model, namespace, text_digest)
+    token_ids BLOB NOT NULL, token_starts BLOB NOT NULL, checksum TEXT NOT NULL DEFAULT '',
+    UNIQUE (model, namespace, text_digest)
 );
 CREATE TABLE IF NOT EXISTS encodings (
     model TEXT NOT NULL, namespace TEXT NOT NULL, digest TEXT NOT NULL, token_ids BLOB NOT NULL,
-    context TEXT NOT NULL, PRIMARY KEY (model, namespace, digest, context)
+    context TEXT NOT NULL, checksum TEXT NOT NULL DEFAULT '',
+    PRIMARY KEY (model, namespace, digest, context)
 );
 CREATE TABLE IF NOT EXISTS makers (
     id INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT NOT NULL UNIQUE, name TEXT NOT NULL,
@@ -41,10 +46,12 @@ CREATE TABLE IF NOT EXISTS doomed (
     token_ids BLOB NOT NULL, PRIMARY KEY (model, namespace, text_digest)
 );
 """
-_MODULES = (
-    "SELECT id, text_digest, anchor, length, token_ids, token_starts FROM modules"
-    " WHERE model = ? AND namespace = ?"
-)
+_SIGNED = {
+    "modules": "id, text_digest, anchor, length, token_ids, token_starts",
+    "encodings": "rowid, token_ids, context",
+}
+_MODULES = f"SELECT {_SIGNED['modules']}, checksum FROM modules WHERE model = ? AND namespace = ?"
+_PREFIXES = f"SELECT {_SIGNED['encodings']}, checksum FROM encodings"
 
 
 @dataclass(frozen=True)
@@ -102,8 +109,8 @@ class Catalog:
         self.maker = Maker(maker) if isinstance(maker, str) else maker
         self.namespace = namespace
         self._scope = (self.maker.model, namespace)
-        self._database = Database(Path(path), _SCHEMA)
-        if self.maker.name:
+        self._database = Database(Path(path), _SCHEMA, _upgrade)
+        if self.maker.name and not self._database.is_read_only:
             self._sign()
         self._version = self._database.version()
 
@@ -121,6 +128,19 @@ class Catalog:
                 "INSERT OR REPLACE INTO makers (model, name, dtype) VALUES (?, ?, ?)",
                 dataclasses.astuple(self.maker),
             )
+
+    def check(self) -> list[Problem]:
+        """What is damaged: of the file, and of the rows of all models and tenants."""
+        name = self._database.path.name
+        problems = [Problem(name, reason) for reason in self._database.problems()]
+        try:
+            for table, columns in _SIGNED.items():
+                rows = self._database.rows(f"SELECT {columns}, checksum FROM {table}")
+                damaged = [damage(self._database, row) for row in rows if not is_sound(row)]
+                problems += [Problem(f"{name} {table}", reason) for reason in damaged]
+        except StoreError as error:
+            problems.append(Problem(name, str(error)))
+        return problems
 
     def makers(self) -> list[Maker]:
         """Whose KV there may be, the latest last."""
@@ -157,11 +177,10 @@ class Catalog:
                 connection.execute(f"DELETE FROM {table} WHERE model = ?", (self.maker.model,))
             connection.execute("UPDATE removals SET count = count + 1")
 
-    def add_modules(self, records: Iterable[ModuleRecord]) -> None:
+    def add_modules(self, records: Iterable[ModuleRecord], patience_s: float = PATIENCE_S) -> None:
         """Remember texts; those that are known change nothing."""
-        rows = [
+        found = [
             (
-                *self._scope,
                 record.text_digest,
                 record.anchor,
                 record.length,
@@ -170,10 +189,12 @@ class Catalog:
             )
             for record in records
         ]
-        columns = "model, namespace, text_digest, anchor, length, token_ids, token_starts"
-        sql = f"INSERT OR IGNORE INTO modules ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)"
+        if not found:
+            return
+        rows = [(*self._scope, *values, row_sum(*values)) for values in found]
+        sql = _put("modules", "text_digest", "anchor, length, token_ids, token_starts, checksum")
         revived = "DELETE FROM doomed WHERE model = ? AND namespace = ? AND text_digest = ?"
-        with self._database.transaction() as connection:
+        with self._database.transaction(patience_s) as connection:
             connection.executemany(sql, rows)
             connection.executemany(revived, [row[:3] for row in rows])
 
@@ -181,12 +202,12 @@ class Catalog:
         """The modules among texts, by digest."""
         query = f"{_MODULES} AND text_digest = ?"
         rows = (self._database.rows(query, *self._scope, name) for name in text_digests)
-        return [_record(row) for found in rows for row in found]
+        return [_record(row) for found in rows for row in sound(self._database, found)]
 
     def modules(self, after: int = 0) -> Iterator[tuple[int, ModuleRecord]]:
         """(row, record) of all modules added after a row, in order."""
         query = f"{_MODULES} AND id > ? ORDER BY id"
-        for row in self._database.rows(query, *self._scope, after):
+        for row in sound(self._database, self._database.rows(query, *self._scope, after)):
             yield int(str(row[0])), _record(row)
 
     def text_digests(self) -> set[str]:
@@ -242,9 +263,11 @@ class Catalog:
 
     def add_prefix(self, token_ids: Sequence[int], context: str = "") -> None:
         """Remember a prefix that modules stand behind, and what followed it, by name."""
-        row = (*self._scope, ids_digest(token_ids), _pack(token_ids), context)
+        values = (_pack(token_ids), context)
+        row = (*self._scope, ids_digest(token_ids), context, values[0], row_sum(*values))
+        sql = _put("encodings", "digest, context", "token_ids, checksum")
         with self._database.transaction() as connection:
-            connection.execute("INSERT OR IGNORE INTO encodings VALUES (?, ?, ?, ?, ?)", row)
+            connection.execute(sql, row)
 
     def add_other(self, token_ids: Sequence[int], context: str) -> None:
         """Remember that there is KV of tokens that are no text to be found: of a schema."""
@@ -257,14 +280,14 @@ class Catalog:
         return self._prefixes(self.maker.model)
 
     def _prefixes(self, model: str) -> list[tuple[tuple[int, ...], str]]:
-        query = "SELECT token_ids, context FROM encodings WHERE model = ? AND namespace = ?"
-        rows = self._database.rows(query, model, self.namespace)
-        return [(_unpack(ids), str(context)) for ids, context in rows]
+        query = f"{_PREFIXES} WHERE model = ? AND namespace = ?"
+        rows = sound(self._database, self._database.rows(query, model, self.namespace))
+        return [(_unpack(ids), str(context)) for _, ids, context, _ in rows]
 
     def generation(self) -> int:
         """A number that grows whenever something was removed."""
-        ((count,),) = self._database.rows("SELECT count FROM removals")
-        return int(str(count))
+        (count,) = self._database.read(int, "SELECT count FROM removals")
+        return count
 
     def changed(self) -> bool:
         """Whether another connection has written since the last call."""
@@ -272,8 +295,24 @@ class Catalog:
         return before != self._version
 
 
+def _upgrade(database: Database) -> None:
+    for table, columns in _SIGNED.items():
+        add_sums(database, table, f"SELECT {columns} FROM {table}")
+
+
+def _put(table: str, key: str, columns: str) -> str:
+    """Adds a row of one scope, or mends the one that is there; changes nothing where they agree."""
+    names = f"model, namespace, {key}, {columns}"
+    marks = ", ".join("?" * len(names.split(",")))
+    new = ", ".join(f"excluded.{name.strip()}" for name in columns.split(","))
+    return (
+        f"INSERT INTO {table} ({names}) VALUES ({marks}) ON CONFLICT (model, namespace, {key})"
+        f" DO UPDATE SET ({columns}) = ({new}) WHERE ({columns}) IS NOT ({new})"
+    )
+
+
 def _record(row: tuple[object, ...]) -> ModuleRecord:
-    _, text_digest, anchor, length, ids, starts = row
+    _, text_digest, anchor, length, ids, starts, _ = row
     return ModuleRecord(
         str(text_digest), str(anchor), int(str(length)), _unpack(ids), _unpack(starts)
     )

@@ -2,84 +2,143 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
+from urllib.parse import quote
 
 from cached_rag.errors import ClosedError, StoreError, StoreFullError
 
-_PATIENCE_S = 60
+PATIENCE_S = 60.0
+# For what a question writes down beside its answer: it may as well be written later.
+BRIEFLY_S = 0.25
+_POLL_S = 0.01
+_T = TypeVar("_T")
 
 
 class Database:
-    """One connection behind a lock: WAL mode, waits for other processes, commits or rolls back."""
+    """One connection behind a lock: WAL mode, waits for other processes, commits or rolls back.
 
-    def __init__(self, path: Path, schema: str) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._path, self._is_closed = path, False
+    Every method raises StoreError where the file is damaged, out of reach, or in use for too long,
+    and ClosedError after `close`.
+
+    Attributes:
+        path: the file, which only its owner may read.
+        is_read_only: whether this user may not write it, or its folder; reading works then.
+    """
+
+    def __init__(
+        self, path: Path, schema: str, upgrade: Callable[[Database], object] = lambda _: None
+    ) -> None:
+        """Open a file, and see that it is as this version has it, unless it is read-only.
+
+        Args:
+            schema: run on it; doing so again must be harmless.
+            upgrade: called then; brings what an earlier version wrote up to date.
+        """
+        self.path, self._is_closed = path, False
         self._lock = threading.RLock()
         try:
-            self._connection = sqlite3.connect(path, timeout=_PATIENCE_S, check_same_thread=False)
-            self._enter_wal()
-            self._connection.execute("PRAGMA synchronous=NORMAL")
-            self._connection.execute("PRAGMA secure_delete=ON")  # overwrites what is deleted
-            self._connection.executescript(schema)
-        except sqlite3.DatabaseError as error:
-            raise StoreError(
-                f"{path} is not a usable index ({error}); delete it and ingest again, or choose "
-                "another folder"
-            ) from error
-
-    def _enter_wal(self) -> None:
-        """Switch to WAL, which SQLite does not wait for where another process does the same."""
-        deadline = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                self._connection.execute("PRAGMA journal_mode=WAL")
-                return
-            except sqlite3.OperationalError as error:
-                if "locked" not in str(error) or time.monotonic() > deadline:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            is_writable = all(os.access(place, os.W_OK) for place in (path, path.parent))
+            self.is_read_only = path.is_file() and not is_writable
+        except OSError as error:
+            raise self._forbidden(str(error)) from error
+        with self._explained():
+            self._connection = self._connected()
+            # A text that is damaged may still be shown; that it is, a checksum has to tell.
+            self._connection.text_factory = lambda data: data.decode(errors="replace")
+            if not self.is_read_only:
+                try:
+                    self._when_free(lambda: self._set_up(schema), PATIENCE_S)
+                    upgrade(self)
+                except BaseException:
+                    self.close()
                     raise
-                time.sleep(0.01)
+
+    def _connected(self) -> sqlite3.Connection:
+        # Who waits for another process does so in `_when_free`, without the lock.
+        if not self.is_read_only:
+            return sqlite3.connect(self.path, timeout=0, check_same_thread=False)
+        # What is being written elsewhere has its log beside it; without one nothing changes.
+        has_log = self.path.with_name(self.path.name + "-wal").exists()
+        uri = f"file:{quote(str(self.path))}?{'mode=ro' if has_log else 'immutable=1'}"
+        return sqlite3.connect(uri, timeout=0, check_same_thread=False, uri=True)
+
+    def _set_up(self, schema: str) -> None:
+        self._connection.execute("PRAGMA user_version")  # makes the file, if there is none
+        for suffix in ("", "-wal", "-shm"):
+            _make_private(self.path.with_name(self.path.name + suffix))
+        self._connection.execute("PRAGMA journal_mode=WAL")
+        self._connection.execute("PRAGMA synchronous=NORMAL")
+        self._connection.execute("PRAGMA secure_delete=ON")  # overwrites what is deleted
+        self._connection.executescript(schema)
 
     @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
+    def transaction(self, patience_s: float = PATIENCE_S) -> Iterator[sqlite3.Connection]:
         """Reads and writes that happen together or not at all.
+
+        Args:
+            patience_s: how long to wait for another process that is writing.
 
         Raises:
             StoreFullError: the disk is full.
-            ClosedError: as all methods, after `close`.
+            StoreError: also if the file may not be written.
         """
-        with self._opened() as connection:
+        if self.is_read_only:
+            raise self._forbidden("it is read-only for this user")
+
+        def begin() -> None:
+            self._connection.execute("BEGIN IMMEDIATE")
+            self._lock.acquire()  # once more, to be kept
+
+        with self._explained():
+            self._when_free(begin, patience_s)
             try:
-                connection.execute("BEGIN IMMEDIATE")
-                with connection:
-                    yield connection
-            except sqlite3.OperationalError as error:
-                if "full" in str(error):
-                    raise StoreFullError(
-                        f"no room for the index: {error}; free some space"
-                    ) from error
-                raise
+                with self._connection:
+                    yield self._connection
+            finally:
+                self._lock.release()
 
     def rows(self, query: str, *parameters: object) -> list[tuple[object, ...]]:
         """All rows of one query."""
-        with self._opened() as connection:
-            return connection.execute(query, parameters).fetchall()
+        with self._explained():
+            return self._when_free(
+                lambda: self._connection.execute(query, parameters).fetchall(), PATIENCE_S
+            )
+
+    def read(self, make: Callable[..., _T], query: str, *parameters: object) -> list[_T]:
+        """What `make` makes of the columns of each row; that it cannot is damage."""
+        rows = self.rows(query, *parameters)
+        try:
+            return [make(*row) for row in rows]
+        except (TypeError, ValueError, OverflowError) as error:
+            raise self._unusable(error) from error
 
     def version(self) -> int:
         """A number that changes when another connection has written."""
-        with self._opened() as connection:
-            (version,) = connection.execute("PRAGMA data_version").fetchone()
-            return int(version)
+        (version,) = self.read(int, "PRAGMA data_version")
+        return version
+
+    def problems(self) -> list[str]:
+        """What SQLite finds wrong with the file, in words."""
+        try:
+            found = self.read(str, "PRAGMA integrity_check")
+            strays = self.rows("PRAGMA foreign_key_check")
+        except StoreError as error:
+            return [str(error)]
+        return [text for text in found if text != "ok"] + [
+            f"row {row} of {table} belongs to nothing" for table, row, *_ in strays
+        ]
 
     def scrub(self) -> None:
         """Let nothing of what was deleted stay in the log, unless another process reads there."""
-        with self._opened() as connection:
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
         """Close the connection; doing it again changes nothing."""
@@ -87,12 +146,62 @@ class Database:
             self._is_closed = True
             self._connection.close()
 
+    def _when_free(self, act: Callable[[], _T], patience_s: float) -> _T:
+        """Do something under the lock, which is let go of while another process is in the way."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    raise ClosedError(
+                        f"{self.path} was closed; open the index, or load the engine, that uses "
+                        "it again, and close it only when nothing will be asked any more"
+                    )
+                try:
+                    return act()
+                except sqlite3.OperationalError as error:
+                    if "locked" not in str(error) or time.monotonic() > deadline:
+                        raise
+            time.sleep(_POLL_S)
+
     @contextmanager
-    def _opened(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            if self._is_closed:
-                raise ClosedError(
-                    f"{self._path} was closed; open the index, or load the engine, that uses it "
-                    "again, and close it only when nothing will be asked any more"
-                )
-            yield self._connection
+    def _explained(self) -> Iterator[None]:
+        """Turns SQLite's errors into ones that say where, why, and what to do."""
+        try:
+            yield
+        except sqlite3.ProgrammingError:
+            raise
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            why = str(error)
+            if "full" in why:
+                message = f"no room for the index {self.path}: {why}; free some space"
+                raise StoreFullError(message) from error
+            if "locked" in why:
+                raise StoreError(
+                    f"{self.path} is being written by another process ({why}); wait for it, or "
+                    "end it if it hangs"
+                ) from error
+            if "unable to open" in why or "readonly" in why:
+                raise self._forbidden(why) from error
+            if "I/O" in why:
+                message = f"{self.path} cannot be read or written ({why}); look after the disk"
+                raise StoreError(message) from error
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: Exception) -> StoreError:
+        return StoreError(
+            f"{self.path} is not a usable index ({error}); delete it and ingest again, or choose "
+            "another folder"
+        )
+
+    def _forbidden(self, why: str) -> StoreError:
+        return StoreError(
+            f"{self.path} cannot be written ({why}); allow this user to write it and its folder "
+            f"{self.path.parent}, or choose another folder"
+        )
+
+
+def _make_private(path: Path) -> None:
+    """Let nobody but its owner read a file; one that is not ours stays as it is."""
+    with suppress(OSError):
+        if path.stat().st_mode & 0o077:
+            path.chmod(0o600)

@@ -1,121 +1,121 @@
 """Modules as files, found through SQLite, bounded by bytes. Safe for several processes.
 
-A file is the truth about its content and the index about its existence: a row without a file is a
-miss, a file without a row is litter that `prune` removes. Knows no model.
+The index says what exists. A file comes together with its row, and goes with it, in one
+transaction, and has a name that no other file ever has. So in a transaction of one's own a file
+without a row is litter; a row without a file is a miss. Knows no model.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from cached_rag.errors import CorruptBlobError, StoreFullError
+from cached_rag.errors import CachedRAGError, CorruptBlobError, StoreError, StoreFullError
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store.base import Problem
 from cached_rag.kv.store.blob import StoredKV, open_blob, read_blob, write_blob
 from cached_rag.kv.store.codecs import Codec, codec_by_name
-from cached_rag.kv.store.database import Database
+from cached_rag.kv.store.database import BRIEFLY_S
+from cached_rag.kv.store.drafts import Drafts
+from cached_rag.kv.store.entries import Entries, Entry
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS blobs (
-    key TEXT NOT NULL, codec TEXT NOT NULL, nbytes INTEGER NOT NULL, checksum TEXT NOT NULL,
-    last_used REAL NOT NULL, PRIMARY KEY (key, codec)
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS by_use ON blobs (last_used);
-"""
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_Reader = Callable[[Path, str, "Sequence[int] | None", Codec, "str | None"], "_T | None"]
-# Uses are written down in batches, so that a hit costs no transaction.
-_USES_KEPT = 64
+_Reader = Callable[[Path, str, "Sequence[int] | None", Codec, str], "_T | None"]
+_INDEX = "index.sqlite"
+_DRAFTS = "drafts"
 
 
 class DiskStore:
-    """A `KVStore` in a folder. Checksums are verified at a module's first load in this process."""
+    """A `KVStore` in a folder."""
 
     def __init__(self, path: Path | str, codec: str = "raw", max_bytes: int | None = None) -> None:
         self.path = Path(path)
         self.codec = codec_by_name(codec)
         self.max_bytes = max_bytes
-        self._database = Database(self.path / "index.sqlite", _SCHEMA)
-        self._verified: set[str] = set()
-        self._used: dict[str, float] = {}
-        self._lock = threading.Lock()
+        self._entries = Entries(self.path / _INDEX)
+        self._drafts = Drafts(self.path / "blobs" / _DRAFTS, self.path / "drafts.lock")
 
     def close(self) -> None:
         """Write down recent uses and close the index."""
-        self._flush()
-        self._database.close()
+        self._entries.close()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files, of every codec."""
-        ((total,),) = self._database.rows("SELECT coalesce(sum(nbytes), 0) FROM blobs")
-        return int(str(total))
+        return self._entries.nbytes()
 
     def __len__(self) -> int:
-        return len(list(self.keys()))
+        return len(self._entries.of(self.codec.name))
 
     def __contains__(self, key: str) -> bool:
-        return self._row(key) is not None and self._file(key).is_file()
+        entry = self._entry(key)
+        return entry is not None and self._file(entry).is_file()
 
     def keys(self) -> Iterator[str]:
         """All keys of this codec, least recently used first."""
-        self._flush()
-        query = "SELECT key FROM blobs WHERE codec = ? ORDER BY last_used"
-        return iter([str(key) for (key,) in self._database.rows(query, self.codec.name)])
+        return iter([entry.key for entry in self._entries.of(self.codec.name)])
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every file of this codec, by key."""
-        query = "SELECT key, nbytes FROM blobs WHERE codec = ?"
-        return {str(k): int(str(n)) for k, n in self._database.rows(query, self.codec.name)}
+        return {entry.key: entry.nbytes for entry in self._entries.of(self.codec.name)}
 
     def get(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
-        """The module, mapped from its file, or None; see `KVStore.get`."""
-        kv = self._found(key, token_ids, read_blob)
-        if kv is not None:
-            self._verified.add(key)
-        return kv
+        """The module, copied from its file, or None; see `KVStore.get`."""
+        return self._found(key, token_ids, read_blob)
 
     def open(self, key: str, token_ids: Sequence[int]) -> StoredKV | None:
-        """The module, mapped and unread; its layers are checked as they are read."""
+        """The module, unread; its layers are checked as they are read."""
         return self._found(key, token_ids, open_blob)
 
     def _found(self, key: str, token_ids: Sequence[int], read: _Reader[_T]) -> _T | None:
-        row = self._row(key)
-        if row is None:
+        entry = self._entry(key)
+        if entry is None:
             return None
-        expected = None if key in self._verified else row[1]
         try:
-            found = read(self._file(key), key, token_ids, self.codec, expected)
+            found = read(self._file(entry), key, token_ids, self.codec, entry.checksum)
         except CorruptBlobError:
-            self.delete(key)
+            self._drop(entry)
             raise
-        if found is None:
-            self._forget(key)
-        else:
-            self._touch(key)
-        return found
+        if found is not None:
+            self._entries.touch(entry)
+            return found
+        self._drop(entry)
+        if self._entry(key) in (None, entry):
+            return None
+        return self._found(key, token_ids, read)  # which has taken its place
 
     def put(self, key: str, kv: ModuleKV) -> None:
         """Keep a module; see `KVStore.put`."""
         if self.max_bytes is not None and kv.nbytes > 2 * self.max_bytes:
             raise self._too_large(kv.nbytes)  # no codec makes it fit
-        info = write_blob(self._file(key), key, kv, self.codec)
-        if self.max_bytes is not None and info.nbytes > self.max_bytes:
-            self.delete(key)
-            raise self._too_large(info.nbytes)
-        with self._database.transaction() as connection:
-            connection.execute(
-                "INSERT OR REPLACE INTO blobs VALUES (?, ?, ?, ?, ?)",
-                (key, self.codec.name, info.nbytes, info.checksum, time.time()),
-            )
-        self._verified.add(key)
+        with self._drafts.open() as draft:
+            info = write_blob(draft, key, kv, self.codec)
+            if self.max_bytes is not None and info.nbytes > self.max_bytes:
+                raise self._too_large(info.nbytes)
+            name = os.urandom(8).hex()
+            self._publish(draft, Entry(key, self.codec.name, name, info.nbytes, info.checksum))
+
+    def _publish(self, draft: Path, entry: Entry) -> None:
+        """Give a draft its name and its row together; what has to go for it goes then."""
+        path = self._file(entry)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self.max_bytes is not None:
-            self._evict(self.max_bytes)
+            self._entries.flush()
+        try:
+            with self._entries.transaction() as connection:
+                gone = self._entries.put(connection, entry)
+                if self.max_bytes is not None:
+                    gone += self._entries.evict(connection, self.max_bytes)
+                os.replace(draft, path)
+                self._unlink(gone)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
 
     def _too_large(self, nbytes: int) -> StoreFullError:
         return StoreFullError(
@@ -125,25 +125,39 @@ class DiskStore:
 
     def delete(self, key: str) -> bool:
         """Forget an entry; says whether it was there."""
-        known = self._forget(key)
-        with contextlib.suppress(FileNotFoundError):
-            self._file(key).unlink()
-        return known
+        with self._entries.transaction() as connection:
+            gone = self._entries.remove(connection, [self._entry(key)])
+            self._unlink(gone)
+        return bool(gone)
 
     def check(self) -> list[Problem]:
-        """Read every file of this codec; report damage, missing files and litter."""
-        problems = []
-        rows = self._database.rows(
-            "SELECT key, checksum FROM blobs WHERE codec = ?", self.codec.name
-        )
-        for key, expected in rows:
-            path = self._file(str(key))
-            try:
-                if read_blob(path, str(key), None, self.codec, str(expected)) is None:
-                    problems.append(Problem(str(key), f"the file {path} is missing"))
-            except CorruptBlobError as error:
-                problems.append(Problem(str(key), str(error)))
-        return problems + [Problem(path.stem, f"litter: {path}") for path in self._litter()]
+        """Read every file, and the index; report damage, missing files and litter."""
+        problems = [Problem(_INDEX, reason) for reason in self._entries.database.problems()]
+        try:
+            for entry in self._entries.all():
+                problems += self._problems(entry)
+            with self._settled():
+                litter, strange = self._litter()
+            with self._drafts.abandoned() as drafts:
+                litter += drafts
+        except StoreError as error:
+            return [*problems, Problem(_INDEX, str(error))]
+        problems += [Problem(path.stem, f"litter: {path}") for path in litter]
+        return problems + [Problem(p.name, f"not of this store, left alone: {p}") for p in strange]
+
+    def _problems(self, entry: Entry) -> list[Problem]:
+        path, reason = self._file(entry), None
+        try:
+            codec = codec_by_name(entry.codec)
+            if read_blob(path, entry.key, None, codec, entry.checksum) is None:
+                reason = f"the file {path} is missing"
+        except CachedRAGError as error:
+            reason = str(error)
+        if reason is None:
+            return []
+        with self._settled():  # or was it removed meanwhile?
+            is_kept = self._entries.find(entry.key, entry.codec) == entry
+        return [Problem(entry.key, reason)] if is_kept else []
 
     def prune(self, max_bytes: int | None = None) -> tuple[int, int]:
         """Remove litter, then the least recently used files until `max_bytes` are left.
@@ -151,76 +165,73 @@ class DiskStore:
         Returns:
             How many files went, and their bytes.
         """
-        count = nbytes = 0
-        for path in self._litter():
-            with contextlib.suppress(FileNotFoundError):
-                nbytes += path.stat().st_size
-                path.unlink()
-                count += 1
-        if max_bytes is not None:
-            evicted, freed = self._evict(max_bytes)
-            count, nbytes = count + evicted, nbytes + freed
-        return count, nbytes
+        self._entries.flush()
+        evicted: list[Entry] = []
+        with self._drafts.abandoned() as drafts:
+            sizes = _removed(drafts)
+        with self._entries.transaction() as connection:
+            sizes += _removed(self._litter()[0])
+            if max_bytes is not None:
+                evicted = self._entries.evict(connection, max_bytes)
+                self._unlink(evicted)
+        return len(sizes) + len(evicted), sum(sizes) + sum(entry.nbytes for entry in evicted)
 
-    def _evict(self, max_bytes: int) -> tuple[int, int]:
-        self._flush()
-        excess = self.nbytes - max_bytes
-        count = freed = 0
-        if excess <= 0:
-            return 0, 0
-        query = "SELECT key, codec, nbytes FROM blobs ORDER BY last_used"
-        for key, codec, nbytes in self._database.rows(query):
-            if freed >= excess:
-                break
-            with self._database.transaction() as connection:
-                sql = "DELETE FROM blobs WHERE key = ? AND codec = ?"
-                connection.execute(sql, (key, codec))
-            with contextlib.suppress(FileNotFoundError):
-                self._file(str(key), str(codec)).unlink()
-            count, freed = count + 1, freed + int(str(nbytes))
-        return count, freed
+    def _settled(self) -> AbstractContextManager[object]:
+        """While nobody is between a file's name and its row, as far as that can be had."""
+        is_read_only = self._entries.database.is_read_only
+        return nullcontext() if is_read_only else self._entries.transaction()
 
-    def _litter(self) -> list[Path]:
-        """Files without a row, old enough not to be another process's write in progress."""
-        rows = self._database.rows("SELECT key, codec FROM blobs")
-        known = {self._file(str(key), str(codec)) for key, codec in rows}
-        blobs = self.path / "blobs"
-        found = sorted(path for path in blobs.glob("*/*") if path not in known)
-        return [path for path in found if _age(path) > 60 or not path.name.endswith(".tmp")]
+    def _litter(self) -> tuple[list[Path], list[Path]]:
+        """Files without a row, and what is no file of a store. Links are not followed."""
+        known = {self._file(entry) for entry in self._entries.all()}
+        litter: list[Path] = []
+        strange: list[Path] = []
+        for shard in _inside(self.path / "blobs"):
+            if not shard.is_dir(follow_symlinks=False):
+                strange.append(Path(shard.path))
+            elif shard.name != _DRAFTS:
+                for file in _inside(Path(shard.path)):
+                    is_file = file.is_file(follow_symlinks=False)
+                    (litter if is_file else strange).append(Path(file.path))
+        return [path for path in litter if path not in known], strange
 
-    def _file(self, key: str, codec: str | None = None) -> Path:
-        return self.path / "blobs" / key[:2] / f"{key}.{codec or self.codec.name}.safetensors"
+    def _file(self, entry: Entry) -> Path:
+        name = f"{entry.key}.{entry.name}.{entry.codec}.safetensors"
+        return self.path / "blobs" / entry.key[:2] / name
 
-    def _row(self, key: str) -> tuple[int, str] | None:
-        query = "SELECT nbytes, checksum FROM blobs WHERE key = ? AND codec = ?"
-        rows = self._database.rows(query, key, self.codec.name)
-        return (int(str(rows[0][0])), str(rows[0][1])) if rows else None
+    def _entry(self, key: str) -> Entry | None:
+        return self._entries.find(key, self.codec.name)
 
-    def _forget(self, key: str) -> bool:
-        self._verified.discard(key)
-        with self._database.transaction() as connection:
-            sql = "DELETE FROM blobs WHERE key = ? AND codec = ?"
-            return connection.execute(sql, (key, self.codec.name)).rowcount > 0
+    def _drop(self, entry: Entry) -> None:
+        """Forget one file, not one that has taken its place; what cannot be now is left."""
+        try:
+            with self._entries.transaction(BRIEFLY_S) as connection:
+                self._unlink(self._entries.remove(connection, [entry]))
+        except StoreError as error:
+            _log.info("the KV %s stays for now: %s", entry.key, error)
 
-    def _touch(self, key: str) -> None:
-        with self._lock:
-            self._used[key] = time.time()
-            is_due = len(self._used) >= _USES_KEPT
-        if is_due:
-            self._flush()
-
-    def _flush(self) -> None:
-        with self._lock:
-            used, self._used = self._used, {}
-        if not used:
-            return
-        rows = [(when, key, self.codec.name) for key, when in used.items()]
-        with self._database.transaction() as connection:
-            sql = "UPDATE blobs SET last_used = ? WHERE key = ? AND codec = ?"
-            connection.executemany(sql, rows)
+    def _unlink(self, entries: Iterable[Entry]) -> None:
+        _unlink(self._file(entry) for entry in entries)
 
 
-def _age(path: Path) -> float:
-    with contextlib.suppress(FileNotFoundError):
-        return time.time() - path.stat().st_mtime
-    return 0.0
+def _removed(paths: list[Path]) -> list[int]:
+    """Remove files; says how large they were."""
+    sizes = [path.lstat().st_size for path in paths]
+    _unlink(paths)
+    return sizes
+
+
+def _unlink(paths: Iterable[Path]) -> None:
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"{path} cannot be removed ({error}); allow this user to write its folder"
+            ) from error
+
+
+def _inside(folder: Path) -> list[os.DirEntry[str]]:
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        return sorted(entries, key=lambda entry: entry.name)
+    return []

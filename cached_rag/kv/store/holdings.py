@@ -84,6 +84,8 @@ def strays(folder: Path, codec: str) -> list[str]:
     """Keys of KV that nothing needs that anybody knows of. Who puts KV there has said so before."""
     with closing(DiskStore(folder, codec)) as disk:
         held = disk.sizes()
+    if not (folder / CATALOG).is_file():
+        return []
     needed = {key for maker in makers(folder) for key in _all_keys(folder, maker)}
     return [key for key in held if key not in needed]
 

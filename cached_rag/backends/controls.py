@@ -1,0 +1,108 @@
+"""Which tokens control a model, and tokenizers that obey them or read them as text.
+
+Knows tokenizers; knows no prompt.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from tokenizers import AddedToken, Tokenizer, models
+
+from cached_rag.backends.reach import Reach, reach_of
+
+# Tokens of this form control a model whether they are flagged special or not: <tool_call>,
+# <|im_start|>, [INST]. Runs of white space are text, and so is HTML, which documents are full of.
+_BRACKETED = re.compile(r"[<\[{|].*\w.*[>\]}|]", re.DOTALL)
+_HTML = re.compile(
+    r"</?(a|article|aside|audio|b|blockquote|body|br|button|caption|center|cite|code|dd|del|div|dl"
+    r"|dt|em|figcaption|figure|font|footer|form|h[1-6]|head|header|hr|html|i|iframe|img|input|ins"
+    r"|kbd|label|li|link|main|mark|meta|nav|ol|option|p|pre|q|s|script|section|select|small|span"
+    r"|strike|strong|style|sub|sup|svg|table|tbody|td|textarea|tfoot|th|thead|title|tr|u|ul|video)"
+    r"\s*/?>",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Backends:
+    """What does a tokenizer's work, set up once for each way, so that threads need not wait.
+
+    transformers sets options and then uses them, which is for one thread at a time.
+
+    Attributes:
+        plain: as plain generation would tokenise.
+        literal: control tokens are text.
+        controls: ids of the control tokens, by text.
+    """
+
+    plain: Tokenizer
+    literal: Tokenizer
+    controls: dict[str, int]
+
+    @cached_property
+    def _finder(self) -> Tokenizer:
+        """Knows control tokens alone, and drops all other text."""
+        finder = Tokenizer(models.BPE())
+        finder.add_special_tokens(list(self.controls))
+        return finder
+
+    def spelled_out(self, text: str) -> list[tuple[int, int]]:
+        """Spans of the control tokens in a text, in order; linear, however many there are."""
+        return list(self._finder.encode_batch([text])[0].offsets)
+
+    @cached_property
+    def reach(self) -> Reach | None:
+        """What a token can stand for; None if nothing is certain."""
+        return reach_of(self.plain)
+
+
+_KNOWN: WeakKeyDictionary[Any, Backends] = WeakKeyDictionary()
+_MAKING = threading.Lock()
+
+
+def backends_of(tokenizer: Any) -> Backends:
+    """A transformers tokenizer's, made once."""
+    with _MAKING:
+        found = _KNOWN.get(tokenizer)
+        if found is None:
+            found = _KNOWN[tokenizer] = _made(tokenizer)
+        return found
+
+
+def _made(tokenizer: Any) -> Backends:
+    added = [token for token in tokenizer.added_tokens_decoder.values() if _is_control(token)]
+    texts = {text for text in (*(t.content for t in added), *tokenizer.all_special_tokens) if text}
+    plain, literal = _alike(tokenizer.backend_tokenizer), _alike(tokenizer.backend_tokenizer)
+    plain.encode_special_tokens = tokenizer.split_special_tokens
+    literal.add_special_tokens([token.content for token in added if not token.special])
+    literal.encode_special_tokens = True
+    controls = {text: token for text in texts if (token := plain.token_to_id(text)) is not None}
+    return Backends(plain, literal, controls)
+
+
+def _alike(backend: Tokenizer) -> Tokenizer:
+    """A tokenizer with options of its own, that shares all that is large with another."""
+    alike = Tokenizer(backend.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if getattr(backend, part) is not None:
+            setattr(alike, part, getattr(backend, part))
+    added = backend.get_added_tokens_decoder()
+    alike.add_tokens([token for _, token in sorted(added.items())])
+    if alike.get_added_tokens_decoder().keys() == added.keys():
+        return alike
+    copy = Tokenizer.from_str(backend.to_str())  # ids with gaps, which only a whole copy has
+    copy.no_truncation()
+    copy.no_padding()
+    return copy
+
+
+def _is_control(token: AddedToken) -> bool:
+    text = token.content.strip()
+    looks_so = _BRACKETED.fullmatch(text) is not None and _HTML.fullmatch(text) is None
+    return token.special or looks_so

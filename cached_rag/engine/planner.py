@@ -1,0 +1,101 @@
+"""One prompt of text: its tokens, the modules in it, and where their KV comes from.
+
+The counterpart of `pml/planner.py` for text in which modules are found. Knows a library and a
+tokenizer; computes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from cached_rag.backends.tokenizer import Rendered, Tokenization, Tokens
+from cached_rag.engine.report import Clock, Report
+from cached_rag.library.learning import Leftovers
+from cached_rag.library.library import Library
+from cached_rag.library.matching import Occurrence
+from cached_rag.library.plan import Plan, make_plan
+
+
+class Reading(Protocol):
+    """A prompt that was read. Says which of its tokens come from which module."""
+
+    def __call__(self, report: Report, *, lazy: bool) -> tuple[Tokens, Plan]:
+        """See `Engine.plan`. On the model's thread."""
+        ...
+
+
+class Planner(Protocol):
+    """A prompt that is to be answered."""
+
+    @property
+    def text(self) -> str:
+        """What has to be read."""
+        ...
+
+    def read(self, method: str) -> Reading:
+        """Tokenise it and look for modules in it. On any thread, for it needs no model."""
+        ...
+
+
+@dataclass(frozen=True)
+class TextPlanner:
+    """Plans one rendered prompt."""
+
+    library: Library
+    tokenization: Tokenization
+    leftovers: Leftovers
+    rendered: Rendered
+
+    @property
+    def text(self) -> str:
+        """See `Planner`."""
+        return self.rendered.text
+
+    def read(self, method: str) -> Reading:
+        """See `Planner`."""
+        rendered = self.rendered
+        if method == "full":
+            tokens = self.tokenization.tokenize(rendered)
+            return lambda report, *, lazy: (tokens, Plan((), (), len(tokens)))
+        found = list(self.library.table.find(rendered.text))
+        literal = (*rendered.literal, *((match.begin, match.end) for match in found))
+        tokens = self.tokenization.tokenize(Rendered(rendered.text, literal, rendered.is_chat))
+        return partial(self._plan, method, tokens, found)
+
+    def _plan(
+        self,
+        method: str,
+        tokens: Tokens,
+        found: Sequence[Occurrence],
+        report: Report,
+        *,
+        lazy: bool,
+    ) -> tuple[Tokens, Plan]:
+        clock = Clock()
+        sink_ids = self.tokenization.sink_ids
+        plan = make_plan(self.library, self.rendered.text, tokens, found, sink_ids, lazy=lazy)
+        report.load_ms = clock.lap()
+        report.modules_missed = len(plan.missed)
+        if plan.missed:
+            self._explain(plan, report)
+        if self.leftovers.write_back is not None:
+            report.missed_tokens = sum(len(found.module.token_ids) for found in plan.missed)
+        return tokens, plan.exact_only() if method == "prefix" else plan
+
+    def _explain(self, plan: Plan, report: Report) -> None:
+        """Say so, if what a prompt missed is there, but was made by another model or dtype."""
+        makers = self.library.other_makers(found.module for found in plan.missed)
+        if not makers:
+            return
+        own = self.library.maker
+        is_alike = any(str(maker) == str(own) for maker in makers)
+        by = ", ".join(dict.fromkeys(map(str, makers)))
+        later = "" if self.leftovers.write_back is None else ", and encoded in the background"
+        report.notes.append(
+            f"KV of texts in this prompt was made by {by}{' (other weights)' if is_alike else ''}; "
+            f"this engine is {own}: {len(plan.missed)} texts are computed now{later}; `cached-rag "
+            "ingest`, or `encode`, encodes all ahead"
+        )

@@ -1,0 +1,82 @@
+"""Files that are being written, in a folder of their own until they are complete.
+
+Whoever writes holds a lock that ends with the process. So, while nobody holds it, what lies there
+is what killed processes left: no clock and no process id tells them apart. Knows no format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from cached_rag.errors import StoreError, StoreFullError
+
+try:
+    import fcntl
+except ImportError:  # on Windows no draft is ever taken for abandoned
+    fcntl = None  # type: ignore[assignment]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Drafts:
+    """A folder of drafts, made when it is first needed, and the file that is locked for it."""
+
+    def __init__(self, folder: Path, lock: Path) -> None:
+        self.folder, self._lock = folder, lock
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Path]:
+        """A path to write to, and to rename when all is written; gone afterwards.
+
+        Raises:
+            StoreFullError: the disk is full; nothing is left behind.
+            StoreError: writing, or what else is done meanwhile, failed for another reason.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with self._locked("LOCK_SH"):
+                draft = self.folder / os.urandom(8).hex()
+                try:
+                    yield draft
+                finally:
+                    draft.unlink(missing_ok=True)
+        except (OSError, SafetensorError) as error:
+            raise self._explained(error) from error
+
+    @contextlib.contextmanager
+    def abandoned(self) -> Iterator[list[Path]]:
+        """Drafts whose writers are dead; while anybody writes, none. None is begun meanwhile."""
+        with contextlib.ExitStack() as stack:
+            found: list[Path] = []
+            if fcntl is not None and not self.folder.is_symlink():
+                with contextlib.suppress(OSError):  # also where there is no folder yet
+                    stack.enter_context(self._locked("LOCK_EX", "LOCK_NB"))
+                    found = sorted(self.folder.iterdir())
+            yield [path for path in found if path.is_file() and not path.is_symlink()]
+
+    @contextlib.contextmanager
+    def _locked(self, *flags: str) -> Iterator[None]:
+        handle = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if fcntl is not None:
+                fcntl.flock(handle, sum(getattr(fcntl, flag) for flag in flags))
+            yield
+        finally:
+            os.close(handle)
+
+    def _explained(self, error: Exception) -> StoreError:
+        if getattr(error, "errno", None) in _FULL or "No space left" in str(error):
+            return StoreFullError(
+                f"the disk that holds {self.folder.parent} is full; free some space, choose "
+                "another place, or bound the store with disk_bytes (cached-rag store prune)"
+            )
+        return StoreError(
+            f"KV could not be written to {self.folder.parent} ({error}); see that it can be, or "
+            "choose another place"
+        )

@@ -1,0 +1,113 @@
+"""A safetensors file, read piece by piece into memory of one's own.
+
+It is never mapped: if another process cuts a mapped file short, whoever touches it dies of SIGBUS;
+a read comes back short, which is damage like any other. Knows the format; knows no module.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+_LENGTH_BYTES = 8
+_HEADER_LIMIT = 1 << 24
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tensor in a file, and the byte at which it begins."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+
+class TensorFile:
+    """An open file. It is read as it was when it was opened, though it be removed meanwhile.
+
+    Attributes:
+        header: the metadata.
+        layouts: the tensors, by name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open a file and read its header.
+
+        Raises:
+            OSError: it cannot be read, which says nothing about what is in it.
+            ValueError: it is no safetensors file, or one that is cut short.
+        """
+        self._file = path.open("rb")
+        weakref.finalize(self, self._file.close).atexit = False
+        self._lock = threading.Lock()
+        size = os.fstat(self._file.fileno()).st_size
+        length = int.from_bytes(self._bytes(0, _LENGTH_BYTES), "little")
+        if length > _HEADER_LIMIT:
+            raise ValueError("its header is no header")
+        begin = _LENGTH_BYTES + length
+        try:
+            found = dict(json.loads(self._bytes(_LENGTH_BYTES, length)))
+            self.header = {str(k): str(v) for k, v in dict(found.pop("__metadata__", {})).items()}
+            self.layouts = {
+                str(name): _layout(entry, begin, size - begin) for name, entry in found.items()
+            }
+        except (KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"its header is wrong ({error!r})") from error
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """A copy of a tensor, or of its rows `begin` to `end` (exclusive) along the first axis.
+
+        Raises:
+            OSError: it cannot be read, which says nothing about what is in it.
+            KeyError, ValueError: it is not there, or the file has become shorter.
+        """
+        layout = self.layouts[name]
+        rows = (layout.shape[0] if end is None else end) - begin
+        tensor = torch.empty((rows, *layout.shape[1:]), dtype=layout.dtype)
+        row_bytes = math.prod(layout.shape[1:]) * layout.dtype.itemsize
+        self._fill(tensor.view(torch.uint8).numpy().data, layout.begin + begin * row_bytes)
+        return tensor
+
+    def _bytes(self, offset: int, count: int) -> bytes:
+        data = bytearray(count)
+        self._fill(memoryview(data), offset)
+        return bytes(data)
+
+    def _fill(self, memory: memoryview, offset: int) -> None:
+        with self._lock:
+            self._file.seek(offset)
+            count = self._file.readinto(memory)
+        if count < memory.nbytes:
+            raise ValueError("it is cut short")
+
+
+def _layout(entry: dict[str, object], offset: int, room: int) -> Layout:
+    """Where a tensor is, if there is room for all of it."""
+    dtype = _DTYPES[str(entry["dtype"])]
+    shape, (begin, end) = _numbers(entry["shape"]), _numbers(entry["data_offsets"])
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not shape or end - begin != nbytes or end > room:
+        raise ValueError("its header and its length do not agree")
+    return Layout(dtype, shape, offset + begin)
+
+
+def _numbers(entry: object) -> tuple[int, ...]:
+    if not isinstance(entry, list) or not all(type(n) is int and n >= 0 for n in entry):
+        raise TypeError(f"{entry!r:.40} are no sizes")
+    return tuple(entry)

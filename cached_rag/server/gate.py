@@ -1,0 +1,181 @@
+"""Who is let in, by a request's head alone; then its body is read, within bounds.
+
+Knows HTTP, keys and bounds; knows no path's meaning, but for those that are open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cached_rag.errors import BusyError, CachedRAGError
+from cached_rag.server.failures import STOPPING, response_to
+from cached_rag.server.tenants import Keys
+
+# Needs no key, and no body.
+_OPEN_PATHS = ("/health",)
+# What all requests that are being answered may have sent, in largest bodies.
+_BODIES = 16
+_TOO_LARGE = "the requests that are being sent or answered are too large; ask again later"
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+class Gate:
+    """Sees every request first; lets in those with a right host and key, and reads their bodies.
+
+    `request.state.tenant` is whose key it was.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        hosts: Collection[str] | None,
+        max_body_bytes: int,
+        max_requests: int,
+    ) -> None:
+        """Args as `create_app`."""
+        self._app, self._keys = app, keys
+        self._hosts = None if hosts is None else {host.lower().strip("[]") for host in hosts}
+        self._max_bytes, self._max_requests = max_body_bytes, max_requests
+        self._num_open = self._held_bytes = 0
+        self._reading: dict[_Sent, asyncio.Task[object] | None] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As any ASGI application."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, sent = Headers(scope=scope), _Sent(receive)
+        try:
+            self._check_host(headers)
+            if scope["path"] in _OPEN_PATHS:
+                await self._app(scope, receive, send)
+                return
+            scope.setdefault("state", {})["tenant"] = self._tenant(headers)
+            if scope["app"].state.is_stopping:
+                raise HTTPException(503, STOPPING)
+            await self._read(sent, headers)
+            if not sent.is_given_up:
+                with self._room():
+                    await self._app(scope, sent.receive, send)
+        except (HTTPException, CachedRAGError) as error:
+            await _refuse(error, scope, receive, send)
+        except asyncio.CancelledError:
+            if not sent.is_evicted:
+                raise
+            await _refuse(BusyError(_TOO_LARGE), scope, receive, send)
+        finally:
+            self._free(sent)
+
+    def _check_host(self, headers: Headers) -> None:
+        if self._hosts is not None and _name(headers.get("host", "")) not in self._hosts:
+            raise HTTPException(421, "this server has another name; see --allowed-host")
+
+    def _tenant(self, headers: Headers) -> str:
+        tenant = self._keys.tenant(headers.get("authorization"))
+        if tenant is None:
+            raise HTTPException(401, "wrong or missing API key", {"WWW-Authenticate": "Bearer"})
+        return tenant
+
+    @contextmanager
+    def _room(self) -> Iterator[None]:
+        """For one request more; those that are not sent yet take none."""
+        if self._num_open >= self._max_requests:
+            raise BusyError(f"{self._num_open} requests are being answered; ask again later")
+        self._num_open += 1
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+
+    async def _read(self, sent: _Sent, headers: Headers) -> None:
+        """Read the body.
+
+        Raises:
+            HTTPException: it is too large, by what is said of it or by what comes.
+            BusyError: with the bodies of requests that are being answered it is.
+        """
+        declared = headers.get("content-length", "0")
+        self._check_size(int(declared) if declared.isdecimal() else 0)
+        self._reading[sent] = asyncio.current_task()
+        try:
+            while piece := await sent.next():
+                self._held_bytes += len(piece)
+                self._check_size(len(sent.body))
+                self._make_room(sent)
+        finally:
+            del self._reading[sent]
+
+    def _make_room(self, sent: _Sent) -> None:
+        """Give up the bodies that have been coming for longest, so that none keep others out."""
+        while self._held_bytes > _BODIES * self._max_bytes:
+            oldest = next(one for one in self._reading if not one.is_evicted)
+            if oldest is sent:
+                raise BusyError(_TOO_LARGE)
+            oldest.is_evicted = True
+            self._free(oldest)
+            if task := self._reading[oldest]:
+                task.cancel()
+
+    def _free(self, sent: _Sent) -> None:
+        self._held_bytes -= len(sent.body)
+        sent.body = bytearray()
+
+    def _check_size(self, count: int) -> None:
+        if count > self._max_bytes:
+            raise HTTPException(413, f"the request's body exceeds {self._max_bytes} bytes")
+
+
+class _Sent:
+    """What a client sends: read piece by piece here, and then as a whole by the application.
+
+    Attributes:
+        body: what came so far.
+        is_given_up: the client left before all had come.
+        is_evicted: we did not wait for the rest.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self.body, self.is_given_up, self.is_evicted = bytearray(), False, False
+        self._receive = receive
+        self._more_comes, self._is_kept = True, False
+
+    async def next(self) -> bytes:
+        """The next piece; empty at the end."""
+        piece = b""
+        while self._more_comes and not piece:
+            message = await self._receive()
+            self.is_given_up = message["type"] == "http.disconnect"
+            piece = message.get("body", b"")
+            self._more_comes = message.get("more_body", False)
+        self.body += piece
+        self._is_kept = not self._more_comes
+        return piece
+
+    async def receive(self) -> Message:
+        """As ASGI has it: the body, unless the application has it; then what comes after."""
+        if not self._is_kept:
+            return await self._receive()
+        self._is_kept = False
+        return {"type": "http.request", "body": bytes(self.body), "more_body": False}
+
+
+async def _refuse(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+    refusal = response_to(error)
+    refusal.headers["Connection"] = "close"  # the rest of the body is not waited for
+    await refusal(scope, receive, send)
+
+
+def _name(host: str) -> str | None:
+    """The name in a Host header, without its port."""
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None

@@ -1,0 +1,76 @@
+"""Chunks of text with and without spaces, and what counting them costs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from langchain_text_splitters import RecursiveCharacterTextSplitter
+
+from cached_rag.rag import Document, Splitter
+
+
+def words(text):
+    return len(text.split())
+
+
+def split(text, count, most, overlap=0):
+    chunks = Splitter(count, most, overlap).split(Document("s", "", text))
+    return [chunk.text.removeprefix("\n\n") for chunk in chunks]
+
+
+@pytest.mark.parametrize("overlap", [0, 7])
+def test_text_with_spaces_is_split_as_langchain_does(overlap):
+    random_ = random.Random(0)
+    marks = [" ", " ", " ", " ", ". ", "\n", "\n\n", "\n\n\n", ".", "  "]
+    for most in (16, 40):
+        text = "".join(
+            "w" * random_.randint(1, 9) + random_.choice(marks[: random_.randint(1, 10)])
+            for _ in range(3000)
+        )
+        theirs = RecursiveCharacterTextSplitter(
+            separators=["\n\n", "\n", ". ", " ", ""],
+            keep_separator="end",
+            chunk_size=most,
+            chunk_overlap=overlap,
+            length_function=words,
+        )
+        wanted = [part.strip() for part in theirs.split_text(text)]
+        assert split(text, words, most, overlap) == [part for part in wanted if part]
+
+
+HARD = {
+    "ascii": "QUFB" * 25_000,
+    "chinese": "\u5e93" * 100_000,
+    "sentences": "\u8fd9\u662f\u4e00\u53e5\u8bdd\u3002" * 15_000,
+    "spaces": "a" + " " * 100_000 + "b",
+    "words": "a b" * 30_000,
+}
+
+
+@pytest.mark.parametrize("tokens_a_character", [0.25, 1, 4, 18])
+@pytest.mark.parametrize("kind", HARD)
+def test_counting_costs_a_few_times_the_text(kind, tokens_a_character):
+    text, counted = HARD[kind], []
+
+    def count(piece):
+        counted.append(len(piece))
+        return int(len(piece) * tokens_a_character) + 1
+
+    chunks = split(text, count, 256)
+    assert "".join("".join(chunks).split()) == "".join(text.split())
+    assert all(count(chunk) <= 256 + 1 for chunk in chunks)
+    del counted[-len(chunks) :]
+    assert sum(counted) <= 8 * len(text)
+    assert len(counted) <= 200 + len(text) // 5 * max(1, tokens_a_character)
+
+
+def test_chunks_without_spaces_are_nearly_full():
+    chunks = split("QUFB" * 25_000, lambda text: -(-len(text) // 2), 256)
+    assert all(len(chunk) == 512 for chunk in chunks[:-1])
+
+
+def test_sentences_without_spaces_stay_whole():
+    sentence = "\u8fd9\u662f\u4e00\u53e5\u8bdd\u3002"
+    chunks = split(sentence * 50, len, 16)
+    assert set(chunks) == {sentence * 2}

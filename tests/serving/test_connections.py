@@ -1,0 +1,164 @@
+"""Clients that let their connections lie, and many of them; descriptors; disk."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from conftest import tiny_model
+from served import GREEDY, MESSAGES, connected, received, running, until
+
+from cached_rag import Engine
+from cached_rag.backends.transformers.batch import step_batch
+from cached_rag.engine import scheduler
+from cached_rag.server import limits
+from cached_rag.server.limits import Share, default_disk_bytes, share_descriptors
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine(tiny_model("llama")) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST /v1/comp",
+        HEAD + b"{",
+        HEAD.replace(b"/v1/completions", b"/health") + b"{",  # is answered, and asked no more
+        HEAD.replace(b"Content-Length: 100", b"Transfer-Encoding: chunked") + b"1\r\n{\r\n",
+    ],
+)
+def test_who_sends_half_a_request_is_dropped(engine, sent):
+    with (
+        running(engine, connections={"client_seconds": 0.1}) as server,
+        connected(server.address, sent) as client,
+    ):
+        assert until(lambda: server.server_state.connections)
+        received(client)  # ends, or the socket's own time does
+        assert until(lambda: not server.server_state.tasks)
+        assert not server.server_state.connections
+
+
+@pytest.mark.parametrize("begun", [b"GET /health HTTP/1.1\r\n", HEAD])
+def test_sending_a_byte_now_and_then_is_not_enough(engine, begun):
+    with (
+        running(engine, connections={"client_seconds": 0.1}) as server,
+        connected(server.address, begun) as client,
+    ):
+        assert until(lambda: server.server_state.connections)
+
+        def is_dropped():
+            with contextlib.suppress(ConnectionError):
+                client.sendall(b"a")
+            time.sleep(0.02)
+            return not server.server_state.connections
+
+        assert until(is_dropped)
+
+
+def test_who_does_not_read_is_dropped(engine):
+    with running(engine, connections={"client_seconds": 0.1}) as server:
+        asked = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        with connected(server.address) as client:
+
+            def ask():
+                with contextlib.suppress(OSError):
+                    for _ in range(5000):
+                        client.sendall(asked)
+
+            asking = threading.Thread(target=ask)
+            asking.start()
+            assert until(lambda: server.server_state.connections)
+            assert until(lambda: not server.server_state.connections)
+            client.close()
+            asking.join()
+
+
+def test_who_waits_for_an_answer_and_takes_it_is_not_dropped(engine, monkeypatch):
+    def slower(model, batch):
+        time.sleep(0.1)
+        return step_batch(model, batch)
+
+    monkeypatch.setattr(scheduler, "step_batch", slower)
+    with running(engine, connections={"client_seconds": 0.5}) as server:
+        for stream in (True, False):
+            body = GREEDY | {"messages": MESSAGES, "max_tokens": 30, "stream": stream}
+            body |= {"temperature": 1, "seed": 3}
+            url = f"{server.address}/v1/chat/completions"
+            got = httpx.post(url, json=body, timeout=60)
+            assert got.status_code == 200
+            assert "[DONE]" in got.text or got.json()["choices"]
+
+
+def test_idle_connections_lock_nobody_out(engine, monkeypatch):
+    """The one that waits longest for its client goes; none that waits for us."""
+    is_held = threading.Event()
+
+    def held(model, batch):
+        is_held.wait(20)
+        return step_batch(model, batch)
+
+    monkeypatch.setattr(scheduler, "step_batch", held)
+    with (
+        ThreadPoolExecutor(1) as threads,
+        running(engine, connections={"max_connections": 8}) as server,
+        contextlib.ExitStack() as idle,
+    ):
+        url = f"{server.address}/v1/chat/completions"
+        body = GREEDY | {"messages": MESSAGES}
+        waiting = threads.submit(httpx.post, url, json=body, timeout=60)
+        assert until(lambda: engine.scheduler.num_running == 1)
+        first = idle.enter_context(connected(server.address, b"POST /v1"))
+        assert until(lambda: len(server.server_state.connections) == 2)
+        for _ in range(30):
+            idle.enter_context(connected(server.address, b"POST /v1"))
+        assert received(first) == b""
+        assert len(server.server_state.connections) <= 8
+        assert httpx.get(f"{server.address}/health").status_code == 200
+        is_held.set()
+        assert waiting.result().status_code == 200
+
+
+def test_descriptors_are_raised_and_shared_out(monkeypatch):
+    resource = pytest.importorskip("resource")
+    asked = []
+
+    def share(soft, hard, kernel=1 << 20, connections=1000):
+        def setrlimit(_, wanted):
+            if wanted[0] > kernel:
+                raise ValueError
+            asked.append(wanted)
+
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+        monkeypatch.setattr(resource, "setrlimit", setrlimit)
+        return share_descriptors(connections)
+
+    assert share(1024, 4096) == Share(1000, 320)
+    assert asked.pop() == (4096, 4096)
+    assert share(1024, 4096, connections=50).connections == 50
+    small = share(1024, 1024)
+    assert small.connections + small.spaces * 6 + 128 <= 1024
+    asked.clear()
+    assert share(256, resource.RLIM_INFINITY, kernel=10240).connections == 1000
+    assert asked == [(10240, resource.RLIM_INFINITY)]
+    assert share(resource.RLIM_INFINITY, resource.RLIM_INFINITY).spaces == 320
+    tiny = share(64, 64)
+    assert tiny.connections > 0 < tiny.spaces
+
+
+def test_a_disks_bound_leaves_what_is_there_and_half_of_what_is_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    assert default_disk_bytes(tmp_path / "not" / "yet") == 500
+    (tmp_path / "blobs" / "ab").mkdir(parents=True)
+    (tmp_path / "blobs" / "ab" / "x.safetensors").write_bytes(b"x" * 300)
+    assert default_disk_bytes(tmp_path) == 800

@@ -1,0 +1,93 @@
+"""What clients are told while the server stops, and whose work ends before it is done."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from conftest import CHUNKS, tiny_model
+from served import GREEDY, MESSAGES, running, until
+
+from cached_rag import Engine
+from cached_rag.backends.transformers.batch import step_batch
+from cached_rag.backends.transformers.encode import EncodeSummary
+from cached_rag.engine import scheduler
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Answers that take 12 seconds."""
+
+    def slower(model, batch):
+        time.sleep(0.02)
+        return step_batch(model, batch)
+
+    monkeypatch.setattr(scheduler, "step_batch", slower)
+    with Engine(dataclasses.replace(tiny_model("llama"), eos_ids=frozenset())) as made:
+        yield made
+
+
+def test_newcomers_are_told_and_so_is_who_is_cut_off(engine):
+    with ThreadPoolExecutor(2) as threads, running(engine, drain=60) as server:
+        url = f"{server.address}/v1/chat/completions"
+        body = GREEDY | {"messages": MESSAGES, "max_tokens": 600}
+        kept = httpx.Client()
+        assert kept.get(f"{server.address}/health").status_code == 200
+        asked = [
+            threads.submit(httpx.post, url, json=body | {"stream": stream}, timeout=60)
+            for stream in (True, False)
+        ]
+        assert until(lambda: engine.scheduler.num_running == 2)
+        server.handle_exit(signal.SIGINT, None)
+        for client in (httpx, kept):  # a new connection, and one that was open
+            refused = client.post(url, json=body)
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"] == "5"
+            assert refused.json()["error"]["type"] == "server_error"
+            health = client.get(f"{server.address}/health")
+            assert (health.status_code, health.json()["running"]) == (503, 2)
+        kept.close()
+        server.handle_exit(signal.SIGINT, None)  # impatient: now at once
+        streamed, whole = (one.result() for one in asked)
+        assert (whole.status_code, whole.json()["error"]["code"]) == (503, "stopping")
+        assert whole.headers["retry-after"] == "5"
+        assert streamed.status_code == 200
+        last = json.loads(streamed.text.split("\n\n")[-2].removeprefix("data: "))
+        assert last["error"]["code"] == "stopping"
+    assert until(lambda: engine.scheduler.num_running == 0)
+
+
+def test_documents_that_are_cut_off_are_told_too(engine, monkeypatch):
+    def slow(*_, **__):
+        time.sleep(1)
+
+    monkeypatch.setattr(type(engine), "encode", slow)
+    with ThreadPoolExecutor(1) as threads, running(engine, drain=60) as server:
+        url = f"{server.address}/v1/documents"
+        asked = threads.submit(httpx.post, url, json={"texts": list(CHUNKS) * 20}, timeout=60)
+        assert until(lambda: server.server_state.tasks)
+        server.handle_exit(signal.SIGINT, None)
+        server.handle_exit(signal.SIGINT, None)
+        assert asked.result().status_code == 503
+
+
+def test_who_leaves_has_no_more_texts_encoded(engine, monkeypatch):
+    calls = []
+
+    def slow(_, texts, *__, **___):
+        calls.extend(texts)
+        time.sleep(0.05)
+        return EncodeSummary(1, 0, (), 1, 0.0)
+
+    monkeypatch.setattr(type(engine), "encode", slow)
+    texts = [f"text {n}" for n in range(400)]  # 20 seconds
+    with running(engine) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.address}/v1/documents", json={"texts": texts}, timeout=0.5)
+        assert until(lambda: calls and not server.server_state.tasks)
+    assert len(calls) < 400

@@ -1,0 +1,332 @@
+"""Databases that are damaged, in use, read-only, or of an earlier version."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import stat
+import threading
+from contextlib import closing
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from test_catalog import record
+from test_stores import key, module, same
+
+from cached_rag import CachedRAGError, StoreConfig, StoreError
+from cached_rag.kv.store import Catalog, DiskStore, Maker, database
+from cached_rag.kv.store.database import Database
+from cached_rag.library.library import Behind, Library
+from cached_rag.rag import Chunk, DocumentIndex
+
+BEHIND, IDS = Behind((7, 8)), module(1).token_ids
+
+
+def opened(path):
+    return Library(StoreConfig(path=str(path)), Maker("model", "name", "float32"), memory=[])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A store with a module, in two databases."""
+    library = opened(tmp_path)
+    library.put(BEHIND, module(1))
+    library.add_behind(BEHIND)
+    library.add_modules([record(1), record(2)])
+    library.close()
+    return tmp_path
+
+
+VECTORS = np.eye(3, 4, dtype=np.float32)
+
+
+def put_document(index):
+    chunks = [Chunk("a.txt", "A title", n, f"A title\n\nchunk {n} says so") for n in range(3)]
+    index.replace("a.txt", "digest", chunks, VECTORS, {"model": "m"})
+
+
+@pytest.fixture
+def documents(tmp_path):
+    with closing(DocumentIndex(tmp_path / "documents.sqlite")) as index:
+        put_document(index)
+    return tmp_path / "documents.sqlite"
+
+
+def change(path, *statements):
+    with closing(sqlite3.connect(path)) as connection:
+        for statement in statements:
+            connection.execute(statement)
+        connection.commit()
+
+
+def damages(path, step):
+    """The file again and again, each time with another byte changed."""
+    content = path.read_bytes()
+    for at in range(0, len(content), step):
+        for mask in (255, 4):
+            changed = bytearray(content)
+            changed[at] ^= mask
+            for suffix in ("-wal", "-shm"):
+                path.with_name(path.name + suffix).unlink(missing_ok=True)
+            path.write_bytes(changed)
+            yield at
+
+
+# Damage -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["index.sqlite", "catalog.sqlite"])
+def test_no_damage_to_the_cache_stops_a_question(folder, name, caplog):
+    for _ in damages(folder / name, 307):
+        library = opened_with_memory(folder)
+        library.refresh(force=True)
+        library.behinds()
+        library.holds(BEHIND, IDS)
+        library.other_makers([record(1)])
+        library.register([record(3)])
+        found = library.fetch(BEHIND, IDS)
+        assert found is None or same(found, module(1))
+        library.close()
+
+
+def test_no_damage_to_documents_is_a_raw_error_or_another_text(documents):
+    texts = {f"A title\n\nchunk {n} says so" for n in range(3)}
+    stopped = 0
+    for _ in damages(documents, 157):
+        try:
+            with closing(DocumentIndex(documents)) as index:
+                index.settings(), index.sources(), index.documents(), index.roots.all()
+                index.count(), index.pending(), index.holds("a.txt", "digest"), index.check()
+                for found in (index.texts("a.txt"), [h.text for h in index.search(VECTORS[0], 3)]):
+                    assert set(found) <= texts
+        except StoreError:
+            stopped += 1
+    assert stopped
+
+
+@pytest.mark.parametrize("name", ["index.sqlite", "catalog.sqlite"])
+def test_a_cache_that_cannot_be_opened_is_none_and_that_is_said_once(folder, name, caplog):
+    (folder / name).write_bytes(b"no database" * 1000)
+    with caplog.at_level(logging.WARNING):
+        library = opened_with_memory(folder)
+        for _ in range(3):
+            library.refresh()
+            assert library.fetch(BEHIND, IDS) is None
+            library.register([record(3)])
+    assert caplog.text.count("not a usable index") == 1
+    with pytest.raises(StoreError, match="not a usable index"):
+        library.check_kept()  # as `encode` does
+    with pytest.raises(StoreError, match="not a usable index"):
+        library.remove([record(1)])
+    library.close()
+
+
+def opened_with_memory(path):
+    return Library(StoreConfig(path=str(path)), Maker("model", "name", "float32"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE chunks SET text = replace(text, 'says', 'said') WHERE ordinal = 1",
+        "UPDATE chunks SET text = CAST(X'FFFE41' AS TEXT) WHERE ordinal = 1",
+        "UPDATE chunks SET text = NULL WHERE ordinal = 1",
+        "UPDATE chunks SET vector = X'00' WHERE ordinal = 1",
+        "UPDATE chunks SET ordinal = 'x' WHERE ordinal = 1",
+    ],
+)
+def test_a_damaged_chunk_is_left_out_named_and_restored(documents, damage, caplog):
+    change(
+        documents,
+        "PRAGMA writable_schema = ON",
+        "UPDATE sqlite_master SET sql ="
+        " replace(sql, 'text TEXT NOT NULL', 'text TEXT') WHERE name = 'chunks'",
+    )
+    change(documents, damage)
+    with closing(DocumentIndex(documents)) as index, caplog.at_level(logging.WARNING):
+        served = {hit.ordinal for hit in index.search(VECTORS.sum(0), 3)}
+        assert served == {0, 2}
+        assert len(index.texts("a.txt")) == 2
+        assert "ingest the documents again" in caplog.text
+        assert any("damaged" in problem.reason for problem in index.check())
+        assert not index.holds("a.txt", "digest")
+        put_document(index)
+        assert len(index.search(VECTORS.sum(0), 3)) == 3
+        assert index.check() == []
+        assert index.holds("a.txt", "digest")
+
+
+def test_damaged_titles_are_noticed(documents):
+    change(documents, "UPDATE documents SET title = 'Another'")
+    with closing(DocumentIndex(documents)) as index:
+        assert index.search(VECTORS[0], 3) == []
+
+
+def test_an_index_of_an_earlier_version_keeps_all_it_has(documents):
+    change(documents, "ALTER TABLE chunks DROP COLUMN checksum")
+    for _ in range(2):
+        with closing(DocumentIndex(documents)) as index:
+            assert len(index.search(VECTORS[0], 3)) == len(index.texts("a.txt")) == 3
+            assert index.check() == []
+
+
+def test_a_catalog_of_an_earlier_version_keeps_all_it_has(folder):
+    path = folder / "catalog.sqlite"
+    for table in ("modules", "encodings"):
+        change(path, f"ALTER TABLE {table} DROP COLUMN checksum")
+    for _ in range(2):
+        with closing(Catalog(path, "model")) as catalog:
+            assert [r for _, r in catalog.modules()] == [record(1), record(2)]
+            assert catalog.prefixes() == [((7, 8), "")]
+            assert catalog.check() == []
+
+
+def test_damaged_tokens_are_left_out_named_and_restored(folder, caplog):
+    path = folder / "catalog.sqlite"
+    change(
+        path,
+        "UPDATE modules SET token_ids = zeroblob(8) WHERE text_digest = 'digest 1'",
+        "UPDATE encodings SET token_ids = 'text'",
+    )
+    with closing(Catalog(path, "model")) as catalog, caplog.at_level(logging.WARNING):
+        assert [r for _, r in catalog.modules()] == catalog.find(["digest 1", "digest 2"])
+        assert catalog.find(["digest 1", "digest 2"]) == [record(2)]
+        assert catalog.prefixes() == []
+        assert "damaged" in caplog.text
+        assert len(catalog.check()) == 2
+        catalog.add_modules([record(1)])
+        catalog.add_prefix((7, 8))
+        assert catalog.find(["digest 1"]) == [record(1)]
+        assert catalog.prefixes() == [((7, 8), "")]
+        assert catalog.check() == []
+
+
+# Others, and rights -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stuck(folder):
+    """A process that began to write both databases and never ends."""
+    connections = [sqlite3.connect(folder / n) for n in ("index.sqlite", "catalog.sqlite")]
+    library = opened(folder)
+    for connection in connections:
+        connection.execute("BEGIN IMMEDIATE")
+    yield library
+    for connection in connections:
+        connection.close()
+    library.close()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that were waited; nobody really waits."""
+    waited = [0.0]
+    time = SimpleNamespace(
+        monotonic=lambda: waited[0], sleep=lambda s: waited.append(waited.pop() + s)
+    )
+    monkeypatch.setattr(database, "time", time)
+    return waited
+
+
+def test_a_question_does_not_wait_for_a_stuck_writer(stuck, clock, caplog):
+    stuck.refresh(force=True)
+    for _ in range(60):
+        assert same(stuck.fetch(BEHIND, IDS), module(1))
+    assert clock == [0.0]
+    for _ in range(10):
+        stuck.fetch(BEHIND, IDS)
+    stuck.register([record(3)])
+    assert clock[0] < 1
+
+
+def test_who_waits_for_another_process_holds_up_nobody_here(tmp_path, monkeypatch):
+    path, is_waiting, may_go, errors = (
+        tmp_path / "d.sqlite",
+        threading.Event(),
+        threading.Event(),
+        [],
+    )
+    monkeypatch.setattr(database.time, "sleep", lambda _: is_waiting.set() or may_go.wait(20))
+
+    def write():
+        try:
+            with shared.transaction() as connection:
+                connection.execute("INSERT INTO t VALUES (1)")
+        except BaseException as error:
+            errors.append(error)
+
+    with closing(Database(path, "CREATE TABLE IF NOT EXISTS t (a);")) as shared:
+        with closing(sqlite3.connect(path)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            writing = threading.Thread(target=write)
+            writing.start()
+            assert is_waiting.wait(20)
+            assert shared.rows("SELECT * FROM t") == []
+            other.rollback()
+        may_go.set()
+        writing.join()
+        assert errors == []
+        assert shared.rows("SELECT * FROM t") == [(1,)]
+
+
+def test_a_read_only_store_serves_and_is_not_touched(folder, documents, monkeypatch, caplog):
+    def content():
+        return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+    access = os.access
+    monkeypatch.setattr(database.os, "access", lambda p, mode: mode != os.W_OK and access(p, mode))
+    before = content()
+    library = opened(folder)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(70):
+            assert same(library.fetch(BEHIND, IDS), module(1))
+            library.register([record(3)])
+    assert caplog.text.count("cannot be written") == 1
+    assert "delete" not in caplog.text
+    assert library.behinds() == [BEHIND]
+    with pytest.raises(StoreError, match="cannot be written"):
+        library.put(BEHIND, module(1))
+    assert library.disk.check() == []
+    library.close()
+    with closing(DocumentIndex(documents)) as index:
+        assert len(index.search(VECTORS[0], 3)) == 3
+        with pytest.raises(StoreError, match="cannot be written"):
+            index.delete("a.txt")
+    changed = {p.name for p, data in content().items() if before.get(p) != data}
+    assert changed <= {"drafts.lock"}
+
+
+def test_a_folder_that_cannot_be_written_is_said_to_be_so(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreError, match="cannot be written") as caught:
+        DiskStore(tmp_path / "file" / "kv")
+    assert "delete" not in str(caught.value)
+    assert isinstance(caught.value, CachedRAGError)
+
+
+def test_nobody_else_may_read_a_database(tmp_path):
+    tmp_path.chmod(0o755)
+    path = tmp_path / "documents.sqlite"
+    before = os.umask(0)
+    try:
+        with closing(DocumentIndex(path)) as index:
+            put_document(index)
+            made = [p for p in tmp_path.iterdir() if p.is_file()]
+            assert len(made) == 3
+            assert {stat.S_IMODE(p.stat().st_mode) for p in made} == {0o600}
+        path.chmod(0o644)  # as earlier versions left it
+        with closing(DocumentIndex(path)):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    finally:
+        os.umask(before)
+
+
+def test_uses_by_another_codec_are_its_own(tmp_path):
+    with closing(DiskStore(tmp_path)) as raw, closing(DiskStore(tmp_path, "int8")) as small:
+        for store in (raw, small):
+            store.put(key(1), module(1))
+        assert raw.delete(key(1))
+        assert key(1) in small
+        assert small.check() == []

@@ -1,0 +1,281 @@
+"""What files suffer from those who share them: prune, delete, eviction, truncation, damage."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import resource
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing, contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_stores import key, module, same
+
+from cached_rag import CorruptBlobError, StoreConfig, StoreError
+from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.store import DiskStore, Maker, MemoryStore, TieredStore, database, disk
+from cached_rag.library.library import Behind, Library
+
+
+@pytest.fixture
+def store(tmp_path):
+    with closing(DiskStore(tmp_path)) as made:
+        made.put(key(1), module(1))
+        yield made
+
+
+@pytest.fixture
+def other(store):
+    with closing(DiskStore(store.path)) as made:
+        yield made
+
+
+def the_file(store):
+    (path,) = store.path.glob("blobs/*/*.safetensors")
+    return path
+
+
+# Writers, and those who clean up ----------------------------------------------------------------
+
+
+def test_prune_and_verify_leave_alone_what_others_are_writing(tmp_path):
+    done, found = threading.Event(), []
+
+    def clean():
+        with closing(DiskStore(tmp_path)) as cleaner:
+            while not done.is_set():
+                found.extend(cleaner.check())
+                cleaner.prune()
+
+    cleaning = threading.Thread(target=clean)
+    with closing(DiskStore(tmp_path)) as writer:
+        cleaning.start()
+        try:
+            for seed in range(150):
+                writer.put(key(seed % 50), module(seed))
+        finally:
+            done.set()
+            cleaning.join()
+        kept = [writer.get(key(s % 50), module(s).token_ids) for s in range(100, 150)]
+        assert all(kv is not None for kv in kept)
+    assert found == []
+
+
+def test_a_draft_is_litter_only_when_its_writer_is_dead(store, other):
+    with store._drafts.open() as draft:
+        draft.write_bytes(b"half of it")
+        assert other.check() == []
+        assert other.prune() == (0, 0)
+        assert draft.exists()
+    code = (
+        "import os, sys; from pathlib import Path; from cached_rag.kv.store import DiskStore\n"
+        "with DiskStore(sys.argv[1])._drafts.open() as draft:\n"
+        "    Path(draft).write_bytes(b'half of it'); os._exit(9)"
+    )
+    child = [sys.executable, "-W", "ignore", "-c", code, str(store.path)]
+    assert subprocess.run(child, check=False).returncode == 9
+    (problem,) = other.check()
+    assert "litter" in problem.reason
+    assert other.prune() == (1, 10)
+    assert other.check() == []
+
+
+@pytest.mark.parametrize("remove", [lambda s: s.delete(key(1)), lambda s: s.prune(0)])
+def test_a_file_put_anew_does_not_go_with_the_old_one(store, other, monkeypatch, remove):
+    """What another process puts while a file is removed is there, or it is told that it is not."""
+    unlink, is_put = Path.unlink, []
+
+    def late(path, **options):
+        if not is_put:
+            is_put.append(False)
+            with suppress(StoreError):
+                other.put(key(1), module(5))
+                is_put[:] = [True]
+        unlink(path, **options)
+
+    monkeypatch.setattr(database, "time", SimpleNamespace(monotonic=count().__next__, sleep=id))
+    monkeypatch.setattr(Path, "unlink", late)
+    remove(store)
+    monkeypatch.undo()
+    assert is_put == [store.get(key(1), module(5).token_ids) is not None]
+    assert store.check() == []
+
+
+def test_a_reader_is_not_misled_by_a_file_replaced_while_it_looks(store, other, monkeypatch):
+    read, kv = disk.read_blob, module(1)
+    latest = [ModuleKV(kv.token_ids, 3, kv.values, kv.keys)]
+
+    def late(*arguments):
+        if latest:
+            store.put(key(1), latest.pop())
+        return read(*arguments)
+
+    monkeypatch.setattr(disk, "read_blob", late)
+    assert other.get(key(1), kv.token_ids).start == 3
+    assert len(list(store.path.glob("blobs/*/*"))) == 1
+    assert store.check() == []
+
+
+def test_what_is_no_file_of_a_store_is_named_and_left_alone(store, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside")
+    (outside / "precious").write_bytes(b"not litter")
+    (store.path / "blobs" / "zz").symlink_to(outside)
+    (the_file(store).parent / "folder").mkdir()
+    (the_file(store).parent / "link").symlink_to(outside / "precious")
+    assert store.prune() == (0, 0)
+    assert (outside / "precious").exists()
+    assert sorted(problem.key for problem in store.check()) == ["folder", "link", "zz"]
+
+
+def test_eviction_goes_by_uses_and_not_by_the_clock(store, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    store.put(key(2), module(2))
+    store.max_bytes = store.nbytes
+    store.put(key(3), module(3))
+    assert list(store.keys()) == [key(2), key(3)]
+
+
+# Content ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        (b'"start":"1"', b'"start":"2"'),
+        (b'"dtype":"float32"', b'"dtype":"float64"'),
+        (b"[3,2,8,4]", b"[3,4,8,2]"),
+    ],
+)
+def test_the_whole_header_is_signed(store, other, was, now):
+    path = the_file(store)
+    assert was in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(was, now))
+    (problem,) = other.check()
+    assert "checksum" in problem.reason
+    with pytest.raises(CorruptBlobError, match="checksum"):
+        other.open(key(1), module(1).token_ids)
+
+
+def test_files_of_an_earlier_version_are_misses_and_that_is_said_once(tmp_path, caplog):
+    (tmp_path / "blobs" / "aa").mkdir(parents=True)
+    old = tmp_path / "blobs" / "aa" / "aa.raw.safetensors"
+    old.write_bytes(b"of an earlier version")
+    with closing(sqlite3.connect(tmp_path / "index.sqlite")) as connection:
+        connection.execute(
+            "CREATE TABLE blobs (key TEXT, codec TEXT, nbytes INTEGER, checksum TEXT,"
+            " last_used REAL, PRIMARY KEY (key, codec)) WITHOUT ROWID"
+        )
+        connection.execute("INSERT INTO blobs VALUES ('aa', 'raw', 21, 'sum', 1e9)")
+        connection.commit()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with closing(DiskStore(tmp_path)) as store:
+                assert "aa" not in store
+    assert caplog.text.count("earlier version") == 1
+    with closing(DiskStore(tmp_path)) as store:
+        assert store.prune() == (1, 21)
+    assert not old.exists()
+
+
+@contextmanager
+def no_descriptors_left():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("way", ["get", "open"])
+def test_running_out_of_descriptors_is_no_damage(store, way):
+    with no_descriptors_left(), pytest.raises(StoreError, match="cannot be read now") as caught:
+        getattr(store, way)(key(1), module(1).token_ids)
+    assert not isinstance(caught.value, CorruptBlobError)
+    assert same(store.get(key(1), module(1).token_ids), module(1))
+
+
+def test_running_out_of_descriptors_is_a_miss_for_a_question(tmp_path, caplog):
+    library = Library(StoreConfig(path=str(tmp_path)), Maker("model"), memory=[])
+    behind, ids = Behind(()), module(1).token_ids
+    library.put(behind, module(1))
+    with no_descriptors_left(), caplog.at_level(logging.WARNING):
+        assert library.fetch(behind, ids) is None
+        assert library.open(behind, ids) is None
+    assert caplog.text.count("cannot be read now") == 1
+    assert same(library.fetch(behind, ids), module(1))
+    library.close()
+
+
+def _reads_what_is_cut_short(path, codec):
+    store = DiskStore(path, codec=codec)
+    tiers = TieredStore([MemoryStore(1 << 30), store])
+    kv = tiers.get(key(1), module(1, 4096).token_ids)
+    source = store.open(key(1), kv.token_ids)
+    os.truncate(the_file(store), 0)
+    assert torch.isfinite(kv.keys).all()
+    assert torch.isfinite(tiers.get(key(1), kv.token_ids).values).all()
+    with pytest.raises(CorruptBlobError, match="cut short"):
+        source.layer(2)
+    store.close()
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_a_file_that_is_cut_short_kills_nobody(tmp_path, codec):
+    with closing(DiskStore(tmp_path, codec=codec)) as store:
+        store.put(key(1), module(1, 4096))
+    context = multiprocessing.get_context("spawn")
+    child = context.Process(target=_reads_what_is_cut_short, args=(tmp_path, codec))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("length", range(0, 400, 7))
+def test_however_short_a_file_is_it_is_damaged(store, length):
+    os.truncate(the_file(store), length)
+    with pytest.raises(CorruptBlobError):
+        store.open(key(1), module(1).token_ids)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 100_000,
+        b'{"keys": 1}',
+        b'{"keys": {"dtype": "F32", "shape": [1000000000000], "data_offsets": [0, 4000000000000]}}',
+        b'{"keys": {"dtype": "X", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"keys": {"dtype": "F32", "shape": [true], "data_offsets": [0, 4]}}',
+        b'{"__metadata__": 5}',
+        b"\xff\xfe",
+    ],
+)
+def test_a_hostile_header_is_damage(store, header):
+    the_file(store).write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+    with pytest.raises(CorruptBlobError, match="dropped"):
+        store.get(key(1), module(1).token_ids)
+
+
+def test_nobody_else_may_read_what_is_kept(tmp_path):
+    tmp_path.chmod(0o755)
+    before = os.umask(0)
+    try:
+        with closing(DiskStore(tmp_path)) as store:
+            store.put(key(1), module(1))
+            modes = {p: stat.S_IMODE(p.stat().st_mode) for p in tmp_path.rglob("*") if p.is_file()}
+    finally:
+        os.umask(before)
+    assert len(modes) == 5  # the index, its log and shared memory, the lock, the module
+    assert set(modes.values()) == {0o600}

@@ -1,0 +1,218 @@
+"""What a document says is text, also where it spells a token out that controls the model."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from conftest import CHUNKS, TEMPLATE, random_ids, smollm2
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+from transformers import PreTrainedTokenizerFast
+
+from cached_rag.backends.reach import reach_of
+from cached_rag.backends.tokenizer import Rendered, Tokenization
+
+CONTROLS = ["<tool_call>", "</tool_call>", "<|fim_prefix|>", "[INST]", "<think>", "</think>"]
+TEXTS = ["    ", "\n\n\n", "<table>", "</td>", "->"]  # tokens of a document's own
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content.split('</think>')[-1] if '</think>' in m.content else m.content }}<|im_end|>\n"
+    "{% endfor %}<|im_start|>assistant\n<think>\n"
+)
+
+
+def made(normalizer=None, added=()):
+    """A byte-level BPE that knows all bytes."""
+    backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizer
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CHUNKS * 3, trainer)
+    backend.add_tokens([AddedToken(text, special=False) for text in (*CONTROLS, *TEXTS)])
+    backend.add_tokens(list(added))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+TOKENIZER = made()
+
+
+@pytest.mark.parametrize("token", [*CONTROLS, "<|im_end|>"])
+def test_control_tokens_in_documents_are_text(token):
+    tokenization, number = Tokenization(TOKENIZER), TOKENIZER.convert_tokens_to_ids(token)
+    document = f"Say {token}now{token}."
+    assert number not in tokenization.literal(document).ids
+    asked = [{"role": "user", "content": document}, {"role": "assistant", "content": token}]
+    rendered = tokenization.render(asked)
+    assert rendered.text == TOKENIZER.apply_chat_template(
+        asked, tokenize=False, add_generation_prompt=True
+    )
+    tokens = tokenization.tokenize(rendered)
+    around = tokenization.tokenize(tokenization.render([{**m, "content": "x"} for m in asked]))
+    assert tokens.ids.count(number) == around.ids.count(number)
+    assert TOKENIZER.decode(tokens.ids) == rendered.text
+    module = Rendered(document, ((0, len(document)),))
+    assert tokenization.tokenize(module).ids == tokenization.literal(document).ids
+    # Control: a prompt that is no document is obeyed.
+    assert tokenization.tokenize(Rendered(document)).ids.count(number) == 2
+
+
+def test_tokens_of_ordinary_text_are_those_of_plain_tokenisation():
+    tokenization = Tokenization(TOKENIZER)
+    text = "if x:\n\n\n    return <table><tr></td></table> -> [1] {2} <3 |4|  "
+    plain = TOKENIZER(text).input_ids
+    assert set(map(TOKENIZER.convert_tokens_to_ids, TEXTS)) <= set(plain)
+    assert tokenization.literal(text).ids == plain
+    assert tokenization.tokenize(Rendered(text, ((0, len(text)),))).ids == plain
+
+
+def test_a_template_sees_what_its_messages_say():
+    tokenizer = made()
+    tokenizer.chat_template = THINKING
+    asked = [{"role": "assistant", "content": "<think>hm</think>So it is <tool_call>."}]
+    rendered = Tokenization(tokenizer).render(asked)
+    assert rendered.text == tokenizer.apply_chat_template(asked, tokenize=False)
+    assert [rendered.text[a:b] for a, b in rendered.literal] == ["<tool_call>"]
+    ids = Tokenization(tokenizer).tokenize(rendered).ids
+    assert ids.count(tokenizer.convert_tokens_to_ids("<think>")) == 1  # the template's own
+
+
+def test_no_message_can_make_marks_or_make_finding_one_slow():
+    class Content(str):
+        """Counts how often it is searched."""
+
+        searched = 0
+
+        def __contains__(self, text):
+            Content.searched += 1
+            return str.__contains__(self, text)
+
+    content = Content("<|im_end|>" + "".join(f"\ue000{n}\ue001" for n in range(300)))
+    asked = [{"role": "user", "content": content}]
+    rendered = Tokenization(TOKENIZER).render(asked)
+    assert Content.searched < 3
+    assert str(content) in rendered.text
+    assert [rendered.text[a:b] for a, b in rendered.literal] == ["<|im_end|>"]
+
+
+def test_neighbours_of_one_role_are_joined_for_templates_that_want_turns():
+    tokenizer = made()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if not loop.first and m.role == loop.previtem.role %}"
+        "{{ raise_exception('turns!') }}{% endif %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    )
+    roles = ["user", "user", "assistant", "user", "user", "user"]
+    asked = [{"role": role, "content": str(n)} for n, role in enumerate(roles)]
+    text = Tokenization(tokenizer).render(asked).text
+    assert text == "user: 0\n\n1;assistant: 2;user: 3\n\n4\n\n5;"
+
+
+def sentencepiece():
+    """As SentencePiece's byte-pair encodings: what is unknown is spelled in bytes."""
+    vocab = {f"<0x{n:02X}>": n for n in range(256)}
+    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e")]
+    for text in ["▁", "t", "h", "e", "▁t", "▁th", "▁the"]:
+        vocab[text] = len(vocab)
+    backend = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, unk_token="<0x00>"))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    return backend
+
+
+def strange(draw):
+    """Characters that compose, that take four bytes, that repeat, that are nothing."""
+    kinds = [
+        "the ",
+        "\u03b1\u0313\u0300\u0345",
+        "e\u0301" * 9,
+        "🙂",
+        " " * 30,
+        "\ue000",
+        "\0",
+        CHUNKS[0],
+    ]
+    return "".join(draw.choice(kinds) for _ in range(draw.randint(1, 30)))
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        made().backend_tokenizer,
+        made(normalizers.NFC()).backend_tokenizer,
+        sentencepiece(),
+    ],
+    ids=["bytes", "composed", "fallback"],
+)
+def test_no_text_has_fewer_tokens_than_its_least(backend):
+    reach, draw = reach_of(backend), random.Random(1)
+    assert reach is not None
+    assert reach.most < 80
+    for _ in range(300):
+        text = strange(draw)
+        assert len(backend.encode(text).ids) >= reach.least_tokens(text)
+    assert reach.least_tokens("a" * 1000) > 10
+
+
+def test_characters_that_are_dropped_count_for_nothing():
+    backend = made().backend_tokenizer
+    vocab = {t: n for t, n in backend.get_vocab().items() if t not in ("Ć", "ñ") and len(t) == 1}
+    backend = Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    reach = reach_of(backend)
+    assert reach.least_tokens("\6" * 1000 + "a") == 1  # of which "Ć" would be the token
+    text = "\U00050000" * 100  # which begins with the byte "ñ"
+    assert reach.least_tokens(text) <= len(backend.encode(text).ids)
+
+
+def removing(backend):
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex("x"), "removed"), backend.pre_tokenizer]
+    )
+    return backend
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        made(normalizers.Strip()).backend_tokenizer,
+        made(normalizers.Replace(Regex(" +"), " ")).backend_tokenizer,
+        made(normalizers.Replace("  ", " ")).backend_tokenizer,
+        made(added=[AddedToken("<|user|>", rstrip=True)]).backend_tokenizer,
+        removing(made().backend_tokenizer),
+        Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]")),
+        Tokenizer(models.BPE({"a": 0}, [])),
+    ],
+    ids=["strips", "joins", "shortens", "swallows", "removes", "unknown", "drops"],
+)
+def test_where_text_may_vanish_there_is_no_reach(backend):
+    assert reach_of(backend) is None
+
+
+@pytest.mark.real
+def test_a_real_tokenizer_has_a_reach_and_obeys_no_document():
+    tokenizer = smollm2("bfloat16").tokenizer
+    tokenization = Tokenization(tokenizer)
+    for token, number in tokenization._backends.controls.items():
+        assert number not in tokenization.literal(f"a {token} b{token}").ids
+    text = tokenizer.decode(random_ids(2000))
+    assert tokenization.tokenize(Rendered(text)).ids == tokenizer(text).input_ids
+    reach = tokenization._backends.reach
+    assert reach.least_tokens("a" * 10**6) > 1000
+    assert len(tokenizer(text).input_ids) >= reach.least_tokens(text)
