@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,9 @@ from rich.table import Table
 
 from cached_rag.errors import ConfigError
 
-out, err = Console(), Console(stderr=True)
+# Into a pipe or a file tables go whole, as on a wide screen.
+_WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200
+out, err = Console(width=_WIDTH), Console(stderr=True)
 
 Index = Annotated[Path, typer.Option("--index", help="Folder of the index.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
