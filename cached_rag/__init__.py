@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cached_rag.backends.transformers.encode import EncodeSummary
     from cached_rag.backends.transformers.loading import LanguageModel, load_model, wrap_model
     from cached_rag.config import METHODS, BatchConfig, GenerationConfig, StoreConfig
     from cached_rag.engine.decoding import Generation
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
         StoreFullError,
     )
     from cached_rag.library.context import PRIMER, Context
+    from cached_rag.library.encode import EncodeSummary
     from cached_rag.pml import Import, Said, Schema, SchemaPrompt
     from cached_rag.rag import Embedder, Hit, IndexedDocument
     from cached_rag.rag.answer import Answer, AnswerStream
@@ -90,7 +90,7 @@ __all__ = [
 
 _MODULES = (
     *("errors", "config", "library.context", "engine.report", "engine.decoding", "engine.stream"),
-    *("backends.transformers.loading", "backends.transformers.encode"),
+    *("backends.transformers.loading", "library.encode"),
     *("pml", "engine.engine", "rag", "rag.answer", "rag.ingest", "rag.rag"),
 )
 

@@ -34,6 +34,7 @@ class GenerationConfig:
         top_p, top_k: nucleus and top-k sampling; 1 and 0 switch them off.
         stop: strings that end the answer; they are not part of it.
         seed: makes sampling repeatable.
+        ignore_eos: go on to `max_tokens`, whatever the model says.
         repetition_penalty: 0.0001 to 10000; None for the model's own generation config.
 
     Raises:
@@ -51,6 +52,7 @@ class GenerationConfig:
     top_k: int = 0
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    ignore_eos: bool = False
     repetition_penalty: float | None = None
 
     def __post_init__(self) -> None:

@@ -12,14 +12,14 @@ import pytest
 import torch
 from conftest import CHUNKS, FAMILIES, UNMOVABLE, random_ids, tiny_model
 
-from cached_rag import ContextOverflowError, Engine, StoreConfig
+from cached_rag import ContextOverflowError, Engine, LanguageModel, StoreConfig
+from cached_rag.backends.base import StepInput
 from cached_rag.backends.thread import ModelThread
-from cached_rag.backends.transformers.batch import Ahead, can_batch, step, step_batch
-from cached_rag.backends.transformers.prefill import prefill_rows
-from cached_rag.engine import scheduler
 from cached_rag.engine.decoding import Answering
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
+
+STEP = LanguageModel.step
 
 PROMPTS = [f"{chunk}\n\nWhat is said {word}?" for chunk in CHUNKS for word in ("here", "there")]
 
@@ -27,8 +27,15 @@ PROMPTS = [f"{chunk}\n\nWhat is said {word}?" for chunk in CHUNKS for word in ("
 def filled(model, length, seed):
     ids = torch.tensor([random_ids(length, seed)])
     buffer = KVBuffer.like(model.shapes, length + 1)
-    prefill_rows(model.decoder, buffer, ids, num_logits=0)
+    model.prefill(buffer, ids, num_logits=0)
     return buffer
+
+
+def step(model, buffer, token, slot):
+    """The slow twin: one more token of one row, as a prefill of that row."""
+    ids = torch.zeros(1, slot + 1, dtype=torch.int64)
+    ids[0, slot] = token
+    return model.prefill(buffer, ids, torch.tensor([slot])).logits
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNMOVABLE))
@@ -41,7 +48,7 @@ def test_rows_of_a_batch_equal_rows_alone(family):
     written = [buffer.keys[:, :, :, slot].clone() for buffer, _, slot in rows]
     for buffer, _, slot in rows:
         buffer.keys[:, :, :, slot] = 0
-    together = step_batch(model, [Ahead(RowKV(b, slot), [token]) for b, token, slot in rows])
+    together = STEP(model, [StepInput(RowKV(b, slot), [token]) for b, token, slot in rows])
     assert torch.allclose(together, alone, atol=1e-4)
     for (buffer, _, slot), keys in zip(rows, written, strict=True):
         assert torch.allclose(buffer.keys[:, :, :, slot], keys, atol=1e-4)
@@ -49,7 +56,7 @@ def test_rows_of_a_batch_equal_rows_alone(family):
 
 
 def test_most_families_can_batch():
-    able = {family for family in FAMILIES if can_batch(tiny_model(family))}
+    able = {family for family in FAMILIES if tiny_model(family).can_batch}
     assert {"llama", "qwen3", "gemma3", "mistral"} <= able
     assert "bloom" not in able
     assert "longrope" not in able
@@ -62,9 +69,9 @@ def passes(monkeypatch):
 
     def recording(model, steps):
         sizes.append(len(steps))
-        return step_batch(model, steps)
+        return STEP(model, steps)
 
-    monkeypatch.setattr(scheduler, "step_batch", recording)
+    monkeypatch.setattr(LanguageModel, "step", recording)
     return sizes
 
 

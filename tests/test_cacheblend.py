@@ -12,7 +12,6 @@ from test_methods import assembled, copy
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from cached_rag import ConfigError
-from cached_rag.backends.transformers.prefill import prefill_selected
 from cached_rag.cli.eval import _split
 from cached_rag.evaluation import make_trials
 from cached_rag.methods import SELECTORS, CacheBlend, parse_method
@@ -86,7 +85,7 @@ def recorded(model, buffer, tokens, layout, selector):
             return keep
 
     options = dataclasses.asdict(selector)
-    done = prefill_selected(model.decoder, ours, tokens, layout, Recording(**options))
+    done = model.repair(ours, tokens, layout, Recording(**options))
     length = tokens.shape[1]
     return chosen, done, ours.keys[:, 0, :, :length], ours.values[:, 0, :, :length]
 

@@ -7,8 +7,8 @@ from conftest import CHUNKS, plain_cache, tiny_model
 from test_engine import ask
 
 from cached_rag import Context, Engine, StoreConfig
-from cached_rag.backends.transformers.encode import encode_modules, encode_prefix, join
 from cached_rag.library.context import PRIMER
+from cached_rag.library.encode import encode_modules, encode_prefix, join
 from cached_rag.library.library import Behind
 
 

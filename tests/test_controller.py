@@ -11,9 +11,9 @@ from conftest import CHUNKS, tiny_model
 from test_engine import ask
 
 from cached_rag import ConfigError, Engine, StoreConfig
-from cached_rag.backends.transformers import profile
-from cached_rag.backends.transformers.profile import Profile, fit, measure, profile_of
+from cached_rag.engine import profile
 from cached_rag.engine.controller import Controller
+from cached_rag.engine.profile import Profile, fit, measure, profile_of
 
 # 1000 tokens: 1 s to compute, 0.01 s from memory, 0.2 s from disk.
 PROFILE = Profile(0.001, 0.0, 100_000.0 * 10, 5_000.0 * 10, 10)
@@ -111,7 +111,7 @@ def test_a_profile_is_measured_once_and_kept(tmp_path, monkeypatch):
     for spoilt in ("{", "[]", json.dumps(old), json.dumps(backwards)):
         path.write_text(spoilt)
         with monkeypatch.context() as patch:
-            patch.setattr("cached_rag.backends.transformers.profile.measure", lambda _: first)
+            patch.setattr("cached_rag.engine.profile.measure", lambda _: first)
             assert profile_of(model) == first
         assert json.loads(path.read_text()) == kept
 

@@ -163,7 +163,7 @@ def test_a_reader_does_not_bring_back_what_is_deleted(engine):
 def test_a_text_that_is_forgotten_while_it_is_encoded_leaves_nothing(
     kept, tmp_path, monkeypatch, is_kept
 ):
-    monkeypatch.setattr("cached_rag.backends.transformers.encode.BATCH_TOKENS", 16)
+    monkeypatch.setattr("cached_rag.library.encode.BATCH_TOKENS", 16)
     texts = [f"{number} {CHUNKS[0]}" for number in range(6)]
     with Engine(tiny_model("llama"), kept if is_kept else None) as engine:
         once = itertools.count()

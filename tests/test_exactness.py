@@ -18,9 +18,8 @@ from conftest import (
 
 from cached_rag import RelocationError
 from cached_rag.backends.transformers.attention.scattered import IMPLEMENTATION
-from cached_rag.backends.transformers.encode import encode_modules, encode_prefix
-from cached_rag.backends.transformers.prefill import prefill_rows, prefill_selected
 from cached_rag.kv.buffer import KVBuffer
+from cached_rag.library.encode import encode_modules, encode_prefix
 from cached_rag.methods import CacheBlend, Layout, Reuse
 
 TOLERANCE = 1e-4
@@ -61,10 +60,10 @@ def test_recomputing_everything_over_garbage_equals_full_prefill(family):
     plain = plain_logits(model, ids)[-1]
     tokens = torch.tensor([ids])
     layout = layout_of(model, 48, reused=[(4, 40)])
-    done = prefill_selected(model.decoder, garbage(model, 60), tokens, layout, CacheBlend(1.0))
+    done = model.repair(garbage(model, 60), tokens, layout, CacheBlend(1.0))
     assert torch.allclose(done.logits[0], plain, atol=TOLERANCE)
     assert done.computed == 48 * model.shapes.num_layers
-    stale = prefill_selected(model.decoder, garbage(model, 60), tokens, layout, Reuse())
+    stale = model.repair(garbage(model, 60), tokens, layout, Reuse())
     assert not torch.allclose(stale.logits[0], plain, atol=1e-2)
 
 
@@ -76,13 +75,13 @@ def test_scattered_rows_over_true_kv_equal_full_prefill(family):
     tokens, plain = torch.tensor([ids]), plain_logits(model, ids)[-1]
     rows = torch.tensor([0, 3, 4, 17, 18, 30, 46, 47])
     buffer = KVBuffer.like(model.shapes, 60)
-    prefill_rows(model.decoder, buffer, tokens)
+    model.prefill(buffer, tokens)
     buffer.keys[:, :, :, rows] = 5.0
     buffer.values[:, :, :, rows] = 5.0
-    repaired = prefill_rows(model.decoder, buffer, tokens, rows).logits[0]
+    repaired = model.prefill(buffer, tokens, rows).logits[0]
     assert torch.allclose(repaired, plain, atol=TOLERANCE)
     buffer.values[:, :, :, 41] = 5.0
-    spoilt = prefill_rows(model.decoder, buffer, tokens, rows).logits[0]
+    spoilt = model.prefill(buffer, tokens, rows).logits[0]
     assert not torch.allclose(spoilt, plain, atol=1e-2)
 
 
@@ -94,8 +93,8 @@ def test_relocated_keys_equal_keys_computed_there(family):
     tokens = torch.tensor([ids])
     near, far = (KVBuffer.like(model.shapes, MODULE) for _ in range(2))
     far.lay_out(range(delta, delta + len(ids)))
-    prefill_rows(model.decoder, near, tokens)
-    prefill_rows(model.decoder, far, tokens)
+    model.prefill(near, tokens)
+    model.prefill(far, tokens)
     moved = model.rule.relocate(near.keys[:, 0], delta, torch.empty_like(near.keys[:, 0]))
     assert torch.allclose(moved, far.keys[:, 0], atol=TOLERANCE)
     assert torch.allclose(near.values, far.values, atol=TOLERANCE)
@@ -114,7 +113,7 @@ def test_true_prefix_and_module_behind_it_are_lossless(family):
     buffer.place(first, PREFIX, model.rule)
     layout = layout_of(model, len(ids), exact=[(0, end)])
     tokens = torch.tensor([ids])
-    done = prefill_selected(model.decoder, buffer, tokens, layout, CacheBlend(0.15))
+    done = model.repair(buffer, tokens, layout, CacheBlend(0.15))
     assert torch.allclose(done.logits[0], plain_logits(model, ids)[-1], atol=TOLERANCE)
     assert done.computed == QUESTION * model.shapes.num_layers
     keys, values = plain_cache(model, ids)
@@ -164,14 +163,14 @@ def test_fast_attention_equals_the_models_own_masks(family):
     rows = torch.tensor(sorted({*range(0, 149, 2), 149}))
     start = garbage(model, 150)
 
-    def run(decoder):
+    def run(model):
         buffer = KVBuffer(start.keys.clone(), start.values.clone())
-        return prefill_rows(decoder, buffer, tokens, rows).logits, buffer.values
+        return model.prefill(buffer, tokens, rows).logits, buffer.values
 
-    fast, fast_kv = run(model.decoder)
+    fast, fast_kv = run(model)
     model.decoder.model.set_attn_implementation("eager")
     try:
-        dense, dense_kv = run(replace(model.decoder, is_fast=False))
+        dense, dense_kv = run(replace(model, decoder=replace(model.decoder, is_fast=False)))
     finally:
         model.decoder.model.set_attn_implementation(IMPLEMENTATION)
     assert torch.allclose(fast, dense, atol=TOLERANCE)
@@ -204,7 +203,7 @@ def test_cacheblend_computes_what_it_charges():
         buffer.place(module, PREFIX + i * MODULE, model.rule)
     end = PREFIX + MODULE
     layout = layout_of(model, len(ids), reused=[(end, end + 2 * MODULE)], exact=[(0, end)])
-    done = prefill_selected(model.decoder, buffer, torch.tensor([ids]), layout, CacheBlend(0.25))
+    done = model.repair(buffer, torch.tensor([ids]), layout, CacheBlend(0.25))
     chosen = int(0.25 * 2 * MODULE)
     everything, narrowed = 2 * MODULE + QUESTION, chosen + QUESTION
     assert len(done.rows) == narrowed

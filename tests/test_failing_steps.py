@@ -6,10 +6,10 @@ import pytest
 import torch
 from conftest import CHUNKS, tiny_model
 
-from cached_rag import BatchConfig, Engine
-from cached_rag.backends.transformers.batch import step_batch
-from cached_rag.engine import scheduler
+from cached_rag import BatchConfig, Engine, LanguageModel
 from cached_rag.engine.sharing import Live
+
+STEP = LanguageModel.step
 
 ASKED = [f"{chunk} And why is number {n} so?" for n, chunk in enumerate([*CHUNKS, *CHUNKS])]
 GUILTY = 3
@@ -29,14 +29,14 @@ def failing(monkeypatch, fails):
 
     def step(model, batch):
         lengths = [row.kv.length for row in batch]
-        logits = step_batch(model, batch)
+        logits = STEP(model, batch)
         if error := fails(batch):
             for row, length in zip(batch, lengths, strict=True):
                 row.kv.length = length
             raise error
         return logits
 
-    monkeypatch.setattr(scheduler, "step_batch", step)
+    monkeypatch.setattr(LanguageModel, "step", step)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)

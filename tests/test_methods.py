@@ -21,7 +21,6 @@ from test_exactness import (
 from cached_rag import ConfigError, GenerationConfig, ModelError
 from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.backends.transformers.drift import Drift
-from cached_rag.backends.transformers.prefill import prefill_rows, prefill_selected
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods import (
     SELECTORS,
@@ -86,7 +85,7 @@ def test_r_1_equals_full_prefill_and_r_0_is_reuse(name):
     plain = plain_logits(model, tokens[0].tolist())[-1]
 
     def logits(selector):
-        return prefill_selected(model.decoder, copy(buffer), tokens, layout, selector).logits[0]
+        return model.repair(copy(buffer), tokens, layout, selector).logits[0]
 
     whole, nothing = (parse_method(name, SELECTORS, {"recompute_ratio": r}) for r in (1.0, 0.0))
     assert torch.allclose(logits(whole), plain, atol=TOLERANCE)
@@ -114,13 +113,13 @@ def test_what_the_question_pass_computed_is_used_again_without_harm(family, sele
 
     recording = Recording(**dataclasses.asdict(selector))
     ours, twin = copy(buffer), copy(buffer)
-    done = prefill_selected(model.decoder, ours, tokens, layout, recording)
+    done = model.repair(ours, tokens, layout, recording)
     once = Chosen(seen[0], selector.transfers_drift)
-    plain = prefill_selected(model.decoder, twin, tokens, layout, once)
+    plain = model.repair(twin, tokens, layout, once)
     assert torch.allclose(done.logits, plain.logits, atol=TOLERANCE)
     assert torch.allclose(ours.keys, twin.keys, atol=TOLERANCE)
     assert torch.allclose(ours.values, twin.values, atol=TOLERANCE)
-    stale = prefill_selected(model.decoder, copy(buffer), tokens, layout, Reuse())
+    stale = model.repair(copy(buffer), tokens, layout, Reuse())
     if model.decoder.windows[0] is None:  # control; tiny windows end before what was repaired
         assert not torch.allclose(done.logits, stale.logits, atol=1e-3)
 
@@ -129,10 +128,10 @@ def test_the_question_pass_is_charged_and_layer_0_only_once():
     model, buffer, tokens, layout = assembled("llama")
     live, layers = int(layout.live.sum()), layout.num_layers
     chosen = int(0.2 * int(layout.reused.sum()))
-    done = prefill_selected(model.decoder, copy(buffer), tokens, layout, ProphetKV(0.2))
+    done = model.repair(copy(buffer), tokens, layout, ProphetKV(0.2))
     assert done.computed == live * layers + chosen * layers + live * (layers - 1)
     first_only = parse_method("a3", SELECTORS, {"recompute_ratio": 0.2})
-    done = prefill_selected(model.decoder, copy(buffer), tokens, layout, first_only)
+    done = model.repair(copy(buffer), tokens, layout, first_only)
     assert done.computed == (live + chosen) * layers
 
 
@@ -152,8 +151,8 @@ def test_observed_weights_are_the_models_own(family):
             return super().score(weights)
 
     buffer = KVBuffer.like(model.shapes, 90)
-    prefill_rows(model.decoder, buffer, tokens)
-    prefill_selected(model.decoder, buffer, tokens, layout, Showing(0.5))
+    model.prefill(buffer, tokens)
+    model.repair(buffer, tokens, layout, Showing(0.5))
     model.decoder.model.set_attn_implementation("eager")
     try:
         with torch.inference_mode():
@@ -169,7 +168,7 @@ def test_observed_weights_are_the_models_own(family):
 def test_rows_say_what_was_computed_in_every_layer():
     model, buffer, tokens, layout = assembled("llama")
     for selector, chosen in ((Reuse(), 0), (ProphetKV(0.2), 12), (CacheBlend(0.2), 12)):
-        rows = prefill_selected(model.decoder, copy(buffer), tokens, layout, selector).rows
+        rows = model.repair(copy(buffer), tokens, layout, selector).rows
         assert int(layout.reused[rows].sum()) == chosen
         assert set(layout.live.nonzero().flatten().tolist()) <= set(rows.tolist())
         assert not bool(layout.exact[rows].any())
@@ -179,7 +178,7 @@ def test_models_that_cannot_be_watched_are_refused_by_name():
     model, buffer, tokens, layout = assembled("falcon")
     assert not model.decoder.is_fast
     with pytest.raises(ModelError, match="cannot be watched"):
-        prefill_selected(model.decoder, buffer, tokens, layout, ProphetKV(0.2))
+        model.repair(buffer, tokens, layout, ProphetKV(0.2))
 
 
 @pytest.mark.parametrize("name", sorted(SELECTORS))
@@ -228,8 +227,8 @@ def test_a_union_takes_what_any_member_takes():
     assert union.observed_layers(layout) == (0, 1, 2, 3)
     assert union.choose(scores, layout).nonzero().flatten().tolist() == [6, 17, 22, 28]
     model, buffer, tokens, layout = assembled("llama")
-    done = prefill_selected(model.decoder, copy(buffer), tokens, layout, union)
-    alone = prefill_selected(model.decoder, copy(buffer), tokens, layout, Epic(1))
+    done = model.repair(copy(buffer), tokens, layout, union)
+    alone = model.repair(copy(buffer), tokens, layout, Epic(1))
     assert not torch.allclose(done.logits, alone.logits, atol=1e-4)
 
 
@@ -276,7 +275,7 @@ def test_drift_is_what_text_before_a_module_does_to_all_of_it():
     """Where a module moved as one, the tokens not recomputed end where full prefill has them."""
     model, _, tokens, layout = assembled("llama")
     whole = garbage(model, tokens.shape[1])
-    prefill_rows(model.decoder, whole, tokens)
+    model.prefill(whole, tokens)
     stale = copy(whole)
     for begin, end in layout.modules:
         shift = torch.randn(model.shapes.num_layers - 1, 1, 1, 1, model.shapes.value_dim)
@@ -285,7 +284,7 @@ def test_drift_is_what_text_before_a_module_does_to_all_of_it():
     for transfers in (True, False):
         repaired = copy(stale)
         selector = AnchorFlow(0.5, anchor_tokens=4, transfers_drift=transfers)
-        prefill_selected(model.decoder, repaired, tokens, layout, selector)
+        model.repair(repaired, tokens, layout, selector)
         error[transfers] = float(
             (repaired.values - whole.values)[:, :, :, : tokens.shape[1]].norm()
         )

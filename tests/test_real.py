@@ -9,7 +9,6 @@ import torch
 from conftest import plain_logits, smollm2
 
 from cached_rag import CachedRAG, Engine, StoreConfig
-from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.cli.demo import CORPUS
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.rag import Embedder, find_documents, load_document
@@ -73,8 +72,8 @@ def test_relocated_keys_equal_keys_computed_there(engine):
     tokens = torch.tensor([engine.tokenization.literal(chunks()[0]).ids[:64]])
     near, far = (KVBuffer.like(model.shapes, 64) for _ in range(2))
     far.lay_out(range(delta, delta + 64))
-    prefill_rows(model.decoder, near, tokens)
-    prefill_rows(model.decoder, far, tokens)
+    model.prefill(near, tokens)
+    model.prefill(far, tokens)
     moved = model.rule.relocate(near.keys[:, 0], delta, torch.empty_like(near.keys[:, 0]))
     # transformers takes the far angles in fp32, which costs digits at position 3000
     assert torch.allclose(moved, far.keys[:, 0], atol=2e-2)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from conftest import FAMILIES, UNMOVABLE, plain_logits, random_ids, tiny_model
 
+from cached_rag import LanguageModel
+from cached_rag.backends.base import StepInput
 from cached_rag.backends.transformers.attention import kernels as lse_attention
 from cached_rag.backends.transformers.attention.kernels import (
     KERNELS,
@@ -18,13 +20,13 @@ from cached_rag.backends.transformers.attention.kernels import (
     reference,
 )
 from cached_rag.backends.transformers.attention.relay import Padded, Part, merge, relay_attention
-from cached_rag.backends.transformers.batch import Ahead, can_append, can_batch, step_batch
-from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.rows import Piece, RowKV, Run, pieces
 from cached_rag.kv.slab import Slab, SlabRow, Slabs, mask_of
 
-BATCHING = sorted(f for f in FAMILIES if can_batch(tiny_model(f)))
+STEP = LanguageModel.step
+
+BATCHING = sorted(f for f in FAMILIES if tiny_model(f).can_batch)
 KV_HEADS, HEADS, DIM = 2, 6, 16
 
 
@@ -260,7 +262,7 @@ def test_pieces_hold_exactly_what_rows_refer_to():
 
 def prefilled(model, ids, room=8):
     buffer = KVBuffer.like(model.shapes, len(ids) + room)
-    prefill_rows(model.decoder, buffer, torch.tensor([ids]), num_logits=0)
+    model.prefill(buffer, torch.tensor([ids]), num_logits=0)
     return buffer
 
 
@@ -289,14 +291,14 @@ def test_rows_that_share_a_beginning_step_as_rows_with_copies(family):
         on(model, prompts[2], 30, base),
     ]
     for token in (5, 6, 7):
-        logits = step_batch(model, [Ahead(row, [token]) for row in rows])
+        logits = STEP(model, [StepInput(row, [token]) for row in rows])
         for prompt, row, found in zip(prompts, rows, logits, strict=True):
             prompt.append(token)
             assert row.length == len(prompt)
             assert torch.allclose(found, plain_logits(model, prompt)[-1], atol=1e-4)
 
 
-@pytest.mark.parametrize("family", [f for f in BATCHING if can_append(tiny_model(f))])
+@pytest.mark.parametrize("family", [f for f in BATCHING if tiny_model(f).can_append])
 def test_prompts_are_prefilled_in_pieces_beside_answers(family):
     model = tiny_model(family)
     system = random_ids(30, 1)
@@ -309,16 +311,16 @@ def test_prompts_are_prefilled_in_pieces_beside_answers(family):
         RowKV(KVBuffer.like(model.shapes, 20), 0),
     ]
     first = [[9], asked[30:40], alone[:7]]
-    step_batch(model, [Ahead(row, ids) for row, ids in zip(rows, first, strict=True)])
+    STEP(model, [StepInput(row, ids) for row, ids in zip(rows, first, strict=True)])
     second = [[8], asked[40:], alone[7:]]
-    logits = step_batch(model, [Ahead(row, ids) for row, ids in zip(rows, second, strict=True)])
+    logits = STEP(model, [StepInput(row, ids) for row, ids in zip(rows, second, strict=True)])
     for ids, found in zip(([*answered, 9, 8], asked, alone), logits, strict=True):
         assert torch.allclose(found, plain_logits(model, ids)[-1], atol=1e-4)
 
 
 def test_windows_take_one_token_a_pass():
-    assert not can_append(tiny_model("mistral"))
-    assert can_batch(tiny_model("mistral"))
+    assert not tiny_model("mistral").can_append
+    assert tiny_model("mistral").can_batch
 
 
 def test_a_kernel_that_does_something_else_is_not_used(monkeypatch, caplog):
@@ -345,4 +347,4 @@ def test_a_kernel_that_does_something_else_is_not_used(monkeypatch, caplog):
 
 
 def test_the_families_above_include_unmovable_ones():
-    assert any(can_batch(tiny_model(family)) for family in UNMOVABLE)
+    assert any(tiny_model(family).can_batch for family in UNMOVABLE)

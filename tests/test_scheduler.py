@@ -18,15 +18,16 @@ from cached_rag import (
     Engine,
     GenerationConfig,
     Import,
+    LanguageModel,
     Said,
     Schema,
     StoreConfig,
 )
-from cached_rag.backends.transformers.batch import can_append, can_batch, step_batch
-from cached_rag.engine import scheduler
 from cached_rag.engine.decoding import Answering
 from cached_rag.engine.prefill import Read
 from cached_rag.engine.request import Request, Waiting
+
+STEP = LanguageModel.step
 
 WORDS = "the copper roof turned green in the rain and nobody knew why it did".split()  # noqa: SIM905
 SYSTEM = " ".join(f"Rule {n}: {WORDS[n % 14]} is never {WORDS[n * 3 % 14]}." for n in range(24))
@@ -36,7 +37,7 @@ DOCUMENTS = [
 ]
 ASKED = [f"{SYSTEM}\n{d}\nQuestion {n}: why?" for d in DOCUMENTS for n in range(2)]
 ASKED += [f"{SYSTEM}\nWhat is rule {n}?" for n in range(2)]
-FAST = sorted(f for f in FAMILIES if can_batch(tiny_model(f)))
+FAST = sorted(f for f in FAMILIES if tiny_model(f).can_batch)
 GREEDY = {"max_tokens": 8, "method": "full"}
 
 
@@ -47,9 +48,9 @@ def passes(monkeypatch):
 
     def recording(model, batch):
         found.append([len(row.token_ids) for row in batch])
-        return step_batch(model, batch)
+        return STEP(model, batch)
 
-    monkeypatch.setattr(scheduler, "step_batch", recording)
+    monkeypatch.setattr(LanguageModel, "step", recording)
     return found
 
 
@@ -281,9 +282,9 @@ def test_memory_is_bounded_and_everyone_is_answered(monkeypatch):
 
     def watching(model, batch):
         used.append(engine.scheduler.nbytes)
-        return step_batch(model, batch)
+        return STEP(model, batch)
 
-    monkeypatch.setattr(scheduler, "step_batch", watching)
+    monkeypatch.setattr(LanguageModel, "step", watching)
     answers = engine.generate_batch(ASKED, **GREEDY)
     assert [answer.token_ids for answer in answers] == alone("llama", ASKED, **GREEDY)
     assert 0 < max(used) <= room
@@ -370,9 +371,9 @@ def test_what_fails_for_every_row_fails_all_and_no_later_ones(monkeypatch):
     def failing(model, batch):
         if fails:
             raise RuntimeError("out of memory")
-        return step_batch(model, batch)
+        return STEP(model, batch)
 
-    monkeypatch.setattr(scheduler, "step_batch", failing)
+    monkeypatch.setattr(LanguageModel, "step", failing)
     streams = begun(engine, ASKED[:3], **GREEDY)
     for stream in streams:
         next(stream)
@@ -523,9 +524,9 @@ def test_a_turn_that_breaks_fails_all_and_the_next_request_is_served(monkeypatch
         if fails:
             fails.clear()
             raise Panic  # no Exception: nothing in a turn handles it
-        return step_batch(model, batch)
+        return STEP(model, batch)
 
-    monkeypatch.setattr(scheduler, "step_batch", failing)
+    monkeypatch.setattr(LanguageModel, "step", failing)
     fails.append(True)
 
     async def ask():
@@ -713,4 +714,4 @@ def test_settings_are_checked():
 
 
 def test_most_families_prefill_in_pieces():
-    assert {f for f in FAST if can_append(tiny_model(f))} >= {"llama", "qwen3", "phi3", "gpt_neox"}
+    assert {f for f in FAST if tiny_model(f).can_append} >= {"llama", "qwen3", "phi3", "gpt_neox"}

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
+from cached_rag.backends.base import StepInput
 from cached_rag.backends.transformers.attention.kernels import kernel_of
 from cached_rag.backends.transformers.attention.relay import Padded
-from cached_rag.backends.transformers.batch import Ahead, BatchCache
+from cached_rag.backends.transformers.batch import BatchCache
 from cached_rag.benchmarks.plotting import new_figure, save
 from cached_rag.benchmarks.timing import interleaved_ms
 from cached_rag.kv.buffer import KVBuffer, KVShapes
@@ -139,8 +140,8 @@ def make_steps(
             whole[..., :shared, :] = held
             whole[..., shared : shared + private, :] = side[..., :private, :]
         done = shared + private - 1
-        relayed.append(Ahead(RowKV(own, done, [Run(common, 0, shared, 0)]), [0]))
-        copied.append(Ahead(RowKV(copy, done), [0]))
+        relayed.append(StepInput(RowKV(own, done, [Run(common, 0, shared, 0)]), [0]))
+        copied.append(StepInput(RowKV(copy, done), [0]))
     size = (1, num_heads, batch, shapes.head_dim)
     query = torch.randn(size, dtype=shapes.dtype, device=shapes.device)
     ways = {"relay": relayed, "copied": copied}

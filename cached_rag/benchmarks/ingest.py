@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cached_rag.backends.transformers.encode import BATCH_TOKENS, encode_modules
 from cached_rag.engine.engine import Engine
+from cached_rag.library.encode import BATCH_TOKENS, encode_modules
 from cached_rag.library.library import Behind
 
 
@@ -31,7 +31,7 @@ def bench_ingest(
 ) -> IngestRow:
     """Time both in turn; medians. Batches are the encoder's own."""
     generator = torch.Generator().manual_seed(0)
-    size = engine.model.decoder.model.config.get_text_config().vocab_size
+    size = engine.model.vocab_size
     ids = torch.randint(0, size, (modules, module_tokens), generator=generator)
     rows = [tuple(row) for row in ids.tolist()]
     batch = max(1, BATCH_TOKENS // module_tokens)
@@ -42,9 +42,8 @@ def bench_ingest(
             engine.library.put(Behind((0,)), kv)
         own.append(time.perf_counter() - began)
         began = time.perf_counter()
-        with torch.inference_mode():
-            for part in torch.split(ids, batch):
-                engine.model.decoder.model.base_model(part.to(engine.model.device), use_cache=True)
+        for part in torch.split(ids, batch):
+            engine.model.forward(part)
         plain.append(time.perf_counter() - began)
     tokens = modules * module_tokens
     rates = [tokens / statistics.median(times[1:]) for times in (own, plain)]

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cached_rag.backends.transformers.loading import LanguageModel
-from cached_rag.backends.transformers.profile import forget_pages
+from cached_rag.backends.base import Backend
 from cached_rag.benchmarks.ttft import make_texts
 from cached_rag.config import GenerationConfig, StoreConfig
 from cached_rag.engine.engine import Engine
+from cached_rag.engine.profile import forget_pages
 
 _PREFIX = "Read these texts.\n\n"
 
@@ -31,7 +31,7 @@ class LoadingRow:
 
 
 def bench_loading(
-    model: LanguageModel,
+    model: Backend,
     folder: Path,
     *,
     modules: int = 8,
@@ -50,7 +50,7 @@ def bench_loading(
         texts, question = make_texts(engine, modules, module_tokens, question_tokens)
         engine.encode(texts, prefix=_PREFIX)
     prompt = _PREFIX + "\n".join([*texts, question])
-    ways = _ways(model.device.type)
+    ways = _ways(model.shapes.device.type)
     samples: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     for round_ in range(repeats + 1):
         for method in methods:

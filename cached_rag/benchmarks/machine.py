@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 import transformers
 
-from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.backends.base import Backend
 
 
-def machine(model: LanguageModel | None = None) -> dict[str, object]:
+def machine(model: Backend | None = None) -> dict[str, object]:
     """Processor, threads, accelerator, versions; and the model's dtype and device."""
     facts: dict[str, object] = {
         "processor": _processor(),
@@ -24,7 +24,11 @@ def machine(model: LanguageModel | None = None) -> dict[str, object]:
         "transformers": transformers.__version__,
     }
     if model is not None:
-        facts |= {"model": model.name, "dtype": str(model.dtype), "device": str(model.device)}
+        facts |= {
+            "model": model.name,
+            "dtype": str(model.shapes.dtype),
+            "device": str(model.shapes.device),
+        }
     return facts
 
 

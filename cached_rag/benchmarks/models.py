@@ -17,7 +17,8 @@ from typing import Any
 
 import psutil
 
-from cached_rag.backends.transformers.loading import LanguageModel, load_model
+from cached_rag.backends.base import Backend
+from cached_rag.backends.transformers.loading import load_model
 from cached_rag.backends.transformers.memory import peak_bytes
 from cached_rag.benchmarks.ttft import bench_ttft
 from cached_rag.engine.engine import Engine
@@ -63,7 +64,7 @@ def bench_model(
     before, began = psutil.Process().memory_info().rss, time.perf_counter()
     model = load_model(name, dtype, device)
     loaded, peak = time.perf_counter() - began, peak_bytes()
-    weights = sum(w.nbytes for w in model.decoder.model.parameters())
+    weights = model.weights_bytes
     with Engine(model) as engine:
         rows = {
             row.method: row
@@ -106,11 +107,11 @@ def bench_models(
     return [_in_a_process(name, options) for name in names]
 
 
-def methods_of(model: LanguageModel) -> str:
+def methods_of(model: Backend) -> str:
     """Which methods a model can have, in words."""
     if not model.rule.is_movable:
         return "full, prefix"
-    if not model.decoder.is_fast:
+    if not model.can_watch:
         return "without auto and those that ask the question; no batches"
     return "all" if model.rule.limit is None else "all; no batches"
 

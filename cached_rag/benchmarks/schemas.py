@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from cached_rag.backends.transformers.loading import LanguageModel
-from cached_rag.backends.transformers.profile import forget_pages
+from cached_rag.backends.base import Backend
 from cached_rag.benchmarks.plotting import new_figure, save
 from cached_rag.benchmarks.ttft import make_texts
 from cached_rag.config import StoreConfig
 from cached_rag.engine.engine import Engine
+from cached_rag.engine.profile import forget_pages
 from cached_rag.errors import ConfigError
 from cached_rag.pml import Import, Schema, SchemaPrompt
 
@@ -98,7 +98,7 @@ def footprint(engine: Engine) -> Footprint:
 
 
 def bench_lengths(
-    model: LanguageModel,
+    model: Backend,
     lengths: Sequence[int],
     folder: Path,
     *,

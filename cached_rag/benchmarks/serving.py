@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from cached_rag.backends.base import Backend
 from cached_rag.backends.thread import submit
-from cached_rag.backends.transformers.loading import LanguageModel
 from cached_rag.benchmarks.ttft import make_texts
 from cached_rag.config import BatchConfig, GenerationConfig
 from cached_rag.engine.decoding import Generation
@@ -70,7 +70,7 @@ class Workload:
     """Prompts that share a beginning, and an engine for each way to serve them."""
 
     def __init__(
-        self, model: LanguageModel, shared_tokens: int, private_tokens: int, requests: int
+        self, model: Backend, shared_tokens: int, private_tokens: int, requests: int
     ) -> None:
         """Encode the shared beginning.
 
@@ -79,14 +79,12 @@ class Workload:
         """
         if min(shared_tokens, private_tokens, requests) < 1:
             raise ConfigError("shared tokens, private tokens and requests must be at least 1")
-        # Answers must be of one length, whatever the model says.
-        endless = replace(model, eos_ids=frozenset())
         every = BatchConfig(max_rows=requests)
         self.engines = {
-            "relay": Engine(endless, batch=every),
-            "copied": Engine(endless, batch=replace(every, shares=False)),
-            "recomputed": Engine(endless, batch=replace(every, shares=False)),
-            "sequential": Engine(endless, batch=BatchConfig(max_rows=1, shares=False)),
+            "relay": Engine(model, batch=every),
+            "copied": Engine(model, batch=replace(every, shares=False)),
+            "recomputed": Engine(model, batch=replace(every, shares=False)),
+            "sequential": Engine(model, batch=BatchConfig(max_rows=1, shares=False)),
         }
         engine = self.engines["relay"]
         (shared,), _ = make_texts(engine, 1, shared_tokens, 1)
@@ -103,7 +101,7 @@ class Workload:
 
 
 def bench_serving(
-    model: LanguageModel,
+    model: Backend,
     *,
     shared_tokens: int = 2048,
     private_tokens: int = 128,
@@ -120,7 +118,7 @@ def bench_serving(
     """
     _check(methods, new_tokens, repeats)
     work = Workload(model, shared_tokens, private_tokens, requests)
-    config = GenerationConfig(method="prefix", max_tokens=new_tokens)
+    config = GenerationConfig(method="prefix", max_tokens=new_tokens, ignore_eos=True)
     samples: dict[str, list[tuple[float, ...]]] = {method: [] for method in methods}
     for round_ in range(repeats + 1):
         for method, taken in samples.items():
@@ -176,7 +174,7 @@ def _timed(engine: Engine, prompts: Sequence[str], config: GenerationConfig) -> 
 
 
 def bench_arrivals(
-    model: LanguageModel,
+    model: Backend,
     rates: Sequence[float],
     *,
     shared_tokens: int = 2048,
@@ -194,7 +192,7 @@ def bench_arrivals(
     _check(methods, new_tokens)
     # In the model's thread, where requests are answered (see `model_thread`).
     work = submit(partial(Workload, model, shared_tokens, private_tokens, requests)).result()
-    config = GenerationConfig(method="prefix", max_tokens=new_tokens)
+    config = GenerationConfig(method="prefix", max_tokens=new_tokens, ignore_eos=True)
     rows = []
     for rate in rates:
         for method in methods:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from cached_rag.backends.transformers.prefill import prefill_rows, prefill_selected
-from cached_rag.backends.transformers.profile import profile_of
 from cached_rag.benchmarks.machine import machine
 from cached_rag.config import AUTO_RATIO
 from cached_rag.engine.controller import Controller
 from cached_rag.engine.engine import Engine
+from cached_rag.engine.profile import profile_of
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods import CacheBlend, Layout
 
@@ -45,7 +43,7 @@ def examine(engine: Engine) -> dict[str, object]:
     return machine(model) | {
         "context_length": model.context_length,
         "position_rule": str(model.rule),
-        "attention": "scattered rows" if model.decoder.is_fast else "the model's own, dense masks",
+        "attention": "scattered rows" if model.can_watch else "the model's own, dense masks",
         "kv_bytes_per_token": model.shapes.bytes_per_token,
         "store": str(disk.path) if disk else "memory only",
         "store_bytes": engine.library.store.nbytes,
@@ -76,44 +74,31 @@ def _loading(engine: Engine) -> dict[str, object]:
 
 
 def self_test(engine: Engine) -> list[SelfTest]:
-    """Partial prefill against transformers' own forward pass, on random tokens, in its dtype.
+    """Partial prefill against the model's own forward pass, on random tokens, in its dtype.
 
     What is allowed is measured, too: the model's own error when it prefills in two pieces through
     its own cache, which grows with depth, width and outlier channels as ours may.
     """
     model = engine.model
     generator = torch.Generator().manual_seed(0)
-    size = model.decoder.model.config.get_text_config().vocab_size
-    ids = torch.randint(0, size, (1, _TOKENS), generator=generator).to(model.device)
-    with torch.inference_mode():
-        plain = model.decoder.model(input_ids=ids).logits[:, -1].float()
+    ids = torch.randint(0, model.vocab_size, (1, _TOKENS), generator=generator)
+    plain = model.forward(ids).float()
 
     def error(logits: torch.Tensor) -> float:
         return float((logits.float() - plain).abs().max() / plain.abs().max())
 
-    own = max(error(_in_pieces(model.decoder.model, ids, split)) for split in _SPLITS)
-    allowed = _MARGIN * max(own, torch.finfo(model.dtype).eps)
+    own = max(error(model.forward(ids, split)) for split in _SPLITS)
+    allowed = _MARGIN * max(own, torch.finfo(model.shapes.dtype).eps)
     buffer = KVBuffer.like(model.shapes, _TOKENS)
-    tests = [
-        SelfTest("full prefill", error(prefill_rows(model.decoder, buffer, ids).logits), allowed)
-    ]
+    tests = [SelfTest("full prefill", error(model.prefill(buffer, ids).logits), allowed)]
     rows = torch.tensor([*range(3, _TOKENS - 1, 5), _TOKENS - 1])
-    logits = prefill_rows(model.decoder, buffer, ids, rows).logits
+    logits = model.prefill(buffer, ids, rows).logits
     tests.append(SelfTest("scattered rows over true KV", error(logits), allowed))
     buffer.keys.fill_(1.0)
     buffer.values.fill_(1.0)
     live = torch.zeros(_TOKENS, dtype=torch.bool)
     live[-1] = True
     layout = Layout(live, torch.zeros_like(live), ((0, _TOKENS - 1),), model.shapes.num_layers)
-    logits = prefill_selected(model.decoder, buffer, ids, layout, CacheBlend(1.0)).logits
+    logits = model.repair(buffer, ids, layout, CacheBlend(1.0)).logits
     tests.append(SelfTest("everything recomputed over garbage", error(logits), allowed))
     return tests
-
-
-@torch.inference_mode()
-def _in_pieces(model: Any, ids: torch.Tensor, split: int) -> torch.Tensor:
-    """(1, vocab_size) logits of transformers' own prefill of some tokens, then of the others."""
-    first = model(input_ids=ids[:, :split], use_cache=True)
-    last = model(input_ids=ids[:, split:], past_key_values=first.past_key_values, use_cache=True)
-    logits: torch.Tensor = last.logits[:, -1]
-    return logits

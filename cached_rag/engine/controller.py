@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cached_rag.backends.transformers.profile import Profile
+from cached_rag.engine.profile import Profile
 
 
 @dataclass(frozen=True)

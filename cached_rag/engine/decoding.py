@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from cached_rag.backends.base import Backend, StepInput
 from cached_rag.backends.tokenizer import Tokens
-from cached_rag.backends.transformers.batch import Ahead, step_batch
-from cached_rag.backends.transformers.loading import LanguageModel
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.sampling import Detokenizer, Sampler
@@ -77,14 +76,15 @@ class Answering:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: Backend,
         prompt_ids: Sequence[int],
         config: GenerationConfig,
         token_ids: list[int] | None = None,
     ) -> None:
         self.token_ids: list[int] = [] if token_ids is None else token_ids
         self.finish_reason: str | None = None
-        self._eos_ids, self._max_tokens = model.eos_ids, config.max_tokens
+        self._eos_ids = frozenset() if config.ignore_eos else model.eos_ids
+        self._max_tokens = config.max_tokens
         self._sampler = Sampler(model, config)
         self._text = Detokenizer(model.tokenizer, config.stop)
         self._ids = list(prompt_ids)
@@ -107,7 +107,7 @@ class Answering:
 
 
 @torch.inference_mode()
-def answer_alone(model: LanguageModel, prefill: Prefill, config: GenerationConfig) -> Generation:
+def answer_alone(model: Backend, prefill: Prefill, config: GenerationConfig) -> Generation:
     """The answer to a prefilled prompt, token after token; the prefill is not released.
 
     Raises:
@@ -119,7 +119,7 @@ def answer_alone(model: LanguageModel, prefill: Prefill, config: GenerationConfi
     text = answer.take(prefill.logits)
     while answer.finish_reason is None:
         with model.lock:
-            logits = step_batch(model, [Ahead(kv, answer.token_ids[-1:])])
+            logits = model.step([StepInput(kv, answer.token_ids[-1:])])
         text += answer.take(logits)
     prefill.report.output_tokens = len(answer.token_ids)
     prefill.report.total_ms = prefill.report.ttft_ms + clock.total()

@@ -14,10 +14,10 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from cached_rag.backends.base import Backend
 from cached_rag.backends.thread import on_model_thread, submit
 from cached_rag.backends.tokenizer import Message, Rendered, Tokenization, Tokens
-from cached_rag.backends.transformers.encode import EncodeSummary
-from cached_rag.backends.transformers.loading import LanguageModel, load_model
+from cached_rag.backends.transformers.loading import load_model
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.engine.decoding import Generation, Prefill
 from cached_rag.engine.planner import Planner, TextPlanner
@@ -32,6 +32,7 @@ from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.store import Maker, ModuleRecord
 from cached_rag.library.background import Activity, WriteBack
 from cached_rag.library.context import Context
+from cached_rag.library.encode import EncodeSummary
 from cached_rag.library.encoder import Encoder
 from cached_rag.library.learning import Leftovers
 from cached_rag.library.library import Library
@@ -68,12 +69,12 @@ class Engine:
 
     All answers are made by its scheduler: those wanted at the same time, together.
 
-    Use `Engine.load`; or give a `LanguageModel` from `wrap_model`.
+    Use `Engine.load`; or give a `Backend`, such as `wrap_model`'s.
     """
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: Backend,
         store: StoreConfig | None = None,
         batch: BatchConfig | None = None,
         *,
@@ -89,11 +90,11 @@ class Engine:
         self._is_closed = False
         settings = store or StoreConfig()
         if settings.pipelined is None:
-            settings = replace(settings, pipelined=model.device.type == "cuda")
+            settings = replace(settings, pipelined=model.shapes.device.type == "cuda")
         self.settings = settings
         memory = beside.library.memory if beside else None
-        maker = Maker(model.fingerprint, model.name, str(model.dtype).removeprefix("torch."))
-        self.library: Library = Library(settings, maker, model.device, memory, self._let_go)
+        maker = Maker(model.fingerprint, model.name, str(model.shapes.dtype).removeprefix("torch."))
+        self.library: Library = Library(settings, maker, model.shapes.device, memory, self._let_go)
         self.tokenization = Tokenization(model.tokenizer)
         self.lock = model.lock
         self._encoder = Encoder(model, self.library, self.tokenization)

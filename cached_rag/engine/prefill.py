@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 
+from cached_rag.backends.base import Backend, Prefilled
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.tokenizer import Tokenization, Tokens
-from cached_rag.backends.transformers.loading import LanguageModel
-from cached_rag.backends.transformers.prefill import Prefilled, prefill_rows, prefill_selected
-from cached_rag.backends.transformers.profile import profile_of
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.controller import Controller
 from cached_rag.engine.decoding import Prefill
 from cached_rag.engine.planner import Planner, Reading
+from cached_rag.engine.profile import profile_of
 from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import (
     ConfigError,
@@ -81,7 +80,7 @@ class Prefiller:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: Backend,
         library: Library,
         tokenization: Tokenization,
         leftovers: Leftovers,
@@ -240,7 +239,7 @@ class Prefiller:
     def _place(self, plan: Plan, buffer: KVBuffer) -> LayerLoader | None:
         """Put cached KV where it belongs, at once if it is at hand, else while layers run."""
         is_at_hand = all(isinstance(place.kv, ModuleKV) for place in plan.placements)
-        if not is_at_hand or (plan.placements and self.model.device.type == "cuda"):
+        if not is_at_hand or (plan.placements and self.model.shapes.device.type == "cuda"):
             return LayerLoader(buffer, plan.placements, self.model.rule)
         for place in plan.placements:
             buffer.place(place.kv, place.begin, self.model.rule)
@@ -282,7 +281,7 @@ class Prefiller:
             switched = rule.limit is not None and plan.length > rule.limit
             report.method = "full" if switched else "prefix"
             return (Plan((), (), plan.num_tokens) if switched else in_place), Reuse()
-        if config.method == "auto" and not self.model.decoder.is_fast:
+        if config.method == "auto" and not self.model.can_watch:
             report.method, selector = "cacheblend", CacheBlend()
             report.notes.append("this model's attention cannot be watched, so cacheblend is used")
         return plan, selector
@@ -296,14 +295,14 @@ class Prefiller:
         report: Report,
         loader: LayerLoader | None,
     ) -> Prefilled:
-        ids = torch.tensor([tokens.ids], device=self.model.device)
+        ids = torch.tensor([tokens.ids])
         layout = plan.layout(self.model.shapes.num_layers)
         cached = int((~layout.live).sum())
         if not cached:
-            done = prefill_rows(self.model.decoder, buffer, ids)
+            done = self.model.prefill(buffer, ids)
         else:
             ready = loader.wait if loader else None
-            done = prefill_selected(self.model.decoder, buffer, ids, layout, selector, ready=ready)
+            done = self.model.repair(buffer, ids, layout, selector, ready)
         report.charged_recompute = done.computed / (len(tokens) * self.model.shapes.num_layers)
         report.recomputed_tokens = int((~layout.live[done.rows.cpu()]).sum())
         report.cached_tokens = cached - report.recomputed_tokens

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.backends.base import Backend
 from cached_rag.engine.decoding import Answering, Prefill
 from cached_rag.engine.prefill import Prepared
 from cached_rag.engine.request import Request
@@ -56,7 +56,7 @@ class Running:
 
 
 def begin(
-    model: LanguageModel, live: Live, request: Request, prepared: Prepared, runs: Sequence[Run]
+    model: Backend, live: Live, request: Request, prepared: Prepared, runs: Sequence[Run]
 ) -> Running:
     """A prompt that is prefilled in the batch, behind the runs that others have."""
     tokens, report = prepared.tokens, prepared.report
@@ -74,7 +74,7 @@ def begin(
 
 
 def complete(
-    model: LanguageModel, live: Live, request: Request, prepared: Prepared, runs: Sequence[Run]
+    model: Backend, live: Live, request: Request, prepared: Prepared, runs: Sequence[Run]
 ) -> tuple[Running, torch.Tensor]:
     """A prompt that is prefilled at once, and its (1, vocab_size) logits."""
     answer = _answering(model, request, prepared)
@@ -92,7 +92,7 @@ def complete(
     return running, prefill.logits
 
 
-def _answering(model: LanguageModel, request: Request, prepared: Prepared) -> Answering:
+def _answering(model: Backend, request: Request, prepared: Prepared) -> Answering:
     request.report = prepared.report
     return Answering(model, prepared.tokens.ids, request.config, request.token_ids)
 

@@ -18,17 +18,17 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.backends.base import Backend
 from cached_rag.config import GenerationConfig
 
 
 class Sampler:
     """Picks the next token from logits."""
 
-    def __init__(self, model: LanguageModel, config: GenerationConfig) -> None:
+    def __init__(self, model: Backend, config: GenerationConfig) -> None:
         self._processors = _processors(model, config)
         self._is_greedy = config.temperature == 0
-        self._generator = torch.Generator(device=model.device)
+        self._generator = torch.Generator(device=model.shapes.device)
         if config.seed is None:
             self._generator.seed()
         else:
@@ -46,8 +46,8 @@ class Sampler:
         return int(torch.multinomial(weights, 1, generator=self._generator))
 
 
-def _processors(model: LanguageModel, config: GenerationConfig) -> LogitsProcessorList:
-    own = getattr(model.decoder.model.generation_config, "repetition_penalty", None)
+def _processors(model: Backend, config: GenerationConfig) -> LogitsProcessorList:
+    own = model.repetition_penalty
     penalty = config.repetition_penalty or own or 1.0
     found = LogitsProcessorList()
     if penalty != 1.0:

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from cached_rag.backends import thread as model_thread
-from cached_rag.backends.transformers.batch import Ahead, can_append, can_batch, step_batch
-from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.backends.base import Backend, StepInput
 from cached_rag.config import BatchConfig
 from cached_rag.engine import running
 from cached_rag.engine.prefill import Prepared
@@ -34,12 +33,12 @@ _log = logging.getLogger(__name__)
 class Scheduler:
     """The one place where answers are made on a model, from whatever library."""
 
-    def __init__(self, model: LanguageModel, config: BatchConfig) -> None:
+    def __init__(self, model: Backend, config: BatchConfig) -> None:
         self.config = config
         self._model = model
         self._waiting = Waiting(config.max_waiting)
         self._running: list[Running] = []
-        shares = config.shares and can_batch(model)
+        shares = config.shares and model.can_batch
         self._live = Live(model.shapes, shares=shares, recent_bytes=config.recent_bytes)
         self._prepared: tuple[Request, Prepared] | None = None
         self._turning = threading.Lock()
@@ -220,7 +219,7 @@ class Scheduler:
         done = sum(map(len, runs))
         rest = [place for place in prepared.plan.placements if place.end > done]
         what = (self._model, self._live, request, prepared, runs)
-        if not rest and (runs or self._running) and can_append(self._model):
+        if not rest and (runs or self._running) and self._model.can_append:
             self._running.append(running.begin(*what))
             return 0
         one, logits = running.complete(*what)
@@ -246,10 +245,10 @@ class Scheduler:
 
         A pass that fails leaves nothing behind: what it wrote stands beyond its rows' lengths.
         """
-        ahead = [Ahead(one.row.kv, one.pending[:count]) for one, count in batch]
+        ahead = [StepInput(one.row.kv, one.pending[:count]) for one, count in batch]
         try:
             with self._model.lock:
-                logits = step_batch(self._model, ahead)
+                logits = self._model.step(ahead)
         except Exception as error:
             if len(batch) == 1:
                 self._end(batch[0][0], error)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.backends.base import Backend
 from cached_rag.config import StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.evaluation.data import Example
@@ -26,7 +26,7 @@ class Encodings:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: Backend,
         examples: Sequence[Example],
         *,
         long: bool,

@@ -9,7 +9,6 @@ import torch
 
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.tokenizer import Message
-from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.decoding import Prefill, answer_alone
 from cached_rag.engine.engine import Engine
@@ -111,11 +110,9 @@ def answer_nll(
     scores = [prefill.logits]
     if len(answer) > 1:
         begin = len(prefill.tokens)
-        ids = torch.tensor([[*prefill.tokens.ids, *answer[:-1]]], device=engine.model.device)
+        ids = torch.tensor([[*prefill.tokens.ids, *answer[:-1]]])
         slots = torch.arange(begin, ids.shape[1])
-        rest = prefill_rows(
-            engine.model.decoder, prefill.buffer, ids, slots, num_logits=len(answer) - 1
-        )
+        rest = engine.model.prefill(prefill.buffer, ids, slots, num_logits=len(answer) - 1)
         scores.append(rest.tail[0])
     log_probs = torch.cat(scores).float().log_softmax(-1)
     wanted = torch.tensor(answer, device=log_probs.device)[:, None]

@@ -14,14 +14,16 @@ import torch
 
 from cached_rag.backends.tokenizer import Message, Tokens
 from cached_rag.backends.transformers.attention.scattered import Rows
-from cached_rag.backends.transformers.encode import encode_modules, encode_prefix
+from cached_rag.backends.transformers.loading import LanguageModel
 from cached_rag.backends.transformers.prefill import prefill_selected
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.decoding import Prefill
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Report
+from cached_rag.errors import ConfigError
 from cached_rag.evaluation.measure import Reading, read_on
 from cached_rag.kv.buffer import KVBuffer
+from cached_rag.library.encode import encode_modules, encode_prefix
 from cached_rag.library.plan import Placement
 from cached_rag.methods import CacheBlend, Layout
 
@@ -76,6 +78,8 @@ def _prefill(
     engine: Engine, tokens: Tokens, places: list[Placement], selector: CacheBlend, max_tokens: int
 ) -> Prefill:
     model, length = engine.model, len(tokens)
+    if not isinstance(model, LanguageModel):
+        raise ConfigError("cacheblend-released runs on transformers models only")
     buffer = KVBuffer.like(model.shapes, length + max_tokens)
     for place in places:
         buffer.place(place.kv, place.begin, model.rule)

@@ -10,8 +10,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from cached_rag.backends.base import Backend
 from cached_rag.backends.tokenizer import Rendered, Tokenization
-from cached_rag.backends.transformers.encode import (
+from cached_rag.errors import ContextOverflowError
+from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.store import ModuleRecord
+from cached_rag.library.context import PRIMER, Context
+from cached_rag.library.encode import (
     EncodeSummary,
     Progress,
     check_fits,
@@ -19,11 +24,6 @@ from cached_rag.backends.transformers.encode import (
     encode_prefix,
     join,
 )
-from cached_rag.backends.transformers.loading import LanguageModel
-from cached_rag.errors import ContextOverflowError
-from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store import ModuleRecord
-from cached_rag.library.context import PRIMER, Context
 from cached_rag.library.library import Behind, Library
 from cached_rag.library.matching import ANCHOR, record_of
 
@@ -38,7 +38,7 @@ class Encoder:
         contexts: by name, those that can be had again: the primer, and what `encode` was given.
     """
 
-    model: LanguageModel
+    model: Backend
     library: Library
     tokenization: Tokenization
     contexts: dict[str, Context] = field(default_factory=lambda: {PRIMER.name: PRIMER})

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cached_rag.backends.transformers.loading import LanguageModel
-from cached_rag.backends.transformers.prefill import prefill_rows
+from cached_rag.backends.base import Backend
 from cached_rag.errors import ContextOverflowError, StoreError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.module import LayerSource, ModuleKV
@@ -42,7 +41,7 @@ class Encoded:
 class RunEncoder:
     """Encodes the units of one schema."""
 
-    model: LanguageModel
+    model: Backend
     library: Library
     recipes: Recipes
 
@@ -126,10 +125,8 @@ class RunEncoder:
             self.model.rule.check(at[run] - kv.start, positions[-1] + 1)
             buffer.place(kv, slot, self.model.rule)
             slot += run.length
-        device = self.model.device
-        slots = torch.arange(slot, len(ids), device=device)
-        tokens = torch.tensor([ids], device=device)
-        prefill_rows(self.model.decoder, buffer, tokens, slots, num_logits=0)
+        slots = torch.arange(slot, len(ids))
+        self.model.prefill(buffer, torch.tensor([ids]), slots, num_logits=0)
         found = {}
         for run in unit.runs:
             if run.is_cached:

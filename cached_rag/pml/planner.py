@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from cached_rag.backends.base import Backend
 from cached_rag.backends.tokenizer import Tokenization, Tokens
-from cached_rag.backends.transformers.loading import LanguageModel
 from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import RelocationError
 from cached_rag.kv.module import LayerSource
@@ -58,7 +58,7 @@ class SchemaPlanner:
         scaffolds: by the units they hold, largest first.
     """
 
-    model: LanguageModel
+    model: Backend
     layout: Layout
     assembler: Assembler
     encoder: RunEncoder
@@ -211,7 +211,7 @@ class PromptPlanner:
 
 
 def planner_of(
-    schema: LaidOut, model: LanguageModel, library: Library, tokenization: Tokenization
+    schema: LaidOut, model: Backend, library: Library, tokenization: Tokenization
 ) -> SchemaPlanner:
     """All that can be settled before the first prompt.
 

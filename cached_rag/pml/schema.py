@@ -13,11 +13,11 @@ from typing import Any
 
 from cachetools import LRUCache
 
-from cached_rag.backends.transformers.encode import EncodeSummary
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.planner import Planner
 from cached_rag.errors import ConfigError, PMLError
 from cached_rag.kv.fingerprint import digest
+from cached_rag.library.encode import EncodeSummary
 from cached_rag.pml.markup import parse_markup
 from cached_rag.pml.nodes import SchemaNode, Where
 from cached_rag.pml.parse import parse_schema

@@ -14,8 +14,8 @@ import torch
 from cachetools import LRUCache
 
 from cached_rag.backends.thread import on_model_thread
-from cached_rag.backends.transformers.encode import EncodeSummary
 from cached_rag.engine.engine import Engine
+from cached_rag.library.encode import EncodeSummary
 from cached_rag.pml.encode import Encoded
 from cached_rag.pml.planner import LaidOut, SchemaPlanner, planner_of
 

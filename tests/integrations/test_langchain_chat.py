@@ -21,8 +21,7 @@ from langchain_core.messages import (
 from langchain_core.prompts import ChatPromptTemplate
 from pydantic import ValidationError
 
-from cached_rag import CachedRAG, ConfigError, Engine
-from cached_rag.engine import scheduler as scheduler_module
+from cached_rag import CachedRAG, ConfigError, Engine, LanguageModel
 
 QUESTION = f"{CHUNKS[0]}\n\nWhy?"
 
@@ -212,13 +211,13 @@ def test_an_index_can_be_the_engine(engine, tmp_path):
 
 def test_the_first_token_is_handed_over_when_it_is_made(llm, monkeypatch):
     steps = []
-    original = scheduler_module.step_batch
+    original = LanguageModel.step
 
     def counting(model, batch):
         steps.append(len(batch))
         return original(model, batch)
 
-    monkeypatch.setattr(scheduler_module, "step_batch", counting)
+    monkeypatch.setattr(LanguageModel, "step", counting)
     stream = llm.stream(QUESTION)
     next(stream)
     assert len(steps) <= 1  # LangChain holds nothing back; one token may be half a character
@@ -237,14 +236,14 @@ def test_the_first_token_is_handed_over_when_it_is_made(llm, monkeypatch):
 def slow_steps(monkeypatch):
     """Each decoding step takes 20 ms; returns what counts them."""
     steps = []
-    original = scheduler_module.step_batch
+    original = LanguageModel.step
 
     def slow(model, batch):
         time.sleep(0.02)
         steps.append(time.monotonic())
         return original(model, batch)
 
-    monkeypatch.setattr(scheduler_module, "step_batch", slow)
+    monkeypatch.setattr(LanguageModel, "step", slow)
     return steps
 
 
@@ -314,13 +313,13 @@ def test_a_batch_is_a_batch(llm, monkeypatch, is_async):
     questions = [f"{chunk}\n\nWhy?" for chunk in CHUNKS * 2]
     alone = [llm.invoke(question).content for question in questions]
     sizes = []
-    original = scheduler_module.step_batch
+    original = LanguageModel.step
 
     def recording(model, batch):
         sizes.append(len(batch))
         return original(model, batch)
 
-    monkeypatch.setattr(scheduler_module, "step_batch", recording)
+    monkeypatch.setattr(LanguageModel, "step", recording)
     config = {"max_concurrency": 6}
     if is_async:
         together = asyncio.run(llm.abatch(questions, config))

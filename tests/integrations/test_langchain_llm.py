@@ -10,7 +10,7 @@ from langchain_cached_rag import CachedRAGLLM
 from langchain_core.caches import InMemoryCache
 from langchain_core.prompts import PromptTemplate
 
-from cached_rag.engine import scheduler as scheduler_module
+from cached_rag import LanguageModel
 
 PROMPTS = [f"{chunk}\n\nQ: why?\nA:" for chunk in CHUNKS * 2]
 TEMPLATE = PromptTemplate.from_template("Read this.\n\n{context}\n\nQ: {question}\nA:")
@@ -37,7 +37,7 @@ def test_all_ways_of_asking_give_the_same_text(llm):
 def test_a_batch_is_one_call(llm, monkeypatch):
     alone = [llm.invoke(prompt) for prompt in PROMPTS]
     calls, sizes = [], []
-    generate, step = CachedRAGLLM._generate, scheduler_module.step_batch
+    generate, step = CachedRAGLLM._generate, LanguageModel.step
 
     def recording(self, prompts, *args, **kwargs):
         calls.append(len(prompts))
@@ -48,7 +48,7 @@ def test_a_batch_is_one_call(llm, monkeypatch):
         return step(model, batch)
 
     monkeypatch.setattr(CachedRAGLLM, "_generate", recording)
-    monkeypatch.setattr(scheduler_module, "step_batch", sized)
+    monkeypatch.setattr(LanguageModel, "step", sized)
     assert llm.batch(PROMPTS) == alone
     assert calls == [len(PROMPTS)]
     assert max(sizes) > 2

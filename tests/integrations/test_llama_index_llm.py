@@ -16,8 +16,7 @@ from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.prompts import PromptTemplate
 from llama_index.llms.cached_rag import CachedRAGLLM, CacheReportHandler
 
-from cached_rag import CachedRAG, ConfigError
-from cached_rag.engine import scheduler as scheduler_module
+from cached_rag import CachedRAG, ConfigError, LanguageModel
 
 QUESTION = "Why is copper green, and the lamp lit?"
 MESSAGES = [ChatMessage(role="system", content="Be brief."), ChatMessage(content=QUESTION)]
@@ -208,14 +207,14 @@ def test_a_prompt_gives_its_head_to_what_is_encoded(llm):
 @pytest.mark.parametrize("streams", [True, False])
 def test_cancelling_stops_the_generation_and_the_loop_goes_on(llm, monkeypatch, streams):
     steps, beats = [], []
-    original = scheduler_module.step_batch
+    original = LanguageModel.step
 
     def slow(model, batch):
         time.sleep(0.02)
         steps.append(len(batch))
         return original(model, batch)
 
-    monkeypatch.setattr(scheduler_module, "step_batch", slow)
+    monkeypatch.setattr(LanguageModel, "step", slow)
     options = {"max_tokens": 400, "temperature": 5.0, "seed": 1}
 
     async def use():

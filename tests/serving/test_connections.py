@@ -13,11 +13,11 @@ import pytest
 from conftest import tiny_model
 from served import GREEDY, MESSAGES, connected, received, running, until
 
-from cached_rag import Engine
-from cached_rag.backends.transformers.batch import step_batch
-from cached_rag.engine import scheduler
+from cached_rag import Engine, LanguageModel
 from cached_rag.server import limits
 from cached_rag.server.limits import Share, default_disk_bytes, share_descriptors
+
+STEP = LanguageModel.step
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
 
@@ -87,9 +87,9 @@ def test_who_does_not_read_is_dropped(engine):
 def test_who_waits_for_an_answer_and_takes_it_is_not_dropped(engine, monkeypatch):
     def slower(model, batch):
         time.sleep(0.1)
-        return step_batch(model, batch)
+        return STEP(model, batch)
 
-    monkeypatch.setattr(scheduler, "step_batch", slower)
+    monkeypatch.setattr(LanguageModel, "step", slower)
     with running(engine, connections={"client_seconds": 0.5}) as server:
         for stream in (True, False):
             body = GREEDY | {"messages": MESSAGES, "max_tokens": 30, "stream": stream}
@@ -106,9 +106,9 @@ def test_idle_connections_lock_nobody_out(engine, monkeypatch):
 
     def held(model, batch):
         is_held.wait(20)
-        return step_batch(model, batch)
+        return STEP(model, batch)
 
-    monkeypatch.setattr(scheduler, "step_batch", held)
+    monkeypatch.setattr(LanguageModel, "step", held)
     with (
         ThreadPoolExecutor(1) as threads,
         running(engine, connections={"max_connections": 8}) as server,

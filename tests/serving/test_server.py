@@ -18,10 +18,10 @@ from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 from served import GREEDY, MESSAGES, NAME, serving, until
 
-from cached_rag import BatchConfig, Engine
-from cached_rag.backends.transformers.batch import step_batch
-from cached_rag.engine import scheduler
+from cached_rag import BatchConfig, Engine, LanguageModel
 from cached_rag.server.tenants import Tenants, namespace
+
+STEP = LanguageModel.step
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +50,9 @@ def slow(monkeypatch):
     def slower(model, batch):
         time.sleep(0.02)
         passes.append(len(batch))
-        return step_batch(model, batch)
+        return STEP(model, batch)
 
-    monkeypatch.setattr(scheduler, "step_batch", slower)
+    monkeypatch.setattr(LanguageModel, "step", slower)
     return passes
 
 

@@ -13,10 +13,10 @@ import pytest
 from conftest import CHUNKS, tiny_model
 from served import GREEDY, MESSAGES, running, until
 
-from cached_rag import Engine
-from cached_rag.backends.transformers.batch import step_batch
-from cached_rag.backends.transformers.encode import EncodeSummary
-from cached_rag.engine import scheduler
+from cached_rag import Engine, LanguageModel
+from cached_rag.library.encode import EncodeSummary
+
+STEP = LanguageModel.step
 
 
 @pytest.fixture
@@ -25,9 +25,9 @@ def engine(monkeypatch):
 
     def slower(model, batch):
         time.sleep(0.02)
-        return step_batch(model, batch)
+        return STEP(model, batch)
 
-    monkeypatch.setattr(scheduler, "step_batch", slower)
+    monkeypatch.setattr(LanguageModel, "step", slower)
     with Engine(dataclasses.replace(tiny_model("llama"), eos_ids=frozenset())) as made:
         yield made
 

@@ -8,33 +8,20 @@ neither the same length nor a common buffer. Knows nothing of sampling, and not 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import Cache
 
+from cached_rag.backends.base import StepInput
 from cached_rag.backends.transformers.attention.kernels import attend
 from cached_rag.backends.transformers.attention.relay import Padded, Part, relay_attention
 from cached_rag.backends.transformers.attention.scattered import attending
-from cached_rag.backends.transformers.loading import LanguageModel
 from cached_rag.backends.transformers.prefill import prefill_rows
-from cached_rag.kv.buffer import KVBuffer
-from cached_rag.kv.rows import Piece, RowKV, Run, pieces
+from cached_rag.backends.transformers.row_pass import Decoder
+from cached_rag.kv.positions import PositionRule
+from cached_rag.kv.rows import Piece, Run, pieces
 from cached_rag.kv.slab import Slab, SlabRow, mask_of
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """Tokens that follow what `kv` holds; their KV is appended to it."""
-
-    kv: RowKV
-    token_ids: Sequence[int]
-
-    @property
-    def end(self) -> int:
-        """Slots that are filled afterwards."""
-        return self.kv.length + len(self.token_ids)
 
 
 class _Layers:
@@ -92,7 +79,7 @@ class BatchCache(Cache):  # type: ignore[misc]
     It is the cache and the rows of `attending` in one: attention follows update layer by layer.
     """
 
-    def __init__(self, batch: Sequence[Ahead], windows: tuple[int | None, ...]) -> None:
+    def __init__(self, batch: Sequence[StepInput], windows: tuple[int | None, ...]) -> None:
         super().__init__(layers=[])
         self.windows = windows
         self._batch = batch
@@ -212,7 +199,7 @@ def _joined(parts: Sequence[tuple[torch.Tensor, Run]]) -> torch.Tensor:
     return torch.cat([side[:, :, run.begin : run.end] for side, run in parts], dim=2)
 
 
-def _token_slices(batch: Sequence[Ahead]) -> list[slice]:
+def _token_slices(batch: Sequence[StepInput]) -> list[slice]:
     found, begin = [], 0
     for ahead in batch:
         found.append(slice(begin, begin + len(ahead.token_ids)))
@@ -224,49 +211,43 @@ def _numbers(tokens: slice) -> range:
     return range(tokens.start, tokens.stop)
 
 
-def _fresh(ahead: Ahead, tokens: slice) -> _Layers:
+def _fresh(ahead: StepInput, tokens: slice) -> _Layers:
     """Where a row's tokens are written."""
     kv = ahead.kv
     return _Layers(Piece(kv.own, kv.at(kv.length), kv.at(ahead.end), ()), tokens)
 
 
-def can_batch(model: LanguageModel) -> bool:
+def can_batch(decoder: Decoder, rule: PositionRule) -> bool:
     """Whether rows of different lengths go through the model in one pass.
 
     Not where its attention is its own (biases by position), nor where its frequencies depend on
     the longest row.
     """
-    return model.decoder.is_fast and model.rule.limit is None
-
-
-def can_append(model: LanguageModel) -> bool:
-    """Whether a row may append more than one token a pass: not with sliding windows."""
-    return can_batch(model) and not any(model.decoder.windows)
+    return decoder.is_fast and rule.limit is None
 
 
 @torch.inference_mode()
-def step_batch(model: LanguageModel, batch: Sequence[Ahead]) -> torch.Tensor:
-    """(batch, vocab_size) logits after each row's tokens; their KV is written and counted.
+def step_batch(decoder: Decoder, batch: Sequence[StepInput], *, together: bool) -> torch.Tensor:
+    """See `Backend.step`.
 
-    Models that cannot batch take one row after the other, a token each.
+    Args:
+        together: in one pass; else one row after the other, a token each.
     """
-    if not can_batch(model) or (len(batch) == 1 and _is_plain(batch[0])):
-        logits = torch.cat(
-            [step(model, row.kv.own, row.token_ids[-1], row.kv.length) for row in batch]
-        )
+    if not together or (len(batch) == 1 and _is_plain(batch[0])):
+        logits = torch.cat([_step(decoder, row) for row in batch])
     else:
-        logits = _pass(model, batch)
+        logits = _pass(decoder, batch)
     for row in batch:
         row.kv.length = row.end
     return logits
 
 
-def _is_plain(row: Ahead) -> bool:
+def _is_plain(row: StepInput) -> bool:
     return len(row.token_ids) == 1 and not row.kv.runs
 
 
-def _pass(model: LanguageModel, batch: Sequence[Ahead]) -> torch.Tensor:
-    decoder, device = model.decoder, model.device
+def _pass(decoder: Decoder, batch: Sequence[StepInput]) -> torch.Tensor:
+    device = batch[0].kv.own.keys.device
     cache = BatchCache(batch, decoder.windows)
     ids = [token for row in batch for token in row.token_ids]
     positions = [row.kv.position(s) for row in batch for s in range(row.kv.length, row.end)]
@@ -285,9 +266,10 @@ def _pass(model: LanguageModel, batch: Sequence[Ahead]) -> torch.Tensor:
     return logits if "logits_to_keep" in known else logits[last]
 
 
-def step(model: LanguageModel, buffer: KVBuffer, token: int, slot: int) -> torch.Tensor:
-    """(1, vocab_size) logits after one more token at `slot`; its KV is written to `buffer`."""
-    ids = torch.zeros(1, slot + 1, dtype=torch.int64, device=model.device)
-    ids[0, slot] = token
-    slots = torch.tensor([slot], device=model.device)
-    return prefill_rows(model.decoder, buffer, ids, slots).logits
+def _step(decoder: Decoder, row: StepInput) -> torch.Tensor:
+    """(1, vocab_size) logits after one more token of a row that has a buffer to itself."""
+    slot, device = row.kv.length, row.kv.own.keys.device
+    ids = torch.zeros(1, slot + 1, dtype=torch.int64, device=device)
+    ids[0, slot] = row.token_ids[-1]
+    slots = torch.tensor([slot], device=device)
+    return prefill_rows(decoder, row.kv.own, ids, slots).logits

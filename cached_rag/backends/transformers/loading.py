@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,15 +20,19 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from cached_rag.backends.base import Prefilled, StepInput
 from cached_rag.backends.resolve import ModelSource, cache_dir, resolve
+from cached_rag.backends.transformers.batch import can_batch, step_batch
 from cached_rag.backends.transformers.gguf import convert, put_together
 from cached_rag.backends.transformers.memory import check_fits
-from cached_rag.backends.transformers.prefill import Decoder
+from cached_rag.backends.transformers.prefill import prefill_rows, prefill_selected
 from cached_rag.backends.transformers.probe import examine
+from cached_rag.backends.transformers.row_pass import Decoder
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.kv import fingerprint
-from cached_rag.kv.buffer import KVShapes
+from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.positions import PositionRule
+from cached_rag.methods.base import Layout, Selector
 
 # Bumped when the numbers this library writes into KV files would change.
 _KV_VERSION = 1
@@ -36,7 +40,7 @@ _KV_VERSION = 1
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A loaded model and what was found out about it.
+    """A loaded transformers model and what was found out about it. A `Backend`.
 
     Attributes:
         name: as asked for.
@@ -71,6 +75,76 @@ class LanguageModel:
     def dtype(self) -> torch.dtype:
         """What it computes in."""
         return self.shapes.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Backend`, as for all that follows."""
+        return int(self.decoder.model.config.get_text_config().vocab_size)
+
+    @property
+    def weights_bytes(self) -> int:
+        """See `Backend`."""
+        return sum(weight.nbytes for weight in self.decoder.model.parameters())
+
+    @property
+    def repetition_penalty(self) -> float:
+        """See `Backend`."""
+        return getattr(self.decoder.model.generation_config, "repetition_penalty", None) or 1.0
+
+    @property
+    def can_watch(self) -> bool:
+        """See `Backend`."""
+        return self.decoder.is_fast
+
+    @property
+    def can_batch(self) -> bool:
+        """See `Backend`."""
+        return can_batch(self.decoder, self.rule)
+
+    @property
+    def can_append(self) -> bool:
+        """See `Backend`. Not with sliding windows."""
+        return self.can_batch and not any(self.decoder.windows)
+
+    def prefill(
+        self,
+        buffer: KVBuffer,
+        token_ids: torch.Tensor,
+        slots: torch.Tensor | None = None,
+        *,
+        num_logits: int = 1,
+    ) -> Prefilled:
+        """See `Backend`."""
+        ids = token_ids.to(self.device)
+        return prefill_rows(self.decoder, buffer, ids, slots, num_logits=num_logits)
+
+    def repair(
+        self,
+        buffer: KVBuffer,
+        token_ids: torch.Tensor,
+        layout: Layout,
+        method: Selector,
+        ready: Callable[[int], object] | None = None,
+    ) -> Prefilled:
+        """See `Backend`."""
+        ids = token_ids.to(self.device)
+        return prefill_selected(self.decoder, buffer, ids, layout, method, ready=ready)
+
+    def step(self, batch: Sequence[StepInput]) -> torch.Tensor:
+        """See `Backend`."""
+        return step_batch(self.decoder, batch, together=self.can_batch)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: torch.Tensor, split: int | None = None) -> torch.Tensor:
+        """See `Backend`."""
+        model, ids = self.decoder.model, token_ids.to(self.device)
+        options: dict[str, Any] = {"use_cache": True}
+        past = model(input_ids=ids[:, :split], **options).past_key_values if split else None
+        if "logits_to_keep" in self.decoder.parameters:
+            options["logits_to_keep"] = 1
+        done = model(input_ids=ids[:, split or 0 :], past_key_values=past, **options)
+        logits: torch.Tensor = done.logits[:, -1]
+        return logits
 
 
 def load_model(

@@ -15,16 +15,15 @@ from collections.abc import Callable
 
 import torch
 
+from cached_rag.backends.base import Prefilled
 from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.backends.transformers.drift import Drift
 from cached_rag.backends.transformers.observe import Observer
-from cached_rag.backends.transformers.row_pass import Decoder, Prefilled, RowPass
+from cached_rag.backends.transformers.row_pass import Decoder, RowPass
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods.base import Layout, Selector
 from cached_rag.methods.question import QuestionSelector
-
-__all__ = ["Decoder", "Prefilled", "prefill_rows", "prefill_selected"]
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from cached_rag.backends.base import Prefilled
 from cached_rag.backends.transformers.alibi import with_gaps
 from cached_rag.backends.transformers.attention.scattered import Rows, attending
 from cached_rag.backends.transformers.observe import Observed, Observer
@@ -44,26 +45,6 @@ class Decoder:
     def __post_init__(self) -> None:
         names = inspect.signature(self.model.forward).parameters
         object.__setattr__(self, "parameters", frozenset(names))
-
-
-@dataclass
-class Prefilled:
-    """What a partial prefill gave.
-
-    Attributes:
-        tail: (batch, num_logits, vocab_size) of the last rows.
-        computed: (token, layer) pairs that were computed, check layers in full.
-        rows: slots whose keys and values were computed in every layer, ascending.
-    """
-
-    tail: torch.Tensor
-    computed: int
-    rows: torch.Tensor
-
-    @property
-    def logits(self) -> torch.Tensor:
-        """(batch, vocab_size) of the last row."""
-        return self.tail[:, -1]
 
 
 class RowPass:

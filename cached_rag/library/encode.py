@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cached_rag.backends.transformers.loading import LanguageModel
-from cached_rag.backends.transformers.prefill import prefill_rows
+from cached_rag.backends.base import Backend
 from cached_rag.errors import ContextOverflowError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.module import ModuleKV
@@ -42,16 +41,15 @@ class EncodeSummary:
     seconds: float
 
 
-def encode_prefix(model: LanguageModel, prefix_ids: Sequence[int]) -> ModuleKV:
+def encode_prefix(model: Backend, prefix_ids: Sequence[int]) -> ModuleKV:
     """KV of a prefix at the start of a prompt."""
     ids = tuple(prefix_ids)
     buffer = KVBuffer.like(model.shapes, len(ids))
-    tokens = torch.tensor([ids], device=model.device)
-    prefill_rows(model.decoder, buffer, tokens, num_logits=0)
+    model.prefill(buffer, torch.tensor([ids]), num_logits=0)
     return buffer.read(0, len(ids), ids)
 
 
-def join(model: LanguageModel, base: ModuleKV | None, module: ModuleKV) -> ModuleKV:
+def join(model: Backend, base: ModuleKV | None, module: ModuleKV) -> ModuleKV:
     """A KV and, moved right behind it, another: what a prompt of both would be assembled to.
 
     Raises:
@@ -68,7 +66,7 @@ def join(model: LanguageModel, base: ModuleKV | None, module: ModuleKV) -> Modul
 
 
 def encode_modules(
-    model: LanguageModel,
+    model: Backend,
     prefix: ModuleKV | None,
     modules: Sequence[tuple[int, ...]],
     progress: Progress = lambda *_: None,
@@ -92,7 +90,7 @@ def encode_modules(
         progress(len(batch), sum(map(len, batch)))
 
 
-def check_fits(model: LanguageModel, start: int, length: int) -> None:
+def check_fits(model: Backend, start: int, length: int) -> None:
     """Whether a module of so many tokens can be encoded behind a prefix of `start` tokens.
 
     Raises:
@@ -106,7 +104,7 @@ def check_fits(model: LanguageModel, start: int, length: int) -> None:
 
 
 def _encode_batch(
-    model: LanguageModel, prefix: ModuleKV | None, batch: list[tuple[int, ...]]
+    model: Backend, prefix: ModuleKV | None, batch: list[tuple[int, ...]]
 ) -> Iterator[ModuleKV]:
     """One forward pass; padding stands behind each module, where causal attention ignores it."""
     start = prefix.seq_len if prefix else 0
@@ -117,8 +115,7 @@ def _encode_batch(
         tokens[row, start : start + len(ids)] = torch.tensor(ids)
     if prefix:
         buffer.place(prefix, 0, _IN_PLACE)
-    slots = torch.arange(start, length, device=model.device)
-    prefill_rows(model.decoder, buffer, tokens.to(model.device), slots, num_logits=0)
+    model.prefill(buffer, tokens, torch.arange(start, length), num_logits=0)
     for row, ids in enumerate(batch):
         yield buffer.read(start, start + len(ids), ids, row)
 

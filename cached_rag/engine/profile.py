@@ -19,9 +19,8 @@ from pathlib import Path
 
 import torch
 
+from cached_rag.backends.base import Backend
 from cached_rag.backends.resolve import cache_dir
-from cached_rag.backends.transformers.loading import LanguageModel
-from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.module import ModuleKV
@@ -82,13 +81,13 @@ def fit(passes: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
     return max(0.0, statistics.mean(each) - pair_s * statistics.mean(seen)), pair_s
 
 
-def profile_of(model: LanguageModel, *, fresh: bool = False) -> Profile:
+def profile_of(model: Backend, *, fresh: bool = False) -> Profile:
     """The kept profile, or one measured now (some seconds), which is kept.
 
     Args:
         fresh: measure even if one is kept.
     """
-    machine = (platform.node(), platform.machine(), str(os.cpu_count()), str(model.device))
+    machine = (platform.node(), platform.machine(), str(os.cpu_count()), str(model.shapes.device))
     path = cache_dir() / "profiles" / f"{digest(model.fingerprint, *machine)}.json"
     if path.is_file() and not fresh:
         try:
@@ -103,7 +102,7 @@ def profile_of(model: LanguageModel, *, fresh: bool = False) -> Profile:
     return profile
 
 
-def measure(model: LanguageModel) -> Profile:
+def measure(model: Backend) -> Profile:
     """Medians of a few rounds, on random tokens.
 
     What is timed are tokens behind others, as those are that a method recomputes.
@@ -113,7 +112,7 @@ def measure(model: LanguageModel) -> Profile:
     buffer = KVBuffer.like(model.shapes, longest)
     buffer.keys.zero_()
     buffer.values.zero_()
-    token_s, pair_s = fit(_passes(model, buffer, ids.to(model.device)))
+    token_s, pair_s = fit(_passes(model, buffer, ids))
     count = min(_KV_TOKENS, longest)
     kv = buffer.read(0, count, tuple(ids[0, :count].tolist()))
     host = ModuleKV(kv.token_ids, 0, kv.keys.cpu(), kv.values.cpu())
@@ -129,17 +128,15 @@ def measure(model: LanguageModel) -> Profile:
     )
 
 
-def _passes(
-    model: LanguageModel, buffer: KVBuffer, ids: torch.Tensor
-) -> list[tuple[int, int, float]]:
+def _passes(model: Backend, buffer: KVBuffer, ids: torch.Tensor) -> list[tuple[int, int, float]]:
     """Passes behind nothing, half a prompt and all of it, as `fit` takes them."""
-    longest = ids.shape[1]
+    longest, device = ids.shape[1], model.shapes.device
 
     def compute(behind: int, count: int) -> None:
         slots = torch.arange(behind, behind + count)
-        prefill_rows(model.decoder, buffer, ids[:, : behind + count], slots)
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
+        model.prefill(buffer, ids[:, : behind + count], slots)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     few = min(_ROWS, longest // 4)
     least = max(1, few // 8)
@@ -154,7 +151,7 @@ def _passes(
     ]
 
 
-def _reading_s(folder: Path, kv: ModuleKV, buffer: KVBuffer, model: LanguageModel) -> float:
+def _reading_s(folder: Path, kv: ModuleKV, buffer: KVBuffer, model: Backend) -> float:
     store = DiskStore(folder)
     store.put("profile", kv)
     store.close()
