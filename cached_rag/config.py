@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cached_rag.errors import ConfigError
-from cached_rag.methods import ALONE, SELECTORS, Selector, parse_method
+from cached_rag.methods import SELECTORS, Selector, name_of, parse_method
 
-# `auto` is this method at this ratio; docs/quality.md has the figures that chose it.
-AUTO = "anchorflow"
-AUTO_RATIO = 0.03
-METHODS = (*ALONE, *SELECTORS)
+METHODS = tuple(SELECTORS)
 # Scores divided by less overflow, as do those that are multiplied by more than its inverse.
 _COLDEST = 1e-4
 _METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")
@@ -73,27 +70,23 @@ class GenerationConfig:
         chosen = self.selector()
         if self.adaptive:
             has_ratio = getattr(chosen, "recompute_ratio", None) is not None
-            _require(has_ratio, f"{self.method_name} has no recompute_ratio to be adaptive")
+            _require(has_ratio, f"{self.method} has no recompute_ratio to be adaptive")
 
     @property
     def method_name(self) -> str:
         """The method, after `auto` was resolved."""
         if not isinstance(self.method, str):
-            return type(self.method).__name__.lower()
-        return AUTO if self.method == "auto" else self.method
+            return name_of(self.method)
+        return self.selector().reported_as or self.method
 
-    def selector(self) -> Selector | None:
-        """The method's selector with its options; None where nothing is chosen (full, prefix)."""
+    def selector(self) -> Selector:
+        """The method, with its options."""
         if not isinstance(self.method, str):
             return self.method
-        if self.method in ("full", "prefix"):
-            return None
         given = {n: getattr(self, n) for n in _METHOD_OPTIONS if getattr(self, n) is not None}
-        if self.method == "auto":
-            given = {"recompute_ratio": AUTO_RATIO} | given
-        found = parse_method(self.method_name, SELECTORS, given)
+        found = parse_method(self.method, SELECTORS, given)
         for name in given.keys() - {"recompute_ratio"}:  # a ratio is harmless to any method
-            _require(hasattr(found, name), f"{self.method_name} has no option {name!r}")
+            _require(hasattr(found, name), f"{self.method} has no option {name!r}")
         return found
 
     def replace(self, **options: Any) -> GenerationConfig:

@@ -13,6 +13,7 @@ import torch
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError
+from cached_rag.methods import has_own_ratio
 
 # A text of plain words: tokens are counted, so what it says does not matter.
 _WORDS = [
@@ -90,10 +91,10 @@ def bench_ttft(
     prefix = "Read these texts.\n\n"
     engine.encode(texts, prefix=prefix)
     prompt = prefix + "\n".join([*texts, question])
-    names = ["full", *[method for method in methods if method != "full"]]
+    names = list(dict.fromkeys(["full", *methods]))
     configs = {
         name: GenerationConfig(
-            method=name, recompute_ratio=None if name == "auto" else ratio, max_tokens=1
+            method=name, recompute_ratio=None if has_own_ratio(name) else ratio, max_tokens=1
         )
         for name in names
     }

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from cached_rag.benchmarks.machine import machine
-from cached_rag.config import AUTO_RATIO
 from cached_rag.engine.controller import Controller
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.profile import profile_of
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.methods import CacheBlend, Layout
+from cached_rag.methods import Auto, CacheBlend, Layout
 
 _TOKENS = 64
 # What the loading controller is shown on: modules of so many tokens, a prompt of so many.
@@ -57,7 +56,7 @@ def _loading(engine: Engine) -> dict[str, object]:
     """What the loading controller knows, and what it makes of modules of 512 tokens."""
     model = engine.model
     profile = profile_of(model, fresh=True)
-    control = Controller(profile, AUTO_RATIO)
+    control = Controller(profile, Auto().recompute_ratio)
     lengths = [min(length, model.context_length) for length in (_MODULE, _PROMPT)]
     places = range(0, lengths[-1], lengths[0])
 

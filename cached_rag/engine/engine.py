@@ -352,7 +352,8 @@ class Engine:
         Computes nothing, unless modules of a schema are not encoded yet.
         """
         self.check_open()
-        reading = self._planner(prompt).read(method)
+        takes = GenerationConfig(method=method).selector().takes
+        reading = self._planner(prompt).read(takes)
 
         def plan() -> tuple[Tokens, Plan]:
             with self.lock, torch.inference_mode():

@@ -17,6 +17,7 @@ from cached_rag.library.learning import Leftovers
 from cached_rag.library.library import Library
 from cached_rag.library.matching import Occurrence
 from cached_rag.library.plan import Plan, make_plan
+from cached_rag.methods import Takes
 
 
 class Reading(Protocol):
@@ -35,7 +36,7 @@ class Planner(Protocol):
         """What has to be read."""
         ...
 
-    def read(self, method: str) -> Reading:
+    def read(self, takes: Takes) -> Reading:
         """Tokenise it and look for modules in it. On any thread, for it needs no model."""
         ...
 
@@ -54,20 +55,20 @@ class TextPlanner:
         """See `Planner`."""
         return self.rendered.text
 
-    def read(self, method: str) -> Reading:
+    def read(self, takes: Takes) -> Reading:
         """See `Planner`."""
         rendered = self.rendered
-        if method == "full":
+        if takes is Takes.NOTHING:
             tokens = self.tokenization.tokenize(rendered)
             return lambda report, *, lazy: (tokens, Plan((), (), len(tokens)))
         found = list(self.library.table.find(rendered.text))
         literal = (*rendered.literal, *((match.begin, match.end) for match in found))
         tokens = self.tokenization.tokenize(Rendered(rendered.text, literal, rendered.is_chat))
-        return partial(self._plan, method, tokens, found)
+        return partial(self._plan, takes, tokens, found)
 
     def _plan(
         self,
-        method: str,
+        takes: Takes,
         tokens: Tokens,
         found: Sequence[Occurrence],
         report: Report,
@@ -83,7 +84,7 @@ class TextPlanner:
             self._explain(plan, report)
         if self.leftovers.write_back is not None:
             report.missed_tokens = sum(len(found.module.token_ids) for found in plan.missed)
-        return tokens, plan.exact_only() if method == "prefix" else plan
+        return tokens, plan.taking(takes)
 
     def _explain(self, plan: Plan, report: Report) -> None:
         """Say so, if what a prompt missed is there, but was made by another model or dtype."""

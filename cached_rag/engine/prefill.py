@@ -37,7 +37,7 @@ from cached_rag.library.learning import Leftovers
 from cached_rag.library.library import Library
 from cached_rag.library.plan import Placement, Plan
 from cached_rag.library.sequences import EXACT
-from cached_rag.methods import CacheBlend, Reuse, Selector
+from cached_rag.methods import CacheBlend, Full, Prefix, Reuse, Selector, Takes, name_of
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class Prefiller:
                 "max_tokens"
             )
         self.library.refresh()
-        return Read(planner.read(config.method_name), clock.total())
+        return Read(planner.read(config.selector().takes), clock.total())
 
     def prepare(self, read: Read, config: GenerationConfig) -> Prepared:
         """What there is to do for a prompt; nothing is computed. Errors as `Engine.generate`.
@@ -268,22 +268,23 @@ class Prefiller:
         Raises:
             RelocationError: it cannot do what was asked for by name.
         """
-        selector = config.selector() or Reuse()
+        selector = config.selector()
         rule = self.model.rule
         try:
             for place in plan.placements:
                 rule.check(plan.delta(place), plan.length)
         except RelocationError as error:
-            if config.method != "auto":
+            if not selector.gives_way:
                 raise
             report.notes.append(str(error))
-            in_place = plan.exact_only()
             switched = rule.limit is not None and plan.length > rule.limit
-            report.method = "full" if switched else "prefix"
-            return (Plan((), (), plan.num_tokens) if switched else in_place), Reuse()
-        if config.method == "auto" and not self.model.can_watch:
-            report.method, selector = "cacheblend", CacheBlend()
+            selector = Full() if switched else Prefix()
+            plan = plan.taking(selector.takes)
+        if selector.gives_way and not self.model.can_watch:
+            selector = CacheBlend()
             report.notes.append("this model's attention cannot be watched, so cacheblend is used")
+        if selector != config.selector():
+            report.method = name_of(selector)
         return plan, selector
 
     def _compute(
@@ -350,4 +351,4 @@ def _tokens_in(pieces: Sequence[ModuleKV]) -> int:
 def _kind(method: str, selector: Selector) -> str:
     """What kind of KV a method leaves behind: exact, or repaired in its own way."""
     is_whole = getattr(selector, "recompute_ratio", None) == 1.0
-    return EXACT if is_whole or method in ("full", "prefix") else f"{method} {selector!r}"
+    return EXACT if is_whole or selector.takes is not Takes.ALL else f"{method} {selector!r}"

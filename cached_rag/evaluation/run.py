@@ -21,7 +21,7 @@ from cached_rag.evaluation.measure import Reading, figures, read
 from cached_rag.evaluation.prompts import is_long, messages
 from cached_rag.evaluation.released import read_released
 from cached_rag.evaluation.several import SEVERAL
-from cached_rag.evaluation.trial import RELEASED, Trial
+from cached_rag.evaluation.trial import BASELINE, RELEASED, Trial
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.context import PRIMER
 
@@ -113,9 +113,9 @@ def _evaluate_example(
         return
     asked = _Asked(example, long, settings.generates)
     plain = encodings.engine("", ())
-    full = asked.read(plain, Trial("full", "full", "", 1.0))
+    full = asked.read(plain, BASELINE)
     for trial in missing:
-        if trial.name == "full":
+        if trial == BASELINE:
             reading = full
         else:
             reading = asked.read(encodings.engine(trial.encoding, example.chunks), trial)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from cached_rag.config import GenerationConfig
 from cached_rag.errors import ConfigError
+from cached_rag.methods import has_own_ratio
 
 ENCODINGS = ("alone", "alone-primer", "prefix", "primer", "both", "neighbours", "strangers")
 DEFAULT_ENCODING = "primer"
@@ -39,8 +40,12 @@ class Trial:
 
     def config(self, max_tokens: int) -> GenerationConfig:
         """The engine's settings for it: greedy, at its ratio unless its name says another."""
-        ratio = None if self.method == "auto" else self.ratio
+        ratio = None if has_own_ratio(self.method) else self.ratio
         return GenerationConfig(method=self.method, recompute_ratio=ratio, max_tokens=max_tokens)
+
+
+# What all others are compared with.
+BASELINE = Trial("full", "full", "", 1.0)
 
 
 def make_trials(names: Sequence[str], ratios: Sequence[float]) -> list[Trial]:
@@ -49,7 +54,7 @@ def make_trials(names: Sequence[str], ratios: Sequence[float]) -> list[Trial]:
     Raises:
         ConfigError: an unknown method, option or encoding, or a ratio out of range.
     """
-    trials = {("full", 1.0): Trial("full", "full", "", 1.0)}
+    trials = {(BASELINE.name, BASELINE.ratio): BASELINE}
     for name in names:
         method, _, encoding = name.partition("@")
         _check_encoding(encoding or DEFAULT_ENCODING)
@@ -68,7 +73,8 @@ def _ratios(method: str, ratios: Sequence[float]) -> Sequence[float]:
     if method == RELEASED:
         return ratios
     own = GenerationConfig(method=method).selector()
-    if method != "auto" and GenerationConfig(method=method, recompute_ratio=1.0).selector() != own:
+    whole = GenerationConfig(method=method, recompute_ratio=1.0).selector()
+    if not has_own_ratio(method) and whole != own:
         return ratios
     return [getattr(own, "recompute_ratio", None) or 0.0]
 

@@ -17,7 +17,7 @@ from cached_rag.kv.module import LayerSource, ModuleKV
 from cached_rag.kv.store import ModuleRecord
 from cached_rag.library.library import Behind, Library
 from cached_rag.library.matching import Occurrence, align
-from cached_rag.methods import Layout
+from cached_rag.methods import Layout, Takes
 
 # A template head can share all but its last tokens with a prompt (they merged with what follows).
 _HEAD_SLACK = 4
@@ -93,8 +93,12 @@ class Plan:
         """The modules that have no KV."""
         return tuple(found for found in self.found if found.behind is None)
 
-    def exact_only(self) -> Plan:
-        """The plan without what is only approximate."""
+    def taking(self, what: Takes) -> Plan:
+        """The plan with only so much of the cached KV."""
+        if what is Takes.NOTHING:
+            return Plan((), (), self.num_tokens)
+        if what is Takes.ALL:
+            return self
         exact = tuple(place for place in self.placements if place.is_exact)
         return replace(self, placements=exact)
 

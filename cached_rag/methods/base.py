@@ -7,7 +7,8 @@ To add a method: one file with a frozen dataclass that has these members, one li
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from enum import Enum
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -61,8 +62,31 @@ class LayerCheck:
     cached_values: torch.Tensor
 
 
+class Takes(Enum):
+    """Which of a prompt's cached KV a method uses: none, what is exact, or all."""
+
+    NOTHING = "nothing"
+    EXACT = "exact"
+    ALL = "all"
+
+
 class Selector(Protocol):
     """A method. Pure: the same inputs give the same rows, nothing is kept."""
+
+    @property
+    def takes(self) -> Takes:
+        """Which cached KV it uses."""
+        ...
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether a model that cannot do it does what it can; else that is an error."""
+        ...
+
+    @property
+    def reported_as(self) -> str:
+        """Its name in reports; empty for the name by which it was asked for."""
+        ...
 
     @property
     def transfers_drift(self) -> bool:
@@ -85,6 +109,9 @@ class Selector(Protocol):
 class StaticSelector:
     """Base of methods that choose their rows before the first layer."""
 
+    takes: ClassVar[Takes] = Takes.ALL
+    gives_way: ClassVar[bool] = False
+    reported_as: ClassVar[str] = ""
     transfers_drift: bool = False
 
     def check_layers(self, layout: Layout) -> tuple[int, ...]:

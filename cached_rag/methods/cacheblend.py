@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from cached_rag.errors import ConfigError
-from cached_rag.methods.base import LayerCheck, Layout
+from cached_rag.methods.base import LayerCheck, Layout, Takes
 
 # Schedules start at 1.5 r. The gradual one falls to 0.5 r at the last layer: r on average.
 _SPAN = 0.5
@@ -35,6 +35,9 @@ class CacheBlend:
             differences of keys and values together.
     """
 
+    takes: ClassVar[Takes] = Takes.ALL
+    gives_way: ClassVar[bool] = False
+    reported_as: ClassVar[str] = ""
     transfers_drift: ClassVar[bool] = False
 
     recompute_ratio: float = 0.15

@@ -12,8 +12,13 @@ from cached_rag.errors import ConfigError
 from cached_rag.methods.base import Selector
 from cached_rag.methods.union import Union
 
-# Methods that are no selector.
-ALONE = ("auto", "full", "prefix")
+# They have no options in their names, and join no other.
+_ALONE = ("auto", "full", "prefix")
+
+
+def has_own_ratio(name: str) -> bool:
+    """Whether a method is compared at its own share of recompute, whatever the others' is."""
+    return name in _ALONE
 
 
 def parse_method(
@@ -28,17 +33,24 @@ def parse_method(
     Raises:
         ConfigError: an unknown method or option, or a value that it does not take.
     """
-    members = [_member(part.strip(), table, defaults) for part in text.split("+")]
+    parts = [part.strip() for part in text.split("+")]
+    members = [_member(part, table, defaults, is_joined=len(parts) > 1) for part in parts]
     return members[0] if len(members) == 1 else Union(members=tuple(members))
 
 
 def _member(
-    text: str, table: Mapping[str, type[Selector]], defaults: Mapping[str, Any]
+    text: str,
+    table: Mapping[str, type[Selector]],
+    defaults: Mapping[str, Any],
+    *,
+    is_joined: bool,
 ) -> Selector:
-    name, _, rest = text.partition(":")
+    name, colon, rest = text.partition(":")
     cls = table.get(name)
     if cls is None:
         raise _unknown(name, table)
+    if name in _ALONE and (colon or is_joined):
+        raise ConfigError(f"method {name!r} stands alone: it has no options and joins no other")
     known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     given = dict(_option(part, name) for part in rest.split(",") if part)
     for option in given.keys() - known.keys():
@@ -87,9 +99,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _unknown(name: str, table: Mapping[str, type[Selector]]) -> ConfigError:
-    if name in ALONE:
-        return ConfigError(f"method {name!r} stands alone: it has no options and joins no other")
-    names = [*ALONE, *table]
+    names = list(table)
     close = difflib.get_close_matches(name, names, n=1)
     meant = f"; did you mean {close[0]!r}?" if close else ""
     return ConfigError(f"method {name!r} is not one of {', '.join(names)}{meant}")

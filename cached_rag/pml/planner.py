@@ -18,6 +18,7 @@ from cached_rag.errors import RelocationError
 from cached_rag.kv.module import LayerSource
 from cached_rag.library.library import Library
 from cached_rag.library.plan import Placement, Plan
+from cached_rag.methods import Takes
 from cached_rag.pml.assembly import Assembler, Piece
 from cached_rag.pml.encode import RunEncoder
 from cached_rag.pml.layout import Layout, Run, lay_out
@@ -78,7 +79,7 @@ class SchemaPlanner:
         return sum(len(piece.ids) for piece in self.assembler.pieces(turns))
 
     def plan(
-        self, pieces: Sequence[Piece], method: str, report: Report, *, lazy: bool
+        self, pieces: Sequence[Piece], takes: Takes, report: Report, *, lazy: bool
     ) -> tuple[Tokens, Plan]:
         """A prompt's tokens, and where each comes from. Encodes what is not there yet.
 
@@ -89,7 +90,7 @@ class SchemaPlanner:
         pieces = [piece for piece in pieces if piece.ids]
         ids = [token for piece in pieces for token in piece.ids]
         tokens = Tokens(ids, [0] * len(ids), [0] * len(ids))
-        if method == "full":
+        if takes is Takes.NOTHING:
             return tokens, Plan((), (), len(ids))
         positions = self.assembler.positions(pieces)
         if not self.model.rule.is_movable:
@@ -97,7 +98,7 @@ class SchemaPlanner:
         placements = self._placements(pieces, positions, report, lazy=lazy)
         at = None if positions is None else tuple(positions)
         plan = Plan(tuple(placements), (), len(ids), positions=at)
-        return tokens, plan.exact_only() if method == "prefix" else plan
+        return tokens, plan.taking(takes)
 
     def _placements(
         self,
@@ -201,13 +202,13 @@ class PromptPlanner:
         bits = (bit for turn in self.turns for bit in turn.bits)
         return "".join(bit.text for bit in bits if isinstance(bit, New | Argument))
 
-    def read(self, method: str) -> Callable[..., tuple[Tokens, Plan]]:
+    def read(self, takes: Takes) -> Callable[..., tuple[Tokens, Plan]]:
         """Its tokens; what comes from where is for the model's thread to say.
 
         Raises:
             PMLError: an argument is too long.
         """
-        return partial(self.planner.plan, self.planner.assembler.pieces(self.turns), method)
+        return partial(self.planner.plan, self.planner.assembler.pieces(self.turns), takes)
 
 
 def planner_of(
