@@ -110,6 +110,19 @@ def test_no_prompt_is_read_under_the_models_lock(read, how):
     assert read[0][1].startswith(name)
 
 
+def test_no_text_is_read_under_the_models_lock_to_be_encoded(monkeypatch):
+    model, literal, found = tiny_model("llama"), Tokenization.literal, []
+
+    def recording(tokenization, text):
+        found.append((text, threading.current_thread().name, model.lock.locked()))
+        return literal(tokenization, text)
+
+    monkeypatch.setattr(Tokenization, "literal", recording)
+    with ThreadPoolExecutor(1, "asker") as threads:
+        threads.submit(lambda: Engine(model).encode(CHUNKS)).result()
+    assert found == [(chunk, "asker_0", False) for chunk in CHUNKS]
+
+
 def test_a_prompt_that_takes_long_to_read_holds_nobody_up(gate):
     opened, held = gate
     engine = Engine(tiny_model("llama"))

@@ -45,7 +45,7 @@ def examine(engine: Engine) -> dict[str, object]:
         "attention": "scattered rows" if model.can_watch else "the model's own, dense masks",
         "kv_bytes_per_token": model.shapes.bytes_per_token,
         "store": str(disk.path) if disk else "memory only",
-        "store_bytes": engine.library.store.nbytes,
+        "store_bytes": engine.library.store_bytes(),
         "modules": len(engine.library.table),
         **_loading(engine),
         "self_test": [vars(test) | {"passed": test.passed} for test in self_test(engine)],

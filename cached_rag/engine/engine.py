@@ -231,6 +231,7 @@ class Engine:
         """
         self.check_open()
         rendered = None if prefix is None else self._rendered(prefix)
+        order = self._encoder.read(texts, rendered, context)
 
         def done(modules: int, tokens: int) -> None:
             progress(modules)
@@ -238,7 +239,7 @@ class Engine:
 
         def encode() -> EncodeSummary:
             with self.lock:
-                return self._encoder.encode(texts, rendered, context, done)
+                return self._encoder.encode(order, done)
 
         return on_model_thread(encode)
 

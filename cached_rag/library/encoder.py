@@ -31,6 +31,20 @@ Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True)
+class Order:
+    """Texts that are to be encoded, and behind what.
+
+    Attributes:
+        records: each text's record, with the text.
+        skipped: (text, reason) of those that cannot be modules.
+    """
+
+    behind: Behind
+    records: tuple[tuple[ModuleRecord, str], ...]
+    skipped: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
 class Encoder:
     """Encodes texts with one model into one library.
 
@@ -46,17 +60,16 @@ class Encoder:
         default_factory=dict
     )
 
-    def encode(
-        self,
-        texts: Sequence[str],
-        prefix: Rendered | None,
-        context: Context | None,
-        progress: Progress,
-    ) -> EncodeSummary:
-        """See `Engine.encode`."""
+    def read(
+        self, texts: Sequence[str], prefix: Rendered | None, context: Context | None
+    ) -> Order:
+        """Tokenise what is to be encoded. On any thread, for it needs no model.
+
+        Raises:
+            ContextOverflowError, StoreError: see `Engine.encode`.
+        """
         if texts:
             self.library.check_kept()
-        started = time.perf_counter()
         if context is not None:
             self.contexts[context.name] = context
         for text in texts:
@@ -64,16 +77,22 @@ class Encoder:
         records, skipped = self._records(texts)
         following = next((t for t in map(str.strip, texts) if t), "")
         behind = Behind(self.prefix_ids(prefix, following), context.name if context else "")
-        wanted, present = self._sorted_out(behind, records)
+        return Order(behind, tuple(records), tuple(skipped))
+
+    def encode(self, order: Order, progress: Progress) -> EncodeSummary:
+        """See `Engine.encode`."""
+        started = time.perf_counter()
+        behind = order.behind
+        wanted, num_present = self._sorted_out(behind, order.records)
         longest = max(map(len, wanted), default=0)
         check_fits(self.model, len(behind.prefix_ids), longest)
-        self.library.add_modules([record for record, _ in records])
+        self.library.add_modules([record for record, _ in order.records])
         if wanted or behind not in self.library.behinds():
             self._encode_wanted(behind, wanted, progress)
         return EncodeSummary(
             encoded=len(wanted),
-            present=len(present),
-            skipped=tuple(skipped),
+            present=num_present,
+            skipped=order.skipped,
             tokens=sum(map(len, wanted)),
             seconds=time.perf_counter() - started,
         )
@@ -155,12 +174,12 @@ class Encoder:
             )
 
     def _sorted_out(
-        self, behind: Behind, records: list[tuple[ModuleRecord, str]]
-    ) -> tuple[dict[Ids, tuple[ModuleRecord, str]], list[ModuleRecord]]:
-        """What has no KV behind that, by token ids; and what has."""
+        self, behind: Behind, records: Sequence[tuple[ModuleRecord, str]]
+    ) -> tuple[dict[Ids, tuple[ModuleRecord, str]], int]:
+        """What has no KV behind that, by token ids; and how many have."""
         holds = {r.token_ids: self.library.holds(behind, r.token_ids) for r, _ in records}
         wanted = {r.token_ids: (r, text) for r, text in records if not holds[r.token_ids]}
-        return wanted, [r for r, _ in records if holds[r.token_ids]]
+        return wanted, sum(holds[r.token_ids] for r, _ in records)
 
     def _ensure_prefix(self, behind: Behind) -> ModuleKV | None:
         """The prefix's own KV, computed if need be."""

@@ -280,6 +280,12 @@ class Library:
         """Bytes of KV in memory, the host's and a device's."""
         return sum(tier.nbytes for tier in self.memory)
 
+    def store_bytes(self) -> int:
+        """Bytes of KV in the last tier; 0 where its index cannot be read (which is logged)."""
+        with self.spared():
+            return self.store.nbytes
+        return 0
+
     def memory_tokens(self) -> int:
         """Tokens whose KV is there; one that is in two tiers counts twice, as its bytes do."""
         return sum(tier.num_tokens for tier in self.memory)

@@ -49,7 +49,7 @@ class Metrics:
             ("kv_bytes", "KV of running answers.", lambda: scheduler.nbytes),
             ("recent_bytes", "KV of finished ones.", lambda: scheduler.recent_nbytes),
             ("store_memory_bytes", "KV of texts in memory.", library.memory_bytes),
-            ("store_bytes", "KV of texts kept.", lambda: library.store.nbytes),
+            ("store_bytes", "KV of texts kept.", library.store_bytes),
         ):
             gauge = Gauge(f"cached_rag_{name}", what, registry=registry)
             gauge.set_function(value)
