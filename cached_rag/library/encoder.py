@@ -60,9 +60,7 @@ class Encoder:
         default_factory=dict
     )
 
-    def read(
-        self, texts: Sequence[str], prefix: Rendered | None, context: Context | None
-    ) -> Order:
+    def read(self, texts: Sequence[str], prefix: Rendered | None, context: Context | None) -> Order:
         """Tokenise what is to be encoded. On any thread, for it needs no model.
 
         Raises:

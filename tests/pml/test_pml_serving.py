@@ -20,10 +20,10 @@ from cached_rag import (
     Said,
     Schema,
     StoreConfig,
-    cli,
     wrap_model,
 )
 from cached_rag.backends.tokenizer import Tokenization
+from cached_rag.cli import main as cli
 from cached_rag.engine.report import Report
 from cached_rag.evaluation.schemas import evaluate_schema, schema_trials
 from cached_rag.pml.frames import frames
