@@ -25,7 +25,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnablePassthrough
 
-from cached_rag import Engine, StoreConfig
+from cached_rag import ConfigError, Engine, LanguageModel, StoreConfig
 from cached_rag.benchmarks import machine
 from cached_rag.evaluation import Example, compare, load_examples
 from langchain_cached_rag import CachedRetriever, CacheReportHandler, ChatCachedRAG
@@ -69,11 +69,15 @@ def todays_model(engine: Engine, max_tokens: int) -> BaseChatModel:
 
     Raises:
         ImportError: langchain-huggingface is not installed.
+        ConfigError: the engine's weights are not in transformers.
     """
     from langchain_huggingface import ChatHuggingFace, HuggingFacePipeline
     from transformers import pipeline
 
-    model, tokenizer = engine.model.decoder.model, engine.model.tokenizer
+    loaded = engine.model
+    if not isinstance(loaded, LanguageModel):
+        raise ConfigError("today's way is compared on transformers models only")
+    model, tokenizer = loaded.decoder.model, loaded.tokenizer
     answers = {"max_new_tokens": max_tokens, "do_sample": False, "return_full_text": False}
     generator = pipeline("text-generation", model=model, tokenizer=tokenizer, **answers)
     return ChatHuggingFace(llm=HuggingFacePipeline(pipeline=generator), tokenizer=tokenizer)

@@ -35,7 +35,7 @@ from llama_index.llms.cached_rag.base import CachedRAGLLM
 from llama_index.llms.cached_rag.callbacks import CacheReportHandler
 from llama_index.llms.cached_rag.embeddings import SentenceTransformerEmbedding
 
-from cached_rag import Engine, StoreConfig
+from cached_rag import ConfigError, Engine, LanguageModel, StoreConfig
 from cached_rag.benchmarks import machine
 from cached_rag.evaluation import Example, compare, load_examples
 
@@ -73,13 +73,17 @@ def todays_model(engine: Engine, max_tokens: int) -> LLM:
 
     Raises:
         ImportError: llama-index-llms-huggingface is not installed.
+        ConfigError: the engine's weights are not in transformers.
     """
     from llama_index.llms.huggingface import HuggingFaceLLM
 
+    model = engine.model
+    if not isinstance(model, LanguageModel):
+        raise ConfigError("today's way is compared on transformers models only")
     made: LLM = HuggingFaceLLM(
-        model=engine.model.decoder.model,
-        tokenizer=engine.model.tokenizer,
-        context_window=engine.model.context_length,
+        model=model.decoder.model,
+        tokenizer=model.tokenizer,
+        context_window=model.context_length,
         max_new_tokens=max_tokens,
         is_chat_model=True,
         generate_kwargs={"do_sample": False},
