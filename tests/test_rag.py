@@ -296,3 +296,15 @@ def test_a_model_without_a_chat_template_is_given_a_page_to_go_on_with(opened, d
     )
     assert tokenization.tokenizer.bos_token_id not in tokenization.tokenize(page).ids
     assert "\nQuestion:" in prompts.stop
+
+
+def test_chunks_too_short_to_be_modules_are_not_introduced_anew_by_each_question(
+    opened, tmp_path, monkeypatch
+):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.txt").write_text("Copper is green.")
+    rag = opened(context="none")
+    ingest(rag, tmp_path / "docs")
+    rag.ask("Why is copper green?", max_tokens=2)
+    monkeypatch.setattr(Engine, "register", lambda *_: pytest.fail("registered again"))
+    assert rag.ask("Why is copper green?", max_tokens=2).sources

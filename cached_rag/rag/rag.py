@@ -20,6 +20,7 @@ from cached_rag.errors import ConfigError, IndexMismatchError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.store.holdings import forget
 from cached_rag.library.context import Context
+from cached_rag.library.matching import ANCHOR
 from cached_rag.rag import (
     DocumentIndex,
     Embedder,
@@ -353,7 +354,8 @@ class CachedRAG:
         """
         library = self.engine.library
         library.refresh()
-        is_known = all(library.table.get(text.strip()) is not None for text in texts)
+        long = [text for text in map(str.strip, texts) if len(text) >= ANCHOR]  # others never are
+        is_known = all(library.table.get(text) is not None for text in long)
         if is_known and library.behinds():
             return
         self.engine.register(texts)

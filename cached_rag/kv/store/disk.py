@@ -124,9 +124,9 @@ class DiskStore:
         )
 
     def delete(self, key: str) -> bool:
-        """Forget an entry; says whether it was there."""
+        """Forget an entry, in whatever codec it is kept; says whether it was there."""
         with self._entries.transaction() as connection:
-            gone = self._entries.remove(connection, [self._entry(key)])
+            gone = self._entries.remove(connection, self._entries.of_key(key))
             self._unlink(gone)
         return bool(gone)
 

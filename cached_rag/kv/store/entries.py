@@ -91,6 +91,10 @@ class Entries:
         found = self.database.read(Entry, f"{_SELECT} WHERE key = ? AND codec = ?", key, codec)
         return found[0] if found else None
 
+    def of_key(self, key: str) -> list[Entry]:
+        """A key's, in every codec."""
+        return self.database.read(Entry, f"{_SELECT} WHERE key = ?", key)
+
     def put(self, connection: Connection, entry: Entry) -> list[Entry]:
         """Add an entry as the latest used; returns the one it replaced."""
         replaced = self.find(entry.key, entry.codec)
