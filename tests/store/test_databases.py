@@ -15,7 +15,7 @@ import pytest
 from test_catalog import record
 from test_stores import key, module, same
 
-from cached_rag import CachedRAGError, StoreConfig, StoreError
+from cached_rag import CachedRAGError, CorruptBlobError, StoreConfig, StoreError
 from cached_rag.kv.store import Catalog, DiskStore, Maker, database
 from cached_rag.kv.store.database import Database
 from cached_rag.library.library import Behind, Library
@@ -323,10 +323,15 @@ def test_nobody_else_may_read_a_database(tmp_path):
         os.umask(before)
 
 
-def test_uses_by_another_codec_are_its_own(tmp_path):
+def test_damage_in_one_codec_leaves_the_other(tmp_path):
     with closing(DiskStore(tmp_path)) as raw, closing(DiskStore(tmp_path, "int8")) as small:
-        for store in (raw, small):
-            store.put(key(1), module(1))
-        assert raw.delete(key(1))
+        raw.put(key(1), module(1))
+        (file,) = (tmp_path / "blobs").rglob("*.safetensors")
+        small.put(key(1), module(1))
+        file.write_bytes(b"damaged")
+        with pytest.raises(CorruptBlobError):
+            raw.get(key(1), IDS)
+        assert key(1) not in raw
         assert key(1) in small
         assert small.check() == []
+        assert small.delete(key(1))
