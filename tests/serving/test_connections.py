@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -127,6 +128,14 @@ def test_idle_connections_lock_nobody_out(engine, monkeypatch):
         assert httpx.get(f"{server.address}/health").status_code == 200
         is_held.set()
         assert waiting.result().status_code == 200
+
+
+def test_connections_send_what_there_is_at_once(engine):
+    with running(engine) as server, connected(server.address):
+        assert until(lambda: server.server_state.connections)
+        (connection,) = server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_descriptors_are_raised_and_shared_out(monkeypatch):
