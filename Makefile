@@ -19,16 +19,20 @@ LANGCHAIN_TESTS := $(filter-out %_benchmark.py,$(wildcard tests/integrations/tes
 LLAMA_LOWEST := llama-index-core==0.14.0 llama-index-workflows<2 llama-index-instrumentation<0.5
 LLAMA_TESTS := $(filter-out %_benchmark.py,$(wildcard tests/integrations/test_llama_index_*.py))
 
+# A process a core, each with one torch thread (tests/conftest.py); who is done takes over tests
+# of who is not.
+PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+
 .PHONY: demo test quick test-langchain test-llama-index notebooks lint format bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/cached-rag demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 quick: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not real"
+	$(PYTEST) -m "not real"
 
 test-langchain: $(VENV)/.dev
 	$(PIP) --no-deps --upgrade --target $(VENV)/langchain-lowest $(LANGCHAIN_LOWEST)

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: `make test` has a process a core
 
 import pytest
 import torch
@@ -140,6 +141,12 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> LanguageModel
                 parameter.mul_(4)  # else attention is nearly uniform and masks hardly matter
     model.generation_config.eos_token_id = 1
     return wrap_model(model.to(dtype), tiny_tokenizer(), name=family, revision=family)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, so that none is begun last: notebooks, then all else with real models."""
+    notebooks = "test_notebooks.py"
+    items.sort(key=lambda item: (item.path.name != notebooks, "real" not in item.keywords))
 
 
 @pytest.fixture
