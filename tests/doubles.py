@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -13,10 +14,16 @@ from cached_rag.kv.buffer import KVBuffer
 
 
 class Recording:
-    """Does what another backend does, and keeps what every step was given."""
+    """Does what another backend does, and keeps what every step was given.
 
-    def __init__(self, model, before=lambda batch: None):
-        self.model, self.before = model, before
+    Attributes:
+        steps: of each step, how many tokens each of its rows had.
+        before: called with a step's rows before it is made. It may wait, or raise what fails it.
+        fails: called with a step's rows; the error it fails with once it has written, or None.
+    """
+
+    def __init__(self, model, before=lambda batch: None, fails=lambda batch: None):
+        self.model, self.before, self.fails = model, before, fails
         self.steps = []
 
     def __getattr__(self, name):
@@ -25,7 +32,28 @@ class Recording:
     def step(self, batch):
         self.steps.append([len(row.token_ids) for row in batch])
         self.before(batch)
-        return self.model.step(batch)
+        error, lengths = self.fails(batch), [row.kv.length for row in batch]
+        logits = self.model.step(batch)
+        if error is None:
+            return logits
+        for row, length in zip(batch, lengths, strict=True):
+            row.kv.length = length
+        raise error
+
+
+def slow(seconds):
+    """For `Recording`'s `before`: steps that take as long."""
+    return lambda batch: time.sleep(seconds)
+
+
+class Ends(frozenset):
+    """Tokens that end an answer; calls `asked` whenever an answer has a next token."""
+
+    asked = staticmethod(lambda: None)
+
+    def __contains__(self, token):
+        self.asked()
+        return super().__contains__(token)
 
 
 @dataclass

@@ -318,3 +318,20 @@ def test_threads_do_not_change_each_others_tokens():
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(run, range(400)))
+
+
+def test_engines_are_shared_by_what_they_were_asked_for(monkeypatch):
+    made = []
+
+    def load(name, dtype=None, device=None):
+        made.append(name)
+        return tiny_model(name)
+
+    monkeypatch.setattr("cached_rag.engine.engine.load_model", load)
+    one = Engine.shared("llama")
+    assert Engine.shared("llama") is one
+    assert Engine.shared("llama", store=StoreConfig(namespace="b")) is not one
+    assert Engine.shared("qwen3") is not one
+    assert made == ["llama", "llama", "qwen3"]
+    one.close()
+    assert Engine.shared("llama") is not one

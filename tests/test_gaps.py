@@ -6,12 +6,9 @@ import pytest
 import torch
 from conftest import FAMILIES, RELOCATABLE, logits_at, plain_logits, random_ids, tiny_model
 
-from cached_rag import LanguageModel
 from cached_rag.backends.base import StepInput
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
-
-STEP = LanguageModel.step
 
 TOLERANCE = 1e-4
 POSITIONS = [*range(3, 15), *range(19, 31), *range(48, 60)]
@@ -43,7 +40,7 @@ def test_tokens_to_come_follow_the_last_position(family):
     for buffer in buffers:
         model.prefill(buffer, torch.tensor([ids[:-1]]))
     steps = [StepInput(RowKV(buffer, len(POSITIONS)), ids[-1:]) for buffer in buffers]
-    for logits in STEP(model, steps):
+    for logits in model.step(steps):
         assert torch.allclose(logits, own, atol=TOLERANCE)
 
 

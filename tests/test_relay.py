@@ -7,9 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import FAMILIES, UNMOVABLE, plain_logits, random_ids, tiny_model
+from conftest import FAMILIES, plain_logits, random_ids, tiny_model
 
-from cached_rag import LanguageModel
 from cached_rag.backends.base import StepInput
 from cached_rag.backends.transformers.attention import kernels as lse_attention
 from cached_rag.backends.transformers.attention.kernels import (
@@ -23,8 +22,6 @@ from cached_rag.backends.transformers.attention.relay import Padded, Part, merge
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.rows import Piece, RowKV, Run, pieces
 from cached_rag.kv.slab import Slab, SlabRow, Slabs, mask_of
-
-STEP = LanguageModel.step
 
 BATCHING = sorted(f for f in FAMILIES if tiny_model(f).can_batch)
 KV_HEADS, HEADS, DIM = 2, 6, 16
@@ -291,7 +288,7 @@ def test_rows_that_share_a_beginning_step_as_rows_with_copies(family):
         on(model, prompts[2], 30, base),
     ]
     for token in (5, 6, 7):
-        logits = STEP(model, [StepInput(row, [token]) for row in rows])
+        logits = model.step([StepInput(row, [token]) for row in rows])
         for prompt, row, found in zip(prompts, rows, logits, strict=True):
             prompt.append(token)
             assert row.length == len(prompt)
@@ -311,16 +308,11 @@ def test_prompts_are_prefilled_in_pieces_beside_answers(family):
         RowKV(KVBuffer.like(model.shapes, 20), 0),
     ]
     first = [[9], asked[30:40], alone[:7]]
-    STEP(model, [StepInput(row, ids) for row, ids in zip(rows, first, strict=True)])
+    model.step([StepInput(row, ids) for row, ids in zip(rows, first, strict=True)])
     second = [[8], asked[40:], alone[7:]]
-    logits = STEP(model, [StepInput(row, ids) for row, ids in zip(rows, second, strict=True)])
+    logits = model.step([StepInput(row, ids) for row, ids in zip(rows, second, strict=True)])
     for ids, found in zip(([*answered, 9, 8], asked, alone), logits, strict=True):
         assert torch.allclose(found, plain_logits(model, ids)[-1], atol=1e-4)
-
-
-def test_windows_take_one_token_a_pass():
-    assert not tiny_model("mistral").can_append
-    assert tiny_model("mistral").can_batch
 
 
 def test_a_kernel_that_does_something_else_is_not_used(monkeypatch, caplog):
@@ -344,7 +336,3 @@ def test_a_kernel_that_does_something_else_is_not_used(monkeypatch, caplog):
     monkeypatch.setattr(lse_attention, "_cuda", shifted)
     assert not check(torch.float32, 8)
     assert "other results" in caplog.text
-
-
-def test_the_families_above_include_unmovable_ones():
-    assert any(tiny_model(family).can_batch for family in UNMOVABLE)

@@ -1,0 +1,53 @@
+"""The one thread that computes for all but the main one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cached_rag.backends.thread import ModelThread
+
+
+def test_model_thread_is_one_for_all_but_the_main_thread():
+    seen = set()
+    thread = ModelThread()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: thread.run(lambda: seen.add(threading.get_ident())), range(8)))
+    assert len(seen) == 1
+    assert threading.get_ident() not in seen
+    assert thread.run(threading.get_ident) == threading.get_ident()
+    with pytest.raises(ZeroDivisionError):
+        thread.submit(lambda: 1 // 0).result()
+
+
+def test_model_thread_ends_when_idle(monkeypatch):
+    monkeypatch.setattr("cached_rag.backends.thread._IDLE_SECONDS", 0.01)
+    thread = ModelThread()
+    first = thread.submit(threading.current_thread).result()
+    deadline = time.monotonic() + 5
+    while first.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not first.is_alive()
+    assert thread.submit(threading.current_thread).result() is not first
+
+
+def test_model_thread_ends_before_the_interpreter():
+    code = """
+import threading, time, torch
+from cached_rag.backends.thread import submit
+matrix = torch.randn(600, 600)
+def work():
+    for _ in range(60):
+        matrix @ matrix
+submit(work)
+submit(lambda: time.sleep(60))  # is never begun
+time.sleep(0.05)
+"""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=50)
+        assert (done.returncode, done.stderr) == (0, b"")

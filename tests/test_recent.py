@@ -1,0 +1,65 @@
+"""KV of finished answers, kept for prompts to come that begin alike."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import FAMILIES, tiny_model
+from crowd import ASKED, DOCUMENTS, GREEDY, SYSTEM, alone
+
+from cached_rag import BatchConfig, Engine
+
+FAST = sorted(f for f in FAMILIES if tiny_model(f).can_batch)
+
+
+def test_recent_answers_let_a_conversation_go_on_where_it_was():
+    engine = Engine(tiny_model("llama"), batch=BatchConfig(recent_bytes=1 << 26))
+    turns = [{"role": "user", "content": f"{DOCUMENTS[0]} Why is it green?"}]
+    first = engine.generate(turns, max_tokens=8)
+    assert first.report.cached_tokens == 0
+    said = {"role": "assistant", "content": first.text}
+    turns += [said, {"role": "user", "content": "And nobody knew?"}]
+    second = engine.generate(turns, max_tokens=8)
+    twin = Engine(tiny_model("llama")).generate(turns, max_tokens=8)
+    assert second.token_ids == twin.token_ids
+    assert second.report.cached_tokens >= first.report.prompt_tokens - 1
+    assert second.report.prompt_tokens == twin.report.prompt_tokens
+    other = engine.tenant("other").generate(turns, max_tokens=8)
+    assert other.report.cached_tokens == 0
+
+
+def test_recent_answers_go_when_longest_unused():
+    model = tiny_model("llama")
+    room = 2560 * model.shapes.bytes_per_token
+    engine = Engine(model, batch=BatchConfig(recent_bytes=room))
+    asked = [f"{letter} is another beginning. {SYSTEM}" for letter in "ABC"]
+
+    def cached(prompt):
+        report = engine.generate(prompt, **GREEDY).report
+        assert engine.scheduler.recent_nbytes <= room
+        assert engine.scheduler.nbytes == 0
+        return report.cached_tokens > 0
+
+    assert [cached(prompt) for prompt in asked[:2]] == [False, False]
+    assert cached(asked[0])
+    assert not cached(asked[2])  # for which B had to go
+    assert cached(asked[0])
+    assert not cached(asked[1])
+    answers = engine.generate_batch(ASKED, **GREEDY)
+    assert [answer.token_ids for answer in answers] == alone("llama", ASKED, **GREEDY)
+
+
+@pytest.mark.parametrize("family", FAST)
+def test_recent_beginnings_give_the_same_answers(family):
+    engine = Engine(tiny_model(family), batch=BatchConfig(recent_bytes=1 << 26))
+    found = [engine.generate(prompt, **GREEDY) for prompt in ASKED]
+    assert [answer.token_ids for answer in found] == alone(family, ASKED, **GREEDY)
+    assert all(answer.report.cached_tokens > 100 for answer in found[1:])
+
+
+def test_recent_answers_are_kept_only_where_exact():
+    engine = Engine(tiny_model("llama"), batch=BatchConfig(recent_bytes=1 << 26))
+    engine.encode(DOCUMENTS)
+    prompt = f"See: {DOCUMENTS[0]}\nWhy?"
+    engine.generate(prompt, method="reuse", max_tokens=4)
+    assert engine.scheduler.recent_nbytes == 0
+    assert engine.generate(prompt, method="full", max_tokens=4).report.cached_tokens == 0

@@ -1,0 +1,118 @@
+"""One answer's stream: taken in one way, dropped, cancelled, closed, on whichever thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import CHUNKS, count_at_rest, tiny_model
+from crowd import ASKED, GREEDY, alone
+from doubles import Recording
+
+from cached_rag import Engine
+
+PROMPTS = [f"{chunk}\n\nWhat is said here?" for chunk in CHUNKS]
+
+
+def test_stream_that_is_not_read_on_holds_nobody_up(engine):
+    paused = engine.stream(PROMPTS[0], max_tokens=6)
+    first = next(paused)
+    with ThreadPoolExecutor(2) as pool:
+        options = {"max_tokens": 6}
+        done = list(pool.map(lambda p: engine.generate(p, **options).text, PROMPTS[1:3]))
+    assert done == [engine.generate(p, max_tokens=6).text for p in PROMPTS[1:3]]
+    assert first + "".join(paused) == engine.generate(PROMPTS[0], max_tokens=6).text
+
+
+def test_stream_that_is_cancelled_ends_before_its_next_token(engine):
+    stream = engine.stream(PROMPTS[0], max_tokens=50)
+    next(stream)
+    stream.cancel()
+    assert len(list(stream)) <= 1
+    assert stream.finish_reason == "cancelled"
+    assert len(stream.token_ids) <= 2
+    never = engine.stream(PROMPTS[0], max_tokens=50)
+    never.cancel()
+    assert list(never) == []
+    assert never.report.prompt_tokens == 0
+
+
+def test_stream_that_is_dropped_is_over_at_once(engine):
+    stream = engine.stream(PROMPTS[0], max_tokens=50)
+    next(stream)
+    assert engine.scheduler.num_running == 1
+    del stream  # no collector needed: nothing holds it
+    assert engine.scheduler.num_running == 0
+    stream = engine.stream(PROMPTS[0], max_tokens=50)
+    next(stream)
+    with engine.lock:  # somebody else's pass, in the midst of which the collector runs
+        del stream
+    assert engine.generate(PROMPTS[0], max_tokens=2).text
+
+
+def test_stream_that_is_closed_says_so(engine):
+    stream = engine.stream(PROMPTS[0], max_tokens=50)
+    next(stream)
+    stream.close()
+    assert stream.finish_reason == "cancelled"
+    assert stream.report.output_tokens == len(stream.token_ids) > 0
+
+
+def test_stream_is_taken_in_one_way():
+    engine = Engine(tiny_model("llama"))
+    stream = engine.stream(ASKED[0], **GREEDY)
+    next(stream)
+    with pytest.raises(RuntimeError, match="another way"):
+        asyncio.run(stream.atext())
+
+
+def test_stream_ends_with_the_loop_that_takes_it():
+    engine = Engine(Recording(tiny_model("llama")))
+
+    async def leave():
+        stream = engine.stream(ASKED[0], max_tokens=150, temperature=5.0, seed=1)
+        async for _ in stream.apieces():
+            return
+
+    asyncio.run(leave())
+    assert count_at_rest(engine.model.steps) < 140
+    assert engine.scheduler.num_running == 0
+
+
+def test_streams_that_many_threads_drop_leave_nothing():
+    engine = Engine(tiny_model("llama"))
+
+    def use(prompt):
+        stream = engine.stream(prompt, max_tokens=50, temperature=5.0, seed=1)
+        return next(stream)
+
+    with ThreadPoolExecutor(6) as threads:
+        assert all(list(threads.map(use, ASKED * 4)))
+    done = threading.Event()
+    engine.scheduler.turn()
+    while engine.scheduler.num_running and not done.wait(0.01):
+        engine.scheduler.turn()
+    assert engine.scheduler.nbytes == 0
+
+
+def test_stream_may_change_threads_and_be_closed_anywhere():
+    engine = Engine(tiny_model("llama"))
+    stream = engine.stream(ASKED[0], **GREEDY)
+    stream.start()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(lambda: list(stream)).result(timeout=60)
+    assert tuple(stream.token_ids) == alone("llama", ASKED[:1], **GREEDY)[0]
+    other = engine.stream(ASKED[0], max_tokens=100, temperature=5.0, seed=1)
+
+    async def begin():
+        pieces = other.apieces()
+        await anext(pieces)
+        other.close()  # does not wait: the loop it would wait for is this one
+        with pytest.raises(RuntimeError, match="another way"):
+            next(other)
+        return len("".join([piece async for piece in pieces]))
+
+    assert asyncio.run(begin()) < 400
+    assert other.finish_reason == "cancelled"
