@@ -112,8 +112,6 @@ class BatchConfig:
         max_waiting: most requests that wait; None for no bound. One more is refused.
         prefill_tokens: how many prompt tokens are computed between two tokens of running answers.
         shares: prompts that have KV in common keep it once and read it once.
-        recent_bytes: most bytes of exact KV of finished prompts and answers, kept for requests that
-            begin alike; 0 keeps none.
     """
 
     max_rows: int = 16
@@ -121,10 +119,8 @@ class BatchConfig:
     max_waiting: int | None = None
     prefill_tokens: int = 512
     shares: bool = True
-    recent_bytes: int = 0
 
     def __post_init__(self) -> None:
-        _require(self.recent_bytes >= 0, f"recent_bytes is negative: {self.recent_bytes}")
         _require(self.max_rows >= 1, f"max_rows must be at least 1, not {self.max_rows}")
         _require(self.prefill_tokens >= 1, f"prefill_tokens must be at least 1: {self}")
         for name in ("max_bytes", "max_waiting"):
@@ -144,8 +140,10 @@ class StoreConfig:
             quarter of what is free. Without meaning elsewhere.
         disk_bytes: most bytes of KV on disk; None for no bound.
         namespace: tenants with different namespaces never share KV.
-        sequence_bytes: most bytes of KV of whole module sequences, as prompts left them; 0 keeps
-            none. A prompt that begins as an earlier one did takes its repaired KV as it is.
+        sequence_bytes: most bytes of KV that finished prompts and answers left, for prompts that
+            begin alike; 0 keeps none.
+        keeps_repaired: keep there also what a method repaired, for prompts of the same method;
+            else only what full prefill would compute, so that no answer depends on earlier ones.
         write_back: encode in the background what a request missed.
         finish_seconds: how long `Engine.close`, or the interpreter's end, may go on encoding what
             still waits, so that a short script's work is on disk for the next one; 0 drops it.
@@ -164,6 +162,7 @@ class StoreConfig:
     disk_bytes: int | None = None
     namespace: str = ""
     sequence_bytes: int = 0
+    keeps_repaired: bool = True
     write_back: bool = True
     finish_seconds: float = 30.0
     learn_prefixes: bool = True

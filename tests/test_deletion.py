@@ -13,7 +13,7 @@ from conftest import CHUNKS, tiny_model
 from test_rag import WordEmbedding
 from typer.testing import CliRunner
 
-from cached_rag import BatchConfig, CachedRAG, Engine, Schema, StoreConfig
+from cached_rag import CachedRAG, Engine, Schema, StoreConfig
 from cached_rag.cli.main import app
 from cached_rag.kv.store import Catalog, DiskStore, MemoryStore, TieredStore, holdings
 
@@ -188,7 +188,7 @@ def test_a_text_that_is_forgotten_while_it_is_encoded_leaves_nothing(
 
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_answers_that_are_kept_do_not_serve_a_text_that_was_deleted(when):
-    engine = Engine(tiny_model("llama"), batch=BatchConfig(recent_bytes=1 << 26))
+    engine = Engine(tiny_model("llama"), StoreConfig(sequence_bytes=1 << 26))
     engine.encode([LONG])
     prompt = f"{LONG} Why?"
     options = {"max_tokens": 6, "method": "full"}
@@ -196,7 +196,7 @@ def test_answers_that_are_kept_do_not_serve_a_text_that_was_deleted(when):
     assert engine.generate(prompt, **options).report.cached_tokens > 128
     if when == "before":
         engine.forget([LONG])
-        assert engine.scheduler.recent_nbytes == 0
+        assert engine.sequences.nbytes == 0
     else:
         stream = engine.stream(prompt, **options)
         next(stream)
@@ -206,7 +206,7 @@ def test_answers_that_are_kept_do_not_serve_a_text_that_was_deleted(when):
         "".join(stream)
     other = engine.generate("What was never forgotten is kept. " * 20, max_tokens=2)
     assert other.report.cached_tokens == 0
-    assert engine.scheduler.recent_nbytes > 0
+    assert engine.sequences.nbytes > 0
 
 
 def test_sequences_go_with_what_they_were_made_of():

@@ -6,13 +6,13 @@ import pytest
 from conftest import FAMILIES, tiny_model
 from crowd import ASKED, DOCUMENTS, GREEDY, SYSTEM, alone
 
-from cached_rag import BatchConfig, Engine
+from cached_rag import Engine, StoreConfig
 
 FAST = sorted(f for f in FAMILIES if tiny_model(f).can_batch)
 
 
 def test_recent_answers_let_a_conversation_go_on_where_it_was():
-    engine = Engine(tiny_model("llama"), batch=BatchConfig(recent_bytes=1 << 26))
+    engine = Engine(tiny_model("llama"), StoreConfig(sequence_bytes=1 << 26, keeps_repaired=False))
     turns = [{"role": "user", "content": f"{DOCUMENTS[0]} Why is it green?"}]
     first = engine.generate(turns, max_tokens=8)
     assert first.report.cached_tokens == 0
@@ -29,13 +29,13 @@ def test_recent_answers_let_a_conversation_go_on_where_it_was():
 
 def test_recent_answers_go_when_longest_unused():
     model = tiny_model("llama")
-    room = 2560 * model.shapes.bytes_per_token
-    engine = Engine(model, batch=BatchConfig(recent_bytes=room))
+    room = 1200 * model.shapes.bytes_per_token
+    engine = Engine(model, StoreConfig(sequence_bytes=room))
     asked = [f"{letter} is another beginning. {SYSTEM}" for letter in "ABC"]
 
     def cached(prompt):
         report = engine.generate(prompt, **GREEDY).report
-        assert engine.scheduler.recent_nbytes <= room
+        assert engine.sequences.nbytes <= room
         assert engine.scheduler.nbytes == 0
         return report.cached_tokens > 0
 
@@ -50,16 +50,16 @@ def test_recent_answers_go_when_longest_unused():
 
 @pytest.mark.parametrize("family", FAST)
 def test_recent_beginnings_give_the_same_answers(family):
-    engine = Engine(tiny_model(family), batch=BatchConfig(recent_bytes=1 << 26))
+    engine = Engine(tiny_model(family), StoreConfig(sequence_bytes=1 << 26, keeps_repaired=False))
     found = [engine.generate(prompt, **GREEDY) for prompt in ASKED]
     assert [answer.token_ids for answer in found] == alone(family, ASKED, **GREEDY)
     assert all(answer.report.cached_tokens > 100 for answer in found[1:])
 
 
 def test_recent_answers_are_kept_only_where_exact():
-    engine = Engine(tiny_model("llama"), batch=BatchConfig(recent_bytes=1 << 26))
+    engine = Engine(tiny_model("llama"), StoreConfig(sequence_bytes=1 << 26, keeps_repaired=False))
     engine.encode(DOCUMENTS)
     prompt = f"See: {DOCUMENTS[0]}\nWhy?"
     engine.generate(prompt, method="reuse", max_tokens=4)
-    assert engine.scheduler.recent_nbytes == 0
+    assert engine.sequences.nbytes == 0
     assert engine.generate(prompt, method="full", max_tokens=4).report.cached_tokens == 0

@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from conftest import CHUNKS, count_at_rest, tiny_model
@@ -18,11 +19,9 @@ from cached_rag import (
     ConfigError,
     ContextOverflowError,
     Engine,
-    GenerationConfig,
     StoreConfig,
 )
-from cached_rag.engine.prefill import Read
-from cached_rag.engine.request import Request, Waiting
+from cached_rag.engine.request import Waiting
 
 PROMPTS = [f"{chunk}\n\nWhat is said {word}?" for chunk in CHUNKS for word in ("here", "there")]
 
@@ -161,16 +160,21 @@ def test_scheduler_lets_tenants_take_turns():
     assert order == [0, 3, 4, 1, 2]
 
 
+def queued(tenant, reading=None):
+    """A request as far as the queue looks at it."""
+    return SimpleNamespace(tenant=tenant, reading=reading, is_wanted=True)
+
+
 def test_queue_lets_others_go_before_who_is_not_read_yet():
-    waiting, read = Waiting(None), Read(None, 0)
-    unread = [Request(None, None, GenerationConfig(), name) for name in "ab"]
-    others = [Request(None, None, GenerationConfig(), name, read=read) for name in "aacc"]
+    waiting, read = Waiting(None), object()
+    unread = [queued(name) for name in "ab"]
+    others = [queued(name, read) for name in "aacc"]
     for one in (*unread, *others):
         waiting.add(one)
     order = []
     for ready in (None, None, unread[1], None, None):
         if ready is not None:
-            ready.read = read
+            ready.reading = read
         order.append(waiting.first())
         waiting.remove(order[-1])
     assert order == [others[0], others[2], unread[1], others[1], others[3]]
@@ -243,8 +247,8 @@ def test_scheduler_answers_a_storm_rightly_and_keeps_nothing():
     """Threads that ask, stream, leave, cancel and encode at random, in three namespaces."""
     model = tiny_model("llama")
     room = 4 * 1024 * model.shapes.bytes_per_token
-    bounds = BatchConfig(max_rows=5, max_bytes=room, recent_bytes=room)
-    engine = Engine(model, StoreConfig(sequence_bytes=1 << 22), bounds)
+    bounds = BatchConfig(max_rows=5, max_bytes=room)
+    engine = Engine(model, StoreConfig(sequence_bytes=room, keeps_repaired=False), bounds)
     engine.encode(DOCUMENTS)
     engines = [engine, engine.tenant("a"), engine.tenant("b")]
     expected = dict(zip(ASKED, alone("llama", ASKED, **GREEDY), strict=True))
@@ -296,7 +300,7 @@ def test_scheduler_answers_a_storm_rightly_and_keeps_nothing():
     engine.scheduler.turn()
     scheduler_ = engine.scheduler
     assert (scheduler_.num_running, scheduler_.num_waiting, scheduler_.nbytes) == (0, 0, 0)
-    assert scheduler_.recent_nbytes <= room
+    assert engine.sequences.nbytes <= room
     for one in engines[::-1]:
         one.close()
 

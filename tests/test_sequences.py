@@ -11,8 +11,8 @@ from conftest import CHUNKS, plain_logits, tiny_model
 from test_engine import ask
 
 from cached_rag import Engine, StoreConfig
+from cached_rag.kv.fingerprint import digest
 from cached_rag.library.background import Activity, WriteBack
-from cached_rag.library.sequences import SequenceTree
 
 
 @pytest.fixture
@@ -67,37 +67,49 @@ def test_another_order_or_another_beginning_is_another_sequence(engine):
     other.release()
 
 
-def test_it_is_bounded_and_a_node_without_its_parent_is_not_found(engine):
-    done = engine.prefill(ask(*CHUNKS), method="prefix", max_tokens=4)
-    node = done.buffer.read(0, 20, tuple(done.tokens.ids[:20])).nbytes
-    tree, ids = SequenceTree(2 * node), done.tokens.ids
-    tree.add("k", ids, [20, 40, 60], ["a", "b", "c"], done.buffer)
-    assert tree.nbytes <= 2 * node
-    assert tree.find("k", ids, [20, 40, 60]) == []  # the first node was the oldest
-    assert tree.order(["a", "b"]) == [0, 1]
-    nothing = SequenceTree(0)
-    nothing.add("k", ids, [20], ["a"], done.buffer)
-    assert nothing.find("k", ids, [20]) == []
-    done.release()
+def test_sequences_are_bounded_and_the_longest_unused_goes_first(engine):
+    prefill(engine, *CHUNKS)
+    room = engine.sequences.nbytes + 1000
+    with Engine(tiny_model("llama"), StoreConfig(sequence_bytes=room)) as small:
+        small.encode(CHUNKS, prefix=small.head(ask(CHUNKS[0]), CHUNKS[0]))
+        prefill(small, *CHUNKS)
+        again = prefill(small, *CHUNKS)
+        prefill(small, *CHUNKS[::-1])
+        assert 0 < small.sequences.nbytes <= room
+        assert prefill(small, *CHUNKS).report.cached_tokens < again.report.cached_tokens
+    with Engine(tiny_model("llama")) as none:
+        none.encode(CHUNKS)
+        prefill(none, *CHUNKS)
+        assert none.sequences.nbytes == 0
 
 
-def test_order_follows_the_longest_known_path(engine):
-    done = engine.prefill(ask(*CHUNKS), method="prefix", max_tokens=4)
-    tree, ids = SequenceTree(1 << 24), done.tokens.ids
-    tree.add("k", ids, [20, 40, 60], ["a", "b", "c"], done.buffer)
-    tree.add("k", ids, [20, 45], ["a", "d"], done.buffer)
-    assert [["x", "c", "b", "a"][i] for i in tree.order(["x", "c", "b", "a"])] == [
-        "a",
-        "b",
-        "c",
-        "x",
-    ]
-    assert [["d", "b", "a"][i] for i in tree.order(["d", "b", "a"])] == ["a", "d", "b"]
-    assert tree.order(["b", "c"]) == [0, 1]
-    # A path may begin with the first name, and go on with it.
-    assert [["a", "c", "b"][i] for i in tree.order(["a", "c", "b"])] == ["a", "b", "c"]
-    assert [["a", "x", "d"][i] for i in tree.order(["a", "x", "d"])] == ["a", "d", "x"]
-    done.release()
+def test_sequences_that_begin_alike_keep_their_beginning_once(engine):
+    prefill(engine, *CHUNKS[:2])
+    two = engine.sequences.nbytes
+    prefill(engine, *CHUNKS)
+    three = engine.sequences.nbytes
+    prefill(engine, CHUNKS[0], CHUNKS[2])
+    assert engine.sequences.nbytes - three < two  # the first chunk was there
+    prefill(engine, *CHUNKS)
+    again = engine.sequences.nbytes
+    prefill(engine, *CHUNKS)
+    assert engine.sequences.nbytes == again
+
+
+def test_order_follows_the_longest_known_sequence(engine):
+    def order(*given):
+        names = [digest(CHUNKS[index]) for index in given]
+        return [given[index] for index in engine.sequences.order("", names)]
+
+    assert order(2, 1, 0) == [2, 1, 0]
+    prefill(engine, CHUNKS[0], CHUNKS[1])
+    assert order(2, 1, 0) == [0, 1, 2]
+    assert order(2, 1) == [2, 1]
+    prefill(engine, CHUNKS[0], CHUNKS[2])
+    assert order(2, 1, 0) == [0, 2, 1]  # both go on; the one that was named first is taken
+    assert order(1, 2, 0) == [0, 1, 2]
+    engine.forget(CHUNKS[:1])
+    assert order(2, 1, 0) == [2, 1, 0]
 
 
 def test_what_was_forgotten_meanwhile_does_not_come_back(engine):
@@ -134,14 +146,15 @@ def test_what_was_missed_is_there_the_next_time(engine):
 def test_write_back_waits_for_requests_and_drops_what_is_too_much():
     activity, done = Activity(), []
     work = WriteBack(activity, capacity=2)
-    end = activity.begin()
+    asked = threading.Event()
+    activity.begin(asked)
     for name in "aabcdef":
         work.offer(name, lambda name=name: done.append(name))
     time.sleep(0.05)
     assert not done  # a request is under way
     assert work.dropped >= 3
-    end()
-    end()  # twice does no harm
+    activity.end(asked)
+    activity.end(asked)  # twice does no harm
     work.drain()
     assert done[:2] == ["a", "b"]
     work.offer("bad", lambda: 1 / 0)
@@ -154,7 +167,7 @@ def test_write_back_waits_for_requests_and_drops_what_is_too_much():
 def test_closing_does_not_wait_for_requests():
     activity, done = Activity(), []
     work = WriteBack(activity)
-    activity.begin()
+    activity.begin(work)
     work.offer("a", lambda: done.append("a"))
     closer = threading.Thread(target=work.close)
     closer.start()

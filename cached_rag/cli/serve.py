@@ -36,7 +36,7 @@ def serve_command(
     max_rows: Annotated[int, typer.Option(help="Most answers made at once.")] = 16,
     max_waiting: Annotated[int, typer.Option(help="Most requests that wait.")] = 256,
     kv_bytes: Annotated[int | None, typer.Option(help="Most KV of running answers.")] = None,
-    recent_bytes: Annotated[
+    sequence_bytes: Annotated[
         int, typer.Option(help="Most KV of finished conversations, for their next turn.")
     ] = 1 << 30,
     memory_bytes: Annotated[int, typer.Option(help="Most KV of texts in memory.")] = 2 << 30,
@@ -85,13 +85,14 @@ def serve_command(
         max_rows=max_rows,
         max_waiting=max_waiting,
         max_bytes=kv_bytes,
-        recent_bytes=recent_bytes,
     )
     where: dict[str, Any] = {"dtype": dtype, "device": device, "batch": batch}
     kept: dict[str, Any] = {
         "memory_bytes": memory_bytes,
         "disk_bytes": disk_bytes,
         "finish_seconds": drain_seconds,
+        "sequence_bytes": sequence_bytes,
+        "keeps_repaired": False,  # no answer depends on what others asked
     }
     with bind(host, port) as bound:  # before the model is loaded, which takes its time
         if index is not None:

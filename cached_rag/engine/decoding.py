@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -17,7 +18,6 @@ from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.sampling import Detokenizer, Sampler
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
-from cached_rag.library.plan import Placement
 
 
 @dataclass(frozen=True)
@@ -33,70 +33,59 @@ class Generation:
     report: Report
 
 
-@dataclass
-class Prefill:
-    """A prompt whose KV is complete. `release` it, so that the next request can use its memory.
+class Prefilled(Protocol):
+    """A prompt whose KV is complete."""
 
-    Attributes:
-        logits: (1, vocab_size) after the last prompt token.
-        buffer: KV of all `tokens`, with room for the answer.
-        remember: keeps of the buffer what may serve later prompts.
-        give_back: hands the buffer back, when nobody reads it any more.
-        is_over: says that the request is no longer under way.
-        rows: slots of the tokens that were computed in every layer; the others are cached.
-        as_they_are: cached KV that nothing was repaired in, in memory.
-        exact_length: tokens from the first whose KV is what full prefill computes.
-    """
+    @property
+    def tokens(self) -> Tokens:
+        """The prompt's."""
+        ...
 
-    tokens: Tokens
-    logits: torch.Tensor
-    buffer: KVBuffer
-    report: Report
-    remember: Callable[[], None]
-    give_back: Callable[[], None]
-    is_over: Callable[[], None]
-    rows: torch.Tensor
-    as_they_are: tuple[Placement, ...] = ()
-    exact_length: int = 0
+    @property
+    def logits(self) -> torch.Tensor:
+        """(1, vocab_size) after the last prompt token."""
+        ...
+
+    @property
+    def buffer(self) -> KVBuffer | None:
+        """KV of all tokens, with room for the answer; None once it is released."""
+        ...
+
+    @property
+    def report(self) -> Report:
+        """What it took."""
+        ...
 
     def release(self) -> None:
-        """The answer is complete, or nobody wants it."""
-        self.remember()
-        self.give_back()
-        self.is_over()
+        """Let go of the buffer."""
+        ...
 
 
-class Answering:
+class Decoding:
     """One answer in the making.
 
     Attributes:
+        prompt_ids: what it answers; set before the first token.
         token_ids: the answer's tokens so far; others may watch the list grow.
         finish_reason: see `Generation`; None until it is complete.
     """
 
-    def __init__(
-        self,
-        model: Backend,
-        prompt_ids: Sequence[int],
-        config: GenerationConfig,
-        token_ids: list[int] | None = None,
-    ) -> None:
-        self.token_ids: list[int] = [] if token_ids is None else token_ids
+    def __init__(self, model: Backend, config: GenerationConfig) -> None:
+        self.prompt_ids: Sequence[int] = ()
+        self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self._eos_ids = frozenset() if config.ignore_eos else model.eos_ids
         self._max_tokens = config.max_tokens
         self._sampler = Sampler(model, config)
         self._text = Detokenizer(model.tokenizer, config.stop)
-        self._ids = list(prompt_ids)
 
     def take(self, logits: torch.Tensor) -> str:
         """Pick the next token by (1, vocab_size) logits; the text that is certain with it."""
-        token = self._sampler(self._ids, logits)
+        token = self._sampler([*self.prompt_ids, *self.token_ids], logits)
         if token in self._eos_ids:
             self.finish_reason = "stop"
             return self._text.flush()
         self.token_ids.append(token)
-        self._ids.append(token)
         piece = self._text.push(token)
         if self._text.is_stopped:
             self.finish_reason = "stop"
@@ -107,14 +96,16 @@ class Answering:
 
 
 @torch.inference_mode()
-def answer_alone(model: Backend, prefill: Prefill, config: GenerationConfig) -> Generation:
+def answer_alone(model: Backend, prefill: Prefilled, config: GenerationConfig) -> Generation:
     """The answer to a prefilled prompt, token after token; the prefill is not released.
 
     Raises:
         As the model does.
     """
     clock = Clock()
-    answer = Answering(model, prefill.tokens.ids, config)
+    answer = Decoding(model, config)
+    answer.prompt_ids = prefill.tokens.ids
+    assert prefill.buffer is not None
     kv = RowKV(prefill.buffer, len(prefill.tokens))
     text = answer.take(prefill.logits)
     while answer.finish_reason is None:

@@ -1,6 +1,6 @@
 """The model-facing half: prompt in, text out, with cached modules wherever they occur in it.
 
-Joins encoding, prefilling and generating; the main flow is `Prefiller.prefill`. Knows no document
+Joins encoding, prefilling and generating; the main flow is in `prefill.py`. Knows no document
 and no framework.
 """
 
@@ -19,11 +19,11 @@ from cached_rag.backends.thread import on_model_thread, submit
 from cached_rag.backends.tokenizer import Message, Rendered, Tokenization, Tokens
 from cached_rag.backends.transformers.loading import load_model
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
-from cached_rag.engine.decoding import Generation, Prefill
+from cached_rag.engine import prefill
+from cached_rag.engine.decoding import Generation
 from cached_rag.engine.planner import Planner, TextPlanner
-from cached_rag.engine.prefill import Prefiller
 from cached_rag.engine.report import Clock, Report
-from cached_rag.engine.request import Request
+from cached_rag.engine.request import Request, Resources
 from cached_rag.engine.scheduler import Scheduler
 from cached_rag.engine.stream import Stream
 from cached_rag.errors import ClosedError, ConfigError
@@ -34,11 +34,11 @@ from cached_rag.library.background import Activity, WriteBack
 from cached_rag.library.context import Context
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.library.encoder import Encoder
-from cached_rag.library.learning import Leftovers
+from cached_rag.library.learning import Learning
 from cached_rag.library.library import Library
 from cached_rag.library.matching import inner_ids
 from cached_rag.library.plan import Plan
-from cached_rag.library.sequences import SequenceTree
+from cached_rag.library.sequences import Sequences
 
 
 @runtime_checkable
@@ -98,28 +98,34 @@ class Engine:
         self.tokenization = Tokenization(model.tokenizer)
         self.lock = model.lock
         self._encoder = Encoder(model, self.library, self.tokenization)
-        activity = beside._leftovers.activity if beside else Activity()
-        self._leftovers: Leftovers = Leftovers(
-            self.library, self._encoder, settings, self.lock, activity
+        shared = beside._resources if beside else None
+        activity = shared.activity if shared else Activity()
+        learning = Learning(self.library, self._encoder, settings, self.lock, activity)
+        self._resources: Resources = Resources(
+            model,
+            self.tokenization,
+            self.library,
+            learning,
+            shared.sequences
+            if shared
+            else Sequences(settings.sequence_bytes, keeps_repaired=settings.keeps_repaired),
+            shared.workspace if shared else Workspace(model.shapes),
+            activity,
         )
         self._owns_scheduler = beside is None
         self.scheduler: Scheduler = (
             beside.scheduler if beside else Scheduler(model, batch or BatchConfig())
         )
-        workspace = beside._prefiller.workspace if beside else Workspace(model.shapes)
-        self._prefiller: Prefiller = Prefiller(
-            model, self.library, self.tokenization, self._leftovers, workspace
-        )
 
     @property
-    def sequences(self) -> SequenceTree:
-        """KV of whole runs of modules, as prompts left them."""
-        return self._leftovers.sequences
+    def sequences(self) -> Sequences:
+        """KV that prompts left, all tenants'."""
+        return self._resources.sequences
 
     @property
     def write_back(self) -> WriteBack | None:
         """Encodes in the background what requests missed; None if switched off."""
-        return self._leftovers.write_back
+        return self._resources.learning.write_back
 
     @classmethod
     def load(
@@ -181,7 +187,7 @@ class Engine:
             for name in [name for name, engine in _SHARED.items() if engine is self]:
                 del _SHARED[name]
         try:
-            self._leftovers.close(finish_seconds)
+            self._resources.learning.close(finish_seconds)
         finally:
             self.library.close()
 
@@ -267,9 +273,11 @@ class Engine:
 
     def _let_go(self, modules: Sequence[ModuleRecord]) -> None:
         """Drop what earlier prompts left of modules that are none any more."""
-        self._leftovers.let_go(modules)
+        self._encoder.let_go()
+        namespace = self.settings.namespace
         for module in modules:
-            self.scheduler.forget(self.settings.namespace, inner_ids(module))
+            self.sequences.forget(namespace, module.text_digest, inner_ids(module))
+            self.scheduler.forget(namespace, inner_ids(module))
 
     def head(self, messages: Sequence[Message], before: str) -> Rendered:
         """What a chat prompt says before the text `before`, as a prefix for `encode`.
@@ -336,16 +344,22 @@ class Engine:
         self.check_open()
         planner = self._planner(prompt)
         return Stream(
-            self.scheduler, Request(self._prefiller, planner, config, tenant, clock=clock)
+            self.scheduler, Request(self._resources, planner, config, tenant, clock=clock)
         )
 
     def prefill(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any
-    ) -> Prefill:
-        """Everything up to the logits of the first answer token. Errors as `generate`."""
+    ) -> Request:
+        """Everything up to the logits of the first answer token. Errors as `generate`.
+
+        Returns:
+            The request, to be released so that the next one can use its memory.
+        """
         config = (config or GenerationConfig()).replace(**options)
         self.check_open()
-        return self._prefiller.prefill(self._planner(prompt), config)
+        request = Request(self._resources, self._planner(prompt), config)
+        prefill.read(request)
+        return on_model_thread(lambda: prefill.alone(request))
 
     def plan(self, prompt: Prompt, method: str, report: Report) -> tuple[Tokens, Plan]:
         """The prompt's tokens, and which of them come from which module.
@@ -376,4 +390,6 @@ class Engine:
     def _planner(self, prompt: Prompt) -> Planner:
         if isinstance(prompt, Planned):
             return prompt.planner(self)
-        return TextPlanner(self.library, self.tokenization, self._leftovers, self._rendered(prompt))
+        return TextPlanner(
+            self.library, self.tokenization, self._resources.learning, self._rendered(prompt)
+        )

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from cached_rag.backends.tokenizer import Rendered, Tokenization, Tokens
 from cached_rag.engine.report import Clock, Report
-from cached_rag.library.learning import Leftovers
+from cached_rag.library.learning import Learning
 from cached_rag.library.library import Library
 from cached_rag.library.matching import Occurrence
 from cached_rag.library.plan import Plan, make_plan
@@ -47,7 +47,7 @@ class TextPlanner:
 
     library: Library
     tokenization: Tokenization
-    leftovers: Leftovers
+    learning: Learning
     rendered: Rendered
 
     @property
@@ -82,7 +82,7 @@ class TextPlanner:
         report.modules_missed = len(plan.missed)
         if plan.missed:
             self._explain(plan, report)
-        if self.leftovers.write_back is not None:
+        if self.learning.write_back is not None:
             report.missed_tokens = sum(len(found.module.token_ids) for found in plan.missed)
         return tokens, plan.taking(takes)
 
@@ -94,7 +94,7 @@ class TextPlanner:
         own = self.library.maker
         is_alike = any(str(maker) == str(own) for maker in makers)
         by = ", ".join(dict.fromkeys(map(str, makers)))
-        later = "" if self.leftovers.write_back is None else ", and encoded in the background"
+        later = "" if self.learning.write_back is None else ", and encoded in the background"
         report.notes.append(
             f"KV of texts in this prompt was made by {by}{' (other weights)' if is_alike else ''}; "
             f"this engine is {own}: {len(plan.missed)} texts are computed now{later}; `cached-rag "

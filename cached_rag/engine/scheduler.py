@@ -3,7 +3,7 @@
 A turn lets waiting requests in, as far as there is room, and makes one step of all running
 answers: each row's next token, and pieces of prompts still to be prefilled (continuous batching).
 Whoever has torch makes the turns: the main thread for its own requests, the model's thread for
-all others. Knows rows and bounds; knows no text.
+all others. Knows requests and bounds; knows no text.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ import torch
 from cached_rag.backends import thread as model_thread
 from cached_rag.backends.base import Backend, StepInput
 from cached_rag.config import BatchConfig
-from cached_rag.engine import running
-from cached_rag.engine.prefill import Prepared
-from cached_rag.engine.request import Request, Waiting
-from cached_rag.engine.running import Running
-from cached_rag.engine.sharing import Live
+from cached_rag.engine import prefill
+from cached_rag.engine.request import Request, Status, Waiting
+from cached_rag.engine.sharing import NOTHING, Beginning, Sharing
 from cached_rag.errors import ContextOverflowError
-from cached_rag.kv.rows import Run
 
 _log = logging.getLogger(__name__)
 
@@ -37,10 +34,8 @@ class Scheduler:
         self.config = config
         self._model = model
         self._waiting = Waiting(config.max_waiting)
-        self._running: list[Running] = []
-        shares = config.shares and model.can_batch
-        self._live = Live(model.shapes, shares=shares, recent_bytes=config.recent_bytes)
-        self._prepared: tuple[Request, Prepared] | None = None
+        self._running: list[Request] = []
+        self._sharing = Sharing(model.shapes, shares=config.shares and model.can_batch)
         self._turning = threading.Lock()
         self._cancelled: deque[Request] = deque()
         self._forgotten: deque[tuple[str, Sequence[int]]] = deque()
@@ -61,12 +56,9 @@ class Scheduler:
     @property
     def nbytes(self) -> int:
         """Bytes of the KV of running answers, what they share counted once."""
-        return self._live.nbytes
+        return self._sharing.nbytes
 
-    @property
-    def recent_nbytes(self) -> int:
-        """Bytes of the KV that is kept of finished answers."""
-        return self._live.recent_nbytes
+    # From any thread -------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         """Queue a request. Its turn can come once its prompt is read.
@@ -83,56 +75,15 @@ class Scheduler:
             is_driven: the model's thread makes its answer; else who waits for it calls `turn`.
         """
         try:
-            if not request.is_cancelled:
-                request.read = request.prefiller.read(request.planner, request.config)
+            if request.is_wanted:
+                prefill.read(request)
         except BaseException as error:
-            self._waiting.remove(request)
-            _finish(request, "error", error)
+            self._finish(request, Status.FAILED, error)
             if not isinstance(error, Exception):
                 raise
             return
         if is_driven:
             self.drive(request)
-
-    def cancel(self, request: Request) -> None:
-        """End a request's answer before its next token. Never waits, so a collector may call it."""
-        request.is_cancelled = True
-        self._cancelled.append(request)
-        self._sweep_if_free()
-
-    def forget(self, namespace: str, token_ids: Sequence[int]) -> None:
-        """Answer nothing from here on with what prompts left that contain these tokens."""
-        self._forgotten.append((namespace, token_ids))
-        self._sweep_if_free()
-
-    def close(self) -> None:
-        """Cancel all requests."""
-        for request in [*self._waiting, *(one.request for one in list(self._running))]:
-            self.cancel(request)
-
-    @torch.inference_mode()
-    def turn(self) -> None:
-        """Let requests in, and make one step of all answers. On a thread that may use torch."""
-        with self._turning:
-            self._sweep()
-            fresh = self._admit()
-            batch = self._batch(fresh)
-            if batch:
-                self._step(batch)
-        self._sweep_if_free()
-
-    def _drive(self) -> None:
-        """Turn after turn; between two of them the thread is free for other work."""
-        try:
-            self.turn()
-        except BaseException as error:  # else those who wait would wait forever
-            _log.exception("a turn failed; all requests fail with it")
-            self._fail_all(error)
-        with self._driver:
-            self._driven = {request for request in self._driven if not request.finish_reason}
-            self._is_driving = bool(self._driven)
-            if self._is_driving:
-                model_thread.submit(self._drive)
 
     def drive(self, request: Request) -> None:
         """Let the model's thread make a request's answer from now on."""
@@ -142,7 +93,32 @@ class Scheduler:
                 self._is_driving = True
                 model_thread.submit(self._drive)
 
-    # Coming ----------------------------------------------------------------------------------
+    def cancel(self, request: Request) -> None:
+        """End a request's answer before its next token. Never waits, so a collector may call it."""
+        request.is_wanted = False
+        self._cancelled.append(request)
+        self._sweep_if_free()
+
+    def forget(self, namespace: str, token_ids: Sequence[int]) -> None:
+        """Answer nothing from here on with KV of running prompts that contain these tokens."""
+        self._forgotten.append((namespace, token_ids))
+        self._sweep_if_free()
+
+    def close(self) -> None:
+        """Cancel all requests."""
+        for request in [*self._waiting, *self._running]:
+            self.cancel(request)
+
+    # The life of a request: admit, run, take, finish -----------------------------------------
+
+    @torch.inference_mode()
+    def turn(self) -> None:
+        """Let requests in, and make one step of all answers. On a thread that may use torch."""
+        with self._turning:
+            self._sweep()
+            computed = self._admit()
+            self._run(self._batch(computed))
+        self._sweep_if_free()
 
     def _admit(self) -> int:
         """Let in who has room; returns how many prompt tokens were computed for that."""
@@ -151,50 +127,99 @@ class Scheduler:
             request = self._waiting.first()
             if request is None:
                 break
-            if request.is_cancelled:
-                self._leave_queue(request)
-                continue
             try:
-                prepared = self._prepare(request)
-                runs, more_is_coming = self._beginning(request, prepared)
-                if more_is_coming or not self._has_room(prepared, runs):
+                if not request.is_wanted:
+                    self._finish(request, Status.CANCELLED)
+                    continue
+                if request.plan is None:  # made once, however long it waits for room
+                    prefill.prepare(request)
+                beginning = self._beginning(request)
+                if beginning.is_coming or not self._has_room(request, beginning):
                     break
                 self._waiting.remove(request)
-                computed += self._start(request, prepared, runs)
+                computed += self._start(request, beginning)
             except BaseException as error:
-                self._waiting.remove(request)
-                self._give_up_prepared()
-                for one in [one for one in self._running if one.request is request]:
-                    self._end(one, error)
-                _finish(request, "error", error)
+                self._finish(request, Status.FAILED, error)
                 if not isinstance(error, Exception):
                     raise
-            self._prepared = None
         return computed
 
-    def _prepare(self, request: Request) -> Prepared:
-        """The request's plan, made once, however long it waits for room."""
-        if self._prepared is not None:
-            if self._prepared[0] is request:
-                return self._prepared[1]
-            self._give_up_prepared()
-        assert request.read is not None
-        prepared = request.prefiller.prepare(request.read, request.config)
-        self._prepared = (request, prepared)
-        return prepared
+    def _run(self, batch: Sequence[tuple[Request, int]]) -> None:
+        """One pass for all; if it fails, each half alone, down to the row whose fault it is.
 
-    def _give_up_prepared(self) -> None:
-        if self._prepared is not None:
-            self._prepared[1].is_over()
-            self._prepared = None
+        A pass that fails leaves nothing behind: what it wrote stands beyond its rows' lengths.
 
-    def _beginning(self, request: Request, prepared: Prepared) -> tuple[tuple[Run, ...], bool]:
-        """What a running answer has of the prompt's beginning, and whether it will have more."""
-        limit = 0 if prepared.plan.positions else prepared.exact_length
-        namespace = request.prefiller.library.namespace
-        return self._live.beginning(namespace, prepared.tokens.ids, limit)
+        Args:
+            batch: requests, and how many of its pending tokens each computes.
+        """
+        if not batch:
+            return
+        try:
+            with self._model.lock:
+                logits = self._model.step([_ahead(request, count) for request, count in batch])
+        except Exception as error:
+            if len(batch) == 1:
+                self._finish(batch[0][0], Status.FAILED, error)
+                return
+            _log.warning("a pass for %d answers failed: %r; each half is tried", len(batch), error)
+        else:
+            self._take_all(batch, logits)
+            return
+        # Here, where the error and with it the memory of what failed is gone.
+        half = len(batch) // 2
+        self._run(batch[:half])
+        self._run(batch[half:])
 
-    def _has_room(self, prepared: Prepared, runs: Sequence[Run]) -> bool:
+    def _take(self, request: Request, logits: torch.Tensor) -> None:
+        """The request's next token, by (1, vocab_size) logits; its last one ends it."""
+        try:
+            piece = request.decoding.take(logits)
+        except BaseException as error:
+            self._finish(request, Status.FAILED, error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        if request.status is not Status.ANSWERING:
+            request.status = Status.ANSWERING
+            request.report.ttft_ms = request.clock.total()
+        request.pending = request.decoding.token_ids[-1:]
+        if piece:
+            request.deliver(piece)
+        if request.decoding.finish_reason:
+            self._finish(request, Status.FINISHED)
+
+    def _finish(self, request: Request, status: Status, last: BaseException | None = None) -> None:
+        """The one way out, wherever a request is; what it held is free, unless others read it."""
+        if request.status.is_over:
+            return
+        self._waiting.remove(request)
+        if request in self._running:
+            self._running.remove(request)
+        try:
+            row = request.row
+            is_free = row is None or self._sharing.leave(row)
+            request.release(is_free=is_free)
+        except Exception:  # is nobody else's concern, and the answer is complete all the same
+            _log.exception("what an answer left could not be kept")
+        finally:
+            request.finish(status, last)
+
+    # What they ask ---------------------------------------------------------------------------
+
+    def _beginning(self, request: Request) -> Beginning:
+        """What finished and running prompts have of a prompt's beginning."""
+        assert request.plan is not None
+        if request.plan.positions is not None:
+            return NOTHING
+        return self._sharing.beginning(
+            request.resources.sequences,
+            request.namespace,
+            request.tokens.ids,
+            request.exact_length,
+            request.repair,
+        )
+
+    def _has_room(self, request: Request, beginning: Beginning) -> bool:
         """Whether the memory bound allows for a prompt's KV and its answer's.
 
         Raises:
@@ -203,9 +228,9 @@ class Scheduler:
         bound = self.config.max_bytes
         if bound is None:
             return True
-        count = len(prepared.tokens) + prepared.config.max_tokens - sum(map(len, runs))
+        count = len(request.tokens) + request.config.max_tokens - len(beginning)
         needed = count * self._model.shapes.bytes_per_token
-        if self._live.nbytes + needed <= bound:
+        if self._sharing.nbytes + needed <= bound:
             return True
         if not self._running:
             raise ContextOverflowError(
@@ -214,132 +239,82 @@ class Scheduler:
             )
         return False
 
-    def _start(self, request: Request, prepared: Prepared, runs: Sequence[Run]) -> int:
+    def _start(self, request: Request, beginning: Beginning) -> int:
         """Begin an answer; returns how many prompt tokens were computed."""
-        done = sum(map(len, runs))
-        rest = [place for place in prepared.plan.placements if place.end > done]
-        what = (self._model, self._live, request, prepared, runs)
-        if not rest and (runs or self._running) and self._model.can_append:
-            self._running.append(running.begin(*what))
+        plan, room = request.plan, request.config.max_tokens
+        assert plan is not None
+        request.status = Status.PREFILLING
+        request.decoding.prompt_ids = request.tokens.ids
+        is_covered = all(place.end <= len(beginning) for place in plan.placements)
+        if is_covered and (beginning.runs or self._running) and self._model.can_append:
+            prefill.follow(request, beginning)
+            request.row = self._sharing.begin(request.as_row(), beginning, plan.positions, room)
+            request.note_sharing()
+            self._running.append(request)
             return 0
-        one, logits = running.complete(*what)
-        self._running.append(one)
-        self._take(one, logits)
-        return int(request.report.charged_recompute * len(prepared.tokens))
+        computed = prefill.compute(request, beginning)
+        assert request.buffer is not None
+        request.row = self._sharing.adopt(
+            request.as_row(), request.buffer, beginning, prefill.unrepaired(request), room
+        )
+        request.note_sharing()
+        self._running.append(request)
+        self._take(request, request.logits)
+        return computed
 
-    # Going on --------------------------------------------------------------------------------
-
-    def _batch(self, computed: int) -> list[tuple[Running, int]]:
+    def _batch(self, computed: int) -> list[tuple[Request, int]]:
         """Who steps, and with how many tokens: every answer with one, prompts with what is left."""
         left = max(1, self.config.prefill_tokens - computed)
         batch = []
-        for one in self._running:
-            count = 1 if one.is_answering else min(left, len(one.pending))
+        for request in self._running:
+            is_answering = request.status is Status.ANSWERING
+            count = 1 if is_answering else min(left, len(request.pending))
             if count:
-                batch.append((one, count))
-                left -= 0 if one.is_answering else count
+                batch.append((request, count))
+                left -= 0 if is_answering else count
         return batch
 
-    def _step(self, batch: Sequence[tuple[Running, int]]) -> None:
-        """One pass for all; if it fails, each half alone, down to the row whose fault it is.
-
-        A pass that fails leaves nothing behind: what it wrote stands beyond its rows' lengths.
-        """
-        ahead = [StepInput(one.row.kv, one.pending[:count]) for one, count in batch]
-        try:
-            with self._model.lock:
-                logits = self._model.step(ahead)
-        except Exception as error:
-            if len(batch) == 1:
-                self._end(batch[0][0], error)
-                return
-            _log.warning("a pass for %d answers failed: %r; each half is tried", len(batch), error)
-        else:
-            self._take_all(batch, logits)
-            return
-        # Here, where the error and with it the memory of what failed is gone.
-        half = len(batch) // 2
-        self._step(batch[:half])
-        self._step(batch[half:])
-
-    def _take_all(self, batch: Sequence[tuple[Running, int]], logits: torch.Tensor) -> None:
+    def _take_all(self, batch: Sequence[tuple[Request, int]], logits: torch.Tensor) -> None:
         """Next tokens, by (len(batch), vocab_size) logits, of rows whose prompts are complete."""
-        for one, count in batch:
-            del one.pending[:count]
-        left = [(one, row) for row, (one, _) in enumerate(batch) if not one.pending]
+        for request, count in batch:
+            del request.pending[:count]
+        left = [(request, row) for row, (request, _) in enumerate(batch) if not request.pending]
         try:
             while left:
-                one, row = left.pop(0)
-                self._take(one, logits[row : row + 1])
+                request, row = left.pop(0)
+                self._take(request, logits[row : row + 1])
         except BaseException as error:  # whose token was not taken cannot go on
-            for one, _ in left:
-                self._end(one, error)
+            for request, _ in left:
+                self._finish(request, Status.FAILED, error)
             raise
 
-    def _take(self, one: Running, logits: torch.Tensor) -> None:
-        """The row's next token; its last one ends it."""
-        request, is_first = one.request, not one.is_answering
-        try:
-            piece = one.answer.take(logits)
-        except BaseException as error:
-            self._end(one, error)
-            if not isinstance(error, Exception):
-                raise
-            return
-        if is_first:
-            request.report.ttft_ms = request.clock.total()
-        one.pending = request.token_ids[-1:]
-        if piece:
-            request.deliver(piece)
-        if one.answer.finish_reason:
-            self._end(one, None)
+    # Driving and sweeping --------------------------------------------------------------------
 
-    # Leaving ---------------------------------------------------------------------------------
-
-    def _end(self, one: Running, last: BaseException | None) -> None:
-        """A row leaves; what it held is free, unless others refer to it."""
-        self._running.remove(one)
-        request = one.request
-        request.report.output_tokens = len(request.token_ids)
-        request.report.total_ms = request.clock.total()
+    def _drive(self) -> None:
+        """Turn after turn; between two of them the thread is free for other work."""
         try:
-            one.leave(self._live)
-        except Exception:  # is nobody else's concern, and the answer is complete all the same
-            _log.exception("what an answer left could not be kept")
-        finally:
-            one.prepared.is_over()
-            _finish(request, one.answer.finish_reason or ("error" if last else "cancelled"), last)
+            self.turn()
+        except BaseException as error:  # else those who wait would wait forever
+            _log.exception("a turn failed; all requests fail with it")
+            self._fail_all(error)
+        with self._driver:
+            self._driven = {request for request in self._driven if not request.status.is_over}
+            self._is_driving = bool(self._driven)
+            if self._is_driving:
+                model_thread.submit(self._drive)
 
     def _fail_all(self, error: BaseException) -> None:
         with self._turning:
-            for one in list(self._running):
+            for request in [*self._running, *self._waiting]:
                 with contextlib.suppress(Exception):
-                    self._end(one, error)
-            for request in self._waiting:
-                self._waiting.remove(request)
-                _finish(request, "error", error)
-            self._give_up_prepared()
+                    self._finish(request, Status.FAILED, error)
 
     def _sweep(self) -> None:
         """Let the cancelled go, and what was forgotten."""
         while self._forgotten:
-            self._live.forget(*self._forgotten.popleft())
+            self._sharing.forget(*self._forgotten.popleft())
         while self._cancelled:
-            request = self._cancelled.popleft()
-            if request.finish_reason:
-                continue
-            found = next((one for one in self._running if one.request is request), None)
-            if found is not None:
-                self._end(found, None)
-                continue
-            self._leave_queue(request)
-
-    def _leave_queue(self, request: Request) -> None:
-        """A request that waited is cancelled."""
-        self._waiting.remove(request)
-        if self._prepared is not None and self._prepared[0] is request:
-            self._give_up_prepared()
-        _finish(request, "cancelled", None)
+            self._finish(self._cancelled.popleft(), Status.CANCELLED)
 
     def _sweep_if_free(self) -> None:
         """Whoever makes a turn sweeps behind it, so nobody has to wait for that here."""
@@ -350,8 +325,7 @@ class Scheduler:
                 self._turning.release()
 
 
-def _finish(request: Request, reason: str, last: BaseException | None) -> None:
-    """Say how a request ended, unless that was said before."""
-    if request.finish_reason is None:
-        request.finish_reason = reason
-        request.deliver(last)
+def _ahead(request: Request, count: int) -> StepInput:
+    """What a request computes next."""
+    assert request.row is not None
+    return StepInput(request.row.kv, request.pending[:count])

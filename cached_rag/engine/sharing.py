@@ -1,67 +1,99 @@
 """What prompts that are being answered have in common, so that it is kept and read once.
 
 A prompt that begins as another does takes the other's KV of that beginning, where both are exact;
-modules that neither repairs are shared wherever they stand (Prompt Cache, section 3.4;
-RelayAttention, section 3.3 and appendix D). Some that are finished are kept for what begins alike;
-what outlives the process is the store's. Knows tokens and KV; computes nothing.
+chunks that neither repairs are shared wherever they stand (Prompt Cache, section 3.4;
+RelayAttention, section 3.3 and appendix D). What finished prompts left is in `Sequences`. Knows
+tokens and KV; computes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from cached_rag.engine.decoding import Prefill
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.rows import RowKV, Run
 from cached_rag.kv.slab import Slabs
 from cached_rag.library.plan import Placement
-
-# Each run that is read for itself costs a kernel call a layer; shorter ones are copied.
-MIN_SHARED = 128
+from cached_rag.library.sequences import MIN_SHARED, Ids, Sequences, common, where
 
 _Name = tuple[int, int, int]
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """KV of a prompt's first tokens that is there.
+
+    Attributes:
+        runs: where.
+        exact_length: how many of the tokens have the KV that full prefill computes.
+        is_coming: whether there will be more, once a running prompt is prefilled.
+    """
+
+    runs: tuple[Run, ...] = ()
+    exact_length: int = 0
+    is_coming: bool = False
+
+    def __len__(self) -> int:
+        return sum(map(len, self.runs))
+
+    def pieces(self, ids: Sequence[int]) -> list[ModuleKV]:
+        """The same, to be placed at a prompt's beginning."""
+        return [
+            ModuleKV(
+                tuple(ids[run.slot : run.slot + len(run)]),
+                run.slot,
+                run.buffer.keys[:, 0, :, run.begin : run.end],
+                run.buffer.values[:, 0, :, run.begin : run.end],
+            )
+            for run in self.runs
+        ]
+
+
+NOTHING = Beginning()
+
+
 @dataclass(eq=False)
 class Row:
-    """A prompt that is being answered.
+    """A prompt that is being answered, as far as others may share it.
 
     Attributes:
         namespace: its tenant's; tenants share nothing.
-        exact_length: tokens from the first whose KV is what full prefill computes.
-        modules: its unrepaired modules' first and last slot (exclusive), by name.
+        ids: (seq_len,) of the prompt.
+        exact_length: tokens from the first whose KV is, or will be, what full prefill computes.
+        kv: where it lies.
+        chunks: its unrepaired chunks' first and last slot (exclusive), by name.
         held: what the names are addresses of.
         is_private: it has a text that was forgotten, so nothing of it is for others any more.
     """
 
     namespace: str
-    ids: npt.NDArray[np.int64]
-    kv: RowKV
+    ids: Ids
     exact_length: int
-    modules: dict[_Name, tuple[int, int]]
+    kv: RowKV = field(init=False)
+    chunks: dict[_Name, tuple[int, int]] = field(default_factory=dict)
     held: tuple[ModuleKV, ...] = ()
     is_private: bool = False
 
+    @property
+    def num_shared(self) -> int:
+        """Tokens whose KV lies in others' buffers."""
+        return sum(len(run) for run in self.kv.runs if run.buffer is not self.kv.own)
 
-class Live:
-    """The prompts that are being answered now, and some that were. Used by one thread at a time.
+
+class Sharing:
+    """The prompts that are being answered now. Used by one thread at a time.
 
     Args:
         shares: whether they share anything; else each keeps all of its KV.
-        recent_bytes: most bytes of KV of finished prompts and their answers, kept for those to
-            come that begin alike: the next turn of a conversation, another with its system prompt.
     """
 
-    def __init__(self, shapes: KVShapes, *, shares: bool = True, recent_bytes: int = 0) -> None:
-        self._shapes, self._shares = shapes, shares
-        self._recent_bytes = recent_bytes if shares else 0
+    def __init__(self, shapes: KVShapes, *, shares: bool = True) -> None:
+        self._shares = shares
         self._rows: list[Row] = []
-        self._recent: list[Row] = []  # least recently used first
         self._slabs = Slabs(shapes)
 
     @property
@@ -69,156 +101,129 @@ class Live:
         """Bytes of the KV of prompts that are being answered, each buffer once."""
         return sum(buffer.nbytes for buffer in _buffers(self._rows).values())
 
-    @property
-    def recent_nbytes(self) -> int:
-        """Bytes of the KV that is kept of finished ones."""
-        return sum(buffer.nbytes for buffer in _buffers(self._recent).values())
-
     def beginning(
-        self, namespace: str, ids: Sequence[int], limit: int
-    ) -> tuple[tuple[Run, ...], bool]:
-        """The longest exact KV of a prompt's beginning that there is.
+        self, kept: Sequences, namespace: str, ids: Sequence[int], limit: int, repair: str
+    ) -> Beginning:
+        """The longest KV of a prompt's beginning that there is.
 
         Args:
-            limit: most tokens of it.
-
-        Returns:
-            The runs, and whether there will be more once a row's own prompt is prefilled.
+            kept: what finished prompts left.
+            limit: tokens of it that are exact with or without others; from running prompts no
+                more is taken, so that an answer is the same with them or without.
+            repair: see `Sequences.beginning`.
         """
+        wanted = np.asarray(ids[:-1])  # the last token's logits are wanted
+        running, coming = self._running_beginning(namespace, wanted[:limit])
+        finished = kept_beginning(kept, namespace, ids, limit, repair)
+        best = finished if len(finished) > len(running) else running
+        return replace(best, is_coming=coming - len(best) >= MIN_SHARED)
+
+    def _running_beginning(self, namespace: str, wanted: Ids) -> tuple[Beginning, int]:
+        """What running prompts have of a beginning, and how much they will have."""
         count, coming, best = MIN_SHARED - 1, 0, None
-        asked = np.asarray(ids[: min(limit, len(ids) - 1)])  # the last token's logits are wanted
-        for row in (*self._rows, *self._recent) if self._shares else ():
+        for row in self._rows if self._shares else ():
             if row.namespace == namespace and row.kv.positions is None and not row.is_private:
-                common = min(_common(asked, row.ids), row.exact_length)
-                coming = max(coming, common)
-                if min(common, row.kv.length) > count:
-                    count, best = min(common, row.kv.length), row
-        if best in self._recent:
-            self._recent.remove(best)
-            self._recent.append(best)
-        runs = tuple(best.kv.cut(0, count)) if best else ()
-        return runs, coming - (count if best else 0) >= MIN_SHARED
+                length = min(common(wanted, row.ids), row.exact_length)
+                coming = max(coming, length)
+                if min(length, row.kv.length) > count:
+                    count, best = min(length, row.kv.length), row
+        found = Beginning(tuple(best.kv.cut(0, count)), count) if best else NOTHING
+        return found, coming
 
-    def begin(self, namespace: str, ids: Sequence[int], runs: Sequence[Run], room: int) -> Row:
-        """A prompt whose KV behind `runs` is still to be computed, as full prefill would."""
-        done = runs[-1].slot + len(runs[-1]) if runs else 0
-        own = self._slabs.take(len(ids) - done + room)
-        row = Row(namespace, np.asarray(ids), RowKV(own, done, runs), len(ids), {})
-        self._rows.append(row)
-        return row
-
-    def adopt(self, namespace: str, prefill: Prefill, runs: Sequence[Run], room: int) -> Row:
-        """A prefilled prompt; what others have is taken from them, and its buffer given back.
+    def begin(
+        self, row: Row, beginning: Beginning, positions: Sequence[int] | None, room: int
+    ) -> Row:
+        """A prompt whose KV behind its beginning is still to be computed, as full prefill would.
 
         Args:
-            runs: its beginning, as `beginning` gave it.
+            positions: of its tokens; None for their slots.
+            room: for how many tokens of an answer.
         """
-        whole, count = prefill.buffer, len(prefill.tokens)
-        named = {_name(p, whole): p for p in prefill.as_they_are} if self._shares else {}
-        done = runs[-1].slot + len(runs[-1]) if runs else 0
-        found = [*runs, *self._elsewhere(named, done)]
-        if found:
-            kv = self._rest_copied(prefill, found, room)
-            per_token = self._shapes.bytes_per_token
-            prefill.report.kv_bytes = kv.own.nbytes
-            prefill.report.shared_kv_bytes = sum(map(len, found)) * per_token
-            prefill.remember()
-            prefill.give_back()
-        else:
-            kv = RowKV(whole, count)
-        modules = {name: (place.begin, place.end) for name, place in named.items()}
-        held = tuple(place.kv for place in named.values() if isinstance(place.kv, ModuleKV))
-        ids = np.asarray(prefill.tokens.ids)
-        row = Row(namespace, ids, kv, prefill.exact_length, modules, held)
+        shared = self._long_runs(beginning.runs)
+        own = self._slabs.take(len(row.ids) - sum(map(len, shared)) + room)
+        row.kv = RowKV(own, len(beginning), beginning.runs).moved(shared, own)
+        row.kv.lay_out(positions)
         self._rows.append(row)
         return row
 
-    def leave(self, row: Row, answer_ids: Sequence[int]) -> bool:
+    def adopt(
+        self,
+        row: Row,
+        whole: KVBuffer,
+        beginning: Beginning,
+        unrepaired: Sequence[Placement],
+        room: int,
+    ) -> Row:
+        """A prompt that is prefilled; what others have is taken from them.
+
+        Args:
+            whole: the prompt's KV. It is the row's own buffer, if nothing is shared.
+            unrepaired: cached KV that is the same in the prompt.
+            room: as for `begin`.
+        """
+        named = {_name(p, whole): p for p in unrepaired} if self._shares else {}
+        shared = [*self._long_runs(beginning.runs), *self._elsewhere(named, len(beginning))]
+        row.kv, count = RowKV(whole, len(row.ids)), len(row.ids)
+        if shared:
+            own = self._slabs.take(count - sum(map(len, shared)) + room)
+            row.kv = row.kv.moved(shared, own)
+        row.chunks = {name: (place.begin, place.end) for name, place in named.items()}
+        row.held = tuple(p.kv for p in named.values() if isinstance(p.kv, ModuleKV))
+        self._rows.append(row)
+        return row
+
+    def leave(self, row: Row) -> bool:
         """An answer is over; says whether its own buffer is free, for nobody refers to it."""
         self._rows.remove(row)
-        gone = [row, *self._keep(row, answer_ids)] if self._is_worth_keeping(row) else [row]
-        return id(row.kv.own) not in self._free(gone)
-
-    def forget(self, namespace: str, token_ids: Sequence[int]) -> None:
-        """Let no prompt to come have what a tenant's prompts left that contain these tokens."""
-        wanted = np.asarray(token_ids, dtype=np.int64)
-        for row in (*self._rows, *self._recent):
-            if row.namespace == namespace and _contains(row.ids, wanted):
-                row.is_private = True
-        gone = [row for row in self._recent if row.is_private]
-        self._recent = [row for row in self._recent if not row.is_private]
-        self._free(gone)
-
-    def _free(self, gone: Sequence[Row]) -> Collection[int]:
-        """Take buffers back that only these rows referred to; identities of those in use."""
-        used = _buffers([*self._rows, *self._recent])
-        for name, buffer in _buffers(gone).items():
+        used = _buffers(self._rows)
+        for name, buffer in _buffers([row]).items():
             if name not in used:
                 self._slabs.give(buffer)
         if not used:
             self._slabs.drop_idle()
-        return used
+        return id(row.kv.own) not in used
 
-    def _keep(self, row: Row, answer_ids: Sequence[int]) -> list[Row]:
-        """Keep a finished row; returns those that have to go, or of which it has all."""
-        kept = _with_answer(row, answer_ids)
-        gone = [old for old in self._recent if _has_all(kept, old)]
-        self._recent = [old for old in self._recent if old not in gone] + [kept]
-        while self._recent and self.recent_nbytes > self._recent_bytes:
-            gone.append(self._recent.pop(0))
-        return gone
+    def forget(self, namespace: str, token_ids: Sequence[int]) -> None:
+        """Let no prompt to come have what a tenant's prompts hold that contain these tokens."""
+        wanted = np.asarray(token_ids, dtype=np.int64)
+        for row in self._rows:
+            if row.namespace == namespace and where(row.ids, wanted):
+                row.is_private = True
 
-    def _is_worth_keeping(self, row: Row) -> bool:
-        if not self._recent_bytes or row.is_private or row.kv.positions is not None:
-            return False
-        return min(row.exact_length, row.kv.length) >= MIN_SHARED
+    def _long_runs(self, runs: Sequence[Run]) -> list[Run]:
+        """Those that are worth being read for themselves."""
+        return [run for run in runs if len(run) >= MIN_SHARED] if self._shares else []
 
     def _elsewhere(self, named: dict[_Name, Placement], done: int) -> list[Run]:
-        """Runs of modules behind slot `done` that other rows have, neighbours joined."""
+        """Runs of chunks behind slot `done` that other rows have, neighbours joined."""
         found: list[Run] = []
         for name, place in sorted(named.items(), key=lambda item: item[1].begin):
             if place.begin < done:
                 continue
             for row in self._rows:
-                if name in row.modules:
-                    first, last = row.modules[name]
+                if name in row.chunks:
+                    first, last = row.chunks[name]
                     moved = place.begin - first
                     for run in row.kv.cut(first, last):
                         _join(found, Run(run.buffer, run.begin, run.end, run.slot + moved))
                     break
         return [run for run in found if len(run) >= MIN_SHARED]
 
-    def _rest_copied(self, prefill: Prefill, found: Sequence[Run], room: int) -> RowKV:
-        """The prompt's KV: `found`, and a buffer with all else."""
-        whole, count = prefill.buffer, len(prefill.tokens)
-        own = self._slabs.take(count - sum(map(len, found)) + room)
-        own.positions = whole.positions
-        runs: list[Run] = []
-        slot = at = 0
-        for run in (*found, None):
-            gap = (count if run is None else run.slot) - slot
-            own.keys[:, :, :, at : at + gap] = whole.keys[:, :, :, slot : slot + gap]
-            own.values[:, :, :, at : at + gap] = whole.values[:, :, :, slot : slot + gap]
-            if run is not None:
-                if gap:
-                    runs.append(Run(own, at, at + gap, slot))
-                runs.append(run)
-                slot = run.slot + len(run)
-                at += gap
-        return RowKV(own, count, runs, begin=at)
+
+def kept_beginning(
+    kept: Sequences, namespace: str, ids: Sequence[int], limit: int, repair: str
+) -> Beginning:
+    """What finished prompts left of a prompt's beginning; see `Sharing.beginning`."""
+    most = len(ids) - 1 if kept.keeps_repaired else min(limit, len(ids) - 1)
+    sequence, length = kept.beginning(namespace, np.asarray(ids[:most]), repair)
+    if sequence is None:
+        return NOTHING
+    return Beginning(sequence.cut(length), min(length, sequence.exact_length))
 
 
 def _buffers(rows: Sequence[Row]) -> dict[int, KVBuffer]:
     """What they refer to, each once, by identity."""
     return {id(buffer): buffer for row in rows for buffer in row.kv.buffers()}
-
-
-def _with_answer(row: Row, answer_ids: Sequence[int]) -> Row:
-    """A finished row: where all of its prompt is exact, so is its answer."""
-    if row.exact_length < len(row.ids):
-        return row
-    ids = np.concatenate([row.ids, np.asarray(answer_ids, dtype=np.int64)])[: row.kv.length]
-    return Row(row.namespace, ids, row.kv, len(ids), {})
 
 
 def _join(runs: list[Run], run: Run) -> None:
@@ -230,28 +235,8 @@ def _join(runs: list[Run], run: Run) -> None:
         runs.append(run)
 
 
-def _has_all(row: Row, old: Row) -> bool:
-    """Whether a row begins with another."""
-    return row.namespace == old.namespace and _common(row.ids, old.ids) == len(old.ids)
-
-
 def _name(place: Placement, whole: KVBuffer) -> _Name:
     """The same for the same KV at the same positions."""
     kv = place.kv
     assert isinstance(kv, ModuleKV)
     return kv.values.data_ptr(), kv.seq_len, whole.position(place.begin) - kv.start
-
-
-def _contains(ids: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64]) -> bool:
-    """Whether `wanted` is a run of `ids`."""
-    if not len(wanted) or len(wanted) > len(ids):
-        return False
-    places = np.flatnonzero(ids[: len(ids) - len(wanted) + 1] == wanted[0])
-    return any(np.array_equal(ids[at : at + len(wanted)], wanted) for at in places)
-
-
-def _common(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> int:
-    """Length of the common beginning."""
-    count = min(len(first), len(second))
-    differing = np.flatnonzero(first[:count] != second[:count])
-    return int(differing[0]) if len(differing) else count

@@ -17,7 +17,7 @@ from functools import partial
 from cached_rag.backends import thread as model_thread
 from cached_rag.engine.decoding import Generation
 from cached_rag.engine.report import Report
-from cached_rag.engine.request import Item, Request
+from cached_rag.engine.request import Item, Request, Status
 from cached_rag.engine.scheduler import Scheduler
 
 _ONE_WAY = "this stream was begun in another way; make a new one"
@@ -70,7 +70,7 @@ class Stream(Iterator[str]):
     @property
     def token_ids(self) -> list[int]:
         """The answer's tokens."""
-        return self._request.token_ids
+        return self._request.decoding.token_ids
 
     @property
     def finish_reason(self) -> str:
@@ -88,9 +88,8 @@ class Stream(Iterator[str]):
 
     def _start(self, *, is_driven: bool) -> None:
         self._is_started, self._is_driven = True, is_driven
-        if self._request.is_cancelled:
-            self._request.finish_reason = "cancelled"
-            self._request.deliver(None)
+        if not self._request.is_wanted:
+            self._request.finish(Status.CANCELLED, None)
             return
         try:
             self._scheduler.submit(self._request)
@@ -179,7 +178,7 @@ class Stream(Iterator[str]):
 
     def cancel(self) -> None:
         """Let the answer end before its next token, without waiting for it."""
-        self._request.is_cancelled = True
+        self._request.is_wanted = False
         if self._is_started and not self._is_over:
             self._scheduler.cancel(self._request)
 

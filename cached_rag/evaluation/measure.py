@@ -10,7 +10,7 @@ import torch
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.tokenizer import Message
 from cached_rag.config import GenerationConfig
-from cached_rag.engine.decoding import Prefill, answer_alone
+from cached_rag.engine.decoding import Prefilled, answer_alone
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Clock
 from cached_rag.evaluation.metrics import exact_match, f1, rouge_l
@@ -54,7 +54,7 @@ def read(
 
 def read_on(
     engine: Engine,
-    prefill_prompt: Callable[[], Prefill],
+    prefill_prompt: Callable[[], Prefilled],
     config: GenerationConfig,
     reference: str | None,
     *,
@@ -83,7 +83,7 @@ def score(
 
 def _scored(
     engine: Engine,
-    prefill: Prefill,
+    prefill: Prefilled,
     config: GenerationConfig,
     reference: str | None,
     text: str | None,
@@ -101,7 +101,7 @@ def _scored(
 
 @torch.inference_mode()
 def answer_nll(
-    engine: Engine, prefill: Prefill, reference: str, config: GenerationConfig
+    engine: Engine, prefill: Prefilled, reference: str, config: GenerationConfig
 ) -> float | None:
     """Mean NLL per token of a reference answer behind a prompt, cut to `max_tokens`."""
     answer = engine.tokenization.literal(reference.strip()).ids[: config.max_tokens]
@@ -109,6 +109,7 @@ def answer_nll(
         return None
     scores = [prefill.logits]
     if len(answer) > 1:
+        assert prefill.buffer is not None
         begin = len(prefill.tokens)
         ids = torch.tensor([[*prefill.tokens.ids, *answer[:-1]]])
         slots = torch.arange(begin, ids.shape[1])

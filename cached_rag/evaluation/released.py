@@ -9,6 +9,7 @@ else in the library does either.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,7 +18,6 @@ from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.backends.transformers.loading import LanguageModel
 from cached_rag.backends.transformers.prefill import prefill_selected
 from cached_rag.config import GenerationConfig
-from cached_rag.engine.decoding import Prefill
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Report
 from cached_rag.errors import ConfigError
@@ -37,6 +37,19 @@ class BottomRightRows(Rows):
         return torch.arange(first, self.length, device=self.slots.device)
 
 
+@dataclass(frozen=True)
+class Released:
+    """A prompt prefilled in that way; see `Prefilled`."""
+
+    tokens: Tokens
+    logits: torch.Tensor
+    buffer: KVBuffer
+    report: Report
+
+    def release(self) -> None:
+        """The buffer is nobody else's."""
+
+
 def read_released(
     engine: Engine,
     prompt: Sequence[Message],
@@ -51,7 +64,7 @@ def read_released(
     places = [*plan.placements, *_stale(engine, tokens, live)]
     config = GenerationConfig(method="full", max_tokens=max_tokens)
 
-    def prefill() -> Prefill:
+    def prefill() -> Released:
         return _prefill(engine, tokens, places, CacheBlend(ratio), max_tokens)
 
     return read_on(engine, prefill, config, reference, generates=generates)
@@ -76,7 +89,7 @@ def _stale(engine: Engine, tokens: Tokens, live: torch.Tensor) -> list[Placement
 
 def _prefill(
     engine: Engine, tokens: Tokens, places: list[Placement], selector: CacheBlend, max_tokens: int
-) -> Prefill:
+) -> Released:
     model, length = engine.model, len(tokens)
     if not isinstance(model, LanguageModel):
         raise ConfigError("cacheblend-released runs on transformers models only")
@@ -93,8 +106,4 @@ def _prefill(
     done = prefill_selected(model.decoder, buffer, ids, layout, selector, BottomRightRows)
     report = Report("cacheblend-released", length)
     report.charged_recompute = done.computed / (length * model.shapes.num_layers)
-    return Prefill(tokens, done.logits, buffer, report, _nothing, _nothing, _nothing, done.rows)
-
-
-def _nothing() -> None:
-    """The buffer is nobody else's."""
+    return Released(tokens, done.logits, buffer, report)

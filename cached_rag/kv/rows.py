@@ -89,6 +89,41 @@ class RowKV:
         found = (run.cut(first, last) for run in self.every_run())
         return [run for run in found if run is not None]
 
+    def copy(self, first: int, last: int) -> KVBuffer:
+        """A buffer with nothing but slots `first` to `last` (exclusive)."""
+        keys, values = self.own.keys, self.own.values
+        sizes = [(*side.shape[:3], last - first, side.shape[4]) for side in (keys, values)]
+        found = KVBuffer(*(keys.new_empty(size) for size in sizes))
+        self._copy_to(found, 0, first, last)
+        return found
+
+    def _copy_to(self, buffer: KVBuffer, at: int, first: int, last: int) -> None:
+        """Put slots `first` to `last` (exclusive) into a buffer's slots from `at` on."""
+        for run in self.cut(first, last):
+            end = at + len(run)
+            buffer.keys[:, :, :, at:end] = run.buffer.keys[:, :, :, run.begin : run.end]
+            buffer.values[:, :, :, at:end] = run.buffer.values[:, :, :, run.begin : run.end]
+            at = end
+
+    def moved(self, shared: Sequence[Run], own: KVBuffer) -> RowKV:
+        """The same KV, but for slots that others have: of them theirs, all else copied to `own`.
+
+        Args:
+            shared: what others have of it, ascending.
+        """
+        own.positions = self.positions
+        runs: list[Run] = []
+        slot = at = 0
+        for run in shared:
+            if gap := run.slot - slot:
+                self._copy_to(own, at, slot, run.slot)
+                runs.append(Run(own, at, at + gap, slot))
+                at += gap
+            runs.append(run)
+            slot = run.slot + len(run)
+        self._copy_to(own, at, slot, self.length)
+        return RowKV(own, self.length, runs, begin=at)
+
     def buffers(self) -> Iterator[KVBuffer]:
         """All buffers that hold a part of it."""
         yield self.own

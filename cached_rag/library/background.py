@@ -25,31 +25,28 @@ _IDLE_SECONDS = 1.0
 
 
 class Activity:
-    """How many requests are under way."""
+    """What requests are under way."""
 
     def __init__(self) -> None:
-        self._count = 0
-        self._changed = threading.Condition()
+        self._under_way: WeakSet[object] = WeakSet()  # who drops a request has ended it
+        # Entered again where the collector ends an answer while its thread is in here.
+        self._changed = threading.Condition(threading.RLock())
 
-    def begin(self) -> Callable[[], None]:
-        """A request starts; returns what ends it, which may be called more than once."""
+    def begin(self, request: object) -> None:
+        """A request starts; if it has before, nothing changes."""
         with self._changed:
-            self._count += 1
-        done = threading.Event()
+            self._under_way.add(request)
 
-        def end() -> None:
-            with self._changed:
-                if not done.is_set():
-                    done.set()
-                    self._count -= 1
-                    self._changed.notify_all()
-
-        return end
+    def end(self, request: object) -> None:
+        """A request is over; if it was before, nothing changes."""
+        with self._changed:
+            self._under_way.discard(request)
+            self._changed.notify_all()
 
     def wait_idle(self, is_stopped: Callable[[], bool]) -> None:
         """Wait until no request is under way, or there is to be no more waiting."""
         with self._changed:
-            self._changed.wait_for(lambda: self._count == 0 or is_stopped())
+            self._changed.wait_for(lambda: not self._under_way or is_stopped())
 
     def wake(self) -> None:
         """Let those who wait look whether they are stopped."""

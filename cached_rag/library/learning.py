@@ -1,12 +1,12 @@
-"""What a request leaves for those after it: its modules' KV, and work on what it missed.
+"""Work that a request leaves for the background: what it missed is encoded, what recurs is learned.
 
-Knows when a request is over; knows no prompt text and no method's meaning.
+Knows tokens and plans; knows no prompt text and no method.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -14,20 +14,17 @@ import torch
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.tokenizer import Tokens
 from cached_rag.config import StoreConfig
-from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store import ModuleRecord
 from cached_rag.library.background import Activity, WriteBack
 from cached_rag.library.context import PRIMER
 from cached_rag.library.encoder import Encoder
 from cached_rag.library.library import Behind, Library
 from cached_rag.library.plan import Plan, is_before
 from cached_rag.library.prompt_heads import Heads
-from cached_rag.library.sequences import EXACT, SequenceTree
 
 
-class Leftovers:
-    """Keeps sequences, and encodes and promotes in the background."""
+class Learning:
+    """Encodes what requests missed, and brings what they read from disk into memory."""
 
     def __init__(
         self,
@@ -37,10 +34,8 @@ class Leftovers:
         lock: threading.Lock,
         activity: Activity,
     ) -> None:
-        self.sequences = SequenceTree(settings.sequence_bytes)
-        self.activity = activity
         self.write_back = (
-            WriteBack(self.activity, finish_seconds=settings.finish_seconds)
+            WriteBack(activity, finish_seconds=settings.finish_seconds)
             if settings.write_back
             else None
         )
@@ -56,28 +51,10 @@ class Leftovers:
         if self.write_back is not None:
             self.write_back.close(finish_seconds)
 
-    def seen(self, kind: str, tokens: Tokens, plan: Plan) -> tuple[list[ModuleKV], bool]:
-        """KV of the longest beginning that an earlier prompt shared, and whether it is exact."""
-        ends = [end for _, end in plan.modules]
-        exact, own = (self.sequences.find(name, tokens.ids, ends) for name in (EXACT, kind))
-        return (exact, True) if len(exact) >= len(own) else (own, kind == EXACT)
-
-    def remember(self, kind: str, tokens: Tokens, plan: Plan, buffer: KVBuffer) -> None:
-        """When an answer is complete: keep its modules' KV, and see to those it missed."""
-        names, ends = [name for name, _ in plan.modules], [end for _, end in plan.modules]
-        self.sequences.add(kind, tokens.ids, ends, names, buffer)
-        self.sequences.forget(self.forgotten(plan))
-        self.see_to(tokens, plan)
-
     def forgotten(self, plan: Plan) -> list[str]:
         """Modules of a prompt that are none any more."""
         names = [name for name, _ in plan.modules]
         return [name for name in names if self.library.table.by_digest(name) is None]
-
-    def let_go(self, modules: Sequence[ModuleRecord]) -> None:
-        """Drop all that is kept here of modules that are none any more."""
-        self.sequences.forget(module.text_digest for module in modules)
-        self._encoder.let_go()
 
     def see_to(self, tokens: Tokens, plan: Plan) -> None:
         """Encode in the background what a prompt missed, and bring what it read into memory."""

@@ -44,6 +44,12 @@ class Placement:
         """The token after the last."""
         return self.begin + self.kv.seq_len
 
+    def after(self, slot: int) -> Placement:
+        """What of it stands from a token on; there must be something."""
+        if self.begin >= slot:
+            return self
+        return replace(self, begin=slot, kv=self.kv.slice(slot - self.begin, self.kv.seq_len))
+
 
 @dataclass(frozen=True)
 class Found:
@@ -107,13 +113,13 @@ class Plan:
         """Placements that are modules."""
         return sum(place.is_module for place in self.placements)
 
-    def behind(self, pieces: Sequence[ModuleKV], *, are_modules: bool = True) -> Plan:
+    def behind(self, pieces: Sequence[ModuleKV]) -> Plan:
         """The plan with its beginning replaced by KV that a prompt like this one left."""
         if not pieces:
             return self
         end = pieces[-1].start + pieces[-1].seq_len
-        ahead = tuple(Placement(kv.start, kv, True, are_modules) for kv in pieces)
-        later = tuple(place for place in self.placements if place.begin >= end)
+        ahead = tuple(Placement(kv.start, kv, is_exact=True, is_module=False) for kv in pieces)
+        later = (place.after(end) for place in self.placements if place.end > end)
         return replace(self, placements=(*ahead, *later))
 
     def layout(self, num_layers: int) -> Layout:

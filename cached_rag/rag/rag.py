@@ -84,6 +84,7 @@ class CachedRAG:
         memory_bytes: int = 2 << 30,
         disk_bytes: int | None = None,
         sequence_bytes: int = 0,
+        keeps_repaired: bool = True,
         finish_seconds: float = 30.0,
         engine: Engine | None = None,
         batch: BatchConfig | None = None,
@@ -107,7 +108,8 @@ class CachedRAG:
                 disk; see docs/quality.md.
             system: the system prompt that questions are asked under.
             memory_bytes, disk_bytes: bounds on the KV kept in memory and on disk.
-            sequence_bytes: keep KV of whole runs of chunks as prompts left them, see `StoreConfig`.
+            sequence_bytes, keeps_repaired: keep KV of prompts for those that begin alike, see
+                `StoreConfig`.
             finish_seconds: how long `close` may go on encoding what waits, see `StoreConfig`.
             engine: one that exists already, instead of loading `model`; it keeps its own store.
             batch: bounds on answers made at the same time.
@@ -136,6 +138,7 @@ class CachedRAG:
             memory_bytes,
             disk_bytes,
             sequence_bytes=sequence_bytes,
+            keeps_repaired=keeps_repaired,
             finish_seconds=finish_seconds,
         )
         embedder = None if isinstance(embedding, str) else embedding
@@ -334,7 +337,9 @@ class CachedRAG:
         engine.prefetch([hit.text for hit in hits])
         if reorder:
             names = [digest(hit.text.strip()) for hit in hits]
-            hits = [hits[index] for index in engine.sequences.order(names)]
+            hits = [
+                hits[index] for index in engine.sequences.order(engine.settings.namespace, names)
+            ]
         prompts = self._prompts
         hits, rendered = prompts.fitting(question, hits, config.max_tokens, said)
         config = config.replace(stop=(*config.stop, *prompts.stop))

@@ -42,12 +42,12 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        scheduler, library = engine.scheduler, engine.library
+        scheduler, library, kept = engine.scheduler, engine.library, engine.sequences
         for name, what, value in (
             ("running", "Answers being made.", lambda: scheduler.num_running),
             ("waiting", "Requests that wait.", lambda: scheduler.num_waiting),
             ("kv_bytes", "KV of running answers.", lambda: scheduler.nbytes),
-            ("recent_bytes", "KV of finished ones.", lambda: scheduler.recent_nbytes),
+            ("recent_bytes", "KV of finished ones.", lambda: kept.nbytes),
             ("store_memory_bytes", "KV of texts in memory.", library.memory_bytes),
             ("store_bytes", "KV of texts kept.", library.store_bytes),
         ):

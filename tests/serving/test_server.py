@@ -18,7 +18,7 @@ from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 from served import GREEDY, MESSAGES, NAME, serving, until
 
-from cached_rag import BatchConfig, Engine, LanguageModel
+from cached_rag import BatchConfig, Engine, LanguageModel, StoreConfig
 from cached_rag.server.tenants import Tenants, namespace
 
 STEP = LanguageModel.step
@@ -286,7 +286,7 @@ def test_who_leaves_stops_the_answer(server, slow, stream):
 
 
 def test_the_next_turn_of_a_conversation_is_mostly_cached():
-    engine = Engine(tiny_model("llama"), batch=BatchConfig(recent_bytes=1 << 26))
+    engine = Engine(tiny_model("llama"), StoreConfig(sequence_bytes=1 << 26))
     with (
         serving(engine) as (address, _),
         openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client,
