@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 from test_architecture import FLOORS
+
+from cached_rag.methods import SELECTORS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -68,3 +71,20 @@ def test_the_glossary_has_the_words():
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_a_method_says_what_why_and_whose_and_its_page_agrees(name):
+    told = inspect.getdoc(SELECTORS[name])
+    assert told.startswith("Recomputes ")
+    for word in ("Paper:", "Cost:", "Use it"):
+        assert word in told
+    links = re.findall(r"https://arxiv\.org/abs/\d{4}\.\d{5}", told)
+    assert links or "Paper: none" in told
+    page = (ROOT / "docs" / "methods.md").read_text()
+    assert all(f"({link})" in page for link in links)
+
+
+def test_the_page_of_methods_names_no_other():
+    page = (ROOT / "docs" / "methods.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) == set(SELECTORS)
