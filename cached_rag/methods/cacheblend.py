@@ -19,10 +19,10 @@ _SCORES = ("values", "keys", "kv")
 class CacheBlend:
     """Recomputes the share r of the chunks' tokens whose keys or values deviate most.
 
-    A token whose values change when it is read in its place has attended to other chunks, and
-    those who deviate in one layer do so in the next. So all rows run through layer 0; at the check
-    layer what is fresh is compared with what was cached, and from there on only the most deviating
-    rows and the live ones are computed.
+    A token whose values change when it is read in its place attends to other chunks, and one that
+    deviates in one layer does so in the next. So all rows run through layer 0; at the check layer
+    what is fresh is compared with what was cached, and from there on only the most deviating rows
+    and the live ones are computed.
 
     Paper: CacheBlend (Yao et al., EuroSys 2025), sections 4.2 and 4.3,
     https://arxiv.org/abs/2405.16444. Unlike in its authors' released scripts, the whole question
