@@ -1,8 +1,4 @@
-"""A3: recompute what the question attends to in the first layer.
-
-As coded by its users, all tokens run through layer 0 first. Keys of layer 0 depend on no other
-token, so the cached ones are right already, and the same choice comes from the question's rows.
-"""
+"""A3: what the question attends to in the first layer."""
 
 from __future__ import annotations
 
@@ -16,7 +12,22 @@ from cached_rag.methods.question import QuestionSelector
 
 @dataclass(frozen=True)
 class A3(QuestionSelector):
-    """Top-r by the question's attention in layer 0, summed over its tokens and heads."""
+    """Recomputes the share r of the chunks' tokens that the question attends to in layer 0.
+
+    The tokens that matter are those that this question needs, so the question is asked. In layer 0
+    that costs nothing extra: its keys depend on no other token, so the cached ones are right
+    already, and the question's own rows, which are computed anyway, make the choice.
+
+    Paper: A3, Attention-Aware Accurate KV Cache Fusion (Zhou et al., 2025),
+    https://arxiv.org/abs/2511.17560. In code that uses it all tokens run through layer 0 first;
+    the choice is the same.
+
+    Cost: the live tokens and r. Layer 0 sees words, not their meaning, and in our measurements the
+    choice was hardly better than `random`'s (docs/quality.md). Use it to compare.
+
+    Attributes:
+        recompute_ratio: r.
+    """
 
     def observed_layers(self, layout: Layout) -> tuple[int, ...]:
         """Layer 0."""

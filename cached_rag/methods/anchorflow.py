@@ -1,9 +1,4 @@
-"""Anchors, the question's choice and drift: EPIC's first tokens of every module, of the rest what
-InfoFlow would take, and the others moved as those are.
-
-Our own composition, and what `auto` is: with modules encoded behind a primer it came nearest to
-full prefill at the least recompute (docs/quality.md).
-"""
+"""AnchorFlow: anchors, the question's choice, and drift. What `auto` is."""
 
 from __future__ import annotations
 
@@ -20,11 +15,22 @@ from cached_rag.methods.question import top_rows
 
 @dataclass(frozen=True)
 class AnchorFlow(InfoFlow):
-    """The first tokens of each module, and of the others those the question attends to.
+    """Recomputes the first tokens of every chunk, and of the rest what the question attends to.
+
+    The first tokens mend what being encoded apart did to a chunk (`epic`), the others are those
+    that this question needs (`infoflow`). The tokens that are not recomputed are moved as the
+    recomputed ones of their chunk were on average (drift), which costs nothing.
+
+    Paper: none, it is ours, made of EPIC, https://arxiv.org/abs/2410.15332, and InfoFlow KV,
+    https://arxiv.org/abs/2603.05353. With chunks encoded behind a primer it came nearest to full
+    prefill at the least recompute (docs/quality.md).
+
+    Cost: the live tokens twice, the anchors and r. Use it by its name, instead of `auto`, to set
+    its options, or where a model that cannot do it should be an error.
 
     Attributes:
-        recompute_ratio: share of the reused tokens that the question chooses.
-        anchor_tokens: how many of each module's first tokens come with them.
+        recompute_ratio: share r of the reused tokens that the question chooses.
+        anchor_tokens: how many of each chunk's first tokens come with them.
         transfers_drift: whether the tokens not recomputed are moved as the recomputed ones are.
     """
 

@@ -1,7 +1,8 @@
 """What a method decides: which rows are computed, layer by layer. Knows tensors; knows no model.
 
 To add a method: one file with a frozen dataclass that has these members, one line in the table of
-`selectors/__init__.py`.
+`methods/__init__.py`, one row in docs/methods.md. The docstring of the class links its paper, and
+says what it recomputes and why, what that costs, and when to use it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""CacheBlend (sections 4.2 and 4.3): recompute the tokens whose keys and values deviate most.
-
-All rows run through layer 0; at the check layer what is fresh is compared with what was cached,
-and from there on only the most deviating rows and the live ones are computed. Unlike the authors'
-released scripts, every question token is live.
-"""
+"""CacheBlend: the tokens whose keys and values deviate most."""
 
 from __future__ import annotations
 
@@ -22,7 +17,19 @@ _SCORES = ("values", "keys", "kv")
 
 @dataclass(frozen=True)
 class CacheBlend:
-    """Top-r by deviation.
+    """Recomputes the share r of the chunks' tokens whose keys or values deviate most.
+
+    A token whose values change when it is read in its place attends to other chunks, and one that
+    deviates in one layer does so in the next. So all rows run through layer 0; at the check layer
+    what is fresh is compared with what was cached, and from there on only the most deviating rows
+    and the live ones are computed.
+
+    Paper: CacheBlend (Yao et al., EuroSys 2025), sections 4.2 and 4.3,
+    https://arxiv.org/abs/2405.16444. Unlike in its authors' released scripts, the whole question
+    is computed, and every row sees just the keys before it.
+
+    Cost: the live tokens, r, and two layers of everything: dear for models of few layers. Use it
+    where attention cannot be watched, for it asks no question; there `auto` is this.
 
     Attributes:
         recompute_ratio: share r of the reused tokens that is recomputed.

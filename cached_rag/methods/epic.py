@@ -1,4 +1,4 @@
-"""EPIC (LegoLink): recompute the first tokens of every module, which act as attention sinks."""
+"""EPIC: the first tokens of every chunk."""
 
 from __future__ import annotations
 
@@ -12,11 +12,20 @@ from cached_rag.methods.base import Layout, StaticSelector
 
 @dataclass(frozen=True)
 class Epic(StaticSelector):
-    """The first tokens of each reused module (what stands behind its exact prefix is not reused).
+    """Recomputes the first tokens of every chunk, its anchors.
+
+    Encoded apart, a chunk's first tokens take themselves for the beginning of a prompt and draw
+    attention as such (attention sinks). Computed again behind what stands before them, they stop.
+    A chunk that is exact where it stands is left alone.
+
+    Paper: EPIC (Hu et al., ICML 2025), its algorithm LegoLink, https://arxiv.org/abs/2410.15332
+
+    Cost: the live tokens and the anchors; the question is not asked. Use it where prompts are
+    short, for there asking is dear, and where every millisecond counts more than nearness.
 
     Attributes:
-        anchor_tokens: how many of each module's tokens.
-        recompute_ratio: instead, a share of all reused tokens, spread evenly over the modules.
+        anchor_tokens: how many of each chunk's tokens.
+        recompute_ratio: instead, a share of all reused tokens, spread evenly over the chunks.
     """
 
     anchor_tokens: int = 16

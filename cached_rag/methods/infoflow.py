@@ -1,4 +1,4 @@
-"""InfoFlow: recompute what the question attends to in late layers, under global positions."""
+"""InfoFlow: what the question attends to in late layers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,20 @@ from cached_rag.methods.question import QuestionSelector
 
 @dataclass(frozen=True)
 class InfoFlow(QuestionSelector):
-    """Top-r by the norm of the question's attention.
+    """Recomputes the share r of the chunks' tokens that the question attends to in late layers.
+
+    The question is run over the cached KV first, at the positions that the chunks have in this
+    prompt. Attention of late layers knows what the question is about, and its norm over the
+    question's tokens says through which tokens an answer would flow.
+
+    Paper: InfoFlow KV (Teng et al., 2026), section 3, https://arxiv.org/abs/2603.05353. It names
+    layers by number; here they are the last half.
+
+    Cost: the live tokens twice, and r. Use it with a ratio of 10 to 30 % where nearness to full
+    prefill counts more than time.
 
     Attributes:
+        recompute_ratio: r.
         depth: where the observed layers begin, as a share of all; they go on to the last.
     """
 

@@ -1,4 +1,4 @@
-"""ProphetKV: recompute what the question attends to, fused over all layers."""
+"""ProphetKV: what the question attends to, over all layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,20 @@ from cached_rag.methods.question import QuestionSelector
 
 @dataclass(frozen=True)
 class ProphetKV(QuestionSelector):
-    """Top-r by the question's attention, mean over its tokens, heads and all layers."""
+    """Recomputes the share r of the chunks' tokens that the question attends to in all layers.
+
+    Tokens that stand out in general crowd out those that this question needs, so the question is
+    run over the cached KV first, and its attention, averaged over tokens, heads and layers, makes
+    one choice for all layers.
+
+    Paper: ProphetKV (Wang et al., ICML 2026), its two stages, https://arxiv.org/abs/2602.02579
+
+    Cost: the live tokens twice, and r. It does about what `infoflow` does, and took a little
+    longer (docs/speed.md). Use it to compare, or joined with another: `epic+prophetkv`.
+
+    Attributes:
+        recompute_ratio: r; the paper's is 20 %.
+    """
 
     def observed_layers(self, layout: Layout) -> tuple[int, ...]:
         """All."""

@@ -1,4 +1,4 @@
-"""Random tokens: what a method must beat."""
+"""Random tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ from cached_rag.methods.question import top_rows
 
 @dataclass(frozen=True)
 class Random(StaticSelector):
-    """A share of the reused tokens, drawn without replacement; the same every time.
+    """Recomputes a share r of the chunks' tokens, drawn by chance, the same ones every time.
+
+    It is what every other choice has to beat at the same cost.
+
+    Paper: none.
+
+    Cost: the live tokens and r. Use it in evaluations and benchmarks, not for answers.
 
     Attributes:
-        recompute_ratio: the share.
+        recompute_ratio: r.
         seed: of the draw.
     """
 

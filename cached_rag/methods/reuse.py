@@ -1,4 +1,4 @@
-"""Reuse without repair: Prompt Cache (section 3.3) with position-corrected keys; or of less."""
+"""Reuse without repair: of all cached KV, of what is exact, or of none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from cached_rag.methods.base import Layout, StaticSelector, Takes
 
 @dataclass(frozen=True)
 class Reuse(StaticSelector):
-    """Computes only what no module covers."""
+    """Recomputes nothing: only the live tokens are computed, all cached KV is taken as it is.
+
+    Keys are moved to their positions. That chunks were read apart from each other stays as it is.
+
+    Paper: Prompt Cache (Gim et al., MLSys 2024), sections 3.3 and 3.4,
+    https://arxiv.org/abs/2311.04934. There modules have fixed positions; here they are moved.
+
+    Cost: the live tokens, the least there is. Use it for modules of schemas, which are encoded
+    behind what stands before them, for chunks that do not depend on each other, and where answers
+    that are made at the same time shall share chunks.
+    """
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """The live rows."""
@@ -21,9 +31,15 @@ class Reuse(StaticSelector):
 
 @dataclass(frozen=True)
 class Prefix(Reuse):
-    """Takes only what full prefill would compute: the prompt's head, and what stands right behind.
+    """Recomputes all but the exact beginning: the prompt's head, and what was encoded behind it.
 
-    Exact, as an engine's prefix caching is.
+    What is taken is what full prefill would compute, so the answer is full prefill's.
+
+    Paper: prefix caching as engines have it, such as RadixAttention (Zheng et al., 2023),
+    https://arxiv.org/abs/2312.07104
+
+    Cost: all that stands behind the beginning. Use it where answers must not change at all, and
+    prompts begin alike: long system prompts, conversations.
     """
 
     takes: ClassVar[Takes] = Takes.EXACT
@@ -31,6 +47,9 @@ class Prefix(Reuse):
 
 @dataclass(frozen=True)
 class Full(Reuse):
-    """Takes nothing: full prefill, with which all others are compared."""
+    """Recomputes everything: full prefill, with which all others are compared.
+
+    Paper: none. Cost: 1. Use it to see what another method changed, in time and in the answer.
+    """
 
     takes: ClassVar[Takes] = Takes.NOTHING
