@@ -1,7 +1,7 @@
 """Prompt Markup Language: prompts made of modules that are prefilled once (Prompt Cache).
 
 `nodes`, `markup`, `parse`, `prompt` know texts; `layout`, `assembly` tokens; `units`, `encode`,
-`planner` KV; `program` and `trace` Python; `schema` and `function` are what users see.
+`planner` KV; `syntax` and `program` Python; `schema` and `function` are what users see.
 """
 
 from cached_rag.pml.function import PromptFunction, assistant, prompt_function, system, user

@@ -102,15 +102,15 @@ class Schema:
         """
         found = getattr(function, "schema", None)
         if not isinstance(found, Schema):
-            found = cls.from_program(Program(read_function(function)))
+            found = cls.from_program(read_function(function))
         return replace(found, layout=layout or found.layout, behind=behind or found.behind)
 
     @classmethod
     def from_program(cls, program: Program) -> Schema:
         """As `from_function`, of one that was read."""
-        source = program.source
-        node = parse_schema(program.element("schema", source.function.__name__), source.file)
-        return cls(node, digest(repr(node)), file=source.file)
+        root = program.element("schema", program.name, program.where)
+        node = parse_schema(root, program.file)
+        return cls(node, digest(repr(node)), file=program.file)
 
     @property
     def name(self) -> str:
