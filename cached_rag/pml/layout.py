@@ -81,13 +81,20 @@ class Layout:
 
 @dataclass
 class _Setter:
-    """Sets runs one behind the other, as a typesetter does."""
+    """Sets runs one behind the other, as a typesetter does.
+
+    Attributes:
+        frames: what the chat template puts before each message; None where a message's markup is
+            the module's that holds it.
+    """
 
     tokenization: Tokenization
     unknown: int | None
+    frames: Iterator[Ids] | None = None
     position: int = 0
     texts: dict[int, Run] = field(default_factory=dict)
     order: list[Run] = field(default_factory=list)
+    begins: list[Run] = field(default_factory=list)
 
     def put(self, ids: Ids, unit: Path = (), *, is_cached: bool = True) -> Run:
         run = Run(ids, self.position, len(ids), unit, ids, is_cached)
@@ -110,13 +117,20 @@ class _Setter:
                 self.texts[child.number] = self._add(run)
             elif isinstance(child, Mark):
                 assert child.number is not None
-                markup = role_marks(self.tokenization, child.role)[not child.is_begin]
-                ids = frame_ids(self.tokenization, markup, is_first=False)
-                self.texts[child.number] = self.put(ids, child.unit, is_cached=child.is_cached)
+                run = self.put(self._markup(child), child.unit, is_cached=child.is_cached)
+                self.texts[child.number] = run
+                if child.is_begin:
+                    self.begins.append(run)
             elif isinstance(child, Union):
                 self._union(child)
             else:
                 self.nodes(child.children)
+
+    def _markup(self, mark: Mark) -> Ids:
+        if self.frames is None:
+            text = role_marks(self.tokenization, mark.role)[not mark.is_begin]
+            return frame_ids(self.tokenization, text, is_first=False)
+        return next(self.frames) if mark.is_begin else ()
 
     def _union(self, union: Union) -> None:
         begin = longest = self.position
@@ -141,12 +155,12 @@ def lay_out(schema: SchemaNode, tokenization: Tokenization) -> Layout:
     """
     setter = _Setter(tokenization, _unknown(tokenization))
     begin, around, said = None, [], []
-    if schema.messages:
+    if schema.is_chat:
         said = frames(tokenization, [m.role for m in schema.messages], open_answer=False)
-        for index, frame in enumerate(said):
-            around.append(setter.put(frame_ids(tokenization, frame, is_first=not index)))
-            if index < len(schema.messages):
-                setter.nodes(schema.messages[index].children)
+        ids = [frame_ids(tokenization, text, is_first=not i) for i, text in enumerate(said)]
+        setter.frames = iter(ids)
+        setter.nodes(schema.children)
+        around = [*setter.begins, setter.put(ids[-1])]
     else:
         begin = setter.put(tokenization.begin_ids)
         setter.nodes(schema.children)

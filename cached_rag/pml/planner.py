@@ -23,7 +23,7 @@ from cached_rag.pml.assembly import Assembler, Piece
 from cached_rag.pml.encode import RunEncoder
 from cached_rag.pml.layout import Layout, Run, lay_out
 from cached_rag.pml.nodes import SchemaNode
-from cached_rag.pml.prompt import Argument, New, Turn
+from cached_rag.pml.prompt import Argument, Bit, New
 from cached_rag.pml.units import Recipe, Recipes, Trail, Unit, scaffold_unit, units_of
 
 
@@ -74,9 +74,9 @@ class SchemaPlanner:
         """What of it has no KV."""
         return self.encoder.missing(self.units)
 
-    def count_tokens(self, turns: Sequence[Turn]) -> int:
+    def count_tokens(self, bits: Sequence[Bit]) -> int:
         """How many tokens a prompt has."""
-        return sum(len(piece.ids) for piece in self.assembler.pieces(turns))
+        return sum(len(piece.ids) for piece in self.assembler.pieces(bits))
 
     def plan(
         self, pieces: Sequence[Piece], takes: Takes, report: Report, *, lazy: bool
@@ -194,13 +194,12 @@ class PromptPlanner:
     """Plans one prompt of a schema."""
 
     planner: SchemaPlanner
-    turns: Sequence[Turn]
+    bits: Sequence[Bit]
 
     @property
     def text(self) -> str:
         """What in it is not the schema's."""
-        bits = (bit for turn in self.turns for bit in turn.bits)
-        return "".join(bit.text for bit in bits if isinstance(bit, New | Argument))
+        return "".join(bit.text for bit in self.bits if isinstance(bit, New | Argument))
 
     def read(self, takes: Takes) -> Callable[..., tuple[Tokens, Plan]]:
         """Its tokens; what comes from where is for the model's thread to say.
@@ -208,7 +207,7 @@ class PromptPlanner:
         Raises:
             PMLError: an argument is too long.
         """
-        return partial(self.planner.plan, self.planner.assembler.pieces(self.turns), takes)
+        return partial(self.planner.plan, self.planner.assembler.pieces(self.bits), takes)
 
 
 def planner_of(

@@ -24,7 +24,7 @@ from cached_rag.pml.parse import parse_schema
 from cached_rag.pml.parse_prompt import parse_prompt
 from cached_rag.pml.planner import PromptPlanner
 from cached_rag.pml.program import Program, read_function
-from cached_rag.pml.prompt import Part, Said, Turn, select
+from cached_rag.pml.prompt import Bit, Part, Said, messages, select
 from cached_rag.pml.server import schemas_of
 from cached_rag.pml.units import BEHIND
 
@@ -181,7 +181,7 @@ class SchemaPrompt:
     Attributes:
         parts, arguments: as `Schema.prompt` takes them.
         where, file: where it was read, for errors.
-        turns: all of it, in its order.
+        bits: all of it, in its order.
 
     Raises:
         PMLError: it asks for what the schema does not have.
@@ -192,11 +192,11 @@ class SchemaPrompt:
     arguments: Mapping[str, str]
     where: Where | None = None
     file: str | None = None
-    turns: tuple[Turn, ...] = field(init=False)
+    bits: tuple[Bit, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        turns = select(self.schema.node, self.parts, self.arguments, self.where, self.file)
-        object.__setattr__(self, "turns", turns)
+        bits = select(self.schema.node, self.parts, self.arguments, self.where, self.file)
+        object.__setattr__(self, "bits", bits)
 
     def then(self, *parts: str | Said) -> SchemaPrompt:
         """The prompt with more at its end: text, or messages."""
@@ -204,19 +204,17 @@ class SchemaPrompt:
 
     def plain(self) -> str | list[dict[str, str]]:
         """The same for any model: a string, or chat messages."""
-        whole = self.turns[0]
-        if not whole.role and not self.schema.node.has_marks:
-            return whole.text
-        said = [(turn.role, turn.text) for turn in self.turns] if whole.role else whole.messages()
-        return [{"role": role, "content": text} for role, text in said]
+        if not self.schema.node.has_messages:
+            return "".join(bit.text for bit in self.bits)
+        return [{"role": role, "content": text} for role, text in messages(self.bits)]
 
     def planner(self, engine: Engine) -> Planner:
         """See `Planned`: how an engine answers it."""
-        return PromptPlanner(schemas_of(engine).planner(self.schema), self.turns)
+        return PromptPlanner(schemas_of(engine).planner(self.schema), self.bits)
 
     def count_tokens(self, engine: Engine) -> int:
         """How many tokens it has on an engine."""
-        return schemas_of(engine).planner(self.schema).count_tokens(self.turns)
+        return schemas_of(engine).planner(self.schema).count_tokens(self.bits)
 
     def sent(self) -> str | list[dict[str, str]]:
         """As `plain`, remembered for a while, so that who gets it can `receive` it whole."""

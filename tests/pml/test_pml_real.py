@@ -26,7 +26,7 @@ def engine():
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_ids_are_those_of_plain_tokenisation(engine, name):
     for prompt in EXAMPLES[name]().prompts:
-        pieces = schemas_of(engine).planner(prompt.schema).assembler.pieces(prompt.turns)
+        pieces = schemas_of(engine).planner(prompt.schema).assembler.pieces(prompt.bits)
         ids = [token for piece in pieces for token in piece.ids]
         rendered = engine.tokenization.render(prompt.plain())
         assert ids == engine.tokenization.tokenize(rendered).ids
