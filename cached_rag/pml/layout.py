@@ -7,14 +7,14 @@ its argument may have tokens. Other than in the paper, chat templates have posit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tokenizers.decoders import ByteLevel
 
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.pml.frames import frame_ids, frames, role_marks
-from cached_rag.pml.nodes import Mark, Module, Node, Param, Path, SchemaNode, Text, Union, walk
+from cached_rag.pml.nodes import Mark, Node, Param, Path, SchemaNode, Text, Union
 
 Ids = tuple[int, ...]
 
@@ -62,8 +62,6 @@ class Layout:
             template has it.
         size: positions in all.
         order: all runs in document order.
-        stand_ins: units that stand in for their unions while later ones are encoded, each with
-            all that it excludes, itself included.
     """
 
     texts: dict[int, Run]
@@ -72,11 +70,6 @@ class Layout:
     begin: Run | None
     size: int
     order: tuple[Run, ...]
-    stand_ins: Mapping[Path, frozenset[Path]]
-
-    def own(self, unit: Path) -> list[Run]:
-        """A module's own runs, in order."""
-        return [run for run in self.order if run.unit == unit]
 
 
 @dataclass
@@ -171,7 +164,6 @@ def lay_out(schema: SchemaNode, tokenization: Tokenization) -> Layout:
         begin,
         setter.position,
         tuple(setter.order),
-        dict(_stand_ins(schema.children)),
     )
 
 
@@ -184,16 +176,3 @@ def _unknown(tokenization: Tokenization) -> int | None:
     known = tokenization.tokenizer
     is_byte_level = isinstance(known.backend_tokenizer.decoder, ByteLevel)
     return None if is_byte_level or known.unk_token_id is None else int(known.unk_token_id)
-
-
-def _stand_ins(children: tuple[Node, ...]) -> Iterator[tuple[Path, frozenset[Path]]]:
-    """Units chosen to stand in for their unions; those with parameters are not known in advance."""
-    for child in walk(children):
-        if isinstance(child, Union):
-            for module in child.children:
-                if module.name == child.stand_in and not _has_params(module):
-                    yield module.path, frozenset(other.path for other in child.children)
-
-
-def _has_params(module: Module) -> bool:
-    return any(isinstance(node, Param) for node in walk(module.children))

@@ -137,7 +137,6 @@ class SchemaNode:
     name: str
     children: tuple[Node, ...]
     scaffolds: tuple[Scaffold, ...]
-    where: Where
     is_chat: bool
 
     @property

@@ -94,7 +94,7 @@ class _Parser:
         known = modules(children)
         found = tuple(self._scaffold(element, known) for element in scaffolds)
         self._check_unique(found)
-        return SchemaNode(name, children, found, root.where, is_chat)
+        return SchemaNode(name, children, found, is_chat)
 
     def _messages(self, content: Sequence[Element | Chars]) -> Iterator[Element]:
         """The same, if it is messages and nothing else."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ from cached_rag.engine.planner import Planner
 from cached_rag.errors import ConfigError, PMLError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import EncodeSummary
+from cached_rag.pml.known import known_planner
 from cached_rag.pml.markup import parse_markup
 from cached_rag.pml.nodes import SchemaNode, Where
 from cached_rag.pml.parse import parse_schema
 from cached_rag.pml.parse_prompt import parse_prompt
-from cached_rag.pml.planner import PromptPlanner
+from cached_rag.pml.planner import PromptPlanner, SchemaPlanner, planner_of
 from cached_rag.pml.program import Program, read_function
 from cached_rag.pml.prompt import Bit, Part, Said, messages, select
-from cached_rag.pml.server import schemas_of
 from cached_rag.pml.units import BEHIND
 
 # Prompts on their way through a framework that carries text only; found again by that text.
@@ -167,11 +168,21 @@ class Schema:
             RelocationError: one stands where the model's rotary frequencies change.
             StoreFullError: no room left; what was encoded before is kept.
         """
-        return schemas_of(engine).encode(self, progress)
+        return self.planner(engine).encode(progress)
 
     def missing(self, engine: Engine) -> list[str]:
         """Names of what `encode` would prefill; empty for text that is in every prompt."""
-        return schemas_of(engine).missing(self)
+        return [unit.name for unit in self.planner(engine).missing()]
+
+    def planner(self, engine: Engine) -> SchemaPlanner:
+        """Its layout and encodings on an engine, for all its prompts; made once.
+
+        Raises:
+            ClosedError: the engine was closed.
+            ConfigError: the model's chat template does not admit the schema's messages.
+        """
+        make = partial(planner_of, self.node, engine, layout=self.layout, behind=self.behind)
+        return known_planner(engine, self.digest, make)
 
 
 @dataclass(frozen=True)
@@ -210,11 +221,11 @@ class SchemaPrompt:
 
     def planner(self, engine: Engine) -> Planner:
         """See `Planned`: how an engine answers it."""
-        return PromptPlanner(schemas_of(engine).planner(self.schema), self.bits)
+        return PromptPlanner(self.schema.planner(engine), self.bits)
 
     def count_tokens(self, engine: Engine) -> int:
         """How many tokens it has on an engine."""
-        return schemas_of(engine).planner(self.schema).count_tokens(self.bits)
+        return self.schema.planner(engine).count_tokens(self.bits)
 
     def sent(self) -> str | list[dict[str, str]]:
         """As `plain`, remembered for a while, so that who gets it can `receive` it whole."""

@@ -89,7 +89,7 @@ def test_a_template_that_begins_with_bos_has_it_once():
 def test_the_markup_is_part_of_the_modules_tokens(engine):
     schema = Schema.from_string(WHOLE)
     layout = lay_out(schema.node, engine.tokenization)
-    said = [token for run in layout.own(("copper",)) for token in run.ids]
+    said = [token for run in layout.order if run.unit == ("copper",) for token in run.ids]
     text = "<|im_start|>user\nCopper turns green in the air.<|im_end|>\n"
     assert engine.model.tokenizer.decode(said) == text
     schema.encode(engine)
