@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.errors import PMLError
-from cached_rag.pml.frames import answer_header, frame_ids, frames, role_marks
+from cached_rag.pml.frames import frame_ids, frames, markup_ids
 from cached_rag.pml.layout import Ids, Layout, Run
 from cached_rag.pml.nodes import Mark, Text
 from cached_rag.pml.prompt import Argument, Bit
@@ -40,7 +40,7 @@ class Assembler:
         self._layout, self._tokenization = layout, tokenization
         self._is_compact = is_compact
         self._frames = lru_cache(64)(self._framed)
-        self._markup = cache(self._marked)
+        self._markup = cache(partial(markup_ids, tokenization))
 
     def pieces(self, bits: Sequence[Bit]) -> list[Piece]:
         """A prompt's tokens, up to the header of its answer.
@@ -102,14 +102,6 @@ class Assembler:
                 bit.file,
             )
         return Piece(ids, start=self._layout.texts[bit.param.number].start)
-
-    def _marked(self, role: str, is_begin: bool) -> Ids:
-        """Tokens around a message that a prompt adds; without a role, those before its answer."""
-        if role:
-            text = role_marks(self._tokenization, role)[not is_begin]
-        else:
-            text = answer_header(self._tokenization)
-        return frame_ids(self._tokenization, text, is_first=False)
 
     def _framed(self, roles: tuple[str, ...]) -> list[list[Piece]]:
         """The template around turns: the schema's own as far as it says the same."""

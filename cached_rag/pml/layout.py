@@ -7,13 +7,14 @@ its argument may have tokens. Other than in the paper, chat templates have posit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 from tokenizers.decoders import ByteLevel
 
 from cached_rag.backends.tokenizer import Tokenization
-from cached_rag.pml.frames import frame_ids, frames, role_marks
+from cached_rag.pml.frames import frame_ids, frames, markup_ids
 from cached_rag.pml.nodes import Mark, Node, Param, Path, SchemaNode, Text, Union
 
 Ids = tuple[int, ...]
@@ -77,13 +78,12 @@ class _Setter:
     """Sets runs one behind the other, as a typesetter does.
 
     Attributes:
-        frames: what the chat template puts before each message; None where a message's markup is
-            the module's that holds it.
+        markup: of a role's message, at its begin or end.
     """
 
     tokenization: Tokenization
     unknown: int | None
-    frames: Iterator[Ids] | None = None
+    markup: Callable[[str, bool], Ids]
     position: int = 0
     texts: dict[int, Run] = field(default_factory=dict)
     order: list[Run] = field(default_factory=list)
@@ -110,7 +110,8 @@ class _Setter:
                 self.texts[child.number] = self._add(run)
             elif isinstance(child, Mark):
                 assert child.number is not None
-                run = self.put(self._markup(child), child.unit, is_cached=child.is_cached)
+                ids = self.markup(child.role, child.is_begin)
+                run = self.put(ids, child.unit, is_cached=child.is_cached)
                 self.texts[child.number] = run
                 if child.is_begin:
                     self.begins.append(run)
@@ -118,12 +119,6 @@ class _Setter:
                 self._union(child)
             else:
                 self.nodes(child.children)
-
-    def _markup(self, mark: Mark) -> Ids:
-        if self.frames is None:
-            text = role_marks(self.tokenization, mark.role)[not mark.is_begin]
-            return frame_ids(self.tokenization, text, is_first=False)
-        return next(self.frames) if mark.is_begin else ()
 
     def _union(self, union: Union) -> None:
         begin = longest = self.position
@@ -146,15 +141,17 @@ def lay_out(schema: SchemaNode, tokenization: Tokenization) -> Layout:
         ConfigError: the model has no chat template and the schema has messages, or the template
             refuses them.
     """
-    setter = _Setter(tokenization, _unknown(tokenization))
+    unknown = _unknown(tokenization)
     begin, around, said = None, [], []
     if schema.is_chat:
         said = frames(tokenization, [m.role for m in schema.messages], open_answer=False)
         ids = [frame_ids(tokenization, text, is_first=not i) for i, text in enumerate(said)]
-        setter.frames = iter(ids)
+        following = iter(ids)
+        setter = _Setter(tokenization, unknown, lambda _, begins: next(following) if begins else ())
         setter.nodes(schema.children)
         around = [*setter.begins, setter.put(ids[-1])]
     else:
+        setter = _Setter(tokenization, unknown, cache(partial(markup_ids, tokenization)))
         begin = setter.put(tokenization.begin_ids)
         setter.nodes(schema.children)
     return Layout(
