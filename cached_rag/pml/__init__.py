@@ -1,7 +1,9 @@
 """Prompt Markup Language: prompts made of modules that are prefilled once (Prompt Cache).
 
-`nodes`, `markup`, `parse`, `prompt` know texts; `layout`, `assembly` tokens; `units`, `encode`,
-`planner` KV; `program` and `trace` Python; `schema` and `function` are what users see.
+In the order in which they build on each other: `nodes`, `markup`, `whitespace` and `parse` know
+schemas; `prompt` and `parse_prompt` what a prompt takes of one; `frames`, `layout` and `assembly`
+tokens; `units`, `recipes`, `encode`, `planner` and `known` KV; `syntax` and `program` Python.
+`schema`, `function` and `template` are what users see, `outline` what they are shown.
 """
 
 from cached_rag.pml.function import PromptFunction, assistant, prompt_function, system, user

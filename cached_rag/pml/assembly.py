@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.errors import PMLError
-from cached_rag.pml.frames import answer_header, frame_ids, frames, role_marks
+from cached_rag.pml.frames import frame_ids, frames, markup_ids
 from cached_rag.pml.layout import Ids, Layout, Run
 from cached_rag.pml.nodes import Mark, Text
-from cached_rag.pml.prompt import Argument, Bit, Turn
+from cached_rag.pml.prompt import Argument, Bit
 
 
 @dataclass(frozen=True)
@@ -40,28 +40,36 @@ class Assembler:
         self._layout, self._tokenization = layout, tokenization
         self._is_compact = is_compact
         self._frames = lru_cache(64)(self._framed)
-        self._markup = cache(self._marked)
+        self._markup = cache(partial(markup_ids, tokenization))
 
-    def pieces(self, turns: Sequence[Turn]) -> list[Piece]:
+    def pieces(self, bits: Sequence[Bit]) -> list[Piece]:
         """A prompt's tokens, up to the header of its answer.
 
         Raises:
             PMLError: an argument has more tokens than its parameter admits.
         """
-        if not turns[0].role:
-            begin = self._layout.begin
-            found = [_of(begin)] if begin and begin.ids else []
-            found += [piece for bit in turns[0].bits for piece in self._bit(bit)]
-            header = [Piece(self._markup("", True))] if turns[0].ends_a_message else []
-            return [*found, *header]
-        found = []
-        around = self._frames(tuple(turn.role for turn in turns))
-        for before, turn in zip(around, turns, strict=False):
-            found += before
-            found += [piece for bit in turn.bits for piece in self._bit(bit)]
+        if self._layout.frames:
+            return self._chat(bits)
+        begin = self._layout.begin
+        found = [_of(begin)] if begin and begin.ids else []
+        found += [self._piece(bit) for bit in bits]
+        if bits and isinstance(bits[-1], Mark):
+            found.append(Piece(self._markup("", True)))
+        return found
+
+    def _chat(self, bits: Sequence[Bit]) -> list[Piece]:
+        """A prompt of messages only, with the chat template around all of them."""
+        begins = [bit for bit in bits if isinstance(bit, Mark) and bit.is_begin]
+        *before, last = self._frames(tuple(mark.role for mark in begins))
+        frames, found = iter(before), []
+        for bit in bits:
+            if not isinstance(bit, Mark):
+                found.append(self._piece(bit))
+            elif bit.is_begin:
+                found += next(frames)
         # Behind the question stands nothing but what it is answered by: methods that ask it look
         # at the last text that was computed.
-        return [*found, *(Piece(piece.ids) for piece in around[-1])]
+        return [*found, *(Piece(piece.ids) for piece in last)]
 
     def positions(self, pieces: Sequence[Piece]) -> list[int] | None:
         """Where the tokens stand; None if that is where they are."""
@@ -77,14 +85,14 @@ class Assembler:
             following += len(piece.ids)
         return found
 
-    def _bit(self, bit: Bit) -> list[Piece]:
+    def _piece(self, bit: Bit) -> Piece:
         if isinstance(bit, Text | Mark) and bit.number is not None:
-            return [_of(self._layout.texts[bit.number])]
+            return _of(self._layout.texts[bit.number])
         if isinstance(bit, Mark):
-            return [Piece(self._markup(bit.role, bit.is_begin))]
+            return Piece(self._markup(bit.role, bit.is_begin))
         ids = tuple(self._tokenization.following(bit.text).ids)
         if not isinstance(bit, Argument):
-            return [Piece(ids)]
+            return Piece(ids)
         if len(ids) > bit.param.length:
             raise PMLError(
                 f"the argument {bit.text.strip()!r} has {len(ids)} tokens and parameter "
@@ -93,15 +101,7 @@ class Assembler:
                 bit.where,
                 bit.file,
             )
-        return [Piece(ids, start=self._layout.texts[bit.param.number].start)]
-
-    def _marked(self, role: str, is_begin: bool) -> Ids:
-        """Tokens around a message that a prompt adds; without a role, those before its answer."""
-        if role:
-            text = role_marks(self._tokenization, role)[not is_begin]
-        else:
-            text = answer_header(self._tokenization)
-        return frame_ids(self._tokenization, text, is_first=False)
+        return Piece(ids, start=self._layout.texts[bit.param.number].start)
 
     def _framed(self, roles: tuple[str, ...]) -> list[list[Piece]]:
         """The template around turns: the schema's own as far as it says the same."""

@@ -13,10 +13,11 @@ import torch
 from cached_rag.backends.base import Backend
 from cached_rag.errors import ContextOverflowError, StoreError
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.kv.module import LayerSource, ModuleKV
+from cached_rag.kv.module import ModuleKV
 from cached_rag.library.library import Behind, Library
-from cached_rag.pml.layout import Run
-from cached_rag.pml.units import Recipe, Recipes, Unit
+from cached_rag.pml.layout import Ids, Run
+from cached_rag.pml.recipes import Recipe, Recipes
+from cached_rag.pml.units import Unit
 
 
 @dataclass
@@ -26,14 +27,13 @@ class Encoded:
     Attributes:
         units: encoded now.
         tokens: of them.
-        kv: theirs, by their recipes' names and their tokens; only what could not be kept, unless
-            all was wanted.
+        kv: theirs, by `Recipe.source`; only what could not be kept, unless all was wanted.
         problem: why something could not be kept; None if all was.
     """
 
-    units: list[Unit] = field(default_factory=list)
+    units: set[Unit] = field(default_factory=set)
     tokens: int = 0
-    kv: dict[tuple[str, tuple[int, ...]], ModuleKV] = field(default_factory=dict)
+    kv: dict[tuple[Behind, Ids], ModuleKV] = field(default_factory=dict)
     problem: StoreError | None = None
 
 
@@ -45,26 +45,12 @@ class RunEncoder:
     library: Library
     recipes: Recipes
 
-    def holds(self, recipe: Recipe, run: Run) -> bool:
-        """Whether there is KV for a run."""
-        return self.library.holds(_behind(recipe), run.ids)
-
-    def fetch(self, recipe: Recipe, run: Run, *, lazy: bool = False) -> LayerSource | None:
-        """A run's KV, or None if there is none or it is damaged (which is logged)."""
-        take = self.library.open if lazy else self.library.fetch
-        return take(_behind(recipe), run.ids)
-
-    def source(self, recipe: Recipe, run: Run) -> tuple[Behind, tuple[int, ...]]:
-        """By what the library has a run's KV."""
-        return _behind(recipe), run.ids
-
     def missing(self, units: Iterable[Unit]) -> list[Unit]:
         """Those of which some run has no KV."""
-        return [
-            unit
-            for unit in units
-            if not all(self.holds(recipe, run) for run, recipe in self.recipes.of(unit).items())
-        ]
+        return [unit for unit in units if not all(map(self._holds, self.recipes.of[unit].values()))]
+
+    def _holds(self, recipe: Recipe) -> bool:
+        return self.library.holds(*recipe.source)
 
     def encode(
         self,
@@ -92,24 +78,24 @@ class RunEncoder:
     def _encode(self, unit: Unit, done: Encoded, *, at_hand: bool) -> None:
         context = {run: self._context(run, done) for run in unit.context}
         computed = self._compute(unit, context)
-        for run, recipe in self.recipes.of(unit).items():
+        for run, recipe in self.recipes.of[unit].items():
             try:
-                self.library.put(_behind(recipe), computed[run])
+                self.library.put(recipe.source[0], computed[run])
                 is_kept = True
             except StoreError as error:
                 done.problem, is_kept = error, False
             if at_hand or not is_kept:
-                done.kv[recipe.name, run.ids] = computed[run]
-        done.units.append(unit)
+                done.kv[recipe.source] = computed[run]
+        done.units.add(unit)
         done.tokens += sum(run.length for run in unit.runs)
 
     def _context(self, run: Run, done: Encoded) -> ModuleKV:
         """KV of a run that stands before a unit; made first, if there is none."""
         recipe = self.recipes.single[run]
-        found = done.kv.get((recipe.name, run.ids)) or self.library.fetch(_behind(recipe), run.ids)
+        found = done.kv.get(recipe.source) or self.library.fetch(*recipe.source)
         if found is None:
             self._encode(recipe.unit, done, at_hand=True)
-            found = done.kv[recipe.name, run.ids]
+            found = done.kv[recipe.source]
         return found
 
     def _compute(self, unit: Unit, context: dict[Run, ModuleKV]) -> dict[Run, ModuleKV]:
@@ -142,7 +128,3 @@ class RunEncoder:
                 f"model's context of {self.model.context_length}; split it, or put modules that "
                 "exclude each other into a <union>"
             )
-
-
-def _behind(recipe: Recipe) -> Behind:
-    return Behind((), f"pml:{recipe.name}")

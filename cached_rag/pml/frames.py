@@ -94,6 +94,16 @@ def _depends(role: str) -> ConfigError:
     )
 
 
+def markup_ids(tokenization: Tokenization, role: str, is_begin: bool) -> tuple[int, ...]:
+    """Tokens before or after a message, wherever it stands; without a role, those before an answer.
+
+    Raises:
+        ConfigError: as `role_marks`.
+    """
+    text = role_marks(tokenization, role)[not is_begin] if role else answer_header(tokenization)
+    return frame_ids(tokenization, text, is_first=False)
+
+
 def frame_ids(tokenization: Tokenization, frame: str, *, is_first: bool) -> tuple[int, ...]:
     """Tokens of a frame, its control tokens obeyed; BOS is in it where the template wants one."""
     if not frame:

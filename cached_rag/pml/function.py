@@ -1,7 +1,4 @@
-"""`prompt_function`: a decorated Python function is a schema, and a call of it a prompt.
-
-Joins reading (`program.py`) and calling (`trace.py`).
-"""
+"""`prompt_function`: a decorated Python function is a schema, and a call of it a prompt."""
 
 from __future__ import annotations
 
@@ -13,12 +10,8 @@ from functools import update_wrapper
 from typing import Any
 
 from cached_rag.errors import PMLError
-from cached_rag.pml.markup import Element
-from cached_rag.pml.nodes import Where
-from cached_rag.pml.program import Program, read_function
-from cached_rag.pml.prompt import Import
+from cached_rag.pml.program import read_function
 from cached_rag.pml.schema import Schema, SchemaPrompt
-from cached_rag.pml.trace import tracer
 
 
 class PromptFunction:
@@ -26,6 +19,7 @@ class PromptFunction:
 
     Attributes:
         name: the function's; its schema's, too.
+        program: what was read.
         schema: all that it may say.
     """
 
@@ -37,13 +31,11 @@ class PromptFunction:
         Raises:
             PMLError: it does what a schema cannot say; the error names file and line.
         """
-        source = read_function(function)
-        self.name = function.__name__
+        self.program = read_function(function)
+        self.name = self.program.name
         update_wrapper(self, function)
-        self._program = Program(source)
-        found = Schema.from_program(self._program)
+        found = Schema.from_program(self.program)
         self.schema = replace(found, layout=layout, behind=behind)
-        self._trace = tracer(source, self._program.branches)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> SchemaPrompt:
         """The prompt for these arguments.
@@ -51,8 +43,8 @@ class PromptFunction:
         Raises:
             TypeError: they are not the function's.
         """
-        parts, arguments = self._trace(*args, **kwargs)
-        return self.schema.prompt(*parts, **arguments)
+        said = self.program.call(*args, **kwargs)
+        return self.schema.prompt(*said.parts, **said.arguments)
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -82,14 +74,6 @@ class PromptFunction:
         if instance is not None:
             raise PMLError(f"{self.name!r} is a method; a prompt function stands by itself")
         return self
-
-    def trace(self, /, *args: Any, **kwargs: Any) -> tuple[list[Import], dict[str, str]]:
-        """What a call imports, and the arguments that it gives outside all modules."""
-        return self._trace(*args, **kwargs)
-
-    def module_of(self, name: str, where: Where) -> Element:
-        """The function as a module of another one."""
-        return self._program.element("module", name, where)
 
 
 def prompt_function(

@@ -7,14 +7,15 @@ its argument may have tokens. Other than in the paper, chat templates have posit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 from tokenizers.decoders import ByteLevel
 
 from cached_rag.backends.tokenizer import Tokenization
-from cached_rag.pml.frames import frame_ids, frames, role_marks
-from cached_rag.pml.nodes import Mark, Module, Node, Param, Path, SchemaNode, Text, Union, walk
+from cached_rag.pml.frames import frame_ids, frames, markup_ids
+from cached_rag.pml.nodes import Mark, Node, Param, Path, SchemaNode, Text, Union
 
 Ids = tuple[int, ...]
 
@@ -62,8 +63,6 @@ class Layout:
             template has it.
         size: positions in all.
         order: all runs in document order.
-        stand_ins: units that stand in for their unions while later ones are encoded, each with
-            all that it excludes, itself included.
     """
 
     texts: dict[int, Run]
@@ -72,22 +71,23 @@ class Layout:
     begin: Run | None
     size: int
     order: tuple[Run, ...]
-    stand_ins: Mapping[Path, frozenset[Path]]
-
-    def own(self, unit: Path) -> list[Run]:
-        """A module's own runs, in order."""
-        return [run for run in self.order if run.unit == unit]
 
 
 @dataclass
 class _Setter:
-    """Sets runs one behind the other, as a typesetter does."""
+    """Sets runs one behind the other, as a typesetter does.
+
+    Attributes:
+        markup: of a role's message, at its begin or end.
+    """
 
     tokenization: Tokenization
     unknown: int | None
+    markup: Callable[[str, bool], Ids]
     position: int = 0
     texts: dict[int, Run] = field(default_factory=dict)
     order: list[Run] = field(default_factory=list)
+    begins: list[Run] = field(default_factory=list)
 
     def put(self, ids: Ids, unit: Path = (), *, is_cached: bool = True) -> Run:
         run = Run(ids, self.position, len(ids), unit, ids, is_cached)
@@ -110,9 +110,11 @@ class _Setter:
                 self.texts[child.number] = self._add(run)
             elif isinstance(child, Mark):
                 assert child.number is not None
-                markup = role_marks(self.tokenization, child.role)[not child.is_begin]
-                ids = frame_ids(self.tokenization, markup, is_first=False)
-                self.texts[child.number] = self.put(ids, child.unit, is_cached=child.is_cached)
+                ids = self.markup(child.role, child.is_begin)
+                run = self.put(ids, child.unit, is_cached=child.is_cached)
+                self.texts[child.number] = run
+                if child.is_begin:
+                    self.begins.append(run)
             elif isinstance(child, Union):
                 self._union(child)
             else:
@@ -139,15 +141,17 @@ def lay_out(schema: SchemaNode, tokenization: Tokenization) -> Layout:
         ConfigError: the model has no chat template and the schema has messages, or the template
             refuses them.
     """
-    setter = _Setter(tokenization, _unknown(tokenization))
+    unknown = _unknown(tokenization)
     begin, around, said = None, [], []
-    if schema.messages:
+    if schema.is_chat:
         said = frames(tokenization, [m.role for m in schema.messages], open_answer=False)
-        for index, frame in enumerate(said):
-            around.append(setter.put(frame_ids(tokenization, frame, is_first=not index)))
-            if index < len(schema.messages):
-                setter.nodes(schema.messages[index].children)
+        ids = [frame_ids(tokenization, text, is_first=not i) for i, text in enumerate(said)]
+        following = iter(ids)
+        setter = _Setter(tokenization, unknown, lambda _, begins: next(following) if begins else ())
+        setter.nodes(schema.children)
+        around = [*setter.begins, setter.put(ids[-1])]
     else:
+        setter = _Setter(tokenization, unknown, cache(partial(markup_ids, tokenization)))
         begin = setter.put(tokenization.begin_ids)
         setter.nodes(schema.children)
     return Layout(
@@ -157,7 +161,6 @@ def lay_out(schema: SchemaNode, tokenization: Tokenization) -> Layout:
         begin,
         setter.position,
         tuple(setter.order),
-        dict(_stand_ins(schema.children)),
     )
 
 
@@ -170,16 +173,3 @@ def _unknown(tokenization: Tokenization) -> int | None:
     known = tokenization.tokenizer
     is_byte_level = isinstance(known.backend_tokenizer.decoder, ByteLevel)
     return None if is_byte_level or known.unk_token_id is None else int(known.unk_token_id)
-
-
-def _stand_ins(children: tuple[Node, ...]) -> Iterator[tuple[Path, frozenset[Path]]]:
-    """Units chosen to stand in for their unions; those with parameters are not known in advance."""
-    for child in walk(children):
-        if isinstance(child, Union):
-            for module in child.children:
-                if module.name == child.stand_in and not _has_params(module):
-                    yield module.path, frozenset(other.path for other in child.children)
-
-
-def _has_params(module: Module) -> bool:
-    return any(isinstance(node, Param) for node in walk(module.children))

@@ -1,21 +1,14 @@
 """PML as a tree of elements that know where they stand. Knows XML; knows no schema.
 
-Parsed with defusedxml: no DTD, no entities beyond XML's own, nothing external.
+Read by Python's expat. Document types are refused, and with them all entities but XML's own.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
-from xml.sax import SAXParseException
-from xml.sax.handler import ContentHandler, LexicalHandler, property_lexical_handler
-from xml.sax.xmlreader import InputSource
-
-from defusedxml import DefusedXmlException
-from defusedxml.sax import make_parser
+from xml.parsers.expat import ErrorString, ExpatError, ParserCreate
 
 from cached_rag.errors import PMLError
 from cached_rag.pml.nodes import Where
@@ -54,28 +47,15 @@ def parse_markup(source: str, file: str | None = None) -> Element:
     Raises:
         PMLError: not well-formed, or it holds what a prompt has no use for.
     """
-    handler = _Handler()
-    parser = make_parser()
-    parser.setContentHandler(handler)
-    parser.forbid_dtd = True
-    parser.setProperty(property_lexical_handler, handler)
     try:
-        encoded = InputSource()
-        encoded.setByteStream(io.BytesIO(source.encode("utf-8")))
-        encoded.setEncoding("utf-8")  # whatever a declaration says of the file it was read from
-        parser.parse(encoded)
+        encoded = source.encode("utf-8")
     except UnicodeEncodeError as error:
         raise PMLError(f"half a character: {error}", Where(1, 1), file) from error
-    except _DeepError as error:
-        raise PMLError(f"tags nested deeper than {_DEPTH}", error.where, file) from error
-    except SAXParseException as error:
-        where = Where(error.getLineNumber() or 1, (error.getColumnNumber() or 0) + 1)
-        raise PMLError(_explained(error.getMessage(), source, where), where, file) from error
-    except DefusedXmlException as error:
-        where = Where(parser.getLineNumber() or 1, (parser.getColumnNumber() or 0) + 1)
-        raise PMLError("document types and entities are not allowed", where, file) from error
-    assert handler.root is not None
-    return handler.root
+    try:
+        return _Builder(file).build(encoded)
+    except ExpatError as error:
+        where = Where(error.lineno, error.offset + 1)
+        raise PMLError(_explained(ErrorString(error.code), source, where), where, file) from error
 
 
 def _explained(message: str, source: str, where: Where) -> str:
@@ -88,65 +68,67 @@ def _explained(message: str, source: str, where: Where) -> str:
     )
 
 
-class _DeepError(Exception):
-    """A document made to exhaust the stack of whoever walks its tree."""
-
-    def __init__(self, where: Where) -> None:
-        super().__init__(where)
-        self.where = where
-
-
-class _Handler(ContentHandler, LexicalHandler):
+class _Builder:
     """Builds elements; joins text that comments or the parser have torn apart."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.root: Element | None = None
-        self._open: list[Element] = []
-        self._locator: Any = None
-        self._is_code = False
-        self._chars: Chars | None = None
+    def __init__(self, file: str | None) -> None:
+        self._file = file
+        self._open = [Element("", {}, Where())]
         self._pieces: list[str] = []
+        self._is_code = False
+        # The encoding is the string's, whatever a declaration says of the file it was read from.
+        self._parser = ParserCreate("utf-8")
+        self._parser.StartDoctypeDeclHandler = self._refuse_doctype
+        self._parser.StartElementHandler = self._begin
+        self._parser.EndElementHandler = self._end
+        self._parser.CharacterDataHandler = self._chars
+        self._parser.StartCdataSectionHandler = lambda: self._set_code(True)
+        self._parser.EndCdataSectionHandler = lambda: self._set_code(False)
 
-    def setDocumentLocator(self, locator: Any) -> None:  # noqa: N802 (SAX's name)
-        self._locator = locator
+    def build(self, encoded: bytes) -> Element:
+        self._parser.Parse(encoded, True)
+        (root,) = self._open[0].content
+        assert isinstance(root, Element)
+        return root
 
-    def startElement(self, name: str, attrs: Any) -> None:  # noqa: N802
-        element = Element(name, dict(attrs), self._where())
-        if len(self._open) == _DEPTH:
-            raise _DeepError(element.where)
+    def _refuse_doctype(self, *_: object) -> None:
+        raise PMLError("document types and entities are not allowed", self._where(), self._file)
+
+    def _begin(self, tag: str, attributes: dict[str, str]) -> None:
+        if len(self._open) > _DEPTH:  # made to exhaust the stack of whoever walks the tree
+            raise PMLError(f"tags nested deeper than {_DEPTH}", self._where(), self._file)
         self._end_chars()
-        if self._open:
-            self._open[-1].content.append(element)
-        else:
-            self.root = element
+        element = Element(tag, attributes, self._where())
+        self._open[-1].content.append(element)
         self._open.append(element)
 
-    def endElement(self, name: str) -> None:  # noqa: N802
+    def _end(self, _: str) -> None:
         self._end_chars()
         self._open.pop()
 
-    def characters(self, content: str) -> None:
-        if self._chars is None:
-            self._chars = Chars("", self._where())
-            self._open[-1].content.append(self._chars)
-        self._pieces.append(content)
-        self._chars.is_code |= self._is_code
+    def _chars(self, text: str) -> None:
+        if not self._pieces:
+            self._open[-1].content.append(Chars("", self._where()))
+        self._pieces.append(text)
+        if self._is_code:
+            self._last_chars().is_code = True
 
     def _end_chars(self) -> None:
         """Join the pieces at once: the parser may bring one a line."""
-        if self._chars is not None:
-            self._chars.text = "".join(self._pieces)
-            self._chars, self._pieces = None, []
+        if self._pieces:
+            self._last_chars().text = "".join(self._pieces)
+            self._pieces = []
 
-    def startCDATA(self) -> None:  # noqa: N802
-        self._is_code = True
+    def _last_chars(self) -> Chars:
+        last = self._open[-1].content[-1]
+        assert isinstance(last, Chars)
+        return last
 
-    def endCDATA(self) -> None:  # noqa: N802
-        self._is_code = False
+    def _set_code(self, is_code: bool) -> None:
+        self._is_code = is_code
 
     def _where(self) -> Where:
-        return Where(self._locator.getLineNumber(), self._locator.getColumnNumber() + 1)
+        return Where(self._parser.CurrentLineNumber, self._parser.CurrentColumnNumber + 1)
 
 
 def check_attributes(element: Element, known: Iterable[str], file: str | None) -> None:

@@ -53,16 +53,22 @@ class Param:
     lead: str
     placeholder: str
     unit: Path
+    where: Where
 
 
 @dataclass(frozen=True)
 class Module:
-    """A named part that prompts import."""
+    """A named part that prompts import.
+
+    Attributes:
+        union: number of the union that it is in; None for none.
+    """
 
     name: str
     path: Path
     children: tuple[Node, ...]
     where: Where
+    union: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,23 +81,23 @@ class Union:
 
     children: tuple[Module, ...]
     stand_in: str | None
-    where: Where
 
 
 @dataclass(frozen=True)
 class Message:
-    """A turn of a chat, for the model's own template."""
+    """A turn of a chat, for the model's own template.
+
+    Attributes:
+        children: the first and the last are its marks.
+    """
 
     role: str
     children: tuple[Node, ...]
-    where: Where
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a message of a schema with messages in modules begins or ends.
-
-    There, the chat template's markup is text of the module that says it.
+    """Where a message begins or ends, and the chat template's markup stands.
 
     Attributes:
         number: as of a text; None for a message that a prompt adds.
@@ -124,24 +130,25 @@ class SchemaNode:
     """A whole schema.
 
     Attributes:
-        children: messages only, or no message at all; messages in modules are marks and what
-            stands between them.
+        is_chat: it holds messages only, and the chat template is that of all of them; else the
+            markup of messages in it is text of the modules that hold them.
     """
 
     name: str
     children: tuple[Node, ...]
     scaffolds: tuple[Scaffold, ...]
-    where: Where
+    is_chat: bool
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """Its turns; empty for a schema that is no chat."""
-        return tuple(child for child in self.children if isinstance(child, Message))
+        turns = self.children if self.is_chat else ()
+        return tuple(child for child in turns if isinstance(child, Message))
 
     @property
-    def has_marks(self) -> bool:
-        """Whether modules hold messages."""
-        return any(isinstance(node, Mark) for node in walk(self.children))
+    def has_messages(self) -> bool:
+        """Whether there are any, in modules or out of them."""
+        return any(isinstance(node, Message) for node in walk(self.children))
 
 
 def walk(children: tuple[Node, ...]) -> Iterator[Node]:
@@ -152,23 +159,20 @@ def walk(children: tuple[Node, ...]) -> Iterator[Node]:
             yield from walk(child.children)
 
 
-def modules(children: tuple[Node, ...]) -> dict[str, Module]:
-    """The modules of one scope by name: those not inside another module."""
-    found: dict[str, Module] = {}
+def scope(children: tuple[Node, ...]) -> Iterator[Module | Param]:
+    """What a prompt can name in one scope, in document order: not what is in another module."""
     for child in children:
-        if isinstance(child, Module):
-            found[child.name] = child
+        if isinstance(child, Module | Param):
+            yield child
         elif isinstance(child, Union | Message):
-            found |= modules(child.children)
-    return found
+            yield from scope(child.children)
+
+
+def modules(children: tuple[Node, ...]) -> dict[str, Module]:
+    """The modules of one scope by name."""
+    return {node.name: node for node in scope(children) if isinstance(node, Module)}
 
 
 def params(children: tuple[Node, ...]) -> dict[str, Param]:
     """The parameters of one scope by name."""
-    found: dict[str, Param] = {}
-    for child in children:
-        if isinstance(child, Param):
-            found[child.name] = child
-        elif isinstance(child, Message):
-            found |= params(child.children)
-    return found
+    return {node.name: node for node in scope(children) if isinstance(node, Param)}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from cached_rag.backends.tokenizer import Tokenization
-from cached_rag.pml.layout import Layout, lay_out
-from cached_rag.pml.nodes import Mark, Message, Module, Node, Param, Text, Union
+from cached_rag.pml.layout import Layout, Run, lay_out
+from cached_rag.pml.nodes import Leaf, Mark, Message, Module, Node, Param, Text, Union
 from cached_rag.pml.schema import Schema
 
 _SHOWN = 40
@@ -42,48 +43,56 @@ def outline(schema: Schema, tokenization: Tokenization) -> Outline:
     Raises:
         ConfigError: the model's chat template does not admit the schema's messages.
     """
-    layout = lay_out(schema.node, tokenization)
-    children: list[Outline] = []
-    if layout.begin is not None and layout.begin.length:
-        children.append(_template(tokenization, layout, -1))
-    for index, child in enumerate(schema.node.children):
-        if schema.node.messages and layout.frames[index].length:
-            children.append(_template(tokenization, layout, index))
-        children.append(_outline(child, layout))
-    if layout.frames and layout.frames[-1].length:
-        children.append(_template(tokenization, layout, len(layout.frames) - 1))
-    return Outline("schema", schema.name, layout.size, 0, layout.size, tuple(children))
+    drawn = _Drawn(lay_out(schema.node, tokenization), tokenization)
+    return drawn.schema(schema)
 
 
-def _template(tokenization: Tokenization, layout: Layout, index: int) -> Outline:
-    run = layout.begin if index < 0 else layout.frames[index]
-    assert run is not None
-    text = tokenization.tokenizer.decode(run.ids)
-    return Outline("template", _short(text), run.length, run.start, run.end)
+@dataclass(frozen=True)
+class _Drawn:
+    layout: Layout
+    tokenization: Tokenization
 
+    def schema(self, schema: Schema) -> Outline:
+        layout = self.layout
+        around = [layout.begin] if layout.begin else layout.frames[-1:]
+        ends = [self._template(run) for run in around if run.length]
+        found = [self._node(child) for child in self._shown(schema.node.children)]
+        children = [*ends, *found] if layout.begin else [*found, *ends]
+        return Outline("schema", schema.name, layout.size, 0, layout.size, tuple(children))
 
-def _outline(node: Node, layout: Layout) -> Outline:
-    if isinstance(node, Text):
-        run = layout.texts[node.number]
-        return Outline("text", _short(node.text), run.length, run.start, run.end)
-    if isinstance(node, Mark):
-        assert node.number is not None
-        run = layout.texts[node.number]
-        label = f"begin of {node.role}" if node.is_begin else f"end of {node.role}"
-        return Outline("template", label, run.length, run.start, run.end)
-    if isinstance(node, Param):
-        run = layout.texts[node.number]
-        return Outline("param", f"{node.name} (at most {node.length})", 0, run.start, run.end)
-    children = tuple(_outline(child, layout) for child in node.children)
-    taken = [child for child in children if child.end > child.start]  # modules may be empty
-    start = min((child.start for child in taken), default=0)
-    end = max((child.end for child in taken), default=start)
-    sizes = [child.tokens for child in children]
-    if isinstance(node, Union):
-        return Outline("union", "", max(sizes), start, end, children)
-    name = node.role if isinstance(node, Message) else "module"
-    label = node.name if isinstance(node, Module) else ""
-    return Outline(name, label, sum(sizes), start, end, children)
+    def _shown(self, children: Sequence[Node]) -> Iterator[Node]:
+        """Without marks where the template says nothing."""
+        for child in children:
+            if not isinstance(child, Mark) or self._run(child).length:
+                yield child
+
+    def _run(self, leaf: Leaf) -> Run:
+        assert leaf.number is not None
+        return self.layout.texts[leaf.number]
+
+    def _template(self, run: Run) -> Outline:
+        text = self.tokenization.tokenizer.decode(run.ids)
+        return Outline("template", _short(text), run.length, run.start, run.end)
+
+    def _node(self, node: Node) -> Outline:
+        if isinstance(node, Mark):
+            return self._template(self._run(node))
+        if isinstance(node, Text):
+            run = self._run(node)
+            return Outline("text", _short(node.text), run.length, run.start, run.end)
+        if isinstance(node, Param):
+            run = self._run(node)
+            return Outline("param", f"{node.name} (at most {node.length})", 0, run.start, run.end)
+        children = tuple(self._node(child) for child in self._shown(node.children))
+        taken = [child for child in children if child.end > child.start]  # modules may be empty
+        start = min((child.start for child in taken), default=0)
+        end = max((child.end for child in taken), default=start)
+        sizes = [child.tokens for child in children]
+        if isinstance(node, Union):
+            return Outline("union", "", max(sizes), start, end, children)
+        kind = node.role if isinstance(node, Message) else "module"
+        label = node.name if isinstance(node, Module) else ""
+        return Outline(kind, label, sum(sizes), start, end, children)
 
 
 def _short(text: str) -> str:

@@ -7,7 +7,8 @@ Sources: Prompt Cache, section 3.2 (both versions), and the authors' schema file
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from cached_rag.errors import PMLError
 from cached_rag.pml.markup import Chars, Element, check_attributes, nearest
@@ -25,7 +26,7 @@ from cached_rag.pml.nodes import (
     Union,
     Where,
     modules,
-    walk,
+    scope,
 )
 from cached_rag.pml.whitespace import separator, split, wider
 
@@ -34,6 +35,23 @@ _LENGTH = re.compile(r"0{0,9}[1-9][0-9]{0,6}")
 _PARAM = ("param", "parameter")
 RESERVED = frozenset(("schema", "prompt", "module", "union", "scaffold", *_PARAM, *ROLES))
 _SPACE = "xml:space"
+_KINDS = {Module: "module", Param: "parameter", Scaffold: "scaffold"}
+
+
+class _Around(NamedTuple):
+    """What the elements around one say of it.
+
+    Attributes:
+        unit: path of the module that it is in.
+        is_cached: that module's KV is kept.
+        keep: its white space, as it stands.
+        role: of the message that it is in; empty outside of messages.
+    """
+
+    unit: Path = ()
+    is_cached: bool = True
+    keep: bool = False
+    role: str = ""
 
 
 def parse_schema(root: Element, file: str | None = None) -> SchemaNode:
@@ -49,14 +67,12 @@ class _Parser:
     """Walks elements in document order; remembers the white space that the next text begins with.
 
     `_separator` is None where a prompt or a message begins: no white space stands there.
-    `_role` is that of the message it is in; empty outside of messages.
     """
 
     def __init__(self, file: str | None) -> None:
         self._file = file
         self._count = 0
         self._separator: str | None = None
-        self._role = ""
 
     def fail(self, what: str, where: Where) -> PMLError:
         return PMLError(what, where, self._file)
@@ -71,23 +87,20 @@ class _Parser:
         content = [e for e in root.content if isinstance(e, Chars) or e.tag != "scaffold"]
         tags = [e for e in content if isinstance(e, Element)]
         is_chat = any(e.tag in ROLES for e in tags) and not any(map(_holds_messages, tags))
-        inside = Element("schema", root.attributes, root.where, content)
-        keep = self._keeps_space(root, keep=False)
-        children = tuple(
-            self._turns(inside, keep=keep) if is_chat else self._nodes(inside, (), keep=keep)
-        )
-        self._check_names(children, root)
+        if is_chat:
+            content = list(self._messages(content))
+        children = tuple(self._nodes(content, self._within(root, _Around())))
+        self._check_unique(scope(children))
         known = modules(children)
-        unions = [node for node in walk(children) if isinstance(node, Union)]
-        union_of = {m.path: index for index, union in enumerate(unions) for m in union.children}
-        found = tuple(self._scaffold(element, known, union_of) for element in scaffolds)
-        self._check_unique([s.name for s in found], [s.where for s in found], "scaffold")
-        return SchemaNode(name, children, found, root.where)
+        found = tuple(self._scaffold(element, known) for element in scaffolds)
+        self._check_unique(found)
+        return SchemaNode(name, children, found, is_chat)
 
-    def _turns(self, root: Element, *, keep: bool) -> Iterator[Message]:
-        for part in root.content:
+    def _messages(self, content: Sequence[Element | Chars]) -> Iterator[Element]:
+        """The same, if it is messages and nothing else."""
+        for part in content:
             if isinstance(part, Element) and part.tag in ROLES:
-                yield Message(part.tag, tuple(self._said(part, (), keep=keep)), part.where)
+                yield part
             elif isinstance(part, Element) or part.text.strip():
                 what = f"<{part.tag}>" if isinstance(part, Element) else "text"
                 raise self.fail(
@@ -96,24 +109,19 @@ class _Parser:
                     part.where,
                 )
 
-    def _nodes(
-        self, parent: Element, unit: Path, *, keep: bool, is_cached: bool = True
-    ) -> Iterator[Node]:
-        for part in parent.content:
+    def _nodes(self, content: Sequence[Element | Chars], around: _Around) -> Iterator[Node]:
+        for part in content:
             if isinstance(part, Chars):
-                if text := self._text(part, keep=keep):
-                    yield Text(self._number(), text, unit, is_cached)
+                if text := self._text(part, keep=around.keep):
+                    yield Text(self._number(), text, around.unit, around.is_cached)
             elif part.tag in _PARAM:
-                yield self._param(part, unit)
+                yield self._param(part, around.unit)
             elif part.tag == "module":
-                yield self._module(part, unit, keep=keep, is_cached=is_cached)
+                yield self._module(part, around)
             elif part.tag == "union":
-                yield self._union(part, unit, keep=keep, is_cached=is_cached)
+                yield self._union(part, around)
             elif part.tag in ROLES:
-                begin = Mark(self._number(), part.tag, True, unit, is_cached)
-                said = tuple(self._said(part, unit, keep=keep, is_cached=is_cached))
-                end = Mark(self._number(), part.tag, False, unit, is_cached)
-                yield from (begin, *said, end)
+                yield self._message(part, around)
             elif part.tag == "scaffold":
                 raise self.fail("a scaffold stands directly in <schema>", part.where)
             else:
@@ -121,19 +129,20 @@ class _Parser:
                 hint = nearest(part.tag, known)
                 raise self.fail(f"a schema has no <{part.tag}>{hint}", part.where)
 
-    def _said(
-        self, message: Element, unit: Path, *, keep: bool, is_cached: bool = True
-    ) -> Iterator[Node]:
-        """What a message holds."""
-        if self._role:
+    def _message(self, element: Element, around: _Around) -> Message:
+        role = element.tag
+        if around.role:
             raise self.fail(
-                f"<{message.tag}> inside <{self._role}>: a message holds no other", message.where
+                f"<{role}> inside <{around.role}>: a message holds no other", element.where
             )
-        check_attributes(message, (_SPACE,), self._file)
-        self._role, self._separator = message.tag, None
-        keep = self._keeps_space(message, keep=keep)
-        yield from self._nodes(message, unit, keep=keep, is_cached=is_cached)
-        self._role, self._separator = "", None
+        check_attributes(element, (_SPACE,), self._file)
+        inside = self._within(element, around)._replace(role=role)
+        begin = Mark(self._number(), role, True, around.unit, around.is_cached)
+        self._separator = None
+        said = tuple(self._nodes(element.content, inside))
+        self._separator = None
+        end = Mark(self._number(), role, False, around.unit, around.is_cached)
+        return Message(role, (begin, *said, end))
 
     def _text(self, chars: Chars, *, keep: bool) -> str:
         """A text with the white space before it; empty if it is white space alone."""
@@ -163,23 +172,24 @@ class _Parser:
         lead, self._separator = self._separator or "", ""
         placeholder = element.attributes.get("scaffold", "")
         number = self._number()
-        return Param(number, self._name(element), int(given[0]), lead, placeholder, unit)
+        name = self._name(element)
+        return Param(number, name, int(given[0]), lead, placeholder, unit, element.where)
 
-    def _module(self, element: Element, unit: Path, *, keep: bool, is_cached: bool) -> Module:
+    def _module(self, element: Element, around: _Around, union: int | None = None) -> Module:
         check_attributes(element, ("name", "cache", _SPACE), self._file)
         name, wanted = self._name(element), element.attributes.get("cache", "true")
         if wanted not in ("true", "false"):
             raise self.fail(f'cache is "true" or "false", not {wanted!r}', element.where)
-        path, is_cached = (*unit, name), is_cached and wanted == "true"
-        keep = self._keeps_space(element, keep=keep)
-        children = tuple(self._nodes(element, path, keep=keep, is_cached=is_cached))
-        self._check_names(children, element)
-        return Module(name, path, children, element.where)
+        path, is_cached = (*around.unit, name), around.is_cached and wanted == "true"
+        inside = self._within(element, around)._replace(unit=path, is_cached=is_cached)
+        children = tuple(self._nodes(element.content, inside))
+        self._check_unique(scope(children))
+        return Module(name, path, children, element.where, union)
 
-    def _union(self, element: Element, unit: Path, *, keep: bool, is_cached: bool) -> Union:
+    def _union(self, element: Element, around: _Around) -> Union:
         check_attributes(element, ("scaffold", _SPACE), self._file)
-        keep = self._keeps_space(element, keep=keep)
-        edges = [] if keep else [element.content[i] for i in (0, -1) if element.content]
+        inside, number = self._within(element, around), self._number()
+        edges = [] if inside.keep else [element.content[i] for i in (0, -1) if element.content]
         spaces = [separator(e.text) if isinstance(e, Chars) else "" for e in edges]
         if spaces and self._separator is not None:
             self._separator = wider(self._separator, spaces[0])
@@ -188,7 +198,7 @@ class _Parser:
         for part in element.content:
             if isinstance(part, Element) and part.tag == "module":
                 self._separator = before
-                children.append(self._module(part, unit, keep=keep, is_cached=is_cached))
+                children.append(self._module(part, inside, number))
                 after = wider(after, self._separator or "")
             elif isinstance(part, Element) or part.text.strip():
                 what = f"<{part.tag}>" if isinstance(part, Element) else "text"
@@ -201,21 +211,19 @@ class _Parser:
         if stand_in is not None and stand_in not in names:
             hint = nearest(stand_in, names)
             raise self.fail(f"the union's scaffold {stand_in!r} is not in it{hint}", element.where)
-        return Union(tuple(children), stand_in, element.where)
+        return Union(tuple(children), stand_in)
 
-    def _scaffold(
-        self, element: Element, known: dict[str, Module], union_of: dict[Path, int]
-    ) -> Scaffold:
+    def _scaffold(self, element: Element, known: dict[str, Module]) -> Scaffold:
         check_attributes(element, ("name",), self._file)
-        paths = frozenset(self._imported(element, known))
-        if not paths:
+        named = {module.path: module for module in self._imported(element, known)}
+        if not named:
             raise self.fail("a scaffold names the modules that it holds together", element.where)
-        unions = [union_of[path] for path in paths if path in union_of]
+        unions = [module.union for module in named.values() if module.union is not None]
         if len(unions) > len(set(unions)):
             raise self.fail("a scaffold of modules that exclude each other", element.where)
-        return Scaffold(self._name(element), paths, element.where)
+        return Scaffold(self._name(element), frozenset(named), element.where)
 
-    def _imported(self, element: Element, known: dict[str, Module]) -> Iterator[Path]:
+    def _imported(self, element: Element, known: dict[str, Module]) -> Iterator[Module]:
         for part in element.content:
             if isinstance(part, Chars):
                 if part.text.strip():
@@ -226,25 +234,20 @@ class _Parser:
                 hint = nearest(part.tag, known)
                 raise self.fail(f"there is no module {part.tag!r} here{hint}", part.where)
             module = known[part.tag]
-            yield module.path
+            yield module
             yield from self._imported(part, modules(module.children))
 
-    def _check_names(self, children: tuple[Node, ...], scope: Element) -> None:
-        every = list(_named(children))
-        self._check_unique([n for n, _ in every], [w for _, w in every], "module")
-        names = [child.name for child in _params(children)]
-        self._check_unique(names, [scope.where] * len(names), "parameter")
-
-    def _check_unique(self, names: list[str], places: list[Where], what: str) -> None:
-        firsts: dict[str, Where] = {}
-        for name, place in zip(names, places, strict=True):
-            if name in firsts:
+    def _check_unique(self, nodes: Iterable[Module | Param | Scaffold]) -> None:
+        firsts: dict[tuple[str, str], Module | Param | Scaffold] = {}
+        for node in nodes:
+            what = _KINDS[type(node)]
+            first = firsts.setdefault((what, node.name), node)
+            if first is not node:
                 raise self.fail(
-                    f"{what} {name!r} is there twice in one scope "
-                    f"(first in line {firsts[name].line})",
-                    place,
+                    f"{what} {node.name!r} is there twice in one scope "
+                    f"(first in line {first.where.line})",
+                    node.where,
                 )
-            firsts[name] = place
 
     def _name(self, element: Element) -> str:
         name = element.attributes.get("name", "")
@@ -259,11 +262,12 @@ class _Parser:
             )
         return name
 
-    def _keeps_space(self, element: Element, *, keep: bool) -> bool:
+    def _within(self, element: Element, around: _Around) -> _Around:
+        """What is around an element's content, as far as its white space goes."""
         wanted = element.attributes.get(_SPACE)
         if wanted not in (None, "preserve", "default"):
             raise self.fail('xml:space is "preserve" or "default"', element.where)
-        return keep if wanted is None else wanted == "preserve"
+        return around if wanted is None else around._replace(keep=wanted == "preserve")
 
     def _number(self) -> int:
         self._count += 1
@@ -276,21 +280,3 @@ def _holds_messages(element: Element) -> bool:
     return element.tag not in ROLES and any(
         part.tag in ROLES or _holds_messages(part) for part in inside
     )
-
-
-def _named(children: tuple[Node, ...]) -> Iterator[tuple[str, Where]]:
-    """Modules of one scope, in document order, twins included."""
-    for child in children:
-        if isinstance(child, Module):
-            yield child.name, child.where
-        elif isinstance(child, Union | Message):
-            yield from _named(child.children)
-
-
-def _params(children: tuple[Node, ...]) -> Iterator[Param]:
-    """Parameters of one scope, twins included."""
-    for child in children:
-        if isinstance(child, Param):
-            yield child
-        elif isinstance(child, Message):
-            yield from _params(child.children)

@@ -6,49 +6,30 @@ method.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+
+import torch
 
 from cached_rag.backends.base import Backend
-from cached_rag.backends.tokenizer import Tokenization, Tokens
+from cached_rag.backends.thread import on_model_thread
+from cached_rag.backends.tokenizer import Tokens
+from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import RelocationError
 from cached_rag.kv.module import LayerSource
-from cached_rag.library.library import Library
+from cached_rag.library.encode import EncodeSummary
 from cached_rag.library.plan import Placement, Plan
 from cached_rag.methods import Takes
 from cached_rag.pml.assembly import Assembler, Piece
-from cached_rag.pml.encode import RunEncoder
+from cached_rag.pml.encode import Encoded, RunEncoder
 from cached_rag.pml.layout import Layout, Run, lay_out
 from cached_rag.pml.nodes import SchemaNode
-from cached_rag.pml.prompt import Argument, New, Turn
-from cached_rag.pml.units import Recipe, Recipes, Trail, Unit, scaffold_unit, units_of
-
-
-class LaidOut(Protocol):
-    """A schema, as far as its layout goes; see `Schema`."""
-
-    @property
-    def node(self) -> SchemaNode:
-        """What it says."""
-        ...
-
-    @property
-    def layout(self) -> str:
-        """See `Schema`."""
-        ...
-
-    @property
-    def behind(self) -> str:
-        """See `Schema`."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """Equal for schemas that are laid out alike."""
-        ...
+from cached_rag.pml.prompt import Argument, Bit, New
+from cached_rag.pml.recipes import Recipe, Recipes, Trail
+from cached_rag.pml.units import Unit, Units
 
 
 @dataclass(frozen=True)
@@ -56,7 +37,8 @@ class SchemaPlanner:
     """Plans prompts of one schema on one model.
 
     Attributes:
-        scaffolds: by the units they hold, largest first.
+        scaffolds: those of many runs first.
+        units: all that can be encoded.
     """
 
     model: Backend
@@ -64,19 +46,30 @@ class SchemaPlanner:
     assembler: Assembler
     encoder: RunEncoder
     scaffolds: Sequence[Unit]
-
-    @property
-    def units(self) -> list[Unit]:
-        """All that can be encoded."""
-        return [*self.encoder.recipes.units, *self.scaffolds]
+    units: Sequence[Unit]
 
     def missing(self) -> list[Unit]:
         """What of it has no KV."""
         return self.encoder.missing(self.units)
 
-    def count_tokens(self, turns: Sequence[Turn]) -> int:
+    def encode(self, progress: Callable[[str], object]) -> EncodeSummary:
+        """See `Schema.encode`."""
+        started = time.perf_counter()
+
+        def encode() -> tuple[int, Encoded]:
+            with self.model.lock, torch.inference_mode():
+                missing = self.missing()
+                return len(missing), self.encoder.encode(missing, lambda unit: progress(unit.name))
+
+        count, done = on_model_thread(encode)
+        if done.problem is not None:
+            raise done.problem
+        present, seconds = len(self.units) - count, time.perf_counter() - started
+        return EncodeSummary(count, present, (), done.tokens, seconds)
+
+    def count_tokens(self, bits: Sequence[Bit]) -> int:
         """How many tokens a prompt has."""
-        return sum(len(piece.ids) for piece in self.assembler.pieces(turns))
+        return sum(len(piece.ids) for piece in self.assembler.pieces(bits))
 
     def plan(
         self, pieces: Sequence[Piece], takes: Takes, report: Report, *, lazy: bool
@@ -110,7 +103,8 @@ class SchemaPlanner:
     ) -> Iterator[Placement]:
         recipes = self._recipes(pieces)
         clock = Clock()
-        found = {run: self.encoder.fetch(recipe, run, lazy=lazy) for run, recipe in recipes.items()}
+        take = self.encoder.library.open if lazy else self.encoder.library.fetch
+        found = {run: take(*recipe.source) for run, recipe in recipes.items()}
         self._encode_missing(found, recipes, report)
         report.load_ms = clock.lap()
         trail = Trail(is_movable=self.model.rule.is_movable)
@@ -127,7 +121,7 @@ class SchemaPlanner:
                     kv.slice(0, end - begin),
                     is_exact=recipe.seen == seen,
                     is_module=bool(piece.run.unit) and piece.run.unit not in counted,
-                    source=self.encoder.source(recipe, piece.run),
+                    source=recipe.source,
                 )
                 counted.add(piece.run.unit)
             begin += len(piece.ids)
@@ -143,7 +137,7 @@ class SchemaPlanner:
         units = dict.fromkeys(recipes[run].unit for run in missing)
         done = self.encoder.encode(units, at_hand=True)
         for run in missing:
-            found[run] = done.kv[recipes[run].name, run.ids]
+            found[run] = done.kv[recipes[run].source]
         report.modules_missed = sum(bool(unit.name) for unit in done.units)
         report.missed_tokens = done.tokens
         if done.problem is not None:
@@ -156,7 +150,7 @@ class SchemaPlanner:
         chosen = {run: single[run] for run in there if run.is_cached}
         held: set[Run] = set()
         for scaffold in self.scaffolds:
-            own = self.encoder.recipes.of(scaffold)
+            own = self.encoder.recipes.of[scaffold]
             texts = {run for run in scaffold.runs if not run.is_param}
             if texts <= there and held.isdisjoint(own):
                 chosen |= own
@@ -194,13 +188,12 @@ class PromptPlanner:
     """Plans one prompt of a schema."""
 
     planner: SchemaPlanner
-    turns: Sequence[Turn]
+    bits: Sequence[Bit]
 
     @property
     def text(self) -> str:
         """What in it is not the schema's."""
-        bits = (bit for turn in self.turns for bit in turn.bits)
-        return "".join(bit.text for bit in bits if isinstance(bit, New | Argument))
+        return "".join(bit.text for bit in self.bits if isinstance(bit, New | Argument))
 
     def read(self, takes: Takes) -> Callable[..., tuple[Tokens, Plan]]:
         """Its tokens; what comes from where is for the model's thread to say.
@@ -208,33 +201,35 @@ class PromptPlanner:
         Raises:
             PMLError: an argument is too long.
         """
-        return partial(self.planner.plan, self.planner.assembler.pieces(self.turns), takes)
+        return partial(self.planner.plan, self.planner.assembler.pieces(self.bits), takes)
 
 
-def planner_of(
-    schema: LaidOut, model: Backend, library: Library, tokenization: Tokenization
-) -> SchemaPlanner:
+def planner_of(node: SchemaNode, engine: Engine, *, layout: str, behind: str) -> SchemaPlanner:
     """All that can be settled before the first prompt.
+
+    Args:
+        layout, behind: as `Schema` has them.
 
     Raises:
         ConfigError: the model's chat template does not admit the schema's messages.
     """
-    is_movable, behind = model.rule.is_movable, schema.behind
-    is_compact = schema.layout == "compact" or (schema.layout == "auto" and is_movable)
-    layout = lay_out(schema.node, tokenization)
+    # Not the engine itself, by which what is made here is found as long as it lives.
+    model, tokenization = engine.model, engine.tokenization
+    is_movable = model.rule.is_movable
+    is_compact = layout == "compact" or (layout == "auto" and is_movable)
+    laid_out = lay_out(node, tokenization)
+    units = Units(node, laid_out, behind)
     recipes = Recipes(
-        units_of(layout, behind),
+        units,
         is_compact=is_compact,
         is_movable=is_movable,
         room=min(model.context_length, model.rule.limit or model.context_length),
     )
-    scaffolds = [scaffold_unit(layout, behind, scaffold) for scaffold in schema.node.scaffolds]
-    scaffolds = [unit for unit in scaffolds if unit.runs]  # modules may be empty
-    scaffolds.sort(key=lambda unit: len(unit.runs), reverse=True)
     return SchemaPlanner(
         model,
-        layout,
-        Assembler(layout, tokenization, is_compact=is_compact),
-        RunEncoder(model, library, recipes),
-        scaffolds,
+        laid_out,
+        Assembler(laid_out, tokenization, is_compact=is_compact),
+        RunEncoder(model, engine.library, recipes),
+        units.scaffolds,
+        [*units.single, *units.scaffolds],
     )

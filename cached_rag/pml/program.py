@@ -1,28 +1,27 @@
-"""Python functions as schemas: what a function may yield becomes modules, unions and parameters.
+"""A Python function as a prompt program: all that it may say, and what it says for its arguments.
 
-Prompt Cache (MLSys version), section 3.2.4: `if` becomes a module, `if`/`elif`/`else` and `match`
-become unions, a call of another prompt function a nested module, and a parameter has a greatest
-length. The schema is read off the function's syntax tree, whatever its arguments will be; see
-`trace.py` for what a call makes of it. Knows syntax; runs nothing.
+The schema is read off the syntax tree, so it knows every branch (`syntax.py`). Which branches a
+call takes, the function's own conditions decide: the tree is compiled anew, with every branch
+saying its name, and run.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
 from cached_rag.errors import PMLError
-from cached_rag.pml.markup import Chars, Element
-from cached_rag.pml.nodes import ROLES, Where
-from cached_rag.pml.parse import RESERVED
+from cached_rag.pml.markup import Element
+from cached_rag.pml.nodes import Where
+from cached_rag.pml.prompt import Import
+from cached_rag.pml.syntax import KEEP_SPACE, Content, Reader, where_of
 
-_KEEP = {"xml:space": "preserve"}
-_OTHERWISE = "otherwise"
+# The name of a module that begins, None where it ends, arguments of the one that is open.
+Event = str | dict[str, object] | None
 
 
 @dataclass(frozen=True)
@@ -33,32 +32,54 @@ class MaxTokens:
 
 
 @dataclass(frozen=True)
-class Source:
-    """A function's syntax, and what its names mean.
+class Program:
+    """A function that was read.
 
     Attributes:
-        tree: the function's definition; its lines count as in its file.
-        lengths: of its prompt parameters, by name.
-        scope: globals and what the function closes over.
+        where: of its definition.
+        content: all that it may say.
+        events: of the function's own parameters; what a call imports, see `Event`.
     """
 
-    function: Callable[..., Any]
-    tree: ast.FunctionDef
+    name: str
     file: str
-    lengths: Mapping[str, int]
-    scope: Mapping[str, Any]
+    where: Where
+    content: Content
+    events: Callable[..., Iterator[Event]]
 
-    def fail(self, what: str, node: ast.AST) -> PMLError:
-        """An error at a place in the function."""
-        where = Where(getattr(node, "lineno", 0), getattr(node, "col_offset", -1) + 1)
-        return PMLError(what, where, self.file)
+    def element(self, tag: str, name: str, where: Where) -> Element:
+        """The function as a <schema>, or as a <module> for those who call it."""
+        return Element(tag, {"name": name, **KEEP_SPACE}, where, self.content)
+
+    def call(self, /, *args: Any, **kwargs: Any) -> Import:
+        """What a call says, as if the whole schema were a module.
+
+        Raises:
+            TypeError: the arguments are not the function's.
+        """
+        return _imported(self.name, self.events(*args, **kwargs))
 
 
-def read_function(function: Callable[..., Any]) -> Source:
-    """A function's source.
+def _imported(name: str, events: Iterator[Event]) -> Import:
+    """A module from its events, up to its end."""
+    parts: list[Import | str] = []
+    arguments: dict[str, object] = {}
+    for event in events:
+        if event is None:
+            break
+        if isinstance(event, str):
+            parts.append(_imported(event, events))
+        else:
+            arguments |= event
+    return Import(name, *parts, **arguments)
+
+
+def read_function(function: Callable[..., Any]) -> Program:
+    """Read a function; its statements are not run.
 
     Raises:
-        PMLError: it cannot be had (typed at a prompt), or is no plain function.
+        PMLError: its source cannot be had (typed at a prompt), it is no plain function, or it does
+            what a schema cannot say; the error names file and line.
     """
     try:
         file = inspect.getsourcefile(function) or "<unknown>"
@@ -83,10 +104,10 @@ def read_function(function: Callable[..., Any]) -> Source:
             file,
         ) from error
     lengths = {name: mark.length for name, hint in hints.items() for mark in _marks(hint)}
-    scope = {**function.__globals__, **closed_over(function)}
-    for name in inspect.signature(function).parameters:
-        scope.pop(name, None)
-    return Source(function, tree, file, lengths, scope)
+    hidden = inspect.signature(function).parameters
+    scope = {name: value for name, value in _scope(function).items() if name not in hidden}
+    content = Reader(file, lengths, scope).block(tree.body)
+    return Program(tree.name, file, where_of(tree), content, _compiled(function, tree, file))
 
 
 def _marks(hint: Any) -> Iterator[MaxTokens]:
@@ -98,9 +119,9 @@ def _marks(hint: Any) -> Iterator[MaxTokens]:
             yield from _marks(part)
 
 
-def closed_over(function: Callable[..., Any]) -> dict[str, Any]:
-    """What a function closes over, as far as it is bound yet."""
-    found = {}
+def _scope(function: Callable[..., Any]) -> dict[str, Any]:
+    """Globals, and what a function closes over, as far as it is bound yet."""
+    found = dict(function.__globals__)
     cells = function.__closure__ or ()
     for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
         with suppress(ValueError):  # bound later
@@ -108,180 +129,29 @@ def closed_over(function: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
-@dataclass
-class Program:
-    """A schema's elements, and the names that the function's branches have in it.
+def _compiled(
+    function: Callable[..., Any], tree: ast.FunctionDef, file: str
+) -> Callable[..., Iterator[Event]]:
+    """A generator of events with the function's parameters, from its rewritten syntax tree."""
+    tree.body.append(ast.Expr(ast.Yield(ast.Dict([], []))))  # a generator, whatever it says
+    tree.decorator_list, tree.returns = [], None
+    spec = tree.args
+    for arg in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs, spec.vararg, spec.kwarg):
+        if arg is not None:
+            arg.annotation = None
+    # Defaults are the original's, bound before the call.
+    spec.defaults = [ast.Constant(None) for _ in spec.defaults]
+    spec.kw_defaults = [d and ast.Constant(None) for d in spec.kw_defaults]
+    code = compile(ast.fix_missing_locations(ast.Module([tree], [])), file, "exec")
+    signature = inspect.signature(function)
 
-    Attributes:
-        branches: names of modules, by the id of the statements or the call that they stand for.
-    """
-
-    source: Source
-    branches: dict[int, str] = field(default_factory=dict)
-    _taken: set[str] = field(default_factory=set)
-
-    def element(self, tag: str, name: str, where: Where | None = None) -> Element:
-        """The function as a <schema>, or as a <module> for those who call it."""
-        place = where or self._where(self.source.tree)
-        self._taken = set()
-        root = Element(tag, {"name": name, **_KEEP}, place)
-        root.content = self.block(self.source.tree.body)
-        return root
-
-    def block(self, body: list[ast.stmt]) -> list[Element | Chars]:
-        """What a list of statements may yield."""
-        found: list[Element | Chars] = []
-        for part in (part for statement in body for part in self._statement(statement)):
-            last = found[-1] if found else None
-            if isinstance(part, Chars) and isinstance(last, Chars):
-                last.text += part.text
-            else:
-                found.append(part)
+    def events(*args: Any, **kwargs: Any) -> Iterator[Event]:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        # Names are looked up now, as in any function: what it calls may be defined below it.
+        scope = _scope(function)
+        exec(code, scope)  # the user's own code, once more
+        found: Iterator[Event] = scope[tree.name](*bound.args, **bound.kwargs)
         return found
 
-    def _statement(self, node: ast.stmt) -> list[Element | Chars]:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Yield):
-            return self._yielded(node.value)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.YieldFrom):
-            return [self._call(node.value)]
-        if isinstance(node, ast.If):
-            return [self._if(node)]
-        if isinstance(node, ast.Match):
-            return [self._match(node)]
-        if isinstance(node, ast.With):
-            return [self._message(node)]
-        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if is_docstring or isinstance(node, ast.Pass | ast.Assign | ast.AnnAssign):
-            self._refuse_yields(node)
-            return []
-        raise self.source.fail(
-            f"a prompt function cannot use `{type(node).__name__.lower()}`: it yields text, "
-            "branches by if and match, and yields from other prompt functions, so that all it may "
-            "say is known before it runs",
-            node,
-        )
-
-    def _refuse_yields(self, node: ast.AST | None) -> None:
-        for inner in ast.walk(node) if node is not None else ():
-            if isinstance(inner, ast.Yield | ast.YieldFrom):
-                raise self.source.fail("`yield` is a statement of its own here", inner)
-
-    # Text ------------------------------------------------------------------------------------
-
-    def _yielded(self, node: ast.Yield) -> list[Element | Chars]:
-        value = node.value
-        if isinstance(value, ast.Constant) and isinstance(value.value, str):
-            return [Chars(value.value, self._where(value))]
-        if isinstance(value, ast.JoinedStr):
-            return [self._part(part) for part in value.values]
-        if isinstance(value, ast.Name):
-            return [self._part(ast.FormattedValue(value, -1))]
-        raise self.source.fail(
-            "yield a string or an f-string; what changes goes into parameters marked with "
-            "MaxTokens",
-            node,
-        )
-
-    def _part(self, part: ast.expr) -> Element | Chars:
-        if isinstance(part, ast.Constant):
-            return Chars(str(part.value), self._where(part))
-        assert isinstance(part, ast.FormattedValue)
-        name = part.value.id if isinstance(part.value, ast.Name) else ""
-        if name in self.source.lengths:
-            if part.conversion != -1 or part.format_spec is not None:
-                raise self.source.fail(f"{{{name}}} cannot be formatted in a prompt function", part)
-            length = str(self.source.lengths[name])
-            return Element("param", {"name": name, "len": length}, self._where(part.value))
-        constant = self.source.scope.get(name)
-        if isinstance(constant, str):
-            return Chars(constant, self._where(part.value))
-        shown = ast.unparse(part.value)
-        raise self.source.fail(
-            f"{{{shown}}} is neither a parameter marked with MaxTokens nor a constant string; "
-            f"write `{name or 'name'}: Annotated[str, MaxTokens(16)]` in the function's head",
-            part.value,
-        )
-
-    # Branches --------------------------------------------------------------------------------
-
-    def _if(self, node: ast.If) -> Element:
-        arms = list(arms_of(node))
-        for part in ast.walk(node):
-            if isinstance(part, ast.If):
-                self._refuse_yields(part.test)
-        if len(arms) == 1:
-            return self._arm(*arms[0])
-        union = Element("union", _KEEP, self._where(node))
-        union.content = [self._arm(*arm) for arm in arms]
-        return union
-
-    def _match(self, node: ast.Match) -> Element:
-        union = Element("union", _KEEP, self._where(node))
-        self._refuse_yields(node.subject)
-        for case in node.cases:
-            self._refuse_yields(case.guard)
-            guard = f" if {ast.unparse(case.guard)}" if case.guard is not None else ""
-            shown = ast.unparse(case.pattern) + guard
-            union.content.append(self._arm(_OTHERWISE if shown == "_" else shown, case.body))
-        return union
-
-    def _arm(self, shown: str, body: list[ast.stmt]) -> Element:
-        """One branch as a module."""
-        name = self._name(shown)
-        self.branches[id(body)] = name
-        outer, self._taken = self._taken, set()
-        element = Element("module", {"name": name, **_KEEP}, self._where(body[0]))
-        element.content = self.block(body)
-        self._taken = outer
-        return element
-
-    def _call(self, node: ast.YieldFrom) -> Element:
-        called: Any = self.source.scope.get(_called(node.value))
-        if not hasattr(called, "module_of"):
-            raise self.source.fail(
-                "yield from another prompt function, called by its name; "
-                f"{ast.unparse(node.value)} is none",
-                node,
-            )
-        name = self._name(called.name)
-        self.branches[id(node)] = name
-        module: Element = called.module_of(name, self._where(node))
-        return module
-
-    def _message(self, node: ast.With) -> Element:
-        role = _called(node.items[0].context_expr)
-        if role not in ROLES or len(node.items) != 1:
-            raise self.source.fail("`with` takes system(), user() or assistant() here", node)
-        element = Element(role, _KEEP, self._where(node))
-        element.content = self.block(node.body)
-        return element
-
-    def _name(self, shown: str) -> str:
-        """A module's name after what it says in the source, unlike those beside it."""
-        base = re.sub(r"[^\w.\-]+", "-", shown).strip("-.") or "branch"
-        is_name = (base[0].isalpha() or base[0] == "_") and base not in RESERVED
-        base = base if is_name else f"case-{base}"
-        name, count = base, 1
-        while name in self._taken:
-            count += 1
-            name = f"{base}-{count}"
-        self._taken.add(name)
-        return name
-
-    def _where(self, node: ast.AST) -> Where:
-        return Where(getattr(node, "lineno", 0), getattr(node, "col_offset", -1) + 1)
-
-
-def _called(node: ast.expr) -> str:
-    """The name of what is called; empty if it is no call of a name."""
-    is_named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    return node.func.id if is_named else ""  # type: ignore[attr-defined]
-
-
-def arms_of(node: ast.If) -> Iterator[tuple[str, list[ast.stmt]]]:
-    """What `if`, every `elif` and `else` say, and their statements."""
-    yield ast.unparse(node.test), node.body
-    if len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If):
-        yield from arms_of(node.orelse[0])
-    elif node.orelse:
-        yield _OTHERWISE, node.orelse
+    return events

@@ -1,7 +1,7 @@
 """Prompts derived from a schema: what they import, with which arguments, and what they add.
 
-`select` checks a prompt against its schema and lays both out as turns of text. Knows no tokenizer
-and no model.
+`select` checks a prompt against its schema and lays both out as one run of texts. Knows no
+tokenizer and no model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from cached_rag.errors import PMLError
 from cached_rag.pml.markup import nearest
 from cached_rag.pml.nodes import (
     ROLES,
-    Leaf,
     Mark,
     Message,
     Module,
@@ -92,33 +91,16 @@ class New:
 Bit = Text | Mark | Argument | New
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One message of a prompt, or the whole of a prompt whose schema is no chat (role "")."""
-
-    role: str
-    bits: tuple[Bit, ...]
-
-    @property
-    def text(self) -> str:
-        """What it says."""
-        return "".join(bit.text for bit in self.bits)
-
-    @property
-    def ends_a_message(self) -> bool:
-        """Whether the last thing in it is the end of a message in a module, or behind modules."""
-        return bool(self.bits) and isinstance(self.bits[-1], Mark)
-
-    def messages(self) -> list[tuple[str, str]]:
-        """(role, text) of the messages in it; text outside of all is the user's."""
-        found = [("user", "")]
-        for bit in self.bits:
-            if isinstance(bit, Mark):
-                found.append((bit.role if bit.is_begin else "user", ""))
-            else:
-                role, text = found[-1]
-                found[-1] = (role, text + bit.text)
-        return [(role, text) for role, text in found if text]
+def messages(bits: Sequence[Bit]) -> list[tuple[str, str]]:
+    """(role, text) of the messages that bits make; text outside of all is the user's."""
+    found = [("", "")]
+    for bit in bits:
+        if isinstance(bit, Mark):
+            found.append((bit.role if bit.is_begin else "", ""))
+        else:
+            role, text = found[-1]
+            found[-1] = (role, text + bit.text)
+    return [(role or "user", text) for role, text in found if role or text]
 
 
 @dataclass
@@ -127,6 +109,7 @@ class _Choice:
 
     file: str | None
     imports: dict[Path, Import] = field(default_factory=dict)
+    of_unions: dict[int, str] = field(default_factory=dict)
     before: dict[Path, list[str]] = field(default_factory=lambda: defaultdict(list))
     after: dict[Path, list[str]] = field(default_factory=lambda: defaultdict(list))
     said: list[Said] = field(default_factory=list)
@@ -181,6 +164,14 @@ class _Choice:
             hint = nearest(name, own)
             raise self._fail(f"{part.name!r} has no parameter {name!r}{hint}", part.where)
         self.imports[module.path] = part
+        if module.union is not None:
+            first = self.of_unions.setdefault(module.union, module.name)
+            if first != module.name:
+                raise self._fail(
+                    f"{first!r} and {module.name!r} exclude each other: a prompt takes one module "
+                    "of a union",
+                    part.where,
+                )
         return module
 
     def _fail(self, what: str, where: Where) -> PMLError:
@@ -193,8 +184,8 @@ def select(
     arguments: Mapping[str, str],
     where: Where | None = None,
     file: str | None = None,
-) -> tuple[Turn, ...]:
-    """The prompt's turns: the schema's texts that it has, arguments and new text in their places.
+) -> tuple[Bit, ...]:
+    """The prompt: the schema's texts that it has, arguments and new text in their places.
 
     New text stands right behind the import before it, or before the first one; behind the last one
     it stands at the end of the schema, in a message of the user's where a message stands before it.
@@ -213,27 +204,29 @@ def select(
         hint = nearest(name, own)
         raise PMLError(f"the schema itself has no parameter {name!r}{hint}", root.where, file)
     choice.read(parts, schema.children, ())
-    _check_unions(schema.children, choice)
-    added = choice.after[_END]
-    if not schema.messages:
-        if choice.said and not schema.has_marks:
-            raise PMLError(
-                f"<{choice.said[0].role}> in a prompt whose schema has no messages; put the text "
-                "in without a tag",
-                choice.said[0].where,
-                file,
-            )
-        bits = list(_bits(schema.children, choice))
-        is_user = bool(added) and Turn("", tuple(bits)).ends_a_message
-        bits += _framed("user", added) if is_user else map(New, added)
-        bits += [bit for said in choice.said for bit in _framed(said.role, [said.text])]
-        return (Turn("", _spaced(bits)),)
-    turns = [(m.role, list(_bits(m.children, choice))) for m in schema.messages]
-    if added and turns[-1][0] != "user":
-        turns.append(("user", []))
-    turns[-1][1].extend(map(New, added))
-    turns += [(said.role, [New(said.text)]) for said in choice.said]
-    return tuple(Turn(role, _spaced(bits)) for role, bits in turns)
+    if choice.said and not schema.has_messages:
+        raise PMLError(
+            f"<{choice.said[0].role}> in a prompt whose schema has no messages; put the text "
+            "in without a tag",
+            choice.said[0].where,
+            file,
+        )
+    bits = list(_bits(schema.children, choice))
+    if added := choice.after[_END]:
+        _add(bits, added, is_chat=schema.is_chat)
+    bits += [bit for said in choice.said for bit in _framed(said.role, [said.text])]
+    return _spaced(bits)
+
+
+def _add(bits: list[Bit], texts: Sequence[str], *, is_chat: bool) -> None:
+    """Put new text behind everything."""
+    last = bits[-1] if bits else None
+    if not isinstance(last, Mark):
+        bits += map(New, texts)
+    elif is_chat and last.role == "user":
+        bits[-1:] = [*map(New, texts), last]
+    else:
+        bits += _framed("user", texts)
 
 
 def _framed(role: str, texts: Sequence[str]) -> list[Bit]:
@@ -267,18 +260,3 @@ def _spaced(bits: Sequence[Bit]) -> tuple[Bit, ...]:
             bit = New(text if is_first or text[:1].isspace() else "\n" + text)
         spaced.append(bit)
     return tuple(spaced)
-
-
-def _check_unions(children: tuple[Node, ...], choice: _Choice) -> None:
-    for child in children:
-        if isinstance(child, Union):
-            chosen = [m for m in child.children if m.path in choice.imports]
-            if len(chosen) > 1:
-                names = " and ".join(repr(module.name) for module in chosen)
-                raise PMLError(
-                    f"{names} exclude each other: a prompt takes one module of a union",
-                    choice.imports[chosen[1].path].where,
-                    choice.file,
-                )
-        if not isinstance(child, Leaf):
-            _check_unions(child.children, choice)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ from cached_rag.engine.planner import Planner
 from cached_rag.errors import ConfigError, PMLError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import EncodeSummary
+from cached_rag.pml.known import known_planner
 from cached_rag.pml.markup import parse_markup
 from cached_rag.pml.nodes import SchemaNode, Where
 from cached_rag.pml.parse import parse_schema
 from cached_rag.pml.parse_prompt import parse_prompt
-from cached_rag.pml.planner import PromptPlanner
+from cached_rag.pml.planner import PromptPlanner, SchemaPlanner, planner_of
 from cached_rag.pml.program import Program, read_function
-from cached_rag.pml.prompt import Part, Said, Turn, select
-from cached_rag.pml.server import schemas_of
+from cached_rag.pml.prompt import Bit, Part, Said, messages, select
 from cached_rag.pml.units import BEHIND
 
 # Prompts on their way through a framework that carries text only; found again by that text.
@@ -102,15 +103,15 @@ class Schema:
         """
         found = getattr(function, "schema", None)
         if not isinstance(found, Schema):
-            found = cls.from_program(Program(read_function(function)))
+            found = cls.from_program(read_function(function))
         return replace(found, layout=layout or found.layout, behind=behind or found.behind)
 
     @classmethod
     def from_program(cls, program: Program) -> Schema:
         """As `from_function`, of one that was read."""
-        source = program.source
-        node = parse_schema(program.element("schema", source.function.__name__), source.file)
-        return cls(node, digest(repr(node)), file=source.file)
+        root = program.element("schema", program.name, program.where)
+        node = parse_schema(root, program.file)
+        return cls(node, digest(repr(node)), file=program.file)
 
     @property
     def name(self) -> str:
@@ -167,11 +168,21 @@ class Schema:
             RelocationError: one stands where the model's rotary frequencies change.
             StoreFullError: no room left; what was encoded before is kept.
         """
-        return schemas_of(engine).encode(self, progress)
+        return self.planner(engine).encode(progress)
 
     def missing(self, engine: Engine) -> list[str]:
         """Names of what `encode` would prefill; empty for text that is in every prompt."""
-        return schemas_of(engine).missing(self)
+        return [unit.name for unit in self.planner(engine).missing()]
+
+    def planner(self, engine: Engine) -> SchemaPlanner:
+        """Its layout and encodings on an engine, for all its prompts; made once.
+
+        Raises:
+            ClosedError: the engine was closed.
+            ConfigError: the model's chat template does not admit the schema's messages.
+        """
+        make = partial(planner_of, self.node, engine, layout=self.layout, behind=self.behind)
+        return known_planner(engine, self.digest, make)
 
 
 @dataclass(frozen=True)
@@ -181,7 +192,7 @@ class SchemaPrompt:
     Attributes:
         parts, arguments: as `Schema.prompt` takes them.
         where, file: where it was read, for errors.
-        turns: all of it, in its order.
+        bits: all of it, in its order.
 
     Raises:
         PMLError: it asks for what the schema does not have.
@@ -192,11 +203,11 @@ class SchemaPrompt:
     arguments: Mapping[str, str]
     where: Where | None = None
     file: str | None = None
-    turns: tuple[Turn, ...] = field(init=False)
+    bits: tuple[Bit, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        turns = select(self.schema.node, self.parts, self.arguments, self.where, self.file)
-        object.__setattr__(self, "turns", turns)
+        bits = select(self.schema.node, self.parts, self.arguments, self.where, self.file)
+        object.__setattr__(self, "bits", bits)
 
     def then(self, *parts: str | Said) -> SchemaPrompt:
         """The prompt with more at its end: text, or messages."""
@@ -204,19 +215,17 @@ class SchemaPrompt:
 
     def plain(self) -> str | list[dict[str, str]]:
         """The same for any model: a string, or chat messages."""
-        whole = self.turns[0]
-        if not whole.role and not self.schema.node.has_marks:
-            return whole.text
-        said = [(turn.role, turn.text) for turn in self.turns] if whole.role else whole.messages()
-        return [{"role": role, "content": text} for role, text in said]
+        if not self.schema.node.has_messages:
+            return "".join(bit.text for bit in self.bits)
+        return [{"role": role, "content": text} for role, text in messages(self.bits)]
 
     def planner(self, engine: Engine) -> Planner:
         """See `Planned`: how an engine answers it."""
-        return PromptPlanner(schemas_of(engine).planner(self.schema), self.turns)
+        return PromptPlanner(self.schema.planner(engine), self.bits)
 
     def count_tokens(self, engine: Engine) -> int:
         """How many tokens it has on an engine."""
-        return schemas_of(engine).planner(self.schema).count_tokens(self.turns)
+        return self.schema.planner(engine).count_tokens(self.bits)
 
     def sent(self) -> str | list[dict[str, str]]:
         """As `plain`, remembered for a while, so that who gets it can `receive` it whole."""

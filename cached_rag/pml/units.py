@@ -8,14 +8,23 @@ its own slice is kept.
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 
-from cached_rag.kv.fingerprint import digest
 from cached_rag.pml.layout import Layout, Run
-from cached_rag.pml.nodes import Path, Scaffold
+from cached_rag.pml.nodes import (
+    Message,
+    Module,
+    Node,
+    Param,
+    Path,
+    Scaffold,
+    SchemaNode,
+    Union,
+    walk,
+)
 
 # What units are encoded behind: nothing, what the schema begins with, or all that is always there.
 BEHIND = ("nothing", "head", "schema")
@@ -38,168 +47,96 @@ class Unit:
     is_scaffold: bool = False
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How one run's KV is made, as far as its identity needs it.
+class Units:
+    """All that can be encoded of a schema by itself.
 
     Attributes:
-        unit: encoding it gives the KV.
-        name: differs wherever the KV would.
-        seen: digest of the tokens and positions up to the run's end, if its KV is what prefill of
-            exactly these would compute; else None.
+        single: in document order; contexts are of runs of those before.
+        scaffolds: those of many runs first.
     """
 
-    unit: Unit
-    name: str
-    seen: str | None
+    def __init__(self, schema: SchemaNode, layout: Layout, behind: str) -> None:
+        self._layout, self._behind = layout, behind
+        self._head = tuple(takewhile(lambda run: not run.unit and not run.is_param, layout.order))
+        self._own: dict[Path, list[Run]] = defaultdict(list)
+        for run in layout.order:
+            self._own[run.unit].append(run)
+        self._order = {run: index for index, run in enumerate(layout.order)}
+        self._contexts: dict[Path, tuple[Run, ...]] = {}
+        # Text outside modules that nothing has interrupted yet, and its context.
+        self._text: list[Run] = []
+        self._text_context: tuple[Run, ...] = ()
+        self.single: list[Unit] = []
+        self._schema(schema)
+        found = [self._scaffold(scaffold) for scaffold in schema.scaffolds]
+        self.scaffolds = [unit for unit in found if unit.runs]  # modules may be empty
+        self.scaffolds.sort(key=lambda unit: len(unit.runs), reverse=True)
 
+    def _schema(self, schema: SchemaNode) -> None:
+        before: list[Run] = []
+        if self._layout.begin is not None:
+            self._run(self._layout.begin, before)
+        self._nodes(schema.children, before)
+        if self._layout.frames:
+            self._run(self._layout.frames[-1], before)
+        self._end_text()
 
-class Trail:
-    """A digest of tokens and where they stand, that grows token by token."""
+    def _nodes(self, children: Sequence[Node], before: list[Run]) -> None:
+        """Find units; `before` is what every prompt with these nodes has before them, and grows."""
+        for child in children:
+            if isinstance(child, Module):
+                self._nodes(child.children, [*before])
+            elif isinstance(child, Union):
+                for module in child.children:
+                    self._nodes(module.children, [*before])
+                before += self._stand_in(child)
+            elif isinstance(child, Message):
+                self._nodes(child.children, before)
+            else:
+                assert child.number is not None
+                self._run(self._layout.texts[child.number], before)
 
-    def __init__(self, *, is_movable: bool) -> None:
-        self._hash = hashlib.blake2b(digest_size=20)
-        self._origin: int | None = None if is_movable else 0
-
-    def add(self, ids: Sequence[int], start: int) -> str:
-        """Append tokens at positions `start...`; the digest of all there are now.
-
-        Of keys that can be moved only distances count.
-        """
-        if self._origin is None:
-            self._origin = start
-        pairs = array("q", bytes(16 * len(ids)))
-        pairs[0::2] = array("q", ids)
-        first = start - self._origin
-        pairs[1::2] = array("q", range(first, first + len(ids)))
-        self._hash.update(pairs.tobytes())
-        return self._hash.hexdigest()
-
-
-def units_of(layout: Layout, behind: str) -> list[Unit]:
-    """All that can be encoded of a schema by itself, in document order."""
-    return [_unit(layout, behind, "/".join(runs[0].unit), runs) for runs in _groups(layout)]
-
-
-def scaffold_unit(layout: Layout, behind: str, scaffold: Scaffold) -> Unit:
-    """A scaffold's modules with all that stands between them in every such prompt."""
-    held = [i for i, run in enumerate(layout.order) if run.unit in scaffold.paths]
-    span = layout.order[held[0] : held[-1] + 1] if held else ()
-    runs = [run for run in span if any(_is_around(run.unit, path) for path in scaffold.paths)]
-    return replace(_unit(layout, behind, scaffold.name, tuple(runs)), is_scaffold=True)
-
-
-def _groups(layout: Layout) -> Iterator[tuple[Run, ...]]:
-    done: set[Path] = set()
-    group: list[Run] = []
-    for run in layout.order:
+    def _run(self, run: Run, before: list[Run]) -> None:
+        if not run.length:
+            return
         if run.unit or run.is_param:
-            if group:
-                yield tuple(group)
-            group = []
-            if run.unit and run.unit not in done:
-                done.add(run.unit)
-                own = tuple(layout.own(run.unit))
-                if any(r.is_cached for r in own):
-                    yield own
+            self._end_text()
+            if run.unit and run.unit not in self._contexts:
+                context = self._contexts[run.unit] = self._context(before)
+                own = tuple(self._own[run.unit])
+                if any(other.is_cached for other in own):
+                    self.single.append(Unit("/".join(run.unit), own, context))
         else:
-            group.append(run)
-    if group:
-        yield tuple(group)
+            if not self._text:
+                self._text_context = self._context(before)
+            self._text.append(run)
+        if run.is_cached:
+            before.append(run)
 
+    def _end_text(self) -> None:
+        if self._text:
+            self.single.append(Unit("", tuple(self._text), self._text_context))
+        self._text = []
 
-def _unit(layout: Layout, behind: str, name: str, runs: tuple[Run, ...]) -> Unit:
-    if not runs or behind == "nothing":
-        return Unit(name, runs, ())
-    before = layout.order[: layout.order.index(runs[0])]
-    if behind == "head":
-        return Unit(name, runs, tuple(r for r in _head(layout) if r in before))
-    path = runs[0].unit
-    seen = [r for r in before if r not in runs and _is_before(layout, r.unit, path)]
-    return Unit(name, runs, tuple(run for run in seen if run.is_cached))
+    def _stand_in(self, union: Union) -> list[Run]:
+        """What is in a union's place for all behind it; what has parameters is not known before."""
+        for module in union.children:
+            is_known = not any(isinstance(node, Param) for node in walk(module.children))
+            if module.name == union.stand_in and is_known:
+                return [run for run in self._own[module.path] if run.is_cached]
+        return []
 
+    def _scaffold(self, scaffold: Scaffold) -> Unit:
+        """A scaffold's modules with all that stands between them in every such prompt."""
+        held = [self._order[run] for path in scaffold.paths for run in self._own[path]]
+        around = {path[:depth] for path in scaffold.paths for depth in range(len(path) + 1)}
+        span = range(min(held), max(held) + 1) if held else ()
+        every = sorted(self._order[run] for path in around for run in self._own[path])
+        runs = tuple(self._layout.order[index] for index in every if index in span)
+        context = self._contexts[runs[0].unit] if runs else ()
+        return Unit(scaffold.name, runs, context, is_scaffold=True)
 
-def _is_before(layout: Layout, unit: Path, path: Path) -> bool:
-    """Whether every prompt with the module `path` has what `unit` says, or has it stood in for.
-
-    A stand-in belongs to a union of a module around `path`, and `path` to no child of that union.
-    """
-    if _is_around(unit, path):
-        return True
-    excluded = layout.stand_ins.get(unit)
-    if excluded is None or not _is_around(unit[:-1], path):
-        return False
-    return not any(_is_around(other, path) for other in excluded)
-
-
-def _head(layout: Layout) -> list[Run]:
-    head: list[Run] = []
-    for run in layout.order:
-        if run.unit or run.is_param:
-            break
-        head.append(run)
-    return head
-
-
-def _is_around(unit: Path, path: Path) -> bool:
-    """Whether a prompt with the module `path` has the texts of `unit`."""
-    return path[: len(unit)] == unit
-
-
-class Recipes:
-    """The recipe of every run, whatever a prompt imports."""
-
-    def __init__(
-        self, units: Sequence[Unit], *, is_compact: bool, is_movable: bool, room: int
-    ) -> None:
-        """Settle all names.
-
-        Args:
-            is_compact: prompts have no gaps; a scaffold is encoded without them, too, so that it is
-                what full prefill would compute.
-            is_movable: keys can be moved, so that it matters not where, but how far apart tokens
-                stand.
-            room: positions that the model has, before its frequencies change.
-        """
-        self.units = units
-        self._is_compact, self._is_movable, self._room = is_compact, is_movable, room
-        self.single: dict[Run, Recipe] = {}
-        self._by_unit: dict[Unit, dict[Run, Recipe]] = {}
-        for unit in units:
-            self.single |= self.of(unit)
-
-    def of(self, unit: Unit) -> dict[Run, Recipe]:
-        """The recipes of one unit's runs; those of its context must be known."""
-        if unit not in self._by_unit:
-            self._by_unit[unit] = self._of(unit)
-        return self._by_unit[unit]
-
-    def _of(self, unit: Unit) -> dict[Run, Recipe]:
-        trail, is_true = Trail(is_movable=self._is_movable), True
-        names = []
-        found: dict[Run, Recipe] = {}
-        at = self.positions(unit)
-        for run in unit.context:
-            seen = trail.add(run.ids, at[run])
-            known = self.single[run]
-            names.append(known.name)
-            is_true = is_true and known.seen == seen
-        before = digest(*names)
-        for run in unit.runs:
-            seen = trail.add(run.fill, at[run])
-            if run.is_cached:
-                found[run] = Recipe(unit, digest(before, seen), seen if is_true else None)
-        return found
-
-    def positions(self, unit: Unit) -> dict[Run, int]:
-        """Where a unit and its context stand while it is encoded."""
-        every = (*unit.context, *unit.runs)
-        is_beyond = unit.runs[-1].end > self._room
-        is_closed = is_beyond or (self._is_compact and unit.is_scaffold)
-        if not (is_closed and self._is_movable):
-            return {run: run.start for run in every}
-        found, position = {}, 0
-        for run in every:
-            found[run] = position
-            position += run.length
-        return found
+    def _context(self, before: Sequence[Run]) -> tuple[Run, ...]:
+        if self._behind == "schema":
+            return tuple(before)
+        return self._head if before and self._behind == "head" else ()

@@ -18,7 +18,6 @@ from conftest import (
 
 from cached_rag import Engine, Import, RelocationError, Said, Schema
 from cached_rag.engine.report import Report
-from cached_rag.pml.server import schemas_of
 
 TOLERANCE = 1e-4
 # longrope is tested below its switch elsewhere; a schema reaches further.
@@ -236,12 +235,12 @@ def test_stand_ins_stand_only_where_a_prompt_could_have_them(layout):
     """What units are encoded behind is a beginning of some prompt, at positions that ascend."""
     engine = Engine(tiny_model("llama"))
     schema = Schema.from_string(NESTED, layout=layout)
-    for unit in schemas_of(engine).planner(schema).units:
+    for unit in schema.planner(engine).units:
         every = [*unit.context, *unit.runs]
         assert all(a.end <= b.start for a, b in pairwise(every))
     before = {
         unit.name: {"/".join(run.unit) for run in unit.context}
-        for unit in schemas_of(engine).planner(schema).units
+        for unit in schema.planner(engine).units
     }
     assert before["z"] == {"", "b"}
     assert before["a/c"] == {"", "a", "a/x"}

@@ -62,6 +62,14 @@ def test_modules_that_are_whole_messages_give_the_ids_of_the_chat_template(engin
         assert ids_of(engine, prompt) == engine.tokenization.tokenize(rendered).ids
 
 
+def test_empty_messages_are_there_for_other_models_too(engine):
+    empty = "<user>Hi.</user><assistant></assistant>"
+    schema = Schema.from_string(f'<schema name="s"><module name="m">{empty}</module></schema>')
+    prompt = schema.prompt(Import("m"), Said("user", "Why?"))
+    rendered = engine.tokenization.render(prompt.plain())
+    assert ids_of(engine, prompt) == engine.tokenization.tokenize(rendered).ids
+
+
 def test_a_template_that_begins_with_bos_has_it_once():
     tokenizer = copy.deepcopy(tiny_tokenizer())
     bos = tokenizer.bos_token
@@ -81,7 +89,7 @@ def test_a_template_that_begins_with_bos_has_it_once():
 def test_the_markup_is_part_of_the_modules_tokens(engine):
     schema = Schema.from_string(WHOLE)
     layout = lay_out(schema.node, engine.tokenization)
-    said = [token for run in layout.own(("copper",)) for token in run.ids]
+    said = [token for run in layout.order if run.unit == ("copper",) for token in run.ids]
     text = "<|im_start|>user\nCopper turns green in the air.<|im_end|>\n"
     assert engine.model.tokenizer.decode(said) == text
     schema.encode(engine)
@@ -136,9 +144,10 @@ def test_text_outside_messages_is_text_and_the_users_to_other_models(engine):
         "Stay calm.<|im_end|>\n<|im_start|>user\nNow?<|im_end|>\n<|im_start|>assistant\n"
     )
     shown = outline(schema, engine.tokenization).children[0].children
-    assert [node.label for node in shown if node.kind == "template"] == [
-        "begin of system",
-        "end of system",
+    (message,) = [node for node in shown if node.kind == "system"]
+    assert [node.label for node in message.children if node.kind == "template"] == [
+        "<|im_start|>system",
+        "<|im_end|>",
     ]
 
 

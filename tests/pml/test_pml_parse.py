@@ -116,7 +116,7 @@ MISTAKES = [
     (schema('<param name="p" len="0"/>'), 1, 18, "at least 1"),
     (schema('<param name="p" len="3" length="3"/>'), 1, 18, "one len"),
     (schema('<param name="p" len="3">x</param>'), 1, 18, "prompts give its argument"),
-    (schema('<param name="p" len="3"/><param name="p" len="3"/>'), 1, 1, "'p' is there twice"),
+    (schema('<param name="p" len="3"/><param name="p" len="3"/>'), 1, 43, "'p' is there twice"),
     (schema('<module name="user">x</module>'), 1, 18, "cannot be called 'user'"),
     (schema('<module name="1st">x</module>'), 1, 18, "begins with a letter"),
     (schema('<module name="a" cache="no"/>'), 1, 18, "cache is"),
@@ -149,7 +149,7 @@ MISTAKES = [
     ("<schema name='\ud800'/>", 1, 1, "half a character"),
     (schema(f'\n<param name="p" len="{"9" * 10_000}"/>'), 2, 1, "at most 9999999"),
     (schema('<param name="p" len="0"/>'), 1, 18, "at least 1"),
-    (schema('<param name="p" len="4"/>\n<param name="p" len="4"/>'), 1, 1, "there twice"),
+    (schema('<param name="p" len="4"/>\n<param name="p" len="4"/>'), 2, 1, "there twice"),
 ]
 
 

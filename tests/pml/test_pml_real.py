@@ -13,7 +13,6 @@ from cached_rag.benchmarks import bench_prompt, footprint
 from cached_rag.evaluation.measure import figures, read
 from cached_rag.kv.buffer import KVShapes
 from cached_rag.pml.examples import EXAMPLES
-from cached_rag.pml.server import schemas_of
 
 pytestmark = pytest.mark.real
 
@@ -26,7 +25,7 @@ def engine():
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_ids_are_those_of_plain_tokenisation(engine, name):
     for prompt in EXAMPLES[name]().prompts:
-        pieces = schemas_of(engine).planner(prompt.schema).assembler.pieces(prompt.turns)
+        pieces = prompt.schema.planner(engine).assembler.pieces(prompt.bits)
         ids = [token for piece in pieces for token in piece.ids]
         rendered = engine.tokenization.render(prompt.plain())
         assert ids == engine.tokenization.tokenize(rendered).ids

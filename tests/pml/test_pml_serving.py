@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -52,6 +54,10 @@ def asked(schema, part="cellar"):
     return schema.prompt(Import("door"), Import(part), Said("user", "Why?"), what="a wall")
 
 
+def own(layout, name):
+    return [run for run in layout.order if run.unit == (name,)]
+
+
 def test_assembled_ids_are_plain_tokenisation_of_the_text(engine):
     prompt = asked(house())
     for method in ("full", "reuse"):
@@ -73,7 +79,7 @@ def test_documents_never_become_control_tokens(engine):
 
 def test_union_children_share_their_start_and_parameters_have_their_room(engine):
     layout = lay_out(house().node, engine.tokenization)
-    cellar, attic = layout.own(("cellar",))[0], layout.own(("attic",))[0]
+    cellar, attic = own(layout, "cellar")[0], own(layout, "attic")[0]
     assert cellar.start == attic.start
     after = next(run for run in layout.order if run.start >= max(cellar.end, attic.end))
     assert after.start == max(cellar.end, attic.end)
@@ -114,7 +120,7 @@ def test_modules_that_are_not_cached_are_computed(engine):
     schema = house()
     with_attic = engine.generate(asked(schema, "attic"), method="reuse", max_tokens=1).report
     assert with_attic.modules_hit == 1
-    attic = lay_out(schema.node, engine.tokenization).own(("attic",))[0]
+    attic = own(lay_out(schema.node, engine.tokenization), "attic")[0]
     alone = engine.generate(
         schema.prompt(Import("door"), Said("user", "Why?"), what="a wall"),
         method="reuse",
@@ -179,6 +185,22 @@ def test_schemas_beyond_the_context_serve_prompts_that_fit():
     far = replace(schema, layout="schema")
     with pytest.raises(ContextOverflowError, match="context of 1024"):
         engine.generate(far.prompt(Import("m4"), "Why?"), method="reuse", max_tokens=4)
+
+
+def test_laying_out_a_schema_takes_work_in_proportion_to_its_modules(engine):
+    def work(count):
+        modules = "".join(f'<module name="m{i}">x</module>' for i in range(count))
+        schema = Schema.from_string(f'<schema name="s">{modules}</schema>')
+        calls = Counter()
+        sys.setprofile(lambda _frame, event, _: calls.update([event]))
+        try:
+            schema.missing(engine)
+        finally:
+            sys.setprofile(None)
+        return calls["call"] + calls["c_call"]
+
+    work(10)  # what is done once an engine
+    assert work(1000) < 2.5 * work(500)
 
 
 def test_options_that_do_not_exist_are_refused():
