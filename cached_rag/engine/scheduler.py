@@ -312,10 +312,11 @@ class Scheduler:
 
     def _fail_all(self, error: BaseException) -> None:
         with self._turning:
+            waiting = list(self._waiting)  # who comes once the first have failed is not to blame
             for one in list(self._running):
                 with contextlib.suppress(Exception):
                     self._end(one, error)
-            for request in self._waiting:
+            for request in waiting:
                 self._waiting.remove(request)
                 _finish(request, "error", error)
             self._give_up_prepared()
