@@ -56,16 +56,24 @@ def kv_files(store):
     return list(Path(store).glob("blobs/*/*.safetensors"))
 
 
-@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-def test_what_a_script_learned_is_there_for_the_next_one(end, model_folder, tmp_path):
-    assert run(model_folder, tmp_path, end=end) == (0, [f"0 {len(TEXTS)}"], "")
+@pytest.mark.parametrize("how", ["never closed", "closed", "in a thread"])
+def test_what_a_script_learned_is_there_for_the_next_one(how, model_folder, tmp_path):
+    assert run(model_folder, tmp_path, end=ENDS[how]) == (0, [f"0 {len(TEXTS)}"], "")
     assert len(kv_files(tmp_path)) >= len(TEXTS)
-    assert run(model_folder, tmp_path, end=end) == (0, [f"{len(TEXTS)} 0"], "")
+    store = StoreConfig(path=str(tmp_path))
+    with Engine.load(model_folder, store=store, dtype="float32", device="cpu") as later:
+        report = later.generate("\n\n".join([*TEXTS, "Why?"]), max_tokens=2).report
+    assert (report.modules_hit, report.modules_missed) == (len(TEXTS), 0)
+
+
+def test_a_script_that_finds_all_it_learned_ends_well(model_folder, tmp_path):
+    for found in (0, len(TEXTS)):
+        said = f"{found} {len(TEXTS) - found}"
+        assert run(model_folder, tmp_path, end=ENDS["collected"]) == (0, [said], "")
 
 
 def test_a_script_without_a_disk_ends_well(model_folder):
-    for _ in range(2):
-        assert run(model_folder, end="engine = ask(None)") == (0, [f"0 {len(TEXTS)}"], "")
+    assert run(model_folder, end="engine = ask(None)") == (0, [f"0 {len(TEXTS)}"], "")
 
 
 def test_a_forked_child_leaves_its_parents_work_alone(model_folder, tmp_path):

@@ -86,11 +86,11 @@ def test_documents_are_asked_in_the_fastest_dtype(tmp_path):
     corpus = tmp_path / "docs"
     corpus.mkdir()
     for file in find_documents(CORPUS):
-        if file.stem in ("pep-3129", "pep-0553", "pep-0604"):
+        if file.stem in ("pep-3129", "pep-0553"):
             (corpus / file.name).write_bytes(file.read_bytes())
     with CachedRAG.open(tmp_path / "index", "smollm2-135m") as rag:
         summary = rag.ingest(corpus, progress=False)
-        assert summary.added == 3
+        assert summary.added == 2
         assert summary.encoded == summary.chunks > 10
         answer = rag.ask("What does breakpoint() enter?", max_tokens=24)
         assert "pep-0553" in answer.sources[0].source

@@ -305,6 +305,7 @@ class Scheduler:
 
     def _fail_all(self, error: BaseException) -> None:
         with self._turning:
+            # Who comes once the first have failed is not to blame, so the list is made before.
             for request in [*self._running, *self._waiting]:
                 with contextlib.suppress(Exception):
                     self._finish(request, Status.FAILED, error)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 from conftest import CHUNKS, count_at_rest, tiny_model
+from doubles import Recording, slow
 from langchain_cached_rag import ChatCachedRAG
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import (
@@ -21,9 +21,14 @@ from langchain_core.messages import (
 from langchain_core.prompts import ChatPromptTemplate
 from pydantic import ValidationError
 
-from cached_rag import CachedRAG, ConfigError, Engine, LanguageModel
+from cached_rag import CachedRAG, ConfigError, Engine
 
 QUESTION = f"{CHUNKS[0]}\n\nWhy?"
+
+
+@pytest.fixture
+def engine():
+    return Engine(Recording(tiny_model("llama")))
 
 
 @pytest.fixture
@@ -209,47 +214,36 @@ def test_an_index_can_be_the_engine(engine, tmp_path):
         assert ChatCachedRAG(engine=unloaded)._model == "no-such-model"  # and nothing was loaded
 
 
-def test_the_first_token_is_handed_over_when_it_is_made(llm, monkeypatch):
-    steps = []
-    original = LanguageModel.step
-
-    def counting(model, batch):
-        steps.append(len(batch))
-        return original(model, batch)
-
-    monkeypatch.setattr(LanguageModel, "step", counting)
+def test_the_first_token_is_handed_over_when_it_is_made(llm):
+    steps, is_here = llm.engine.model.steps, threading.Event()
     stream = llm.stream(QUESTION)
     next(stream)
     assert len(steps) <= 1  # LangChain holds nothing back; one token may be half a character
     list(stream)
     assert len(steps) > 3
 
+    def held(_):
+        assert len(steps) <= 1 or is_here.wait(60)
+
     async def first():
-        steps.clear()
         async for _ in llm.astream(QUESTION):
-            return len(steps)
-        return None
+            is_here.set()
 
-    assert asyncio.run(first()) <= 1
+    steps.clear()
+    llm.engine.model.before = held
+    asyncio.run(first())
+    assert len(steps) > 3
 
 
-def slow_steps(monkeypatch):
-    """Each decoding step takes 20 ms; returns what counts them."""
-    steps = []
-    original = LanguageModel.step
-
-    def slow(model, batch):
-        time.sleep(0.02)
-        steps.append(time.monotonic())
-        return original(model, batch)
-
-    monkeypatch.setattr(LanguageModel, "step", slow)
-    return steps
+@pytest.fixture
+def steps(engine):
+    """The engine's steps, each of which takes 20 ms."""
+    engine.model.before = slow(0.02)
+    return engine.model.steps
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_cancelling_stops_the_generation(llm, monkeypatch, streams):
-    steps = slow_steps(monkeypatch)
+def test_cancelling_stops_the_generation(llm, steps, streams):
     # nothing the random model says ends it early
     llm = llm.model_copy(update={"max_tokens": 400, "temperature": 5.0, "seed": 1})
 
@@ -273,18 +267,15 @@ def test_cancelling_stops_the_generation(llm, monkeypatch, streams):
     assert llm.invoke(QUESTION, max_tokens=2, temperature=0).content  # the model is free again
 
 
-def test_closing_a_stream_stops_the_generation(llm, monkeypatch):
-    steps = slow_steps(monkeypatch)
+def test_closing_a_stream_stops_the_generation(llm, steps):
     stream = llm.stream(QUESTION, max_tokens=400)
     next(stream)
     stream.close()
-    count = len(steps)
-    time.sleep(0.1)
-    assert len(steps) == count <= 3
+    assert count_at_rest(steps) <= 3
 
 
-def test_the_event_loop_goes_on_while_the_model_works(llm, monkeypatch):
-    slow_steps(monkeypatch)
+@pytest.mark.usefixtures("steps")
+def test_the_event_loop_goes_on_while_the_model_works(llm):
 
     async def main():
         beats = 0
@@ -309,23 +300,17 @@ def test_the_event_loop_goes_on_while_the_model_works(llm, monkeypatch):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_batch_is_a_batch(llm, monkeypatch, is_async):
+def test_a_batch_is_a_batch(llm, is_async):
     questions = [f"{chunk}\n\nWhy?" for chunk in CHUNKS * 2]
     alone = [llm.invoke(question).content for question in questions]
-    sizes = []
-    original = LanguageModel.step
-
-    def recording(model, batch):
-        sizes.append(len(batch))
-        return original(model, batch)
-
-    monkeypatch.setattr(LanguageModel, "step", recording)
+    llm.engine.model.steps.clear()
     config = {"max_concurrency": 6}
     if is_async:
         together = asyncio.run(llm.abatch(questions, config))
     else:
         together = llm.batch(questions, config)
     assert [answer.content for answer in together] == alone
+    sizes = [len(rows) for rows in llm.engine.model.steps]
     assert max(sizes) > 2
     assert len(sizes) < sum(sizes) / 2
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from conftest import CHUNKS
+from conftest import CHUNKS, tiny_model
+from doubles import Recording
 from langchain_cached_rag import CachedRAGLLM
 from langchain_core.caches import InMemoryCache
 from langchain_core.prompts import PromptTemplate
 
-from cached_rag import LanguageModel
+from cached_rag import Engine
 
 PROMPTS = [f"{chunk}\n\nQ: why?\nA:" for chunk in CHUNKS * 2]
 TEMPLATE = PromptTemplate.from_template("Read this.\n\n{context}\n\nQ: {question}\nA:")
+
+
+@pytest.fixture
+def engine():
+    return Engine(Recording(tiny_model("llama")))
 
 
 @pytest.fixture
@@ -36,22 +42,17 @@ def test_all_ways_of_asking_give_the_same_text(llm):
 
 def test_a_batch_is_one_call(llm, monkeypatch):
     alone = [llm.invoke(prompt) for prompt in PROMPTS]
-    calls, sizes = [], []
-    generate, step = CachedRAGLLM._generate, LanguageModel.step
+    llm.engine.model.steps.clear()
+    calls, generate_batch = [], llm.engine.generate_batch
 
-    def recording(self, prompts, *args, **kwargs):
+    def recording(prompts, *args, **options):
         calls.append(len(prompts))
-        return generate(self, prompts, *args, **kwargs)
+        return generate_batch(prompts, *args, **options)
 
-    def sized(model, batch):
-        sizes.append(len(batch))
-        return step(model, batch)
-
-    monkeypatch.setattr(CachedRAGLLM, "_generate", recording)
-    monkeypatch.setattr(LanguageModel, "step", sized)
+    monkeypatch.setattr(llm.engine, "generate_batch", recording)
     assert llm.batch(PROMPTS) == alone
     assert calls == [len(PROMPTS)]
-    assert max(sizes) > 2
+    assert max(map(len, llm.engine.model.steps)) > 2
     assert asyncio.run(llm.abatch(PROMPTS)) == alone
 
 

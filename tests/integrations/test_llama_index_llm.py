@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import ClassVar
 
 import pytest
 from conftest import CHUNKS, count_at_rest, tiny_model
+from doubles import Recording, slow
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler, TokenCountingHandler
 from llama_index.core.instrumentation import get_dispatcher
@@ -16,10 +16,15 @@ from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.prompts import PromptTemplate
 from llama_index.llms.cached_rag import CachedRAGLLM, CacheReportHandler
 
-from cached_rag import CachedRAG, ConfigError, LanguageModel
+from cached_rag import CachedRAG, ConfigError, Engine
 
 QUESTION = "Why is copper green, and the lamp lit?"
 MESSAGES = [ChatMessage(role="system", content="Be brief."), ChatMessage(content=QUESTION)]
+
+
+@pytest.fixture
+def engine():
+    return Engine(Recording(tiny_model("llama")))
 
 
 @pytest.fixture
@@ -205,16 +210,9 @@ def test_a_prompt_gives_its_head_to_what_is_encoded(llm):
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_cancelling_stops_the_generation_and_the_loop_goes_on(llm, monkeypatch, streams):
-    steps, beats = [], []
-    original = LanguageModel.step
-
-    def slow(model, batch):
-        time.sleep(0.02)
-        steps.append(len(batch))
-        return original(model, batch)
-
-    monkeypatch.setattr(LanguageModel, "step", slow)
+def test_cancelling_stops_the_generation_and_the_loop_goes_on(engine, llm, streams):
+    steps, beats = engine.model.steps, []
+    engine.model.before = slow(0.02)
     options = {"max_tokens": 400, "temperature": 5.0, "seed": 1}
 
     async def use():

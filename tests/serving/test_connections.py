@@ -12,13 +12,12 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from conftest import tiny_model
+from doubles import Recording, slow
 from served import GREEDY, MESSAGES, connected, received, running, until
 
-from cached_rag import Engine, LanguageModel
+from cached_rag import Engine
 from cached_rag.server import limits
 from cached_rag.server.limits import Share, default_disk_bytes, share_descriptors
-
-STEP = LanguageModel.step
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
 
@@ -85,15 +84,15 @@ def test_who_does_not_read_is_dropped(engine):
             asking.join()
 
 
-def test_who_waits_for_an_answer_and_takes_it_is_not_dropped(engine, monkeypatch):
-    def slower(model, batch):
-        time.sleep(0.1)
-        return STEP(model, batch)
-
-    monkeypatch.setattr(LanguageModel, "step", slower)
-    with running(engine, connections={"client_seconds": 0.5}) as server:
+def test_who_waits_for_an_answer_and_takes_it_is_not_dropped():
+    model = Recording(tiny_model("llama"), slow(0.1))
+    model.eos_ids = frozenset()
+    with (
+        Engine(model) as engine,
+        running(engine, connections={"client_seconds": 0.5}) as server,
+    ):
         for stream in (True, False):
-            body = GREEDY | {"messages": MESSAGES, "max_tokens": 30, "stream": stream}
+            body = GREEDY | {"messages": MESSAGES, "max_tokens": 12, "stream": stream}
             body |= {"temperature": 1, "seed": 3}
             url = f"{server.address}/v1/chat/completions"
             got = httpx.post(url, json=body, timeout=60)
@@ -101,16 +100,11 @@ def test_who_waits_for_an_answer_and_takes_it_is_not_dropped(engine, monkeypatch
             assert "[DONE]" in got.text or got.json()["choices"]
 
 
-def test_idle_connections_lock_nobody_out(engine, monkeypatch):
+def test_idle_connections_lock_nobody_out():
     """The one that waits longest for its client goes; none that waits for us."""
-    is_held = threading.Event()
-
-    def held(model, batch):
-        is_held.wait(20)
-        return STEP(model, batch)
-
-    monkeypatch.setattr(LanguageModel, "step", held)
+    may_go = threading.Event()
     with (
+        Engine(Recording(tiny_model("llama"), lambda _: may_go.wait(20))) as engine,
         ThreadPoolExecutor(1) as threads,
         running(engine, connections={"max_connections": 8}) as server,
         contextlib.ExitStack() as idle,
@@ -126,7 +120,7 @@ def test_idle_connections_lock_nobody_out(engine, monkeypatch):
         assert received(first) == b""
         assert len(server.server_state.connections) <= 8
         assert httpx.get(f"{server.address}/health").status_code == 200
-        is_held.set()
+        may_go.set()
         assert waiting.result().status_code == 200
 
 

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
 from conftest import CHUNKS, tiny_model
+from doubles import Recording, slow
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 from served import GREEDY, MESSAGES, NAME, serving, until
 
-from cached_rag import BatchConfig, Engine, LanguageModel, StoreConfig
+from cached_rag import BatchConfig, Engine, StoreConfig
 from cached_rag.server.tenants import Tenants, namespace
-
-STEP = LanguageModel.step
 
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine(tiny_model("llama")) as made:
+    with Engine(Recording(tiny_model("llama"))) as made:
         yield made
 
 
@@ -43,17 +40,19 @@ def client(server):
 
 
 @pytest.fixture
-def slow(monkeypatch):
-    """Every pass takes 20 ms; the list of passes."""
-    passes = []
+def steps(engine):
+    """The module's engine's steps; each takes 20 ms."""
+    engine.model.steps.clear()
+    engine.model.before = slow(0.02)
+    yield engine.model.steps
+    engine.model.before = slow(0)
 
-    def slower(model, batch):
-        time.sleep(0.02)
-        passes.append(len(batch))
-        return STEP(model, batch)
 
-    monkeypatch.setattr(LanguageModel, "step", slower)
-    return passes
+def slow_engine(**bounds):
+    """One that is the test's own, with as slow steps and answers that nothing ends early."""
+    model = Recording(tiny_model("llama"), slow(0.02))
+    model.eos_ids = frozenset()
+    return Engine(model, batch=BatchConfig(**bounds))
 
 
 def test_a_conversation_goes_on_with_the_servers_own_messages(client):
@@ -259,9 +258,9 @@ def test_langchains_client_works_against_it(server, engine):
     assert asyncio.run(llm.ainvoke(question)).content == expected
 
 
-def test_requests_at_the_same_time_are_made_together(client, slow):
+def test_requests_at_the_same_time_are_made_together(client, steps):
     asked = [[{"role": "user", "content": f"{CHUNKS[0]} Question {n}?"}] for n in range(6)]
-    options = GREEDY | {"max_tokens": 40}
+    options = GREEDY | {"max_tokens": 20}
     with ThreadPoolExecutor(6) as threads:
         found = list(
             threads.map(lambda m: client.chat.completions.create(messages=m, **options), asked)
@@ -269,11 +268,11 @@ def test_requests_at_the_same_time_are_made_together(client, slow):
     alone = [client.chat.completions.create(messages=m, **options) for m in asked]
     texts = [[answer.choices[0].message.content for answer in some] for some in (found, alone)]
     assert texts[0] == texts[1]
-    assert max(slow) > 3
+    assert max(map(len, steps)) > 3
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_leaves_stops_the_answer(server, slow, stream):
+def test_who_leaves_stops_the_answer(server, steps, stream):
     address, service = server
     body = GREEDY | {"messages": MESSAGES, "max_tokens": 600, "stream": stream, "temperature": 2}
     with httpx.Client() as leaving, contextlib.suppress(httpx.ReadTimeout):
@@ -282,7 +281,7 @@ def test_who_leaves_stops_the_answer(server, slow, stream):
             next(response.iter_lines())
     assert until(lambda: service.num_open == 0)
     assert until(lambda: service.engine.scheduler.num_running == 0)
-    assert len(slow) < 500
+    assert len(steps) < 500
 
 
 def test_the_next_turn_of_a_conversation_is_mostly_cached():
@@ -329,11 +328,11 @@ def test_keys_tenants_and_limits():
     engine.close()
 
 
-def test_who_finds_the_queue_full_is_told_to_come_again(slow):
-    engine = Engine(tiny_model("llama"), batch=BatchConfig(max_rows=1, max_waiting=1))
+def test_who_finds_the_queue_full_is_told_to_come_again():
+    engine = slow_engine(max_rows=1, max_waiting=1)
     with serving(engine) as (address, service):
         url = f"{address}/v1/chat/completions"
-        body = GREEDY | {"messages": MESSAGES, "max_tokens": 60}
+        body = GREEDY | {"messages": MESSAGES, "max_tokens": 40}
         with ThreadPoolExecutor(2) as threads:
             busy = [threads.submit(httpx.post, url, json=body, timeout=60) for _ in range(2)]
             assert until(lambda: engine.scheduler.num_running + engine.scheduler.num_waiting == 2)
@@ -349,8 +348,8 @@ def test_who_finds_the_queue_full_is_told_to_come_again(slow):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_server_that_stops_finishes_what_runs(slow, caplog, stream):
-    engine = Engine(tiny_model("llama"))
+def test_a_server_that_stops_finishes_what_runs(caplog, stream):
+    engine = slow_engine()
     with ThreadPoolExecutor(1) as threads, serving(engine, drain=20) as (address, service):
         body = GREEDY | {"messages": MESSAGES, "max_tokens": 30, "stream": stream}
         body |= {"stream_options": {"include_usage": True}} if stream else {}
@@ -366,8 +365,8 @@ def test_a_server_that_stops_finishes_what_runs(slow, caplog, stream):
     engine.close()
 
 
-def test_a_server_that_must_stop_says_what_it_cut_off(slow, caplog):
-    engine = Engine(dataclasses.replace(tiny_model("llama"), eos_ids=frozenset()))
+def test_a_server_that_must_stop_says_what_it_cut_off(caplog):
+    engine = slow_engine()
     with serving(engine, drain=1) as (address, service):
         body = GREEDY | {"messages": MESSAGES, "max_tokens": 600, "stream": True}
         url = f"{address}/v1/chat/completions"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import signal
 import time
@@ -11,24 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from conftest import CHUNKS, tiny_model
+from doubles import Recording, slow
 from served import GREEDY, MESSAGES, running, until
 
-from cached_rag import Engine, LanguageModel
+from cached_rag import Engine
 from cached_rag.library.encode import EncodeSummary
-
-STEP = LanguageModel.step
 
 
 @pytest.fixture
-def engine(monkeypatch):
+def engine():
     """Answers that take 12 seconds."""
-
-    def slower(model, batch):
-        time.sleep(0.02)
-        return STEP(model, batch)
-
-    monkeypatch.setattr(LanguageModel, "step", slower)
-    with Engine(dataclasses.replace(tiny_model("llama"), eos_ids=frozenset())) as made:
+    model = Recording(tiny_model("llama"), slow(0.02))
+    model.eos_ids = frozenset()
+    with Engine(model) as made:
         yield made
 
 
