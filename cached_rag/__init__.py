@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         RelocationError,
         StoreError,
         StoreFullError,
+        needs_extra,
     )
     from cached_rag.library.context import PRIMER, Context
     from cached_rag.library.encode import EncodeSummary
@@ -85,6 +86,7 @@ __all__ = [
     "StoreFullError",
     "Stream",
     "load_model",
+    "needs_extra",
     "wrap_model",
 ]
 
