@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cached_rag.engine.engine import Engine
     from cached_rag.engine.report import Report
     from cached_rag.engine.stream import Stream
+    from cached_rag.engine.template_head import template_head
     from cached_rag.errors import (
         BusyError,
         CachedRAGError,
@@ -87,13 +88,14 @@ __all__ = [
     "Stream",
     "load_model",
     "needs_extra",
+    "template_head",
     "wrap_model",
 ]
 
 _MODULES = (
     *("errors", "config", "library.context", "engine.report", "engine.decoding", "engine.stream"),
     *("backends.transformers.loading", "library.encode"),
-    *("pml", "engine.engine", "rag", "rag.answer", "rag.ingest", "rag.rag"),
+    *("pml", "engine.engine", "engine.template_head", "rag", "rag.answer", "rag.ingest", "rag.rag"),
 )
 
 

@@ -6,7 +6,7 @@ Knows content blocks; knows no engine.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from langchain_core.messages import (
@@ -18,9 +18,12 @@ from langchain_core.messages import (
     message_chunk_to_message,
 )
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.prompt_values import PromptValue
+from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, MessagesPlaceholder
 
 from cached_rag import Report
 
+Prompt = str | list[dict[str, str]]
 # Tools' and functions' results are something the model is told, as by a user: few templates of
 # local models know more roles.
 _ROLES = {
@@ -40,6 +43,14 @@ def plain(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
         for message in messages
     ]
     return [{"role": _role(message), "content": _content(message)} for message in whole]
+
+
+def filled(template: BasePromptTemplate[Any], values: Mapping[str, str]) -> PromptValue:
+    """A template with strings for its variables; those that stand for messages get a user's."""
+    parts = template.messages if isinstance(template, ChatPromptTemplate) else []
+    listed = {part.variable_name for part in parts if isinstance(part, MessagesPlaceholder)}
+    messages = {name: [HumanMessage(value)] for name, value in values.items() if name in listed}
+    return template.format_prompt(**{**values, **messages})
 
 
 def handed_over(messages: Sequence[BaseMessage]) -> list[str]:
