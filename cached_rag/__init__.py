@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from cached_rag.library.context import PRIMER, Context
     from cached_rag.library.encode import EncodeSummary
+    from cached_rag.library.ledger import Ledger
     from cached_rag.pml import Import, Said, Schema, SchemaPrompt
     from cached_rag.rag import Embedder, Hit, IndexedDocument
     from cached_rag.rag.answer import Answer, AnswerStream
@@ -73,6 +74,7 @@ __all__ = [
     "IndexedDocument",
     "IngestSummary",
     "LanguageModel",
+    "Ledger",
     "MissingPackageError",
     "ModelError",
     "ModelNotFoundError",
@@ -94,7 +96,7 @@ __all__ = [
 
 _MODULES = (
     *("errors", "config", "library.context", "engine.report", "engine.decoding", "engine.stream"),
-    *("backends.transformers.loading", "library.encode"),
+    *("backends.transformers.loading", "library.encode", "library.ledger"),
     *("pml", "engine.engine", "engine.template_head", "rag", "rag.answer", "rag.ingest", "rag.rag"),
 )
 
