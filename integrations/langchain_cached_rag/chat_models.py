@@ -1,4 +1,4 @@
-"""A chat model over `cached_rag.Engine`: messages in, messages out, modules found on the way."""
+"""A chat model over `cached_rag.Engine`: messages in, messages out."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
     ) -> Stream:
         options = dict(options)
         engine = self._called(options.pop("model", None))
-        if modules := handed_over(messages):
-            engine.register(modules)
+        if chunks := handed_over(messages):
+            engine.register(chunks)
         prompt = plain(messages)
         return engine.stream(SchemaPrompt.receive(prompt) or prompt, self._config(stop, options))
 

@@ -54,17 +54,17 @@ def filled(template: BasePromptTemplate[Any], values: Mapping[str, str]) -> Prom
 
 
 def handed_over(messages: Sequence[BaseMessage]) -> list[str]:
-    """Texts given as modules: the text blocks of users' block lists.
+    """Texts given as chunks: the text blocks of users' block lists.
 
-    The last block of a list is a question, and no module, unless the user goes on in another
+    The last block of a list is a question, and no chunk, unless the user goes on in another
     message.
     """
-    modules: list[str] = []
+    chunks: list[str] = []
     for message, following in zip(messages, [*messages[1:], None], strict=True):
         if isinstance(message, HumanMessage) and isinstance(message.content, list):
             blocks = list(_texts(message))
-            modules += blocks if isinstance(following, HumanMessage) else blocks[:-1]
-    return modules
+            chunks += blocks if isinstance(following, HumanMessage) else blocks[:-1]
+    return chunks
 
 
 def usage(report: Report) -> UsageMetadata:
@@ -95,7 +95,10 @@ def _role(message: BaseMessage) -> str:
     if isinstance(message, ChatMessage):
         return _ROLES.get(message.role, message.role)
     if message.type not in _ROLES:
-        raise ValueError(f"a message of type {message.type!r} is nothing a model can be told")
+        raise ValueError(
+            f"a message of type {message.type!r} cannot be shown to the model, which knows "
+            f"{sorted(_ROLES)}; turn it into one of these, or leave it out"
+        )
     return _ROLES[message.type]
 
 

@@ -160,7 +160,7 @@ class EngineSettings(BaseModel):
         options = {name: value for name, value in options.items() if name != "stream"}
         return GenerationConfig(**settings).replace(**options)
 
-    # Modules ---------------------------------------------------------------------------------
+    # Chunks ----------------------------------------------------------------------------------
 
     def encode(
         self,
@@ -204,14 +204,14 @@ class EngineSettings(BaseModel):
                 self.encode_all([text], **where)
 
     def learn(self, texts: Sequence[str], encode: Encode, **where: Any) -> None:
-        """Encode texts now, or know them, so that they are encoded after their first use."""
+        """Encode texts now, or after the first answer that used them, or not at all."""
         if encode == "eager":
             self.encode_all(texts, **where)
         elif encode == "background":
             self.register(texts)
 
     def register(self, texts: Iterable[str]) -> None:
-        """Know texts as modules; what of them a prompt contains is encoded behind it, later."""
+        """Know texts as chunks: those that prompts contain are encoded after the answers."""
         self.loaded_engine().register(list(texts))
 
     def prefetch(self, texts: Iterable[str]) -> None:

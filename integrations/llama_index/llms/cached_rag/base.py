@@ -1,4 +1,4 @@
-"""An LLM over `cached_rag.Engine`: chat and completion, modules found on the way.
+"""An LLM over `cached_rag.Engine`: chat and completion, with known chunks found in any prompt.
 
 Uses public names of `cached_rag` only; knows no tensor.
 """
@@ -144,7 +144,7 @@ class CachedRAGLLM(CustomLLM):
         """Token ids of a text: what `Settings.tokenizer` wants, so that limits are the model's."""
         return self.loaded_engine().tokenization.literal(text).ids
 
-    # Modules ---------------------------------------------------------------------------------
+    # Chunks ----------------------------------------------------------------------------------
 
     def encode(
         self,
@@ -179,7 +179,7 @@ class CachedRAGLLM(CustomLLM):
         return self.encode([module_text(node) for node in nodes], **kwargs)
 
     def register(self, texts: Iterable[str]) -> None:
-        """Know texts as modules; what of them a prompt contains is encoded behind it, later."""
+        """Know texts as chunks: those that prompts contain are encoded after the answers."""
         self.loaded_engine().register(list(texts))
 
     def prefetch(self, texts: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Response synthesis that leaves modules whole."""
+"""Response synthesis that leaves chunks whole."""
 
 from cached_rag import needs_extra
 
