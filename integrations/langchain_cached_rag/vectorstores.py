@@ -8,14 +8,14 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.prompts import BasePromptTemplate
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
-from cached_rag import Ledger
+from cached_rag import ConfigError, Ledger
 from langchain_cached_rag.settings import Encode, EngineSettings
 
 _log = logging.getLogger(__name__)
@@ -75,7 +75,17 @@ class CachedRAGVectorStore(VectorStore):
             ledger: file that remembers which document has which text, so that a later process can
                 forget what it deletes; None for memory. A store that implements `get_by_ids` is
                 asked for texts that the ledger does not know.
+
+        Raises:
+            cached_rag.ConfigError: `vector_store` is none, or `encode` none of these.
         """
+        if not isinstance(vector_store, VectorStore):
+            kind = type(vector_store).__name__
+            raise ConfigError(
+                f"a {kind} is no vector store; give one, such as InMemoryVectorStore(embeddings)"
+            )
+        if encode not in get_args(Encode):
+            raise ConfigError(f"encode is one of {get_args(Encode)}, not {encode!r}")
         self.vector_store = vector_store
         self._llm, self._encode = llm, encode
         self._prompt, self._variable = prompt, variable

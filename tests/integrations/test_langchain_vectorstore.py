@@ -15,7 +15,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_qdrant import QdrantVectorStore
 from qdrant_client import QdrantClient, models
 
-from cached_rag import Engine, StoreConfig
+from cached_rag import ConfigError, Engine, StoreConfig
 
 FAKE = DeterministicFakeEmbedding(size=6)
 IDS = [str(UUID(int=number)) for number in range(1, 4)]
@@ -282,6 +282,13 @@ def test_a_store_of_any_class_is_made_from_texts(llm):
     with pytest.raises(TypeError, match="colection"):
         CachedRAGVectorStore.from_texts(CHUNKS, FAKE, llm=llm, colection="documents")
     store.close()
+
+
+def test_what_cannot_be_wrapped_is_refused(llm):
+    with pytest.raises(ConfigError, match="DeterministicFakeEmbedding is no vector store"):
+        CachedRAGVectorStore(FAKE, llm)
+    with pytest.raises(ConfigError, match=r"'eager', 'background', 'off'.*'sometimes'"):
+        CachedRAGVectorStore(InMemoryVectorStore(FAKE), llm, encode="sometimes")
 
 
 def test_a_store_is_made_from_documents_asynchronously(llm):
