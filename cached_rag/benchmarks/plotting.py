@@ -5,19 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cached_rag.errors import EvaluationError, install
+from cached_rag.errors import EvaluationError, needs_extra
 
 
 def new_figure() -> tuple[Any, Any]:
     """A figure and its axes.
 
     Raises:
-        EvaluationError: matplotlib is missing.
+        MissingPackageError: matplotlib is not installed.
     """
-    try:
+    with needs_extra("bench", "a plot"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise EvaluationError(f"plots need matplotlib; {install('bench')}") from error
     figure = Figure(figsize=(8, 5), layout="constrained")
     return figure, figure.subplots()
 

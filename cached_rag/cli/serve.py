@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from cached_rag.cli.terminal import err, require_index
-from cached_rag.errors import ConfigError, MissingPackageError
+from cached_rag.errors import ConfigError, needs_extra
 
 
 def serve_command(
@@ -54,15 +54,13 @@ def serve_command(
     device: Annotated[str | None, typer.Option(help="cpu, cuda or mps.")] = None,
 ) -> None:
     """Serve a model over OpenAI's protocol, with cached texts wherever they occur in prompts."""
-    try:
+    with needs_extra("serve", "the server"):
         from cached_rag.server.app import create_app
         from cached_rag.server.gate import LOCAL_HOSTS
         from cached_rag.server.limits import default_disk_bytes, share_descriptors
         from cached_rag.server.run import Server, bind
         from cached_rag.server.service import Service
         from cached_rag.server.tenants import Keys
-    except ModuleNotFoundError as error:
-        raise MissingPackageError("the server", "serve", error) from error
     from cached_rag import BatchConfig, CachedRAG, Engine, StoreConfig
 
     keys = Keys(api_key or [])

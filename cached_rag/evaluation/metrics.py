@@ -13,12 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cached_rag.errors import EvaluationError, install
+from cached_rag.errors import needs_extra
 
-try:
+with needs_extra("bench", "evaluation"):
     from rouge_score.rouge_scorer import RougeScorer
-except ImportError as error:
-    raise EvaluationError(f"evaluation needs rouge-score; {install('bench')}") from error
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -9,7 +9,7 @@ import numpy as np
 
 from cached_rag.backends.resolve import wheel_file
 from cached_rag.backends.thread import on_model_thread
-from cached_rag.errors import ModelNotFoundError
+from cached_rag.errors import ModelNotFoundError, needs_extra
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,6 +46,7 @@ class Embedder:
 
         Raises:
             ModelNotFoundError: the embedding model cannot be loaded.
+            MissingPackageError: sentence-transformers is not installed.
         """
         options = {"convert_to_numpy": True, "show_progress_bar": False}
         vectors = on_model_thread(
@@ -55,7 +56,8 @@ class Embedder:
 
     def _loaded(self) -> Any:
         if self._model is None:
-            from sentence_transformers import SentenceTransformer
+            with needs_extra("rag", "embedding texts"):
+                from sentence_transformers import SentenceTransformer
 
             try:
                 self._model = SentenceTransformer(_folder(self.name), device=self._device)

@@ -16,7 +16,7 @@ from cached_rag.backends.tokenizer import Message
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Clock
-from cached_rag.errors import ConfigError, IndexMismatchError
+from cached_rag.errors import ConfigError, IndexMismatchError, needs_extra
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.store.holdings import forget
 from cached_rag.library.context import Context
@@ -33,6 +33,12 @@ from cached_rag.rag.answer import Answer, AnswerStream, conversation, remarks
 from cached_rag.rag.ingest import Ingestion, IngestSummary
 from cached_rag.rag.prompts import Prompts, Turn, searched
 from cached_rag.rag.settings import DEFAULTS, context_kind, contexts
+
+# What `[rag]` brings, for the index, embeddings and readers.
+_MODULES = (
+    *("faiss", "sentence_transformers", "charset_normalizer", "docutils", "inscriptis"),
+    *("markdown_it", "pypdf"),
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class CachedRAG:
         self._loading = threading.Lock()  # several may be the first to ask
 
     @classmethod
+    @needs_extra("rag", "an index of documents", *_MODULES)
     def open(
         cls,
         path: str | Path,
@@ -118,6 +125,7 @@ class CachedRAG:
         Raises:
             IndexMismatchError: the index was made with other settings.
             ConfigError: a bad setting.
+            MissingPackageError: the packages of `[rag]` are not installed.
         """
         named = embedding if isinstance(embedding, str) or embedding is None else embedding.name
         asked = {

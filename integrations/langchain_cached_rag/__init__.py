@@ -1,8 +1,8 @@
 """LangChain on models that reuse the KV of text they have read before."""
 
-from cached_rag import MissingPackageError
+from cached_rag import needs_extra
 
-try:
+with needs_extra("langchain", "the integration with LangChain"):
     from langchain_cached_rag.callbacks import CacheReportHandler
     from langchain_cached_rag.chat_models import ChatCachedRAG
     from langchain_cached_rag.embeddings import SentenceTransformerEmbeddings
@@ -10,8 +10,6 @@ try:
     from langchain_cached_rag.retrievers import CachedRetriever
     from langchain_cached_rag.schemas import PMLPromptTemplate
     from langchain_cached_rag.vectorstores import CachedRAGVectorStore
-except ModuleNotFoundError as error:
-    raise MissingPackageError("the integration with LangChain", "langchain", error) from error
 
 __all__ = [
     "CacheReportHandler",

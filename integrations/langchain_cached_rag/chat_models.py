@@ -1,4 +1,4 @@
-"""A chat model over `cached_rag.Engine`: messages in, messages out, modules found on the way."""
+"""A chat model over `cached_rag.Engine`: messages in, messages out."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
 from cached_rag import Engine, SchemaPrompt, Stream
-from langchain_cached_rag.messages import handed_over, metadata, plain, usage
-from langchain_cached_rag.prompts import Prompt
+from langchain_cached_rag.messages import Prompt, handed_over, metadata, plain, usage
 from langchain_cached_rag.settings import EngineSettings
 
 
@@ -22,8 +21,8 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
     """A local chat model that does not prefill text again whose KV it holds.
 
     Whatever its engine has encoded is found in any prompt by its text, so chains, templates and
-    retrievers stay as they are. Put `CachedRetriever` around the retriever, use
-    `CachedRAGVectorStore`, or encode texts yourself.
+    retrievers stay as they are. Put `CachedRetriever` around the retriever, or
+    `CachedRAGVectorStore` around the vector store, or encode texts yourself.
 
     Setup:
         `pip install -e ".[langchain]"` in a checkout of Cached RAG
@@ -57,8 +56,8 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
     ) -> Stream:
         options = dict(options)
         engine = self._called(options.pop("model", None))
-        if modules := handed_over(messages):
-            engine.register(modules)
+        if chunks := handed_over(messages):
+            engine.register(chunks)
         prompt = plain(messages)
         return engine.stream(SchemaPrompt.receive(prompt) or prompt, self._config(stop, options))
 

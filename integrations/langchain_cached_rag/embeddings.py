@@ -24,6 +24,8 @@ class SentenceTransformerEmbeddings(Embeddings):
 
         Raises:
             cached_rag.ModelNotFoundError: the embedding model cannot be loaded.
+            cached_rag.MissingPackageError: `[rag]`, which brings sentence-transformers, is not
+                installed.
         """
         return self._embedder.embed(texts).tolist() if texts else []
 

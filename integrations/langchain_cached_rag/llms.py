@@ -13,8 +13,7 @@ from langchain_core.language_models.base import LangSmithParams
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
 from cached_rag import Report, SchemaPrompt, Stream
-from langchain_cached_rag.messages import metadata, usage
-from langchain_cached_rag.prompts import Prompt
+from langchain_cached_rag.messages import Prompt, metadata, usage
 from langchain_cached_rag.settings import GENERATION_SETTINGS, EngineSettings
 
 

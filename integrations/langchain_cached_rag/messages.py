@@ -6,7 +6,7 @@ Knows content blocks; knows no engine.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from langchain_core.messages import (
@@ -18,9 +18,12 @@ from langchain_core.messages import (
     message_chunk_to_message,
 )
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.prompt_values import PromptValue
+from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, MessagesPlaceholder
 
 from cached_rag import Report
 
+Prompt = str | list[dict[str, str]]
 # Tools' and functions' results are something the model is told, as by a user: few templates of
 # local models know more roles.
 _ROLES = {
@@ -42,18 +45,26 @@ def plain(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
     return [{"role": _role(message), "content": _content(message)} for message in whole]
 
 
-def handed_over(messages: Sequence[BaseMessage]) -> list[str]:
-    """Texts given as modules: the text blocks of users' block lists.
+def filled(template: BasePromptTemplate[Any], values: Mapping[str, str]) -> PromptValue:
+    """A template with strings for its variables; those that stand for messages get a user's."""
+    parts = template.messages if isinstance(template, ChatPromptTemplate) else []
+    listed = {part.variable_name for part in parts if isinstance(part, MessagesPlaceholder)}
+    messages = {name: [HumanMessage(value)] for name, value in values.items() if name in listed}
+    return template.format_prompt(**{**values, **messages})
 
-    The last block of a list is a question, and no module, unless the user goes on in another
+
+def handed_over(messages: Sequence[BaseMessage]) -> list[str]:
+    """Texts given as chunks: the text blocks of users' block lists.
+
+    The last block of a list is a question, and no chunk, unless the user goes on in another
     message.
     """
-    modules: list[str] = []
+    chunks: list[str] = []
     for message, following in zip(messages, [*messages[1:], None], strict=True):
         if isinstance(message, HumanMessage) and isinstance(message.content, list):
             blocks = list(_texts(message))
-            modules += blocks if isinstance(following, HumanMessage) else blocks[:-1]
-    return modules
+            chunks += blocks if isinstance(following, HumanMessage) else blocks[:-1]
+    return chunks
 
 
 def usage(report: Report) -> UsageMetadata:
@@ -84,7 +95,10 @@ def _role(message: BaseMessage) -> str:
     if isinstance(message, ChatMessage):
         return _ROLES.get(message.role, message.role)
     if message.type not in _ROLES:
-        raise ValueError(f"a message of type {message.type!r} is nothing a model can be told")
+        raise ValueError(
+            f"a message of type {message.type!r} cannot be shown to the model, which knows "
+            f"{sorted(_ROLES)}; turn it into one of these, or leave it out"
+        )
     return _ROLES[message.type]
 
 

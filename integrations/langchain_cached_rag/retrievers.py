@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Any
 
 from langchain_core.callbacks import (
     AsyncCallbackManagerForRetrieverRun,
@@ -14,9 +14,7 @@ from langchain_core.prompts import BasePromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from pydantic import ConfigDict, InstanceOf
 
-from langchain_cached_rag.settings import EngineSettings
-
-Encode = Literal["eager", "background", "off"]
+from langchain_cached_rag.settings import Encode, EngineSettings
 
 
 class CachedRetriever(BaseRetriever):
@@ -68,8 +66,5 @@ class CachedRetriever(BaseRetriever):
 
     def _know(self, documents: list[Document]) -> None:
         texts = [document.page_content for document in documents]
-        if self.encode == "eager":
-            self.llm.encode_all(texts, prompt=self.prompt, variable=self.variable)
-        elif self.encode == "background":
-            self.llm.register(texts)
+        self.llm.learn(texts, self.encode, prompt=self.prompt, variable=self.variable)
         self.llm.prefetch(texts)

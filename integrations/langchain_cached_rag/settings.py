@@ -9,7 +9,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 from langchain_core.prompts import BasePromptTemplate
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
@@ -22,10 +22,14 @@ from cached_rag import (
     Engine,
     GenerationConfig,
     StoreConfig,
+    template_head,
 )
-from langchain_cached_rag.prompts import Prompt, head_of
+from langchain_cached_rag.messages import Prompt, filled
 
 _log = logging.getLogger(__name__)
+# What happens to texts that have no KV: they are prefilled now, after the first answer that used
+# them, or by others.
+Encode = Literal["eager", "background", "off"]
 # Settings of hosted models that applications pass to any model; a local one has no use for them.
 _REMOTE = frozenset({"api_key", "base_url", "timeout", "max_retries"})
 GENERATION_SETTINGS = (
@@ -156,7 +160,7 @@ class EngineSettings(BaseModel):
         options = {name: value for name, value in options.items() if name != "stream"}
         return GenerationConfig(**settings).replace(**options)
 
-    # Modules ---------------------------------------------------------------------------------
+    # Chunks ----------------------------------------------------------------------------------
 
     def encode(
         self,
@@ -178,8 +182,15 @@ class EngineSettings(BaseModel):
             cached_rag.StoreFullError: no room left; what was encoded before is kept.
         """
         engine = self.loaded_engine()
-        prefix = None if prompt is None else head_of(engine, prompt, variable, self._prompt)
-        return engine.encode(list(texts), prefix=prefix, context=PRIMER)
+        if prompt is None:
+            return engine.encode(list(texts), context=PRIMER)
+        head = template_head(
+            engine,
+            prompt.input_variables,
+            variable,
+            lambda values: self._prompt(filled(prompt, values)),
+        )
+        return engine.encode(list(texts), head, context=PRIMER)
 
     def encode_all(self, texts: Sequence[str], **where: Any) -> None:
         """As `encode`; texts that exceed the model's context are left out, and logged."""
@@ -192,8 +203,15 @@ class EngineSettings(BaseModel):
             for text in texts:
                 self.encode_all([text], **where)
 
+    def learn(self, texts: Sequence[str], encode: Encode, **where: Any) -> None:
+        """Encode texts now, or after the first answer that used them, or not at all."""
+        if encode == "eager":
+            self.encode_all(texts, **where)
+        elif encode == "background":
+            self.register(texts)
+
     def register(self, texts: Iterable[str]) -> None:
-        """Know texts as modules; what of them a prompt contains is encoded behind it, later."""
+        """Know texts as chunks: those that prompts contain are encoded after the answers."""
         self.loaded_engine().register(list(texts))
 
     def prefetch(self, texts: Iterable[str]) -> None:

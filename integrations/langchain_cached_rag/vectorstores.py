@@ -1,67 +1,100 @@
-"""A FAISS vector store whose documents' KV comes and goes with them."""
+"""A vector store around any other: what is added is prefilled, what is deleted is forgotten."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-import numpy as np
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.prompts import BasePromptTemplate
-from langchain_core.vectorstores import VectorStore
-from langchain_core.vectorstores.utils import maximal_marginal_relevance
+from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
-from langchain_cached_rag.documents import DocumentTable
-from langchain_cached_rag.filters import Filter
-from langchain_cached_rag.retrievers import Encode
-from langchain_cached_rag.settings import EngineSettings
-from langchain_cached_rag.vector_index import Hit, VectorIndex
+from cached_rag import ConfigError, Ledger
+from langchain_cached_rag.settings import Encode, EngineSettings
 
-_FILE = "documents.sqlite"
+_log = logging.getLogger(__name__)
+
+
+def _search(name: str) -> Callable[..., Any]:
+    """A search of the store inside, whose finds are brought into memory meanwhile."""
+
+    @wraps(getattr(VectorStore, name), updated=())  # else it stays abstract
+    def search(self: CachedRAGVectorStore, *args: Any, **kwargs: Any) -> list[Any]:
+        return self._found(getattr(self.vector_store, name)(*args, **kwargs))
+
+    return search
+
+
+def _asearch(name: str) -> Callable[..., Any]:
+    """As `_search`, off the event loop."""
+
+    @wraps(getattr(VectorStore, name), updated=())  # else it stays abstract
+    async def search(self: CachedRAGVectorStore, *args: Any, **kwargs: Any) -> list[Any]:
+        found = await getattr(self.vector_store, name)(*args, **kwargs)
+        return await asyncio.to_thread(self._found, found)
+
+    return search
 
 
 class CachedRAGVectorStore(VectorStore):
-    """Documents, searched by exact cosine similarity, prefilled when they are added.
+    """Any vector store, with KV for what it holds.
+
+    Searches, their filters and their scores are those of the store inside, and so are saving and
+    loading: `store.vector_store` is it. What is added or deleted there directly has no KV here.
 
     Example:
-        store = CachedRAGVectorStore(SentenceTransformerEmbeddings(), llm=llm, path="my-index")
+        inner = InMemoryVectorStore(SentenceTransformerEmbeddings())
+        store = CachedRAGVectorStore(inner, llm)
         store.add_documents(documents)
         retriever = store.as_retriever(search_kwargs={"k": 6})
     """
 
     def __init__(
         self,
-        embedding: Embeddings,
+        vector_store: VectorStore,
+        llm: EngineSettings,
         *,
-        llm: EngineSettings | None = None,
-        path: str | Path | None = None,
         encode: Encode = "eager",
         prompt: BasePromptTemplate[Any] | None = None,
         variable: str = "context",
+        ledger: str | Path | None = None,
     ) -> None:
-        """A store, empty or with what is at `path`.
+        """Wrap a vector store; what it holds already is left as it is.
 
         Args:
-            llm: the `ChatCachedRAG` or `CachedRAGLLM` that will read the documents; None for none.
-            path: folder to keep the documents in; None for memory.
+            llm: the `ChatCachedRAG` or `CachedRAGLLM` that will read the documents.
             encode: "eager" prefills documents when they are added, "background" after the first
                 answer that used them, "off" leaves that to others.
             prompt, variable: the chain's prompt, for "eager"; see `EngineSettings.encode`.
+            ledger: file that remembers which document has which text, so that a later process can
+                forget what it deletes; None for memory. A store that implements `get_by_ids` is
+                asked for texts that the ledger does not know.
+
+        Raises:
+            cached_rag.ConfigError: `vector_store` is none, or `encode` none of these.
         """
-        self._embedding = embedding
-        self._llm = llm if encode != "off" else None
-        self._is_eager = encode == "eager"
+        if not isinstance(vector_store, VectorStore):
+            kind = type(vector_store).__name__
+            raise ConfigError(
+                f"a {kind} is no vector store; give one, such as InMemoryVectorStore(embeddings)"
+            )
+        if encode not in get_args(Encode):
+            raise ConfigError(f"encode is one of {get_args(Encode)}, not {encode!r}")
+        self.vector_store = vector_store
+        self._llm, self._encode = llm, encode
         self._prompt, self._variable = prompt, variable
-        self._table = DocumentTable(None if path is None else Path(path) / _FILE)
-        self._index = VectorIndex(self._table)
+        self._ledger = Ledger(ledger)
 
     @property
-    def embeddings(self) -> Embeddings:
+    def embeddings(self) -> Embeddings | None:
         """What turns texts into vectors."""
-        return self._embedding
+        return self.vector_store.embeddings
 
     @classmethod
     def from_texts(
@@ -71,158 +104,138 @@ class CachedRAGVectorStore(VectorStore):
         metadatas: list[dict[str, Any]] | None = None,
         *,
         ids: list[str] | None = None,
+        vector_store: type[VectorStore] = InMemoryVectorStore,
+        store_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> CachedRAGVectorStore:
-        """A store with texts in it; further arguments are the constructor's."""
-        store = cls(embedding, **kwargs)
-        store.add_texts(texts, metadatas, ids=ids)
-        return store
-
-    # Documents -------------------------------------------------------------------------------
-
-    def add_texts(
-        self,
-        texts: Iterable[str],
-        metadatas: list[dict[str, Any]] | None = None,
-        *,
-        ids: list[str] | None = None,
-        **kwargs: Any,
-    ) -> list[str]:
-        """Add texts; see `add_documents`."""
-        texts = list(texts)
-        about = metadatas or [{} for _ in texts]
-        names: Sequence[str | None] = ids or [None] * len(texts)
-        triples = zip(texts, about, names, strict=True)
-        return self.add_documents([Document(t, metadata=m, id=name) for t, m, name in triples])
-
-    def add_documents(
-        self, documents: list[Document], *, ids: list[str] | None = None, **kwargs: Any
-    ) -> list[str]:
-        """Add documents, or replace those with the same ids, and prefill them.
-
-        Returns:
-            Their ids; those that had none get one.
-
-        Raises:
-            ValueError: metadata that is no JSON, or vectors of another length than before.
-        """
-        if not documents:
-            return []
-        given: Sequence[str | None] = ids or [document.id for document in documents]
-        named = {
-            name: Document(document.page_content, id=name, metadata=document.metadata)
-            for document, name in zip(documents, map(_or_new, given), strict=True)
-        }
-        texts = [document.page_content for document in named.values()]
-        vectors = self._index.checked(self._embedding.embed_documents(texts))
-        self._forget(self._table.put(list(named.values()), vectors))
-        if self._llm is not None and self._is_eager:
-            self._llm.encode_all(texts, prompt=self._prompt, variable=self._variable)
-        elif self._llm is not None:
-            self._llm.register(texts)
-        return list(named)
-
-    def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
-        """Drop documents, None for all of them, and KV that no other document needs."""
-        self._forget(self._table.delete(ids))
-        return True
-
-    def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """The documents that are there, in the order of `ids`."""
-        return self._table.by_ids(ids)
-
-    def save_local(self, folder: str | Path) -> None:
-        """Write the documents to a folder, over those that are there; KV has its own store."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self._table.copy_to(Path(folder) / _FILE)
-
-    @classmethod
-    def load_local(
-        cls, folder: str | Path, embedding: Embeddings, **kwargs: Any
-    ) -> CachedRAGVectorStore:
-        """A store in the folder that `save_local` wrote to; it is changed there from now on.
-
-        Further arguments are the constructor's.
-
-        Raises:
-            FileNotFoundError: there is no store in the folder.
-        """
-        if not (Path(folder) / _FILE).is_file():
-            raise FileNotFoundError(f"there is no {_FILE} in {folder}; `save_local` writes one")
-        return cls(embedding, path=folder, **kwargs)
-
-    def close(self) -> None:
-        """Release the file."""
-        self._table.close()
-
-    def _forget(self, texts: list[str]) -> None:
-        if self._llm is not None and texts:
-            self._llm.forget(texts)
-
-    # Search ----------------------------------------------------------------------------------
-
-    def similarity_search(
-        self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any
-    ) -> list[Document]:
-        """The k documents nearest to a query, best first; `filter` as in `filters.as_predicate`."""
-        return [d for d, _ in self.similarity_search_with_score(query, k, filter=filter)]
-
-    def similarity_search_with_score(
-        self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any
-    ) -> list[tuple[Document, float]]:
-        """As `similarity_search`, each with its cosine similarity: higher is nearer."""
-        hits = self._index.search(self._embedding.embed_query(query), k, filter)
-        return [(hit.document, hit.score) for hit in self._read(hits)]
-
-    def similarity_search_by_vector(
-        self, embedding: list[float], k: int = 4, filter: Filter | None = None, **kwargs: Any
-    ) -> list[Document]:
-        """As `similarity_search`, for a query's vector."""
-        return [hit.document for hit in self._read(self._index.search(embedding, k, filter))]
-
-    def max_marginal_relevance_search(
-        self,
-        query: str,
-        k: int = 4,
-        fetch_k: int = 20,
-        lambda_mult: float = 0.5,
-        filter: Filter | None = None,
-        **kwargs: Any,
-    ) -> list[Document]:
-        """Near documents that differ: see `max_marginal_relevance_search_by_vector`."""
-        vector = self._embedding.embed_query(query)
-        return self.max_marginal_relevance_search_by_vector(
-            vector, k, fetch_k, lambda_mult, filter=filter
-        )
-
-    def max_marginal_relevance_search_by_vector(
-        self,
-        embedding: list[float],
-        k: int = 4,
-        fetch_k: int = 20,
-        lambda_mult: float = 0.5,
-        filter: Filter | None = None,
-        **kwargs: Any,
-    ) -> list[Document]:
-        """k of the `fetch_k` nearest, each as near and as unlike those before it as can be.
+        """A store with texts in it; further arguments are the constructor's.
 
         Args:
-            lambda_mult: 1 for nearness alone, 0 for difference alone.
+            vector_store: the class of the store inside.
+            store_options: further arguments of that class's `from_texts`.
         """
-        hits = self._index.search(embedding, fetch_k, filter)
-        vectors = [hit.vector.tolist() for hit in hits]
-        chosen = maximal_marginal_relevance(np.array(embedding), vectors, lambda_mult, k)
-        return [hit.document for hit in self._read([hits[index] for index in chosen])]
+        names = [name or str(uuid.uuid4()) for name in ids or [""] * len(texts)]
+        options = store_options or {}
+        inner = vector_store.from_texts(texts, embedding, metadatas, ids=names, **options)
+        store = cls(inner, **kwargs)
+        store._learn(names, texts, [])
+        return store
 
-    def _select_relevance_score_fn(self) -> Any:
-        return lambda cosine: min(1.0, max(0.0, (1 + cosine) / 2))  # rounding may exceed 1
+    def close(self) -> None:
+        """Release the ledger's file."""
+        self._ledger.close()
 
-    def _read(self, hits: list[Hit]) -> list[Hit]:
-        """The hits; whoever gets them is likely to put them in a prompt."""
-        if self._llm is not None and hits:
-            self._llm.prefetch(hit.document.page_content for hit in hits)
-        return hits
+    # What changes ----------------------------------------------------------------------------
+
+    def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
+        """Add documents to the store inside, and prefill them.
+
+        Where it replaces documents by their ids, KV of the old texts goes.
+
+        Args:
+            kwargs: what the store inside takes, `ids` among it.
+        """
+        before = self._recall(kwargs.get("ids") or [document.id for document in documents])
+        ids = self.vector_store.add_documents(documents, **kwargs)
+        self._learn(ids, _texts(documents), before)
+        return ids
+
+    async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
+        """As `add_documents`, off the event loop."""
+        given = kwargs.get("ids") or [document.id for document in documents]
+        before = await asyncio.to_thread(self._recall, given)
+        ids = await self.vector_store.aadd_documents(documents, **kwargs)
+        await asyncio.to_thread(self._learn, ids, _texts(documents), before)
+        return ids
+
+    def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
+        """Delete documents from the store inside, and KV that no other document needs.
+
+        Without ids, what that store deletes is found out by `get_by_ids`; where it has none, KV
+        stays until it is the least recently used, and a warning says so.
+        """
+        before = self._recall(ids)
+        done = self.vector_store.delete(ids, **kwargs)
+        self._drop(ids, before)
+        return done
+
+    async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
+        """As `delete`, off the event loop."""
+        before = await asyncio.to_thread(self._recall, ids)
+        done = await self.vector_store.adelete(ids, **kwargs)
+        await asyncio.to_thread(self._drop, ids, before)
+        return done
+
+    def _recall(self, ids: Sequence[str | None] | None) -> list[str]:
+        """Documents with the texts that these ids have now, None for all that are known.
+
+        An id may have two spellings, as UUIDs do: so more documents may change than are named.
+        """
+        if ids is None:
+            return self._ledger.ids()
+        named = [name for name in ids if name]
+        known = self._ledger.texts(named)
+        self._write(self._held([name for name in named if name not in known]) or {})
+        return self._ledger.alike(named)
+
+    def _learn(self, ids: list[str], texts: list[str], before: list[str]) -> None:
+        self._write((self._held(before) or {}) | dict(zip(ids, texts, strict=True)))
+        self._llm.learn(texts, self._encode, prompt=self._prompt, variable=self._variable)
+
+    def _drop(self, ids: list[str] | None, before: list[str]) -> None:
+        held = self._held(before)
+        if held is not None:
+            ids = [name for name in before if name not in held]
+        elif ids is None:
+            kind = type(self.vector_store).__name__
+            _log.warning("%s cannot say which documents it deleted; their KV is kept", kind)
+        self._ledger.remove(ids or [], self._llm.forget)
+
+    def _write(self, texts: dict[str, str]) -> None:
+        self._ledger.put(((name, name, text) for name, text in texts.items()), self._llm.forget)
+
+    def _held(self, ids: list[str]) -> dict[str, str] | None:
+        """Texts that the store inside has now, by id; None if it cannot say."""
+        if not ids:
+            return {}
+        get = self.vector_store.get_by_ids
+        try:
+            found = get(ids)
+            if {document.id for document in found} - set(ids):  # some stores leave it out
+                return {name: found[0].page_content for name in ids if (found := get([name]))}
+        except NotImplementedError:
+            return None
+        return {str(document.id): document.page_content for document in found}
+
+    # What does not ---------------------------------------------------------------------------
+
+    def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
+        """Documents of the store inside."""
+        return self.vector_store.get_by_ids(ids)
+
+    async def aget_by_ids(self, ids: Sequence[str], /) -> list[Document]:
+        """As `get_by_ids`."""
+        return await self.vector_store.aget_by_ids(ids)
+
+    similarity_search = _search("similarity_search")
+    similarity_search_with_score = _search("similarity_search_with_score")
+    similarity_search_with_relevance_scores = _search("similarity_search_with_relevance_scores")
+    similarity_search_by_vector = _search("similarity_search_by_vector")
+    max_marginal_relevance_search = _search("max_marginal_relevance_search")
+    max_marginal_relevance_search_by_vector = _search("max_marginal_relevance_search_by_vector")
+    asimilarity_search = _asearch("asimilarity_search")
+    asimilarity_search_with_score = _asearch("asimilarity_search_with_score")
+    asimilarity_search_with_relevance_scores = _asearch("asimilarity_search_with_relevance_scores")
+    asimilarity_search_by_vector = _asearch("asimilarity_search_by_vector")
+    amax_marginal_relevance_search = _asearch("amax_marginal_relevance_search")
+    amax_marginal_relevance_search_by_vector = _asearch("amax_marginal_relevance_search_by_vector")
+
+    def _found(self, results: list[Any]) -> list[Any]:
+        """Documents, or pairs of a document and its score, as they came."""
+        found = [result[0] if isinstance(result, tuple) else result for result in results]
+        self._llm.prefetch(_texts(found))
+        return results
 
 
-def _or_new(name: str | None) -> str:
-    return name or str(uuid.uuid4())
+def _texts(documents: Iterable[Document]) -> list[str]:
+    return [document.page_content for document in documents]

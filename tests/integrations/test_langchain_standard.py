@@ -11,6 +11,7 @@ from langchain_cached_rag import (
     SentenceTransformerEmbeddings,
 )
 from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_tests.integration_tests import (
     ChatModelIntegrationTests,
     EmbeddingsIntegrationTests,
@@ -116,15 +117,8 @@ def llm(engine):
 class TestVectorStore(VectorStoreIntegrationTests):
     @pytest.fixture
     def vectorstore(self, llm, tmp_path):
-        store = CachedRAGVectorStore(self.get_embeddings(), llm=llm, path=tmp_path)
-        yield store
-        store.close()
-
-
-class TestVectorStoreInMemory(VectorStoreIntegrationTests):
-    @pytest.fixture
-    def vectorstore(self):
-        store = CachedRAGVectorStore(self.get_embeddings())
+        inner = InMemoryVectorStore(self.get_embeddings())
+        store = CachedRAGVectorStore(inner, llm, ledger=tmp_path / "ledger.sqlite")
         yield store
         store.close()
 
@@ -141,8 +135,9 @@ class TestRetriever(RetrieversIntegrationTests):
 
     @property
     def retriever_constructor_params(self):
-        store = CachedRAGVectorStore.from_texts(documents_of(), DeterministicFakeEmbedding(size=6))
         llm = ChatCachedRAG(engine=Engine(tiny_model("llama")))
+        fake = DeterministicFakeEmbedding(size=6)
+        store = CachedRAGVectorStore.from_texts(documents_of(), fake, llm=llm)
         return {"retriever": store.as_retriever(), "llm": llm, "encode": "eager"}
 
     @property

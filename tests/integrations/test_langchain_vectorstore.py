@@ -1,20 +1,49 @@
-"""CachedRAGVectorStore: search, filters, saving, and KV that comes and goes with documents."""
+"""CachedRAGVectorStore around real stores: their searches, and KV that comes and goes."""
 
 from __future__ import annotations
 
 import asyncio
-import datetime
+from uuid import UUID
 
-import numpy as np
 import pytest
-from conftest import CHUNKS
+from conftest import CHUNKS, tiny_model
 from langchain_cached_rag import CachedRAGVectorStore, ChatCachedRAG
 from langchain_core.documents import Document
-from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
+from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.indexing import InMemoryRecordManager, index
 from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_qdrant import QdrantVectorStore
+from qdrant_client import QdrantClient, models
+
+from cached_rag import ConfigError, Engine, StoreConfig
 
 FAKE = DeterministicFakeEmbedding(size=6)
+IDS = [str(UUID(int=number)) for number in range(1, 4)]
+CHANGED = "Another text altogether, and long enough to be a module."
+
+
+class Silent(InMemoryVectorStore):
+    """One of the stores that cannot say what they hold."""
+
+    def get_by_ids(self, ids, /):
+        raise NotImplementedError
+
+
+class Emptied(InMemoryVectorStore):
+    """One of the stores that delete everything where no ids are given."""
+
+    def delete(self, ids=None, **kwargs):
+        super().delete(list(self.store) if ids is None else ids)
+
+
+def qdrant():
+    client = QdrantClient(":memory:")
+    size = models.VectorParams(size=6, distance=models.Distance.COSINE)
+    client.create_collection("documents", vectors_config=size)
+    return QdrantVectorStore(client, "documents", FAKE)
+
+
+STORES = {"memory": lambda: InMemoryVectorStore(FAKE), "qdrant": qdrant}
 
 
 @pytest.fixture
@@ -22,17 +51,22 @@ def llm(engine):
     return ChatCachedRAG(engine=engine, max_tokens=4)
 
 
+@pytest.fixture(params=STORES)
+def inner(request):
+    return STORES[request.param]()
+
+
 @pytest.fixture
-def store(llm):
-    store = CachedRAGVectorStore(FAKE, llm=llm)
+def store(inner, llm):
+    store = CachedRAGVectorStore(inner, llm)
     yield store
     store.close()
 
 
 def documents():
     return [
-        Document(chunk, id=f"d{number}", metadata={"year": 1900 + number, "lang": "en"})
-        for number, chunk in enumerate(CHUNKS)
+        Document(chunk, id=name, metadata={"year": 1900 + number})
+        for number, (chunk, name) in enumerate(zip(CHUNKS, IDS, strict=True))
     ]
 
 
@@ -44,147 +78,229 @@ def has_kv(llm, text):
     return any(library.holds(behind, module.token_ids) for behind in library.behinds())
 
 
-def test_search_agrees_with_plain_cosine_similarity(store):
-    rng = np.random.default_rng(0)
-    texts = ["".join(rng.choice(list("abcdef "), 40)) for _ in range(50)]
-    store.add_texts(texts)
-    twin = InMemoryVectorStore(FAKE)
-    twin.add_texts(texts)
-    for query in ("abc", "fed", texts[3]):
-        ours = store.similarity_search_with_score(query, k=5)
-        theirs = twin.similarity_search_with_score(query, k=5)
-        assert [d.page_content for d, _ in ours] == [d.page_content for d, _ in theirs]
-        assert np.allclose([s for _, s in ours], [s for _, s in theirs], atol=1e-5)
-        ranked = store.max_marginal_relevance_search(query, k=4, fetch_k=10, lambda_mult=0.3)
-        expected = twin.max_marginal_relevance_search(query, k=4, fetch_k=10, lambda_mult=0.3)
-        assert [d.page_content for d in ranked] == [d.page_content for d in expected]
-    (same, score), *_ = store.similarity_search_with_score(texts[3], k=1)
-    assert same.page_content == texts[3]
-    assert score == pytest.approx(1)
-    relevances = [s for _, s in store.similarity_search_with_relevance_scores("abc", k=50)]
-    assert all(0 <= value <= 1 for value in relevances)
-    by_vector = store.similarity_search_by_vector(FAKE.embed_query("abc"), k=2)
-    assert by_vector == store.similarity_search("abc", k=2)
+def held(llm):
+    return [has_kv(llm, chunk) for chunk in CHUNKS]
+
+
+def test_searches_are_those_of_the_store_inside(store, inner):
+    store.add_documents(documents())
+    vector = FAKE.embed_query("copper")
+    searches = {
+        "similarity_search": "copper",
+        "similarity_search_with_score": "copper",
+        "similarity_search_by_vector": vector,
+        "max_marginal_relevance_search": "copper",
+        "max_marginal_relevance_search_by_vector": vector,
+    }
+    for name, query in searches.items():
+        expected = getattr(inner, name)(query, k=2)
+        assert len(expected) == 2
+        assert getattr(store, name)(query, k=2) == expected
+        assert asyncio.run(getattr(store, f"a{name}")(query, k=2)) == expected
+    assert store.get_by_ids(IDS[:1]) == inner.get_by_ids(IDS[:1])
+    assert asyncio.run(store.aget_by_ids(IDS[:1])) == inner.get_by_ids(IDS[:1])
+    assert store.embeddings is FAKE
+    retriever = store.as_retriever(search_type="mmr", search_kwargs={"k": 2})
+    assert retriever.invoke("copper") == inner.max_marginal_relevance_search("copper", k=2)
+
+
+@pytest.mark.parametrize("inner", ["qdrant"], indirect=True)  # the one in memory has no such scores
+def test_relevance_scores_are_those_of_the_store_inside(store, inner):
+    store.add_documents(documents())
+    expected = inner.similarity_search_with_relevance_scores("copper", k=3)
+    assert store.similarity_search_with_relevance_scores("copper", k=3) == expected
+    found = asyncio.run(store.asimilarity_search_with_relevance_scores("copper", k=3))
+    assert found == expected
+    (best, _), *_, (_, worst) = expected
+    options = {"k": 3, "score_threshold": worst + 1e-6}
+    retriever = store.as_retriever(search_type="similarity_score_threshold", search_kwargs=options)
+    assert best in retriever.invoke("copper")
+    assert len(retriever.invoke("copper")) == 2
+
+
+def test_what_a_search_finds_is_fetched_ahead(tmp_path, inner):
+    config = StoreConfig(path=str(tmp_path))
+    with Engine(tiny_model("llama"), config) as engine:
+        CachedRAGVectorStore(inner, ChatCachedRAG(engine=engine)).add_documents(documents())
+    with Engine(tiny_model("llama"), config) as engine:
+        fetched = []
+        engine.library._prefetcher.start = lambda key, fetch: fetched.append(key)
+        store = CachedRAGVectorStore(inner, ChatCachedRAG(engine=engine))
+        store.similarity_search_with_score("copper", k=2)
+        assert len(fetched) == 2
+        asyncio.run(store.asimilarity_search("copper", k=3))
+        assert len(fetched) == 5
 
 
 @pytest.mark.parametrize(
-    ("wanted", "found"),
+    ("inner", "wanted"),
     [
-        ({"year": 1901}, {"d1"}),
-        ({"year": {"$gte": 1901}}, {"d1", "d2"}),
-        ({"year": {"$gt": 1900, "$lt": 1902}, "lang": "en"}, {"d1"}),
-        ({"year": {"$in": [1900, 1902]}}, {"d0", "d2"}),
-        ({"year": {"$nin": [1900, 1902]}}, {"d1"}),
-        ({"author": {"$ne": "x"}}, {"d0", "d1", "d2"}),
-        ({"author": {"$gt": 1}}, set()),
-        ({"lang": "de"}, set()),
-        ({"lang": {"$gt": 3}}, set()),  # values that do not compare
-        (lambda metadata: metadata["year"] % 2 == 0, {"d0", "d2"}),
+        ("memory", lambda document: document.metadata["year"] > 1900),
+        (
+            "qdrant",
+            models.Filter(
+                must=[models.FieldCondition(key="metadata.year", range=models.Range(gt=1900))]
+            ),
+        ),
     ],
+    indirect=["inner"],
 )
-def test_filters(store, wanted, found):
+def test_filters_are_those_of_the_store_inside(store, wanted):
     store.add_documents(documents())
-    hits = store.similarity_search("copper", k=3, filter=wanted)
-    assert {document.id for document in hits} == found
+    found = store.similarity_search("copper", k=3, filter=wanted)
+    assert {document.metadata["year"] for document in found} == {1901, 1902}
     retriever = store.as_retriever(search_kwargs={"k": 3, "filter": wanted})
-    assert {document.id for document in retriever.invoke("copper")} == found
-    spread = store.max_marginal_relevance_search("copper", k=3, filter=wanted)
-    assert {document.id for document in spread} == found
+    assert {document.metadata["year"] for document in retriever.invoke("copper")} == {1901, 1902}
 
 
-def test_a_bad_filter_is_named(store):
+def test_adding_prefills_and_deleting_forgets(store, llm):
+    assert store.add_documents(documents()) == IDS
+    assert held(llm) == [True] * 3
+    (copy,) = store.add_texts([f"{CHUNKS[0]}\n"])
+    store.delete(IDS[:1])
+    assert held(llm) == [True] * 3  # the copy still needs it
+    store.delete([copy, IDS[1]])
+    assert held(llm) == [False, False, True]
+    assert len(store.similarity_search("copper", k=9)) == 1
+
+
+def test_a_replaced_document_is_encoded_anew(store, llm):
     store.add_documents(documents())
-    with pytest.raises(ValueError, match=r"unknown operators \['\$about'\]"):
-        store.similarity_search("copper", filter={"year": {"$about": 1900}})
+    store.add_texts([CHANGED, CHUNKS[2]], ids=[IDS[1], IDS[2]])
+    assert held(llm) == [True, False, True]
+    assert has_kv(llm, CHANGED)
+    (found,) = store.get_by_ids(IDS[1:2])
+    assert found.page_content == CHANGED
 
 
-def test_adding_precomputes_and_deleting_drops(store, llm):
-    store.add_documents(documents())
-    assert all(has_kv(llm, chunk) for chunk in CHUNKS)
-    store.add_texts([f"{CHUNKS[0]}\n"], ids=["copy"])
-    store.delete(["d0"])
-    assert has_kv(llm, CHUNKS[0])  # the copy still needs it
-    store.delete(["copy", "d1"])
-    assert not has_kv(llm, CHUNKS[0])
-    assert not has_kv(llm, CHUNKS[1])
-    assert has_kv(llm, CHUNKS[2])
-    replaced = Document("Another text altogether, and long enough to be a module.", id="d2")
-    store.add_documents([replaced])
-    assert not has_kv(llm, CHUNKS[2])
-    assert has_kv(llm, replaced.page_content)
-    store.delete()
-    assert store.similarity_search("copper") == []
-    assert len(llm.engine.library.table) == 0
+def test_documents_change_asynchronously(store, llm):
+    async def main():
+        assert await store.aadd_documents(documents()) == IDS
+        assert held(llm) == [True] * 3
+        await store.aadd_texts([CHANGED], ids=IDS[:1])
+        assert held(llm) == [False, True, True]
+        await store.adelete(IDS[1:2])
+
+    asyncio.run(main())
+    assert held(llm) == [False, False, True]
+    assert has_kv(llm, CHANGED)
+
+
+def test_an_id_in_its_other_spelling_means_the_same_document(llm):
+    store = CachedRAGVectorStore(qdrant(), llm)
+    store.add_documents(
+        [Document(chunk, id=UUID(n).hex) for chunk, n in zip(CHUNKS, IDS, strict=True)]
+    )
+    store.add_texts([CHANGED], ids=IDS[:1])
+    assert held(llm) == [False, True, True]
+    store.delete(IDS[:2])
+    assert not has_kv(llm, CHANGED)
+    assert held(llm) == [False, False, True]
+    store.close()
 
 
 @pytest.mark.parametrize(("encode", "known"), [("background", True), ("off", False)])
-def test_precomputing_can_be_left_for_later(llm, encode, known):
+def test_encoding_can_be_left_for_later(llm, encode, known):
     store = CachedRAGVectorStore.from_documents(documents(), FAKE, llm=llm, encode=encode)
     assert not has_kv(llm, CHUNKS[0])
     assert (llm.engine.library.table.get(CHUNKS[0]) is not None) is known
     store.close()
 
 
-def test_what_is_saved_is_loaded(store, llm, tmp_path):
+def test_a_later_process_asks_the_store_inside(inner, llm):
+    CachedRAGVectorStore(inner, llm).add_documents(documents())
+    later = CachedRAGVectorStore(inner, llm)
+    later.delete(IDS[:1])
+    later.add_texts([CHANGED], ids=IDS[1:2])
+    assert held(llm) == [False, False, True]
+
+
+def test_a_later_process_asks_the_ledger(llm, tmp_path):
+    inner = Silent(FAKE)
+    for change in (
+        lambda store: store.add_documents(documents()),
+        lambda store: store.delete(IDS[:1]),
+        lambda store: store.add_texts([CHANGED], ids=IDS[1:2]),
+    ):
+        store = CachedRAGVectorStore(inner, llm, ledger=tmp_path / "ledger.sqlite")
+        change(store)
+        store.close()
+    assert held(llm) == [False, False, True]
+    assert CHUNKS[0].encode() not in (tmp_path / "ledger.sqlite").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "left"), [(InMemoryVectorStore, True), (Emptied, False), (Silent, True)]
+)
+def test_deleting_without_ids_forgets_what_was_deleted(kind, left, llm, caplog):
+    store = CachedRAGVectorStore(kind(FAKE), llm)
     store.add_documents(documents())
-    store.save_local(tmp_path / "saved")
     store.delete()
-    loaded = CachedRAGVectorStore.load_local(tmp_path / "saved", FAKE, llm=llm)
-    assert loaded.get_by_ids(["d2", "d0", "gone"]) == [documents()[2], documents()[0]]
-    assert len(loaded.similarity_search("copper")) == 3
-    loaded.close()
-    with pytest.raises(FileNotFoundError, match="save_local"):
-        CachedRAGVectorStore.load_local(tmp_path, FAKE)
-
-
-def test_a_folder_is_shared_and_lasts(llm, tmp_path):
-    one = CachedRAGVectorStore(FAKE, llm=llm, path=tmp_path)
-    two = CachedRAGVectorStore(FAKE, llm=llm, path=tmp_path)
-    assert two.similarity_search("copper") == []
-    one.add_documents(documents())
-    assert len(two.similarity_search("copper")) == 3
-    two.delete(["d0"])
-    assert len(one.similarity_search("copper")) == 2
-    one.close()
-    two.close()
-
-
-def test_what_cannot_be_kept_is_refused_and_nothing_is_lost(store, llm):
-    store.add_documents(documents())
-    dated = Document("A text with a date that JSON does not have.", metadata={"at": datetime.date})
-    with pytest.raises(ValueError, match="metadata of document"):
-        store.add_documents([dated])
-
-    class Wider(Embeddings):
-        def embed_documents(self, texts):
-            return [[1.0] * 7 for _ in texts]
-
-        def embed_query(self, text):
-            return [1.0] * 7
-
-    store._embedding = Wider()
-    for use in (lambda: store.add_texts(["x"]), lambda: store.similarity_search("x")):
-        with pytest.raises(ValueError, match="6 dimensions, this embedding's 7"):
-            use()
-    store._embedding = FAKE
-    assert len(store.similarity_search("copper", k=9)) == 3
-
-
-def test_async_and_constructors(llm):
-    async def main():
-        store = await CachedRAGVectorStore.afrom_texts(CHUNKS, FAKE, [{"n": i} for i in range(3)])
-        found = await store.asimilarity_search("copper", k=2)
-        assert await store.adelete([found[0].id])
-        return store, await store.asimilarity_search("copper", k=9)
-
-    store, left = asyncio.run(main())
-    assert len(left) == 2
-    assert {"n"} == set(left[0].metadata)
-    assert store.embeddings is FAKE
+    assert held(llm) == [left] * 3
+    assert ("Silent cannot say which documents it deleted" in caplog.text) is (kind is Silent)
     store.close()
 
 
-def test_langchains_indexing_keeps_kv_in_step(store, llm):
+def test_what_cannot_be_deleted_keeps_its_kv(llm):
+    class Failing(InMemoryVectorStore):
+        def delete(self, ids=None, **kwargs):
+            raise OSError("the network is away")
+
+    store = CachedRAGVectorStore(Failing(FAKE), llm)
+    store.add_documents(documents())
+    with pytest.raises(OSError, match="network"):
+        store.delete(IDS)
+    assert held(llm) == [True] * 3
+    store.close()
+
+
+def test_the_store_inside_is_saved_and_loaded_as_ever(llm, tmp_path):
+    store = CachedRAGVectorStore(InMemoryVectorStore(FAKE), llm, ledger=tmp_path / "ledger.sqlite")
+    store.add_documents(documents())
+    store.vector_store.dump(str(tmp_path / "documents.json"))
+    store.close()
+    loaded = InMemoryVectorStore.load(str(tmp_path / "documents.json"), FAKE)
+    store = CachedRAGVectorStore(loaded, llm, ledger=tmp_path / "ledger.sqlite")
+    assert store.get_by_ids([IDS[2], IDS[0]]) == [documents()[2], documents()[0]]
+    store.delete(IDS[:1])
+    assert held(llm) == [False, True, True]
+    store.close()
+
+
+def test_a_store_of_any_class_is_made_from_texts(llm):
+    options = {"location": ":memory:", "collection_name": "documents"}
+    store = CachedRAGVectorStore.from_texts(
+        CHUNKS, FAKE, [{"n": i} for i in range(3)], llm=llm, vector_store=QdrantVectorStore,
+        store_options=options,
+    )  # fmt: skip
+    assert isinstance(store.vector_store, QdrantVectorStore)
+    assert held(llm) == [True] * 3
+    found = store.similarity_search("copper", k=9)
+    assert {document.metadata["n"] for document in found} == {0, 1, 2}
+    store.delete([document.metadata["_id"] for document in found])
+    assert held(llm) == [False] * 3
+    with pytest.raises(TypeError, match="colection"):
+        CachedRAGVectorStore.from_texts(CHUNKS, FAKE, llm=llm, colection="documents")
+    store.close()
+
+
+def test_what_cannot_be_wrapped_is_refused(llm):
+    with pytest.raises(ConfigError, match="DeterministicFakeEmbedding is no vector store"):
+        CachedRAGVectorStore(FAKE, llm)
+    with pytest.raises(ConfigError, match=r"'eager', 'background', 'off'.*'sometimes'"):
+        CachedRAGVectorStore(InMemoryVectorStore(FAKE), llm, encode="sometimes")
+
+
+def test_a_store_is_made_from_documents_asynchronously(llm):
+    made = CachedRAGVectorStore.afrom_documents(documents(), FAKE, llm=llm)
+    store = asyncio.run(made)
+    assert store.get_by_ids(IDS) == documents()
+    assert held(llm) == [True] * 3
+    store.close()
+
+
+def test_langchains_indexing_keeps_kv_in_step(llm):
+    store = CachedRAGVectorStore(InMemoryVectorStore(FAKE), llm)
     records = InMemoryRecordManager("test")
     records.create_schema()
 
@@ -200,6 +316,7 @@ def test_langchains_indexing_keeps_kv_in_step(store, llm):
     assert llm.engine.library.store.nbytes == encoded
     done = run({"a": CHUNKS[2], "b": CHUNKS[1]})  # a is updated
     assert (done["num_added"], done["num_deleted"]) == (1, 1)
-    assert [has_kv(llm, chunk) for chunk in CHUNKS] == [False, True, True]
+    assert held(llm) == [False, True, True]
     assert run({})["num_deleted"] == 2
-    assert not any(has_kv(llm, chunk) for chunk in CHUNKS)
+    assert held(llm) == [False] * 3
+    store.close()

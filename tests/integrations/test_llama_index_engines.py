@@ -29,6 +29,8 @@ from llama_index.llms.cached_rag import CachedRAGLLM
 from llama_index.response_synthesizers.cached_rag import CachedSynthesizer, WholeChunks
 from llama_index.retrievers.cached_rag import CachedRetriever
 
+# Of the chat memory's database, where it is collected while a test still runs (see `unclosed`).
+pytestmark = pytest.mark.filterwarnings("ignore:<aiosqlite:ResourceWarning")
 CHUNK_TOKENS = 50  # a few less than all chunks have together
 QUESTION = "What turned green?"
 

@@ -155,6 +155,16 @@ def test_any_vector_store_works(llm):
     assert len(index.as_retriever(similarity_top_k=3).retrieve("copper")) == 3
 
 
+def test_a_copy_with_other_white_space_keeps_the_kv(llm):
+    store = CachedVectorStore(SimpleVectorStore(), llm)
+    texts = {"plain": CHUNKS[0], "padded": f"{CHUNKS[0]}\n"}
+    store.add([TextNode(text=t, id_=name, embedding=[1.0] * 4) for name, t in texts.items()])
+    store.delete_nodes(["padded"])
+    assert has_kv(llm, CHUNKS[0])
+    store.delete_nodes(["plain"])
+    assert not has_kv(llm, CHUNKS[0])
+
+
 def test_background_leaves_encoding_for_later(llm):
     make_index(llm, documents(), encode="background")
     assert not has_kv(llm, CHUNKS[0])

@@ -9,18 +9,85 @@ from pathlib import Path
 
 import pytest
 
-from cached_rag import CachedRAGError, MissingPackageError
+from cached_rag import CachedRAG, CachedRAGError, Embedder, MissingPackageError
+from cached_rag.benchmarks.plotting import new_figure
 
 ROOT = Path(__file__).parents[2]
+RAG = (
+    *("charset_normalizer", "docutils", "faiss", "inscriptis", "markdown_it", "pypdf"),
+    "sentence_transformers",
+)
+EXTRAS = (*RAG, "fastapi", "uvicorn", "rouge_score", "matplotlib", "langchain_core", "llama_index")
 WITHOUT = """
 import sys
-sys.modules[{missing!r}] = None  # as if it was not installed
-from cached_rag import MissingPackageError
-try:
-    import {module}
-except MissingPackageError as error:
-    print(error)
+sys.modules.update(dict.fromkeys({missing!r}))  # None: as if they were not installed
+{code}
 """
+ENGINE = """
+from conftest import CHUNKS, tiny_model
+from cached_rag import CachedRAG, Engine, Schema
+engine = Engine(tiny_model("llama"))
+engine.encode(CHUNKS)
+answer = engine.generate(f"{CHUNKS[0]}\\n\\nWho?", method="reuse", max_tokens=4)
+assert answer.report.modules_hit == 1
+schema = Schema.from_string(f'<schema name="s"><module name="m">{CHUNKS[1]}</module></schema>')
+assert schema.encode(engine)
+print("answered")
+"""
+COMMAND = """
+from cached_rag.cli.main import main
+sys.argv = ["cached-rag", *{arguments!r}]
+main()
+"""
+
+
+def run(missing, code):
+    code = WITHOUT.format(missing=missing, code=code)
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_an_engine_needs_no_extra():
+    done = run(EXTRAS, ENGINE)
+    assert done.stdout == "answered\n", done.stderr
+
+
+@pytest.mark.parametrize("missing", RAG)
+def test_an_index_names_its_extra(missing, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(MissingPackageError, match=rf"'{missing}'.*pip install -e \"\.\[rag\]\""):
+        CachedRAG.open(tmp_path / "index")
+    assert not (tmp_path / "index").exists()
+
+
+def test_embeddings_name_their_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(MissingPackageError, match=r"embedding texts.*\[rag\]"):
+        Embedder().embed(["copper"])
+
+
+def test_a_plot_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingPackageError, match=r"a plot.*\[bench\]"):
+        new_figure()
+
+
+@pytest.mark.parametrize(
+    ("extra", "arguments"),
+    [
+        ("rag", ["ingest", "docs", "--index", "INDEX"]),
+        ("rag", ["demo", "--index", "INDEX"]),
+        ("serve", ["serve"]),
+        ("bench", ["eval", "--data", "set.jsonl"]),
+    ],
+)
+def test_a_command_names_its_extra(extra, arguments, tmp_path):
+    places = {"INDEX": str(tmp_path / "index"), "docs": str(ROOT / "docs")}
+    given = [places.get(argument, argument) for argument in arguments]
+    done = run(EXTRAS, COMMAND.format(arguments=given))
+    assert done.returncode == 1
+    assert f'pip install -e ".[{extra}]"' in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -34,11 +101,10 @@ except MissingPackageError as error:
     ],
 )
 def test_an_integration_names_its_extra(module, missing, extra):
-    code = WITHOUT.format(module=module, missing=missing)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert missing in done.stdout
-    assert f'pip install -e ".[{extra}]"' in done.stdout
+    done = run((missing,), f"import {module}")
+    assert "cached_rag.errors.MissingPackageError: the integration with " in done.stderr
+    assert missing in done.stderr.splitlines()[-1]
+    assert f'pip install -e ".[{extra}]"' in done.stderr.splitlines()[-1]
 
 
 def test_it_is_an_error_of_ours_and_of_imports():

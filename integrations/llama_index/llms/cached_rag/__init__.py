@@ -1,15 +1,13 @@
 """LlamaIndex models that reuse the KV of text they have read before."""
 
-from cached_rag import MissingPackageError
+from cached_rag import needs_extra
 
-try:
+with needs_extra("llama-index", "the integration with LlamaIndex"):
     from llama_index.llms.cached_rag.base import CachedRAGLLM
     from llama_index.llms.cached_rag.callbacks import CacheReportHandler
     from llama_index.llms.cached_rag.embeddings import SentenceTransformerEmbedding
     from llama_index.llms.cached_rag.nodes import MarkModules, marked, module_text
     from llama_index.llms.cached_rag.schemas import PMLPromptTemplate
-except ModuleNotFoundError as error:
-    raise MissingPackageError("the integration with LlamaIndex", "llama-index", error) from error
 
 __all__ = [
     "CacheReportHandler",

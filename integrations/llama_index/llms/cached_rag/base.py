@@ -1,4 +1,4 @@
-"""An LLM over `cached_rag.Engine`: chat and completion, modules found on the way.
+"""An LLM over `cached_rag.Engine`: chat and completion, with known chunks found in any prompt.
 
 Uses public names of `cached_rag` only; knows no tensor.
 """
@@ -6,8 +6,8 @@ Uses public names of `cached_rag` only; knows no tensor.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -24,9 +24,13 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.schema import BaseNode
-from llama_index.llms.cached_rag.messages import chat_response, completion_response, plain
+from llama_index.llms.cached_rag.messages import (
+    Prompt,
+    chat_response,
+    completion_response,
+    plain,
+)
 from llama_index.llms.cached_rag.nodes import module_text
-from llama_index.llms.cached_rag.prompts import Prompt, head_of
 
 from cached_rag import (
     PRIMER,
@@ -37,8 +41,10 @@ from cached_rag import (
     SchemaPrompt,
     StoreConfig,
     Stream,
+    template_head,
 )
 
+_T = TypeVar("_T")
 _GENERATION = (
     *("method", "recompute_ratio", "temperature", "top_p", "top_k", "max_tokens", "stop", "seed"),
     "repetition_penalty",
@@ -138,7 +144,7 @@ class CachedRAGLLM(CustomLLM):
         """Token ids of a text: what `Settings.tokenizer` wants, so that limits are the model's."""
         return self.loaded_engine().tokenization.literal(text).ids
 
-    # Modules ---------------------------------------------------------------------------------
+    # Chunks ----------------------------------------------------------------------------------
 
     def encode(
         self,
@@ -158,8 +164,12 @@ class CachedRAGLLM(CustomLLM):
             ValueError: the prompt has no such variable, or another one stands before it.
         """
         engine = self.loaded_engine()
-        prefix = None if prompt is None else head_of(self, prompt, variable)
-        return engine.encode(list(texts), prefix=prefix, context=PRIMER)
+        if prompt is None:
+            return engine.encode(list(texts), context=PRIMER)
+        head = template_head(
+            engine, prompt.template_vars, variable, lambda values: self._filled(prompt, values)
+        )
+        return engine.encode(list(texts), head, context=PRIMER)
 
     def encode_nodes(self, nodes: Iterable[BaseNode], **kwargs: Any) -> EncodeSummary:
         """As `encode`, for nodes: with their metadata, as response synthesis shows them.
@@ -169,7 +179,7 @@ class CachedRAGLLM(CustomLLM):
         return self.encode([module_text(node) for node in nodes], **kwargs)
 
     def register(self, texts: Iterable[str]) -> None:
-        """Know texts as modules; what of them a prompt contains is encoded behind it, later."""
+        """Know texts as chunks: those that prompts contain are encoded after the answers."""
         self.loaded_engine().register(list(texts))
 
     def prefetch(self, texts: Iterable[str]) -> None:
@@ -197,6 +207,13 @@ class CachedRAGLLM(CustomLLM):
         content = str(self.completion_to_prompt(prompt))
         return [*system, {"role": "user", "content": content}]
 
+    def _filled(self, template: BasePromptTemplate, values: Mapping[str, str]) -> Prompt:
+        """A template's prompt, as `predict` would ask it."""
+        if self.metadata.is_chat_model:
+            messages = template.format_messages(llm=self, **values)
+            return self.chat_prompt(self._extend_messages(messages))
+        return self._extend_prompt(template.format(llm=self, **values))
+
     def _render(self, messages: Sequence[ChatMessage]) -> str:
         """The model's own chat template, for those who ask for a prompt as a string."""
         return self.loaded_engine().tokenization.render(plain(messages)).text
@@ -222,15 +239,7 @@ class CachedRAGLLM(CustomLLM):
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """An answer piece by piece."""
         stream = self._start(lambda: self.chat_prompt(messages), kwargs)
-
-        def pieces() -> ChatResponseGen:
-            text = ""
-            for piece in stream:
-                text += piece
-                yield chat_response(self.model, text, stream, piece)
-            yield chat_response(self.model, text, stream, "")  # with the finished report
-
-        return pieces()
+        return self._pieces(stream, chat_response)
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -244,15 +253,7 @@ class CachedRAGLLM(CustomLLM):
     ) -> CompletionResponseGen:
         """An answer to a string, piece by piece."""
         stream = self._start(lambda: self.completion_prompt(prompt, formatted), kwargs)
-
-        def pieces() -> CompletionResponseGen:
-            text = ""
-            for piece in stream:
-                text += piece
-                yield completion_response(self.model, text, stream, piece)
-            yield completion_response(self.model, text, stream, "")
-
-        return pieces()
+        return self._pieces(stream, completion_response)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -266,15 +267,7 @@ class CachedRAGLLM(CustomLLM):
     ) -> ChatResponseAsyncGen:
         """As `stream_chat`, off the event loop."""
         stream = await self._astart(lambda: self.chat_prompt(messages), kwargs)
-
-        async def pieces() -> ChatResponseAsyncGen:
-            text = ""
-            async for piece in stream.apieces():
-                text += piece
-                yield chat_response(self.model, text, stream, piece)
-            yield chat_response(self.model, text, stream, "")
-
-        return pieces()
+        return self._apieces(stream, chat_response)
 
     @llm_completion_callback()
     async def acomplete(
@@ -290,12 +283,20 @@ class CachedRAGLLM(CustomLLM):
     ) -> CompletionResponseAsyncGen:
         """As `stream_complete`, off the event loop."""
         stream = await self._astart(lambda: self.completion_prompt(prompt, formatted), kwargs)
+        return self._apieces(stream, completion_response)
 
-        async def pieces() -> CompletionResponseAsyncGen:
-            text = ""
-            async for piece in stream.apieces():
-                text += piece
-                yield completion_response(self.model, text, stream, piece)
-            yield completion_response(self.model, text, stream, "")
+    def _pieces(self, stream: Stream, response: Callable[..., _T]) -> Generator[_T, None, None]:
+        text = ""
+        for piece in stream:
+            text += piece
+            yield response(self.model, text, stream, piece)
+        yield response(self.model, text, stream, "")  # with the finished report
 
-        return pieces()
+    async def _apieces(
+        self, stream: Stream, response: Callable[..., _T]
+    ) -> AsyncGenerator[_T, None]:
+        text = ""
+        async for piece in stream.apieces():
+            text += piece
+            yield response(self.model, text, stream, piece)
+        yield response(self.model, text, stream, "")

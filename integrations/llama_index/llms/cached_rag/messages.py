@@ -15,6 +15,7 @@ from llama_index.core.base.llms.types import (
 
 from cached_rag import Stream
 
+Prompt = str | list[dict[str, str]]
 # Tools' and functions' results are something the model is told, as by a user: few templates of
 # local models know more roles.
 _ROLES = {

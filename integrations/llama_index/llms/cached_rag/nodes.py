@@ -1,4 +1,4 @@
-"""Nodes as modules: what text they become, and a mark that survives any pipeline.
+"""Nodes as chunks: what text they become, and a mark that survives any pipeline.
 
 An `IngestionPipeline` skips a transformation when its cache has the result, and runs it in other
 processes if told to. So a transformation only marks nodes; what is marked is encoded where the

@@ -1,10 +1,8 @@
-"""Response synthesis that leaves modules whole."""
+"""Response synthesis that leaves chunks whole."""
 
-from cached_rag import MissingPackageError
+from cached_rag import needs_extra
 
-try:
+with needs_extra("llama-index", "the integration with LlamaIndex"):
     from llama_index.response_synthesizers.cached_rag.base import CachedSynthesizer, WholeChunks
-except ModuleNotFoundError as error:
-    raise MissingPackageError("the integration with LlamaIndex", "llama-index", error) from error
 
 __all__ = ["CachedSynthesizer", "WholeChunks"]

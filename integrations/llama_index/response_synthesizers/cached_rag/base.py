@@ -1,5 +1,7 @@
-"""Packs whole chunks into prompts. The stock helper cuts them where a prompt is full, with an
-overlap, and a chunk that was cut is no module any more."""
+"""Packs whole chunks into prompts.
+
+LlamaIndex's own helper cuts chunks where a prompt is full, and a chunk that was cut has no KV.
+"""
 
 from __future__ import annotations
 

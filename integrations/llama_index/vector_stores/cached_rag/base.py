@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
@@ -21,7 +22,8 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryResult,
 )
 from llama_index.llms.cached_rag import CachedRAGLLM, module_text
-from llama_index.vector_stores.cached_rag.ledger import Ledger
+
+from cached_rag import Ledger
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +57,7 @@ class CachedVectorStore(BasePydanticVectorStore):
         encode: Literal["eager", "background"] = "eager",
         prompt: BasePromptTemplate | None = None,
         variable: str = "context_str",
-        ledger: str | None = None,
+        ledger: str | Path | None = None,
     ) -> None:
         """Wrap a vector store.
 
@@ -101,12 +103,12 @@ class CachedVectorStore(BasePydanticVectorStore):
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete a document's nodes, and KV that no other node needs."""
         self.vector_store.delete(ref_doc_id, **delete_kwargs)
-        self._forget(self._ledger.remove_document(ref_doc_id))
+        self._drop(self._ledger.ids(ref_doc_id))
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """As `delete`."""
         await self.vector_store.adelete(ref_doc_id, **delete_kwargs)
-        self._forget(self._ledger.remove_document(ref_doc_id))
+        await asyncio.to_thread(self._drop, self._ledger.ids(ref_doc_id))
 
     def delete_nodes(
         self,
@@ -121,7 +123,7 @@ class CachedVectorStore(BasePydanticVectorStore):
         """
         gone = self._ids(node_ids, filters)
         self.vector_store.delete_nodes(node_ids, filters, **delete_kwargs)
-        self._forget(self._ledger.remove_nodes(gone))
+        self._drop(gone)
 
     async def adelete_nodes(
         self,
@@ -135,12 +137,12 @@ class CachedVectorStore(BasePydanticVectorStore):
     def clear(self) -> None:
         """Delete all nodes and their KV."""
         self.vector_store.clear()
-        self._forget(self._ledger.clear())
+        self._drop(self._ledger.ids())
 
     async def aclear(self) -> None:
         """As `clear`."""
         await self.vector_store.aclear()
-        self._forget(self._ledger.clear())
+        await asyncio.to_thread(self._drop, self._ledger.ids())
 
     def _ids(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> list[str]:
         if filters is None:
@@ -153,28 +155,23 @@ class CachedVectorStore(BasePydanticVectorStore):
             return []
 
     def _learn(self, nodes: Sequence[BaseNode]) -> None:
-        texts = [module_text(node) for node in nodes]
-        self._forget(
-            self._ledger.put(
-                (node.node_id, node.ref_doc_id or node.node_id, text)
-                for node, text in zip(nodes, texts, strict=True)
-            )
-        )
+        rows = [(n.node_id, n.ref_doc_id or n.node_id, module_text(n)) for n in nodes]
+        self._ledger.put(rows, self._llm.forget)
+        texts = [text for *_, text in rows]
         if self.encode == "eager":
             self._llm.encode(texts, prompt=self._prompt, variable=self._variable)
         else:
             self._llm.register(texts)
 
-    def _forget(self, texts: Iterable[str]) -> None:
-        if texts := list(texts):
-            self._llm.forget(texts)
+    def _drop(self, ids: list[str]) -> None:
+        self._ledger.remove(ids, self._llm.forget)
 
     # What does not ---------------------------------------------------------------------------
 
     def get_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
-        """The store inside's."""
+        """Nodes of the store inside."""
         return self.vector_store.get_nodes(node_ids, filters)
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
@@ -183,12 +180,12 @@ class CachedVectorStore(BasePydanticVectorStore):
 
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """As `query`."""
-        return self._found(await self.vector_store.aquery(query, **kwargs))
+        return await asyncio.to_thread(self._found, await self.vector_store.aquery(query, **kwargs))
 
     def _found(self, result: VectorStoreQueryResult) -> VectorStoreQueryResult:
-        self._llm.prefetch(self._ledger.texts(result.ids or []))
+        self._llm.prefetch(self._ledger.texts(result.ids or []).values())
         return result
 
     def persist(self, persist_path: str, fs: Any = None) -> None:
-        """The store inside's; KV lies in the engine's store already."""
+        """Save the store inside; KV lies in the engine's store already."""
         self.vector_store.persist(persist_path, fs)

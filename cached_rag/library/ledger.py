@@ -1,0 +1,96 @@
+"""Which document of a vector store has which text, so that KV goes with the last one that has it.
+
+Knows rows; knows no vector store and no KV. It serves the integrations with frameworks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from cached_rag.kv.store.database import Database
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS nodes (
+    id TEXT PRIMARY KEY, document TEXT NOT NULL, text TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_document ON nodes (document);
+CREATE INDEX IF NOT EXISTS by_text ON nodes (text);
+"""
+# SQLite bounds the number of parameters, not the length of one.
+_THESE = "id IN (SELECT value FROM json_each(?))"
+Forget = Callable[[list[str]], object]
+
+
+class Ledger:
+    """The texts of chunks by the chunks' ids. Safe for several threads and processes.
+
+    Texts are kept as KV is found by: without white space around them. What `forget` is called with
+    goes before the row that names it does, so what fails, or is killed between, can be done again.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        """Open a file, or make it; None for memory.
+
+        Raises:
+            StoreError: the file is damaged or out of reach; all methods raise it, too.
+        """
+        self._database = Database(Path(path or ":memory:"), _SCHEMA)
+
+    def close(self) -> None:
+        """Release the file."""
+        self._database.close()
+
+    def put(self, chunks: Iterable[tuple[str, str, str]], forget: Forget) -> None:
+        """Add (id, document, text) rows, or replace those with the same ids.
+
+        Args:
+            document: what the chunk is a piece of.
+            forget: called with the replaced texts that no chunk has any more, if there are any.
+        """
+        rows = [(name, document, text.strip()) for name, document, text in chunks]
+        kept = {text for _, _, text in rows}
+        replaced = self._only(name for name, _, _ in rows)
+        _forget([text for text in replaced if text not in kept], forget)
+        with self._database.transaction() as connection:
+            connection.executemany("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?)", rows)
+
+    def remove(self, ids: Iterable[str], forget: Forget) -> None:
+        """Drop chunks; `forget` as in `put`."""
+        ids = list(ids)
+        _forget(self._only(ids), forget)
+        with self._database.transaction() as connection:
+            connection.execute(f"DELETE FROM nodes WHERE {_THESE}", (json.dumps(ids),))
+        self._database.scrub()
+
+    def ids(self, document: str | None = None) -> list[str]:
+        """The chunks there are, None for those of all documents."""
+        if document is None:
+            return self._database.read(str, "SELECT id FROM nodes")
+        return self._database.read(str, "SELECT id FROM nodes WHERE document = ?", document)
+
+    def alike(self, ids: Iterable[str]) -> list[str]:
+        """Chunks with a text that one of these has; they are among them."""
+        texts = f"SELECT text FROM nodes WHERE {_THESE}"
+        query = f"SELECT id FROM nodes WHERE text IN ({texts})"
+        return self._database.read(str, query, json.dumps(list(ids)))
+
+    def texts(self, ids: Iterable[str]) -> dict[str, str]:
+        """The texts of those chunks that are there, by id."""
+        rows = self._database.rows(
+            f"SELECT id, text FROM nodes WHERE {_THESE}", json.dumps(list(ids))
+        )
+        return {str(name): str(text) for name, text in rows}
+
+    def _only(self, ids: Iterable[str]) -> list[str]:
+        """Texts that these chunks have and no others."""
+        these = json.dumps(list(ids))
+        others = f"SELECT 1 FROM nodes o WHERE o.text = nodes.text AND NOT o.{_THESE}"
+        query = f"SELECT DISTINCT text FROM nodes WHERE {_THESE} AND NOT EXISTS ({others})"
+        return self._database.read(str, query, these, these)
+
+
+def _forget(texts: list[str], forget: Forget) -> None:
+    if texts:
+        forget(texts)

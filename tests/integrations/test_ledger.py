@@ -1,0 +1,74 @@
+"""The ledger behind both vector stores: KV goes with the last chunk that has its text."""
+
+from __future__ import annotations
+
+import pytest
+
+from cached_rag import Ledger, StoreError
+
+ROWS = [("a", "doc", "one"), ("b", "doc", "two"), ("c", "other", " two\n")]
+
+
+@pytest.fixture
+def forgotten():
+    return []
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    ledger = Ledger(tmp_path / "folder" / "ledger.sqlite")
+    yield ledger
+    ledger.close()
+
+
+def test_a_text_goes_with_the_last_chunk_that_has_it(ledger, forgotten):
+    ledger.put(ROWS, forgotten.extend)
+    ledger.remove(["b"], forgotten.extend)
+    assert forgotten == []  # c has it, too: white space around it is none of it
+    ledger.remove(["a", "c", "unknown"], forgotten.extend)
+    assert sorted(forgotten) == ["one", "two"]
+    assert ledger.ids() == []
+
+
+def test_a_text_goes_when_it_is_replaced(ledger, forgotten):
+    ledger.put(ROWS, forgotten.extend)
+    ledger.put([("a", "doc", "three"), ("b", "doc", "one")], forgotten.extend)
+    assert forgotten == []  # b has what a had, and c what b had
+    ledger.put([("c", "other", "four")], forgotten.extend)
+    assert forgotten == ["two"]
+    assert ledger.texts(["a", "c", "unknown"]) == {"a": "three", "c": "four"}
+
+
+def test_chunks_are_found_by_document_and_by_text(ledger, forgotten):
+    ledger.put(ROWS, forgotten.extend)
+    assert sorted(ledger.ids("doc")) == ["a", "b"]
+    assert sorted(ledger.alike(["b"])) == ["b", "c"]
+    assert ledger.alike(["unknown"]) == []
+
+
+def test_what_could_not_be_forgotten_can_be_removed_again(ledger, forgotten):
+    def fail(texts):
+        raise StoreError("the disk is away")
+
+    ledger.put(ROWS, forgotten.extend)
+    with pytest.raises(StoreError, match="disk"):
+        ledger.remove(["a"], fail)
+    with pytest.raises(StoreError, match="disk"):
+        ledger.put([("a", "doc", "three")], fail)
+    ledger.remove(["a"], forgotten.extend)
+    assert forgotten == ["one"]
+
+
+def test_a_file_keeps_rows_and_nothing_of_what_went(tmp_path, forgotten):
+    path = tmp_path / "ledger.sqlite"
+    text = "a text that nobody should find again"
+    for change in (
+        lambda ledger: ledger.put([("a", "doc", text)], forgotten.extend),
+        lambda ledger: ledger.remove(["a"], forgotten.extend),
+    ):
+        ledger = Ledger(path)
+        change(ledger)
+        ledger.close()
+    assert forgotten == [text]
+    assert not any(text.encode() in file.read_bytes() for file in tmp_path.iterdir())
+    assert path.stat().st_mode & 0o077 == 0
