@@ -65,7 +65,7 @@ def bench_traffic(
     rows: list[TrafficRow] = []
     for method in methods:
         config = GenerationConfig(method=method, max_tokens=new_tokens)
-        asyncio.run(_stream(engine, prompts[:1], config, 1))
+        asyncio.run(_stream(engine, prompts[:1], config, 1))  # to warm up
         seconds, reports = asyncio.run(_stream(engine, prompts, config, clients))
         rate = len(prompts) / seconds
         waits = [report.ttft_ms for report in reports]
@@ -76,11 +76,11 @@ def bench_traffic(
                 method,
                 len(prompts),
                 clients,
-                round(rate, 3),
-                round(rate / (rows[0].requests_per_s if rows else rate), 2),
-                round(statistics.median(waits), 1),
-                round(statistics.quantiles(waits, n=20, method="inclusive")[-1], 1),
-                round(cached / sum(report.prompt_tokens for report in reports), 3),
+                rate,
+                rate / (rows[0].requests_per_s if rows else rate),
+                statistics.median(waits),
+                statistics.quantiles(waits, n=20, method="inclusive")[-1],
+                cached / sum(report.prompt_tokens for report in reports),
             )
         )
     return rows

@@ -7,11 +7,12 @@ framework.
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from cached_rag.benchmarks.loop import take_turns
 from cached_rag.errors import EvaluationError
 from cached_rag.evaluation.data import Example
 from cached_rag.evaluation.metrics import Interval, bootstrap, f1
@@ -69,29 +70,26 @@ def compare(
     """
     if not applications or not examples:
         raise EvaluationError("a comparison needs applications and questions")
-    answers: dict[str, list[_Answer]] = {name: [] for name in applications}
-    failures: list[BaseException] = []
+    questions = [examples[0], *examples]
 
-    def run() -> None:
-        names = list(applications)
-        try:
-            for round_, example in enumerate([examples[0], *examples]):
-                first = round_ % len(names)
-                for name in [*names[first:], *names[:first]]:
-                    time.sleep(pause)
-                    answer = _timed(applications[name], example)
-                    if round_:
-                        answers[name].append(answer)
-                        on_answer(name, example, answer.text)
-        except BaseException as error:
-            failures.append(error)
+    def asks(name: str) -> Callable[[], _Answer]:
+        """Asks the next question each time."""
+        numbered = enumerate(questions)
 
-    thread = threading.Thread(target=run, name="comparison")
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
-    base = answers[next(iter(applications))]
+        def ask() -> _Answer:
+            number, example = next(numbered)
+            time.sleep(pause)
+            answer = _timed(applications[name], example)
+            if number:  # the first one is to warm up
+                on_answer(name, example, answer.text)
+            return answer
+
+        return ask
+
+    with ThreadPoolExecutor(1, "comparison") as pool:
+        variants = {name: asks(name) for name in applications}
+        answers = pool.submit(take_turns, variants, len(examples)).result()
+    base = next(iter(answers.values()))
     return [_row(name, found, base, examples) for name, found in answers.items()]
 
 
