@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,10 @@ def test_all_ways_of_serving_give_the_same_answers():
     computed = {name: found[0].report.charged_recompute for name, found in answers.items()}
     assert computed["recomputed"] == 1.0 > 0.3 > computed["copied"]
     work.close()
+
+
+def test_one_after_another_stays_so_however_many_rows_the_others_have():
+    sizes = {"shared_tokens": 20, "private_tokens": 4, "requests": 3}
+    with closing(Workload(tiny_model("qwen3"), **sizes, max_rows=2)) as work:
+        rows = {name: engine.scheduler.config.max_rows for name, engine in work.engines.items()}
+    assert rows == {"relay": 2, "copied": 2, "recomputed": 2, "sequential": 1}

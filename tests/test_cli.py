@@ -261,6 +261,14 @@ def test_bench_traffic_compares_methods(tmp_path, model_folder):
     )
     assert [row["method"] for row in rows] == ["full", "prefix", "auto"]
     assert rows[2]["cached"] > rows[0]["cached"]
+    assert all(row["ttft_p50_ms"] < row["ttft_p95_ms"] for row in rows)
+
+
+def test_bench_traffic_takes_a_single_question(tmp_path, model_folder):
+    path = write_set(tmp_path / "set.jsonl", "Why is copper green?", "Who?")
+    options = ["--model", model_folder, "--limit", 1, "--new-tokens", 2, "--methods", "full"]
+    (row,) = bench("traffic", path, *options)
+    assert row["ttft_p50_ms"] == row["ttft_p95_ms"] > 0
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from cached_rag.config import GenerationConfig, StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.profile import forget_pages
 
+_METHODS, _QUESTION_TOKENS = ("reuse", "auto"), 32
+
 
 @dataclass(frozen=True)
 class LoadingRow:
@@ -34,8 +36,6 @@ def bench_loading(
     *,
     modules: int = 8,
     module_tokens: int = 512,
-    question_tokens: int = 32,
-    methods: tuple[str, ...] = ("reuse", "auto"),
     repeats: int = 5,
 ) -> list[LoadingRow]:
     """Every request in an engine of its own, so that nothing is verified or in memory before.
@@ -44,7 +44,7 @@ def bench_loading(
     """
     settings = StoreConfig(path=str(folder), write_back=False)
     with Engine(model, settings) as engine:
-        prompt, texts = make_prompt(engine, modules, module_tokens, question_tokens)
+        prompt, texts = make_prompt(engine, modules, module_tokens, _QUESTION_TOKENS)
 
     def asked(method: str, way: str, options: dict[str, Any]) -> dict[str, float]:
         forget_pages(folder)
@@ -58,7 +58,7 @@ def bench_loading(
 
     variants = {
         (method, way): partial(asked, method, way, options)
-        for method in methods
+        for method in _METHODS
         for way, options in _ways(model.shapes.device.type).items()
     }
     found = medians(variants, repeats)

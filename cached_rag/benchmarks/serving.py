@@ -72,14 +72,22 @@ class Workload:
     """Prompts that share a beginning, and an engine for each way to serve them."""
 
     def __init__(
-        self, model: Backend, shared_tokens: int, private_tokens: int, requests: int
+        self,
+        model: Backend,
+        shared_tokens: int,
+        private_tokens: int,
+        requests: int,
+        max_rows: int | None = None,
     ) -> None:
         """Encode the shared beginning.
+
+        Args:
+            max_rows: most answers at a time; None for all.
 
         Raises:
             ConfigError: a count below 1.
         """
-        every = BatchConfig(max_rows=requests)
+        every = BatchConfig(max_rows=max_rows or requests)
         self.engines = {
             "relay": Engine(model, batch=every),
             "copied": Engine(model, batch=replace(every, shares=False)),
@@ -186,14 +194,14 @@ def bench_arrivals(
     """
     _check(methods, new_tokens)
     # In the model's thread, where requests are answered (see `model_thread`).
-    made = submit(partial(Workload, model, shared_tokens, private_tokens, requests)).result()
+    sizes = shared_tokens, private_tokens, requests, max_rows
+    made = submit(partial(Workload, model, *sizes)).result()
     config = GenerationConfig(method="prefix", max_tokens=new_tokens, ignore_eos=True)
     rows = []
     with closing(made) as work:
         for rate in rates:
             for method in methods:
                 engine = work.engines[method]
-                engine.scheduler.config = replace(engine.scheduler.config, max_rows=max_rows)
                 asyncio.run(_arriving(engine, work.prompts[:1], config, rate))  # to warm up
                 figures = asyncio.run(_arriving(engine, work.prompts, config, rate))
                 rows.append(ArrivalRow(method, rate, *figures))
