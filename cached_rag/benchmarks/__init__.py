@@ -10,7 +10,7 @@ from cached_rag.benchmarks.ingest import bench_ingest
 from cached_rag.benchmarks.kernels import bench_kernels
 from cached_rag.benchmarks.loading import bench_loading
 from cached_rag.benchmarks.machine import machine
-from cached_rag.benchmarks.models import bench_model, bench_models
+from cached_rag.benchmarks.models import bench_models
 from cached_rag.benchmarks.schemas import bench_lengths, bench_prompt, footprint, plot_lengths
 from cached_rag.benchmarks.serving import bench_arrivals, bench_serving
 from cached_rag.benchmarks.traffic import bench_traffic
@@ -24,7 +24,6 @@ __all__ = [
     "bench_kernels",
     "bench_lengths",
     "bench_loading",
-    "bench_model",
     "bench_models",
     "bench_prompt",
     "bench_serving",
