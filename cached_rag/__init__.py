@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cached_rag.backends.transformers.loading import LanguageModel, load_model, wrap_model
-    from cached_rag.config import METHODS, BatchConfig, GenerationConfig, StoreConfig
+    from cached_rag.config import (
+        DEFAULT_MODEL,
+        METHODS,
+        BatchConfig,
+        GenerationConfig,
+        StoreConfig,
+    )
     from cached_rag.engine.decoding import Generation
     from cached_rag.engine.engine import Engine
     from cached_rag.engine.report import Report
@@ -47,6 +53,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DEFAULT_MODEL",
     "METHODS",
     "PRIMER",
     "Answer",

@@ -10,6 +10,8 @@ from cached_rag.errors import ConfigError
 from cached_rag.methods import SELECTORS, Selector, name_of, parse_method
 
 METHODS = tuple(SELECTORS)
+# Small, good enough to see what the library does, and in a wheel that needs no hub (README).
+DEFAULT_MODEL = "smollm2-135m"
 # Scores divided by less overflow, as do those that are multiplied by more than its inverse.
 _COLDEST = 1e-4
 _METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")

@@ -1,20 +1,84 @@
-"""What benchmarks compare: ways that give the same, and are what they are called."""
+"""Benchmarks: the loop that all share, and that what they compare is what it is called."""
 
 from __future__ import annotations
+
+import ast
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import tiny_model
 
-from cached_rag import GenerationConfig
+from cached_rag import ConfigError, GenerationConfig, benchmarks
 from cached_rag.backends.transformers.attention import kernels as lse_attention
 from cached_rag.backends.transformers.attention.kernels import reference
 from cached_rag.benchmarks.attention import make_steps, theory
+from cached_rag.benchmarks.loop import cold_ms, medians, take_turns
 from cached_rag.benchmarks.serving import METHODS, Workload
 from cached_rag.kv.buffer import KVShapes
 from cached_rag.kv.slab import LONGEST
 
 KV_HEADS, HEADS, DIM = 2, 6, 16
+ABOUT_TRANSFORMERS = {"attention", "kernels", "architectures", "models"}
+
+
+def test_the_loop_takes_turns_and_drops_the_rounds_to_warm_up():
+    called, told = [], []
+
+    def variant(name):
+        def call():
+            called.append(name)
+            return len(called)
+
+        return call
+
+    samples = take_turns(
+        {name: variant(name) for name in "abc"},
+        3,
+        warm_up=1,
+        on_round=lambda: told.append(len(called)),
+    )
+    # every variant once a round, each round beginning with the next one
+    assert "".join(called) == "abc" + "bca" + "cab" + "abc"
+    assert samples == {"a": [6, 8, 10], "b": [4, 9, 11], "c": [5, 7, 12]}
+    assert told == [3, 6, 9, 12]
+
+
+def test_the_loop_gives_the_median_of_every_figure():
+    figures = iter([(900, 9), (3, 0), (1, 5), (20, 7)])
+
+    def call():
+        return dict(zip(("ms", "tokens"), next(figures), strict=True))
+
+    assert medians({"only": call}, 3) == {"only": {"ms": 3, "tokens": 5}}
+
+
+def test_the_loop_refuses_what_measures_nothing():
+    for variants, rounds in (({}, 1), ({"a": dict}, 0)):
+        with pytest.raises(ConfigError, match="nothing to measure"):
+            take_turns(variants, rounds)
+
+
+def test_short_calls_are_warmed_up_twice_and_timed_without_gradients():
+    modes = {"a": [], "b": []}
+    variants = {
+        name: lambda name=name: modes[name].append(torch.is_inference_mode_enabled())
+        for name in modes
+    }
+    found = cold_ms(variants, 3, torch.device("cpu"))
+    assert modes == {"a": [True] * 5, "b": [True] * 5}
+    assert list(found) == ["a", "b"]
+    assert min(found.values()) > 0
+
+
+def test_benchmarks_know_a_model_as_a_backend_but_those_about_transformers():
+    knowing = set()
+    for path in Path(benchmarks.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if getattr(node, "module", None) and "backends.transformers" in node.module:
+                knowing.add(path.stem)
+    assert knowing == ABOUT_TRANSFORMERS
 
 
 def shapes(dtype=torch.float32):
@@ -74,3 +138,10 @@ def test_all_ways_of_serving_give_the_same_answers():
     computed = {name: found[0].report.charged_recompute for name, found in answers.items()}
     assert computed["recomputed"] == 1.0 > 0.3 > computed["copied"]
     work.close()
+
+
+def test_one_after_another_stays_so_however_many_rows_the_others_have():
+    sizes = {"shared_tokens": 20, "private_tokens": 4, "requests": 3}
+    with closing(Workload(tiny_model("qwen3"), **sizes, max_rows=2)) as work:
+        rows = {name: engine.scheduler.config.max_rows for name, engine in work.engines.items()}
+    assert rows == {"relay": 2, "copied": 2, "recomputed": 2, "sequential": 1}

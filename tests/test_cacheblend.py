@@ -12,7 +12,7 @@ from test_methods import assembled, copy
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from cached_rag import ConfigError
-from cached_rag.cli.eval import _split
+from cached_rag.cli.options import names
 from cached_rag.evaluation import make_trials
 from cached_rag.methods import SELECTORS, CacheBlend, parse_method
 
@@ -137,7 +137,7 @@ def test_options_are_understood_as_text():
     text = "cacheblend:score=kv,gradual=true"
     assert parse_method(text, SELECTORS, {}) == CacheBlend(score="kv", gradual=True)
     # As `cached-rag eval --methods` has them; full prefill is what they are compared with.
-    trials = make_trials(_split(f"{text},prefix"), [0.15])
+    trials = make_trials(names(f"{text},prefix"), [0.15])
     assert [(trial.method, trial.ratio) for trial in trials][1:] == [(text, 0.15), ("prefix", 1.0)]
     for wrong in ("cacheblend:score=both", "cacheblend:gradual=perhaps"):
         with pytest.raises(ConfigError, match=r"values, keys, kv|true or false"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sqlite3
 from contextlib import closing
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from cached_rag import ConfigError, DocumentError
 from cached_rag.cli import main as cli
+from cached_rag.cli.terminal import plain
 from cached_rag.rag import Embedder
 from cached_rag.rag.settings import SYSTEM
 
@@ -259,6 +261,56 @@ def test_bench_traffic_compares_methods(tmp_path, model_folder):
     )
     assert [row["method"] for row in rows] == ["full", "prefix", "auto"]
     assert rows[2]["cached"] > rows[0]["cached"]
+    assert all(row["ttft_p50_ms"] < row["ttft_p95_ms"] for row in rows)
+
+
+def test_bench_traffic_takes_a_single_question(tmp_path, model_folder):
+    path = write_set(tmp_path / "set.jsonl", "Why is copper green?", "Who?")
+    options = ["--model", model_folder, "--limit", 1, "--new-tokens", 2, "--methods", "full"]
+    (row,) = bench("traffic", path, *options)
+    assert row["ttft_p50_ms"] == row["ttft_p95_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["serving", "--requests", "3,many"],
+        ["serving", "--rates", "often"],
+        ["attention", "--batches", "1,x"],
+        ["kernels", "--keys", "1.5"],
+    ],
+)
+def test_bench_says_which_numbers_are_none(arguments, model_folder):
+    result = run(cli.app, ["bench", *arguments, "--model", model_folder])
+    assert isinstance(result.exception, ConfigError)
+    assert "numbers, comma-separated" in str(result.exception)
+
+
+def test_bench_takes_methods_with_several_options(model_folder):
+    sizes = ["--modules", "2", "--module-tokens", "32", "--question-tokens", "8", "--repeats", "1"]
+    methods = "cacheblend:score=kv,gradual=true,reuse"
+    rows = bench("--model", model_folder, *sizes, "--methods", methods)
+    names = ["transformers", "full", "cacheblend:score=kv,gradual=true", "reuse"]
+    assert [row["method"] for row in rows] == names
+
+
+def test_figures_are_rounded_to_four_where_they_are_printed():
+    @dataclasses.dataclass
+    class Row:
+        name: str
+        count: int
+        long_ms: float
+        short_ms: float
+        none: float | None
+
+    row = plain(Row("a", 12345, 7632.44, 0.0123456, None))
+    assert row == {
+        "name": "a",
+        "count": 12345,
+        "long_ms": 7632,
+        "short_ms": 0.01235,
+        "none": None,
+    }
 
 
 def test_serve_refuses_what_cannot_be(model_folder, index):

@@ -8,8 +8,9 @@ import pytest
 from conftest import tiny_model
 
 from cached_rag import ModelError
-from cached_rag.benchmarks import bench_architectures, bench_models, to_markdown
+from cached_rag.benchmarks import bench_architectures, bench_models
 from cached_rag.cli.main import app
+from cached_rag.cli.terminal import markdown, plain
 
 REFUSED = {"Qwen 3 Next", "LFM 2", "Mamba"}
 UNMOVABLE = {"GPT-2", "OPT", "DeepSeek 3"}
@@ -34,9 +35,10 @@ def test_models_are_measured_each_in_a_process_of_its_own(model_folder):
     assert row.kv_bytes_per_token == 4 * 2 * 2 * 16 * 4
     assert min(row.load_s, row.examine_s, row.full_ms, row.auto_ms, row.decode_ms) > 0
     assert row.prompt_tokens > 0
-    table = to_markdown([row]).splitlines()
+    table = markdown([plain(row)])
     assert len(table) == 3
     assert table[2].startswith(f"| {model_folder} |")
+    assert f"| {row.weights_bytes / 1e6:.0f} MB |" in table[2]
     with pytest.raises(ModelError, match="no model folder"):
         bench_models(["./nowhere"])
 

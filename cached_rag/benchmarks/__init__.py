@@ -1,39 +1,22 @@
-"""Timings as library code behind the command line. Ratios within one run, medians, interleaved."""
+"""Speed, as ratios within one run. One file a question, and one loop for all (`loop`).
 
-from cached_rag.benchmarks.architectures import ArchitectureRow, bench_architectures
-from cached_rag.benchmarks.attention import AttentionRow, bench_attention, plot_attention
-from cached_rag.benchmarks.ingest import IngestRow, bench_ingest
-from cached_rag.benchmarks.kernels import KernelRow, bench_kernels
-from cached_rag.benchmarks.loading import LoadingRow, bench_loading
+Most know a model as a `Backend`. Four are about transformers itself: `attention` and `kernels` time
+its backend's attention, `architectures` and `models` are the tables of docs/models.md.
+"""
+
+from cached_rag.benchmarks.architectures import bench_architectures
+from cached_rag.benchmarks.attention import bench_attention, plot_attention, query_heads
+from cached_rag.benchmarks.ingest import bench_ingest
+from cached_rag.benchmarks.kernels import bench_kernels
+from cached_rag.benchmarks.loading import bench_loading
 from cached_rag.benchmarks.machine import machine
-from cached_rag.benchmarks.models import ModelRow, bench_model, bench_models, to_markdown
-from cached_rag.benchmarks.schemas import (
-    Footprint,
-    LengthRow,
-    PromptRow,
-    bench_lengths,
-    bench_prompt,
-    footprint,
-    plot_lengths,
-)
-from cached_rag.benchmarks.serving import ArrivalRow, ServingRow, bench_arrivals, bench_serving
-from cached_rag.benchmarks.traffic import TrafficRow, bench_traffic
-from cached_rag.benchmarks.ttft import TtftRow, bench_ttft
+from cached_rag.benchmarks.models import bench_models
+from cached_rag.benchmarks.schemas import bench_lengths, bench_prompt, footprint, plot_lengths
+from cached_rag.benchmarks.serving import bench_arrivals, bench_serving
+from cached_rag.benchmarks.traffic import bench_traffic
+from cached_rag.benchmarks.ttft import bench_ttft
 
 __all__ = [
-    "ArrivalRow",
-    "ArchitectureRow",
-    "AttentionRow",
-    "Footprint",
-    "IngestRow",
-    "KernelRow",
-    "LengthRow",
-    "LoadingRow",
-    "ModelRow",
-    "PromptRow",
-    "ServingRow",
-    "TrafficRow",
-    "TtftRow",
     "bench_architectures",
     "bench_arrivals",
     "bench_attention",
@@ -41,7 +24,6 @@ __all__ = [
     "bench_kernels",
     "bench_lengths",
     "bench_loading",
-    "bench_model",
     "bench_models",
     "bench_prompt",
     "bench_serving",
@@ -51,5 +33,5 @@ __all__ = [
     "machine",
     "plot_attention",
     "plot_lengths",
-    "to_markdown",
+    "query_heads",
 ]

@@ -17,8 +17,9 @@ from cached_rag.backends.base import StepInput
 from cached_rag.backends.transformers.attention.kernels import kernel_of
 from cached_rag.backends.transformers.attention.relay import Padded
 from cached_rag.backends.transformers.batch import BatchCache
+from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.benchmarks.loop import cold_ms
 from cached_rag.benchmarks.plotting import new_figure, save
-from cached_rag.benchmarks.timing import interleaved_ms
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.rows import RowKV, Run
 from cached_rag.kv.slab import Slabs
@@ -45,6 +46,11 @@ class AttentionRow:
     theory: float
     relay_kernels: str
     copied_kernels: str
+
+
+def query_heads(model: LanguageModel) -> int:
+    """Heads of a transformers model's queries; its KV says of keys' and values' heads only."""
+    return int(model.decoder.model.config.get_text_config().num_attention_heads)
 
 
 def theory(batch: int, shared: int, private: int) -> float:
@@ -158,15 +164,15 @@ def _timed(
 ) -> AttentionRow:
     steps = make_steps(replace(shapes, num_layers=1), num_heads, batch, shared, private)
     ways = {name: step.attend for name, step in steps.items()}
-    found = interleaved_ms(ways, repeats, shapes.device)
+    found = cold_ms(ways, repeats, shapes.device)
     return AttentionRow(
         batch,
         shared,
         private,
-        round(found["relay"], 3),
-        round(found["copied"], 3),
-        round(found["copied"] / found["relay"], 2),
-        round(theory(batch, shared, private), 2),
+        found["relay"],
+        found["copied"],
+        found["copied"] / found["relay"],
+        theory(batch, shared, private),
         steps["relay"].kernels(),
         steps["copied"].kernels(),
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from cached_rag.benchmarks.loop import medians, milliseconds
 from cached_rag.engine.engine import Engine
 from cached_rag.library.encode import BATCH_TOKENS, encode_modules
 from cached_rag.library.library import Behind
@@ -15,7 +15,7 @@ from cached_rag.library.library import Behind
 
 @dataclass(frozen=True)
 class IngestRow:
-    """Encoding with its store, and transformers' forward pass over the same batches.
+    """Encoding with its store, and the model's own forward pass over the same batches.
 
     Attributes:
         ratio: of `tokens_per_s` to `plain_tokens_per_s`.
@@ -29,22 +29,24 @@ class IngestRow:
 def bench_ingest(
     engine: Engine, *, modules: int = 8, module_tokens: int = 512, repeats: int = 3
 ) -> IngestRow:
-    """Time both in turn; medians. Batches are the encoder's own."""
+    """Time both in turn, in batches of the encoder's own size."""
     generator = torch.Generator().manual_seed(0)
-    size = engine.model.vocab_size
-    ids = torch.randint(0, size, (modules, module_tokens), generator=generator)
-    rows = [tuple(row) for row in ids.tolist()]
-    batch = max(1, BATCH_TOKENS // module_tokens)
-    own, plain = [], []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        for kv in encode_modules(engine.model, None, rows):
+    size = (modules, module_tokens)
+    ids = torch.randint(0, engine.model.vocab_size, size, generator=generator)
+    batches = torch.split(ids, max(1, BATCH_TOKENS // module_tokens))
+
+    def encode() -> None:
+        for kv in encode_modules(engine.model, None, [tuple(row) for row in ids.tolist()]):
             engine.library.put(Behind((0,)), kv)
-        own.append(time.perf_counter() - began)
-        began = time.perf_counter()
-        for part in torch.split(ids, batch):
-            engine.model.forward(part)
-        plain.append(time.perf_counter() - began)
-    tokens = modules * module_tokens
-    rates = [tokens / statistics.median(times[1:]) for times in (own, plain)]
-    return IngestRow(round(rates[0], 1), round(rates[1], 1), round(rates[0] / rates[1], 3))
+
+    def forward() -> None:
+        for batch in batches:
+            engine.model.forward(batch)
+
+    def rate(work: Callable[[], None]) -> dict[str, float]:
+        spent = milliseconds(work, engine.model.shapes.device)
+        return {"tokens_per_s": 1000 * ids.numel() / spent}
+
+    found = medians({"own": lambda: rate(encode), "plain": lambda: rate(forward)}, repeats)
+    own, plain = (figures["tokens_per_s"] for figures in found.values())
+    return IngestRow(own, plain, own / plain)

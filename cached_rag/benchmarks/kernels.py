@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from cached_rag.backends.transformers.attention.kernels import KERNELS, kernel_of
-from cached_rag.benchmarks.timing import interleaved_ms
+from cached_rag.benchmarks.loop import cold_ms
 from cached_rag.errors import ConfigError
 from cached_rag.kv.buffer import KVShapes
 
@@ -52,8 +52,8 @@ def bench_kernels(
     Raises:
         ConfigError: a count below 1, or a model whose keys and values differ in width.
     """
-    if min(*tokens, *keys, repeats) < 1:
-        raise ConfigError("tokens, keys and repeats must be at least 1")
+    if min(*tokens, *keys) < 1:
+        raise ConfigError("tokens and keys must be at least 1")
     if shapes.head_dim != shapes.value_dim:
         raise ConfigError(
             "the flash kernel takes keys and values of one width, unlike this model's"
@@ -72,13 +72,5 @@ def _timed(shapes: KVShapes, tokens: int, rows: int, keys: int, repeats: int) ->
     held = draw(keys), draw(keys)
     scale = shapes.head_dim**-0.5
     ways = {name: partial(KERNELS[name], draw(rows), *held, scale) for name in _COMPARED}
-    flash, matmul = interleaved_ms(ways, repeats, shapes.device).values()
-    return KernelRow(
-        tokens,
-        rows,
-        keys,
-        round(flash, 4),
-        round(matmul, 4),
-        round(flash / matmul, 3),
-        kernel_of(rows, *held),
-    )
+    flash, matmul = cold_ms(ways, repeats, shapes.device).values()
+    return KernelRow(tokens, rows, keys, flash, matmul, flash / matmul, kernel_of(rows, *held))

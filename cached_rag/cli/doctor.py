@@ -1,103 +1,44 @@
-"""What this machine and this model can do, and a self-test that the two agree on exactness."""
+"""`cached-rag doctor`: what this machine and a model can do."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
-import torch
+import typer
 
-from cached_rag.benchmarks.machine import machine
-from cached_rag.engine.controller import Controller
-from cached_rag.engine.engine import Engine
-from cached_rag.engine.profile import profile_of
-from cached_rag.kv.buffer import KVBuffer
-from cached_rag.methods import Auto, CacheBlend, Layout
-
-_TOKENS = 64
-# What the loading controller is shown on: modules of so many tokens, a prompt of so many.
-_MODULE, _PROMPT = 512, 8192
-# Rounding may do this many times what it does to the model's own prefill in two pieces.
-_MARGIN = 4
-_SPLITS = (1, _TOKENS // 2, _TOKENS - 1)
+from cached_rag.cli.options import Device, Dtype, IndexModel, require_index
+from cached_rag.cli.terminal import Json, print_json, print_table
+from cached_rag.config import DEFAULT_MODEL
 
 
-@dataclass(frozen=True)
-class SelfTest:
-    """Largest difference of logits, as a share of the largest logit, and what is allowed."""
+def doctor_command(
+    model: IndexModel = None,
+    index: Annotated[Path | None, typer.Option("--index", help="Also look at this index.")] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """What this machine and model can do, and whether reuse computes what the model would."""
+    from cached_rag import CachedRAG, Engine
+    from cached_rag.benchmarks.examine import examine, self_test
 
-    name: str
-    error: float
-    allowed: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether rounding explains the difference."""
-        return self.error <= self.allowed
-
-
-def examine(engine: Engine) -> dict[str, object]:
-    """Facts about the machine, the model and the store."""
-    model = engine.model
-    disk = engine.library.disk
-    return machine(model) | {
-        "context_length": model.context_length,
-        "position_rule": str(model.rule),
-        "attention": "scattered rows" if model.can_watch else "the model's own, dense masks",
-        "kv_bytes_per_token": model.shapes.bytes_per_token,
-        "store": str(disk.path) if disk else "memory only",
-        "store_bytes": engine.library.store_bytes(),
-        "modules": len(engine.library.table),
-        **_loading(engine),
-        "self_test": [vars(test) | {"passed": test.passed} for test in self_test(engine)],
-    }
-
-
-def _loading(engine: Engine) -> dict[str, object]:
-    """What the loading controller knows, and what it makes of modules of 512 tokens."""
-    model = engine.model
-    profile = profile_of(model, fresh=True)
-    control = Controller(profile, Auto().recompute_ratio)
-    lengths = [min(length, model.context_length) for length in (_MODULE, _PROMPT)]
-    places = range(0, lengths[-1], lengths[0])
-
-    def reason(tier: str) -> str:
-        return control.decide([(begin, lengths[0], tier) for begin in places]).reason
-
-    return {
-        **{f"prefill_tokens_per_s_{n}": round(n / profile.compute_s(n), 1) for n in lengths},
-        "memory_bytes_per_s": profile.memory_bytes_per_s,
-        "disk_bytes_per_s": profile.disk_bytes_per_s,
-        "loading_from_memory": reason("memory"),
-        "loading_from_disk": reason("disk"),
-    }
-
-
-def self_test(engine: Engine) -> list[SelfTest]:
-    """Partial prefill against the model's own forward pass, on random tokens, in its dtype.
-
-    What is allowed is measured, too: the model's own error when it prefills in two pieces through
-    its own cache, which grows with depth, width and outlier channels as ours may.
-    """
-    model = engine.model
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, model.vocab_size, (1, _TOKENS), generator=generator)
-    plain = model.forward(ids).float()
-
-    def error(logits: torch.Tensor) -> float:
-        return float((logits.float() - plain).abs().max() / plain.abs().max())
-
-    own = max(error(model.forward(ids, split)) for split in _SPLITS)
-    allowed = _MARGIN * max(own, torch.finfo(model.shapes.dtype).eps)
-    buffer = KVBuffer.like(model.shapes, _TOKENS)
-    tests = [SelfTest("full prefill", error(model.prefill(buffer, ids).logits), allowed)]
-    rows = torch.tensor([*range(3, _TOKENS - 1, 5), _TOKENS - 1])
-    logits = model.prefill(buffer, ids, rows).logits
-    tests.append(SelfTest("scattered rows over true KV", error(logits), allowed))
-    buffer.keys.fill_(1.0)
-    buffer.values.fill_(1.0)
-    live = torch.zeros(_TOKENS, dtype=torch.bool)
-    live[-1] = True
-    layout = Layout(live, torch.zeros_like(live), ((0, _TOKENS - 1),), model.shapes.num_layers)
-    logits = model.repair(buffer, ids, layout, CacheBlend(1.0)).logits
-    tests.append(SelfTest("everything recomputed over garbage", error(logits), allowed))
-    return tests
+    if index is not None:
+        require_index(index)
+        with CachedRAG.open(index, model, dtype=dtype, device=device) as rag:
+            facts, tests = examine(rag.engine), self_test(rag.engine)
+    else:
+        with Engine.load(model or DEFAULT_MODEL, dtype=dtype, device=device) as engine:
+            facts, tests = examine(engine), self_test(engine)
+    if as_json:
+        print_json(facts | {"self_test": [vars(test) | {"passed": test.passed} for test in tests]})
+    else:
+        verdicts = {
+            f"self-test: {test.name}": f"{'passed' if test.passed else 'FAILED'}, "
+            f"error {test.error:.1e}"
+            for test in tests
+        }
+        shown = facts | verdicts
+        print_table([{"what": name, "found": value} for name, value in shown.items()])
+    if not all(test.passed for test in tests):
+        raise typer.Exit(1)

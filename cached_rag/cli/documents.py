@@ -6,10 +6,9 @@ import dataclasses
 from typing import Annotated
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
-from cached_rag.cli.terminal import DEFAULT_INDEX, Index, Json, out, print_json, require_index
+from cached_rag.cli.options import DEFAULT_INDEX, Index, require_index
+from cached_rag.cli.terminal import Json, out, print_json, print_table
 
 
 def list_command(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
@@ -22,11 +21,17 @@ def list_command(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
     if as_json:
         print_json({"documents": [dataclasses.asdict(document) for document in documents]})
         return
-    table = Table("source", "title", "chunks", "encoded")
-    for one in documents:
-        encoded = "yes" if one.is_encoded else "no"
-        table.add_row(Text(one.source), Text(one.title), str(one.chunks), encoded)
-    out.print(table)
+    print_table(
+        [
+            {
+                "source": one.source,
+                "title": one.title,
+                "chunks": one.chunks,
+                "encoded": "yes" if one.is_encoded else "no",
+            }
+            for one in documents
+        ]
+    )
 
 
 def delete_command(

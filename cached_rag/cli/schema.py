@@ -9,12 +9,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import Progress
-from rich.table import Table
-from rich.text import Text
 from rich.tree import Tree
 
-from cached_rag.cli.terminal import Json, err, out, print_json, print_reports
-from cached_rag.errors import PMLError
+from cached_rag.cli.options import (
+    Device,
+    Dtype,
+    MaxTokens,
+    Method,
+    Methods,
+    Model,
+    Plot,
+    Repeats,
+    names,
+    numbers,
+)
+from cached_rag.cli.terminal import (
+    Json,
+    err,
+    out,
+    plain,
+    print_json,
+    print_machine,
+    print_reports,
+    print_table,
+)
+from cached_rag.config import DEFAULT_MODEL
+from cached_rag.errors import ConfigError, PMLError
 
 if TYPE_CHECKING:
     from cached_rag.pml import Schema, SchemaPrompt
@@ -22,14 +42,10 @@ if TYPE_CHECKING:
 
 schema_app = typer.Typer(help="Prompts made of modules, in PML.", no_args_is_help=True)
 File = Annotated[Path, typer.Argument(help="A <schema>.")]
-Model = Annotated[str, typer.Option(help="Alias, hub id, folder or .gguf file.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps.")]
+PromptIn = Annotated[str, typer.Argument(help="A file with a <prompt>, or the <prompt> itself.")]
 Store = Annotated[str | None, typer.Option(help="Folder for KV; none keeps it in memory.")]
 Layout = Annotated[str, typer.Option(help="auto, compact or schema.")]
 Behind = Annotated[str, typer.Option(help="Encode behind: schema, head or nothing.")]
-PromptIn = Annotated[str, typer.Argument(help="A file with a <prompt>, or the <prompt> itself.")]
-_MODEL = "smollm2-135m"
 
 
 @schema_app.command()
@@ -50,8 +66,8 @@ def check(
         except PMLError as problem:
             problems.append(problem)
     if as_json:
-        names = ("file", "line", "column", "what")
-        print_json({"problems": [{n: getattr(e, n) for n in names} for e in problems]})
+        attributes = ("file", "line", "column", "what")
+        print_json({"problems": [{n: getattr(e, n) for n in attributes} for e in problems]})
     for error in problems if not as_json else []:
         out.print(str(error), markup=False, highlight=False, soft_wrap=True)
     if problems:
@@ -59,7 +75,7 @@ def check(
 
 
 @schema_app.command()
-def show(file: File, model: Model = _MODEL, as_json: Json = False) -> None:
+def show(file: File, model: Model = DEFAULT_MODEL, as_json: Json = False) -> None:
     """Draw the tree with token counts and positions, by a model's tokenizer and chat template."""
     from cached_rag.backends.tokenizer import Tokenization
     from cached_rag.backends.transformers.loading import load_tokenizer
@@ -86,7 +102,7 @@ def _tree(node: Outline, parent: Tree | None = None) -> Tree:
 def encode(
     file: File,
     store: Annotated[str, typer.Option(help="Folder for KV.")],
-    model: Model = _MODEL,
+    model: Model = DEFAULT_MODEL,
     layout: Layout = "auto",
     behind: Behind = "schema",
     dtype: Dtype = None,
@@ -117,12 +133,12 @@ def run(
     file: File,
     prompt: PromptIn,
     text: Annotated[str | None, typer.Option(help="Text to put at the prompt's end.")] = None,
-    model: Model = _MODEL,
+    model: Model = DEFAULT_MODEL,
     store: Store = None,
     layout: Layout = "auto",
     behind: Behind = "schema",
-    method: Annotated[str, typer.Option(help="auto, reuse, full, ...")] = "auto",
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 128,
+    method: Method = "auto",
+    max_tokens: MaxTokens = 128,
     compare: Annotated[bool, typer.Option(help="Answer with full prefill, too.")] = False,
     dtype: Dtype = None,
     device: Device = None,
@@ -132,11 +148,10 @@ def run(
     from cached_rag import Engine
     from cached_rag.pml import Schema
 
-    schema = Schema.from_file(file, layout=layout, behind=behind)
-    asked = _prompt(schema, prompt)
+    asked = _prompt(Schema.from_file(file, layout=layout, behind=behind), prompt)
     asked = asked.then(text) if text else asked
     with Engine.load(model, store=store, dtype=dtype, device=device) as engine:
-        schema.encode(engine)
+        asked.schema.encode(engine)
         stream = engine.stream(asked, method=method, max_tokens=max_tokens)
         pieces = []
         for piece in stream:
@@ -166,8 +181,8 @@ def _prompt(schema: Schema, prompt: str) -> SchemaPrompt:
 @schema_app.command("eval")
 def evaluate(
     file: File,
-    model: Model = _MODEL,
-    methods: Annotated[str, typer.Option(help="Comma-separated.")] = "reuse,auto",
+    model: Model = DEFAULT_MODEL,
+    methods: Methods = "reuse,auto",
     prompts: Annotated[int, typer.Option(help="Random prompts.")] = 20,
     dtype: Dtype = None,
     device: Device = None,
@@ -178,7 +193,7 @@ def evaluate(
     from cached_rag.evaluation.schemas import evaluate_schema, schema_trials
     from cached_rag.pml import Schema
 
-    schema, trials = Schema.from_file(file), schema_trials(methods.split(","))
+    schema, trials = Schema.from_file(file), schema_trials(names(methods))
     with (
         Engine.load(model, dtype=dtype, device=device) as engine,
         Progress(console=err, disable=as_json) as bar,
@@ -188,26 +203,30 @@ def evaluate(
         rows = evaluate_schema(engine, schema, trials, **options)
     if as_json:
         print_json({"rows": [dataclasses.asdict(row) for row in rows]})
-        return
-    titles = ("layout", "behind", "method", "KL", "same first token", "NLL - full", "speed-up")
-    table = Table(*titles, "charged")
-    for row in rows:
-        table.add_row(
-            *(row.trial.layout, row.trial.behind, row.trial.method, f"{row.kl.mean:.3f}"),
-            f"{row.agreement:.0%}",
-            f"{row.nll.mean:+.3f} ({row.nll.low:+.3f}, {row.nll.high:+.3f})",
-            f"{row.speedup:.1f}x",
-            f"{row.charged:.3f}",
+    else:
+        print_table(
+            [
+                {
+                    **dataclasses.asdict(row.trial),
+                    "KL": f"{row.kl.mean:.3f}",
+                    "same first token": f"{row.agreement:.0%}",
+                    "NLL - full": f"{row.nll.mean:+.3f} ({row.nll.low:+.3f}, {row.nll.high:+.3f})",
+                    "speed-up": f"{row.speedup:.1f}x",
+                    "charged": f"{row.charged:.3f}",
+                }
+                for row in rows
+            ]
         )
-    out.print(table)
 
 
 @schema_app.command()
 def demo(
-    names: Annotated[list[str] | None, typer.Argument(help="code, learner, trip; all.")] = None,
-    model: Model = _MODEL,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 48,
-    repeats: Annotated[int, typer.Option(help="Timed rounds.")] = 3,
+    examples: Annotated[
+        list[str] | None, typer.Argument(metavar="NAMES", help="code, learner, trip; all.")
+    ] = None,
+    model: Model = DEFAULT_MODEL,
+    max_tokens: MaxTokens = 48,
+    repeats: Repeats = 3,
     dtype: Dtype = None,
     device: Device = None,
     as_json: Json = False,
@@ -215,21 +234,21 @@ def demo(
     """The three applications of the Prompt Cache paper, cached against full prefill."""
     from cached_rag import Engine
     from cached_rag.benchmarks import bench_prompt, footprint, machine
-    from cached_rag.errors import ConfigError
     from cached_rag.pml.examples import EXAMPLES
 
-    chosen = names or list(EXAMPLES)
+    chosen = examples or list(EXAMPLES)
     if unknown := [name for name in chosen if name not in EXAMPLES]:
         raise ConfigError(f"no example {unknown[0]!r}; there are {', '.join(EXAMPLES)}")
     found: dict[str, Any] = {}
     with Engine.load(model, dtype=dtype, device=device) as engine:
         for name in chosen:
             for prompt in EXAMPLES[name]().prompts:
-                options: dict[str, Any] = {"max_tokens": max_tokens, "repeats": repeats}
-                rows = bench_prompt(engine, prompt, **options)
-                found.setdefault(name, []).append([dataclasses.asdict(row) for row in rows])
+                rows = bench_prompt(engine, prompt, max_tokens=max_tokens, repeats=repeats)
+                shown = [plain(row) for row in rows]
+                found.setdefault(name, []).append(shown)
                 if not as_json:
-                    _print_prompt(name, rows)
+                    out.print(name)
+                    print_table(shown)
         weight = footprint(engine)
         facts = machine(engine.model)
     if as_json:
@@ -241,26 +260,15 @@ def demo(
     )
 
 
-def _print_prompt(name: str, rows: list[Any]) -> None:
-    table = Table(name, "tokens", "cached", "TTFT ms", "speed-up", "answer")
-    for row in rows:
-        counts = (str(row.prompt_tokens), str(row.cached_tokens))
-        table.add_row(
-            *(row.method, *counts, f"{row.ttft_ms:.0f}", f"{row.speedup:.1f}x"),
-            Text(row.text.strip()),
-        )
-    out.print(table)
-
-
 @schema_app.command()
 def bench(
     lengths: Annotated[
         str, typer.Option(help="Prompt tokens, comma-separated.")
     ] = "512,1024,2048,4096,8000",
-    model: Model = _MODEL,
+    model: Model = DEFAULT_MODEL,
     method: Annotated[str, typer.Option(help="What is timed against full prefill.")] = "reuse",
-    repeats: Annotated[int, typer.Option(help="Timed rounds.")] = 3,
-    plot: Annotated[Path | None, typer.Option(help="Draw time against length here.")] = None,
+    repeats: Repeats = 3,
+    plot: Plot = None,
     dtype: Dtype = None,
     device: Device = None,
     as_json: Json = False,
@@ -268,12 +276,8 @@ def bench(
     """Time to first token against length: full prefill, KV in memory, KV on this folder's disk."""
     from cached_rag.backends.transformers.loading import load_model
     from cached_rag.benchmarks import bench_lengths, machine, plot_lengths
-    from cached_rag.errors import ConfigError
 
-    try:
-        wanted = [int(part) for part in lengths.split(",")]
-    except ValueError:
-        raise ConfigError(f"lengths are numbers, comma-separated, not {lengths!r}") from None
+    wanted = numbers(lengths, int, "lengths are numbers")
     loaded = load_model(model, dtype, device)
     with (
         tempfile.TemporaryDirectory(dir=".") as folder,
@@ -286,14 +290,17 @@ def bench(
     if plot is not None:
         plot_lengths(rows, plot)
     if as_json:
-        found = [dataclasses.asdict(row) for row in rows]
-        print_json({"rows": found, "machine": machine(loaded)})
+        print_json({"rows": [plain(row) for row in rows], "machine": machine(loaded)})
         return
-    table = Table("tokens", "full ms", "memory ms", "", "disk ms", "")
-    for row in rows:
-        times = (row.full_ms, row.memory_ms, row.disk_ms)
-        full, memory, disk = (f"{ms:.0f}" for ms in times)
-        ratios = (f"{row.full_ms / row.memory_ms:.1f}x", f"{row.full_ms / row.disk_ms:.1f}x")
-        table.add_row(str(row.prompt_tokens), full, memory, ratios[0], disk, ratios[1])
-    out.print(table)
-    out.print(str(machine(loaded)), style="dim", markup=False)
+    print_table(
+        [
+            {
+                "tokens": row.prompt_tokens,
+                "full ms": f"{row.full_ms:.0f}",
+                "memory ms": f"{row.memory_ms:.0f} ({row.full_ms / row.memory_ms:.1f}x)",
+                "disk ms": f"{row.disk_ms:.0f} ({row.full_ms / row.disk_ms:.1f}x)",
+            }
+            for row in rows
+        ]
+    )
+    print_machine(machine(loaded))

@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from cached_rag.cli.terminal import err, require_index
+from cached_rag.cli.options import Device, Dtype, IndexModel, require_index
+from cached_rag.cli.terminal import err
+from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError, needs_extra
 
 
@@ -16,7 +18,7 @@ def serve_command(
     index: Annotated[
         Path | None, typer.Option("--index", help="Serve this index's model and chunks.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Alias, hub id, folder or .gguf file.")] = None,
+    model: IndexModel = None,
     store: Annotated[Path | None, typer.Option(help="Folder for KV, without an index.")] = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -32,7 +34,9 @@ def serve_command(
         list[str] | None,
         typer.Option(help="A name the server is asked under, besides its own; may be repeated."),
     ] = None,
-    method: Annotated[str, typer.Option(help="For requests that name none.")] = "auto",
+    method: Annotated[
+        str, typer.Option(help="How cached text is used in requests that name no method.")
+    ] = "auto",
     max_rows: Annotated[int, typer.Option(help="Most answers made at once.")] = 16,
     max_waiting: Annotated[int, typer.Option(help="Most requests that wait.")] = 256,
     kv_bytes: Annotated[int | None, typer.Option(help="Most KV of running answers.")] = None,
@@ -50,8 +54,8 @@ def serve_command(
         int, typer.Option(help="Time clients have to send a request, or to read on.")
     ] = 60,
     drain_seconds: Annotated[int, typer.Option(help="Time to finish when stopped.")] = 30,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or mps.")] = None,
+    dtype: Dtype = None,
+    device: Device = None,
 ) -> None:
     """Serve a model over OpenAI's protocol, with cached texts wherever they occur in prompts."""
     with needs_extra("serve", "the server"):
@@ -98,7 +102,7 @@ def serve_command(
             engine, close = rag.engine, rag.close
         else:
             settings = StoreConfig(path=None if store is None else str(store), **kept)
-            engine = Engine.load(model or "smollm2-135m", store=settings, **where)
+            engine = Engine.load(model or DEFAULT_MODEL, store=settings, **where)
             close = engine.close
         service = Service(engine, name, method, share.spaces)
 

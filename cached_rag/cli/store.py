@@ -10,7 +10,8 @@ from typing import Annotated, Protocol
 
 import typer
 
-from cached_rag.cli.terminal import DEFAULT_INDEX, Index, Json, out, print_json, require_index
+from cached_rag.cli.options import DEFAULT_INDEX, Index, require_index
+from cached_rag.cli.terminal import Json, out, print_json
 from cached_rag.errors import ConfigError, StoreError
 from cached_rag.kv.store import Catalog, DiskStore, Problem, holdings
 from cached_rag.kv.store.holdings import Holding

@@ -1,64 +1,104 @@
-"""What all commands share: the terminal, two options, and how reports are shown."""
+"""The terminal: how commands print tables, JSON and reports."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import sys
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
-
-from cached_rag.errors import ConfigError
+from rich.text import Text
 
 # Into a pipe or a file tables go whole, as on a wide screen.
 _WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200
 out, err = Console(width=_WIDTH), Console(stderr=True)
-
-Index = Annotated[Path, typer.Option("--index", help="Folder of the index.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Model = Annotated[
-    str | None, typer.Option(help="Alias, hub id, folder or .gguf file; kept in a new index.")
-]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps.")]
-DEFAULT_INDEX = Path("cached-rag-index")
 
 
-def require_index(index: Path) -> None:
-    """Refuse a folder that is no index.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    if not (index / "documents.sqlite").is_file():
-        raise ConfigError(
-            f"there is no index at {index}; make one with: cached-rag ingest PATH --index {index}"
-        )
-
-
-def print_json(value: dict[str, Any]) -> None:
+def print_json(value: Mapping[str, Any]) -> None:
     """One object on one line of standard output, without any styling."""
     sys.stdout.write(json.dumps(value, default=str) + "\n")
 
 
-def print_reports(rows: list[tuple[str, Any]]) -> None:
-    """Named reports as a table; of two, how much sooner the first one's first token came."""
-    table = Table("", "method", "prompt", "cached", "recomputed", "TTFT ms", "total ms")
-    for name, report in rows:
-        table.add_row(
-            name,
-            report.method,
-            str(report.prompt_tokens),
-            str(report.cached_tokens),
-            str(report.recomputed_tokens),
-            f"{report.ttft_ms:.0f}",
-            f"{report.total_ms:.0f}",
-        )
+def print_table(rows: Sequence[Mapping[str, object]]) -> None:
+    """Rows, their keys above; without any, that there are none."""
+    if not rows:
+        out.print("none")
+        return
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row.values()))
     out.print(table)
+
+
+def print_machine(facts: Mapping[str, object]) -> None:
+    """What figures were measured on, below them."""
+    out.print(json.dumps(facts), style="dim", markup=False)
+
+
+def plain(row: Any) -> dict[str, Any]:
+    """A dataclass as plain values by their names, floats rounded to four figures."""
+    return {name: _rounded(value) for name, value in dataclasses.asdict(row).items()}
+
+
+def _rounded(value: Any) -> Any:
+    if not isinstance(value, float) or value == 0 or not math.isfinite(value):
+        return value
+    return round(value, max(0, 3 - math.floor(math.log10(abs(value)))))
+
+
+def print_rows(rows: Sequence[Any], facts: Mapping[str, object], *, as_json: bool) -> None:
+    """Figures of one kind (dataclasses) and the machine, as a table or as JSON."""
+    found = [plain(row) for row in rows]
+    if as_json:
+        print_json({"rows": found, "machine": facts})
+        return
+    print_table([{name.replace("_", " "): cell for name, cell in row.items()} for row in found])
+    print_machine(facts)
+
+
+def print_markdown(rows: Sequence[Any], facts: Mapping[str, object], *, as_json: bool) -> None:
+    """As `print_rows`, the table in Markdown."""
+    if as_json:
+        print_rows(rows, facts, as_json=True)
+        return
+    for line in markdown([plain(row) for row in rows]):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+    print_machine(facts)
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The lines of a Markdown table, as the docs have it; what ends in `_bytes` in MB."""
+    titles = list(rows[0])
+    lines = [titles, ["---"] * len(titles)]
+    for row in rows:
+        sizes = {name: f"{row[name] / 1e6:.0f} MB" for name in titles if name.endswith("_bytes")}
+        lines.append([str(cell) for cell in {**row, **sizes}.values()])
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def print_reports(rows: Sequence[tuple[str, Any]]) -> None:
+    """Named reports as a table; of two, how much sooner the first one's first token came."""
+    print_table(
+        [
+            {
+                "": name,
+                "method": report.method,
+                "prompt": report.prompt_tokens,
+                "cached": report.cached_tokens,
+                "recomputed": report.recomputed_tokens,
+                "TTFT ms": f"{report.ttft_ms:.0f}",
+                "total ms": f"{report.total_ms:.0f}",
+            }
+            for name, report in rows
+        ]
+    )
     if len(rows) == 2:
         ratio = rows[1][1].ttft_ms / rows[0][1].ttft_ms
         out.print(f"first token {ratio:.1f}x sooner than full prefill")

@@ -18,7 +18,7 @@ from cached_rag.backends.base import Backend
 from cached_rag.backends.thread import on_model_thread, submit
 from cached_rag.backends.tokenizer import Message, Rendered, Tokenization, Tokens
 from cached_rag.backends.transformers.loading import load_model
-from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
+from cached_rag.config import DEFAULT_MODEL, BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.engine import prefill
 from cached_rag.engine.decoding import Generation
 from cached_rag.engine.planner import Planner, TextPlanner
@@ -130,7 +130,7 @@ class Engine:
     @classmethod
     def load(
         cls,
-        model: str = "smollm2-135m",
+        model: str = DEFAULT_MODEL,
         *,
         store: StoreConfig | str | None = None,
         batch: BatchConfig | None = None,
@@ -148,7 +148,7 @@ class Engine:
     @classmethod
     def shared(
         cls,
-        model: str = "smollm2-135m",
+        model: str = DEFAULT_MODEL,
         *,
         store: StoreConfig | None = None,
         dtype: str | None = None,

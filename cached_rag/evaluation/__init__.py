@@ -1,6 +1,6 @@
 """Quality of every method against full prefill, on question-answering sets."""
 
-from cached_rag.evaluation.comparison import ComparisonRow, compare
+from cached_rag.evaluation.comparison import ComparisonRow, compare, summarise_comparison
 from cached_rag.evaluation.data import Example, load_examples
 from cached_rag.evaluation.journal import Journal
 from cached_rag.evaluation.run import Settings, evaluate
@@ -18,4 +18,5 @@ __all__ = [
     "load_examples",
     "make_trials",
     "summarise",
+    "summarise_comparison",
 ]

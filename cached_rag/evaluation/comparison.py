@@ -1,20 +1,24 @@
 """Whole applications side by side: the same questions, in one run, timed from outside.
 
-Knows applications as functions from an example to pieces of text; knows no engine and no
-framework.
+Knows applications as functions from an example to pieces of text; knows no framework.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
+from cached_rag.benchmarks.loop import take_turns
+from cached_rag.engine.report import Report
 from cached_rag.errors import EvaluationError
 from cached_rag.evaluation.data import Example
 from cached_rag.evaluation.metrics import Interval, bootstrap, f1
+from cached_rag.library.encode import EncodeSummary
 
 Application = Callable[[Example], Iterator[str]]
 
@@ -69,30 +73,53 @@ def compare(
     """
     if not applications or not examples:
         raise EvaluationError("a comparison needs applications and questions")
-    answers: dict[str, list[_Answer]] = {name: [] for name in applications}
-    failures: list[BaseException] = []
+    questions = [examples[0], *examples]
 
-    def run() -> None:
-        names = list(applications)
-        try:
-            for round_, example in enumerate([examples[0], *examples]):
-                first = round_ % len(names)
-                for name in [*names[first:], *names[:first]]:
-                    time.sleep(pause)
-                    answer = _timed(applications[name], example)
-                    if round_:
-                        answers[name].append(answer)
-                        on_answer(name, example, answer.text)
-        except BaseException as error:
-            failures.append(error)
+    def asks(name: str) -> Callable[[], _Answer]:
+        """Asks the next question each time."""
+        numbered = enumerate(questions)
 
-    thread = threading.Thread(target=run, name="comparison")
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
-    base = answers[next(iter(applications))]
+        def ask() -> _Answer:
+            number, example = next(numbered)
+            time.sleep(pause)
+            answer = _timed(applications[name], example)
+            if number:  # the first one is to warm up
+                on_answer(name, example, answer.text)
+            return answer
+
+        return ask
+
+    with ThreadPoolExecutor(1, "comparison") as pool:
+        variants = {name: asks(name) for name in applications}
+        answers = pool.submit(take_turns, variants, len(examples)).result()
+    base = next(iter(answers.values()))
     return [_row(name, found, base, examples) for name, found in answers.items()]
+
+
+def summarise_comparison(
+    rows: Sequence[ComparisonRow],
+    reports: Sequence[Report],
+    outside_ms: Sequence[float],
+    encoded: EncodeSummary,
+) -> dict[str, Any]:
+    """What a framework's benchmark prints: `rows`, and medians of what was reused for them.
+
+    Args:
+        reports: of all requests; those with full prefill do not count.
+        outside_ms: what each call spent outside the engine.
+        encoded: what encoding the documents took.
+
+    Returns:
+        "rows", "overhead_ms", "prompt_tokens", "charged_recompute", and "encoded".
+    """
+    used = [report for report in reports if report.method != "full"]
+    return {
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "overhead_ms": round(statistics.median(outside_ms), 2),
+        "prompt_tokens": statistics.median(report.prompt_tokens for report in used),
+        "charged_recompute": round(statistics.median(r.charged_recompute for r in used), 4),
+        "encoded": {"modules": encoded.encoded, "tokens": encoded.tokens},
+    }
 
 
 def _timed(application: Application, example: Example) -> _Answer:

@@ -32,7 +32,7 @@ class BottomRightRows(Rows):
     """Rows that see as if they were the prompt's last ones."""
 
     def visible(self) -> torch.Tensor:
-        """(num_rows,) the last slot each row is let see; too late a one for all but the last."""
+        """(num_rows,) the last slot that each row sees; only the last row should see that far."""
         first = self.length - len(self.slots)
         return torch.arange(first, self.length, device=self.slots.device)
 

@@ -5,13 +5,14 @@ Knows names; knows no model.
 
 from __future__ import annotations
 
+from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
 from cached_rag.library.context import PRIMER, Context
 from cached_rag.rag import DEFAULT_EMBEDDING, DocumentIndex, Embeddings
 
 SYSTEM = "Answer the question with the help of the documents. Be brief and exact."
 DEFAULTS = {
-    "model": "smollm2-135m",
+    "model": DEFAULT_MODEL,
     "embedding": DEFAULT_EMBEDDING,
     "chunk_tokens": "256",
     "codec": "raw",

@@ -7,9 +7,7 @@ Today's is `ChatHuggingFace` over `HuggingFacePipeline`, on the very same weight
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,9 +23,9 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnablePassthrough
 
-from cached_rag import ConfigError, Engine, LanguageModel, StoreConfig
+from cached_rag import DEFAULT_MODEL, ConfigError, Engine, LanguageModel, StoreConfig
 from cached_rag.benchmarks import machine
-from cached_rag.evaluation import Example, compare, load_examples
+from cached_rag.evaluation import Example, compare, load_examples, summarise_comparison
 from langchain_cached_rag import CachedRetriever, CacheReportHandler, ChatCachedRAG
 
 TODAY = "ChatHuggingFace"
@@ -93,8 +91,7 @@ def run(
     """Encode all documents once, then ask today's model, ours with full prefill, and ours.
 
     Returns:
-        "rows" (see `ComparisonRow`), "overhead_ms" (median time a call spends outside the engine),
-        and what encoding took.
+        As `summarise_comparison`.
     """
     retriever = RowRetriever(by_question={e.question: e.chunks for e in examples})
     ours = ChatCachedRAG(engine=engine, max_tokens=max_tokens)
@@ -120,21 +117,14 @@ def run(
         return ask
 
     rows = compare({n: application(n) for n in chains}, examples, pause=pause, on_answer=on_answer)
-    used = [report for report in reports.reports if report.method != "full"]
-    return {
-        "rows": [dataclasses.asdict(row) for row in rows],
-        "overhead_ms": round(statistics.median(outside), 2),
-        "prompt_tokens": statistics.median(report.prompt_tokens for report in used),
-        "charged_recompute": round(statistics.median(r.charged_recompute for r in used), 4),
-        "encoded": {"modules": encoded.encoded, "tokens": encoded.tokens},
-    }
+    return summarise_comparison(rows, reports.reports, outside, encoded)
 
 
 def main(
     data: Annotated[Path, typer.Option(help="Questions, as `cached-rag eval` reads them.")],
-    model: Annotated[str, typer.Option(help="Alias, hub id, folder or GGUF file.")] = (
-        "smollm2-135m"
-    ),
+    model: Annotated[
+        str, typer.Option(help="Alias, Hugging Face id, folder or .gguf file.")
+    ] = DEFAULT_MODEL,
     questions: Annotated[int, typer.Option(help="How many of them.")] = 20,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 32,
     dtype: Annotated[str | None, typer.Option(help="e.g. float32; default: the fastest.")] = None,

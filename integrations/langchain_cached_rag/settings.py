@@ -15,6 +15,7 @@ from langchain_core.prompts import BasePromptTemplate
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from cached_rag import (
+    DEFAULT_MODEL,
     PRIMER,
     CachedRAG,
     ContextOverflowError,
@@ -46,7 +47,7 @@ class EngineSettings(BaseModel):
 
     model_config = ConfigDict(populate_by_name=True, arbitrary_types_allowed=True)
 
-    model_name: str = Field(default="smollm2-135m", alias="model")
+    model_name: str = Field(default=DEFAULT_MODEL, alias="model")
     """Alias, hub id, folder or GGUF file."""
     store: str | None = None
     """Folder for KV; None keeps it in memory."""

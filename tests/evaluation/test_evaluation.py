@@ -219,9 +219,9 @@ def test_trials():
         make_trials(["epic"], [1.5])
 
 
-def test_neighbours_are_the_nearest_and_strangers_are_not_oneself(data):
-    examples = load_examples(data)
-    encodings = Encodings(tiny_model("llama"), examples, long=False, embedder=Letters())
+def test_neighbours_are_the_nearest_and_strangers_are_not_oneself(data, monkeypatch):
+    monkeypatch.setattr("cached_rag.evaluation.encodings.Embedder", lambda _: Letters())
+    encodings = Encodings(tiny_model("llama"), load_examples(data), long=False)
     context = encodings._context("neighbours", 2)
     assert set(context.before(CHUNKS[0])) == set(CHUNKS[1:])
     strangers = encodings._context("strangers", 1)

@@ -33,6 +33,7 @@ from llama_index.llms.cached_rag.messages import (
 from llama_index.llms.cached_rag.nodes import module_text
 
 from cached_rag import (
+    DEFAULT_MODEL,
     PRIMER,
     CachedRAG,
     EncodeSummary,
@@ -67,7 +68,7 @@ class CachedRAGLLM(CustomLLM):
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
-    model: str = Field(default="smollm2-135m", description="Alias, hub id, folder or GGUF file.")
+    model: str = Field(default=DEFAULT_MODEL, description="Alias, hub id, folder or GGUF file.")
     store: str | None = Field(default=None, description="Folder for KV; None keeps it in memory.")
     namespace: str = Field(default="", description="Tenants never share KV.")
     dtype: str | None = Field(default=None, description="None: the fastest this machine has.")

@@ -9,9 +9,7 @@ of an index over all its documents, or ask what each document of a folder is abo
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -35,9 +33,9 @@ from llama_index.llms.cached_rag.base import CachedRAGLLM
 from llama_index.llms.cached_rag.callbacks import CacheReportHandler
 from llama_index.llms.cached_rag.embeddings import SentenceTransformerEmbedding
 
-from cached_rag import ConfigError, Engine, LanguageModel, StoreConfig
+from cached_rag import DEFAULT_MODEL, ConfigError, Engine, LanguageModel, StoreConfig
 from cached_rag.benchmarks import machine
-from cached_rag.evaluation import Example, compare, load_examples
+from cached_rag.evaluation import Example, compare, load_examples, summarise_comparison
 
 TODAY = "HuggingFaceLLM"
 PROMPT = PromptTemplate(
@@ -121,8 +119,7 @@ def run(
     """Encode all nodes once, then ask today's model, ours with full prefill, and ours.
 
     Returns:
-        "rows" (see `ComparisonRow`), "overhead_ms" (median time a query spends outside engine and
-        retrieval), and what encoding took.
+        As `summarise_comparison`; retrieval is not counted as overhead.
     """
     ours = CachedRAGLLM(engine=engine, max_tokens=max_tokens)
     full = CachedRAGLLM(engine=engine, max_tokens=max_tokens, method="full")
@@ -158,14 +155,7 @@ def run(
     finally:
         dispatcher.event_handlers.remove(heard)
         dispatcher.event_handlers.remove(retrievals)
-    reports = [report for report in heard.reports if report.method != "full"]
-    return {
-        "rows": [dataclasses.asdict(row) for row in rows],
-        "overhead_ms": round(statistics.median(outside), 2),
-        "prompt_tokens": statistics.median(report.prompt_tokens for report in reports),
-        "charged_recompute": round(statistics.median(r.charged_recompute for r in reports), 4),
-        "encoded": {"modules": encoded.encoded, "tokens": encoded.tokens},
-    }
+    return summarise_comparison(rows, heard.reports, outside, encoded)
 
 
 def main(
@@ -174,9 +164,9 @@ def main(
     ] = None,
     corpus: Annotated[Path | None, typer.Option(help="Or a folder of text documents.")] = None,
     documents: Annotated[int, typer.Option(help="How many of them.")] = 60,
-    model: Annotated[str, typer.Option(help="Alias, hub id, folder or GGUF file.")] = (
-        "smollm2-135m"
-    ),
+    model: Annotated[
+        str, typer.Option(help="Alias, Hugging Face id, folder or .gguf file.")
+    ] = DEFAULT_MODEL,
     questions: Annotated[int, typer.Option(help="How many questions.")] = 20,
     k: Annotated[int, typer.Option(help="Nodes to a question.")] = 8,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 32,

@@ -1,0 +1,100 @@
+"""The loop of all benchmarks: variants take turns, and their medians are compared.
+
+What slows a machine down for a while slows all variants down, so their ratios within one run hold
+where their times do not. Knows callables and numbers; knows no model.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from cached_rag.errors import ConfigError
+
+Name = TypeVar("Name", bound=Hashable)
+Sample = TypeVar("Sample")
+# More than a processor's caches hold.
+_FLUSH_BYTES = 64 << 20
+
+
+def take_turns(
+    variants: Mapping[Name, Callable[[], Sample]],
+    rounds: int,
+    *,
+    warm_up: int = 1,
+    on_round: Callable[[], object] = lambda: None,
+) -> dict[Name, list[Sample]]:
+    """Call every variant once a round, and collect what each returns.
+
+    A round begins one variant later than the round before, so that none has its place for good.
+
+    Args:
+        rounds: how many count.
+        warm_up: how many come first and do not count.
+        on_round: called after every round, those to warm up too; for a progress bar.
+
+    Raises:
+        ConfigError: no variants, or no rounds that count.
+    """
+    if not variants or rounds < 1:
+        raise ConfigError("there is nothing to measure: give at least one variant and one round")
+    samples: dict[Name, list[Sample]] = {name: [] for name in variants}
+    names = list(variants)
+    for number in range(warm_up + rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            sample = variants[name]()
+            if number >= warm_up:
+                samples[name].append(sample)
+        on_round()
+    return samples
+
+
+def medians(
+    variants: Mapping[Name, Callable[[], Mapping[str, float]]],
+    rounds: int,
+    *,
+    warm_up: int = 1,
+    on_round: Callable[[], object] = lambda: None,
+) -> dict[Name, dict[str, float]]:
+    """As `take_turns`, of variants that return figures by name: the median of every figure."""
+    samples = take_turns(variants, rounds, warm_up=warm_up, on_round=on_round)
+    return {
+        name: {figure: statistics.median(one[figure] for one in found) for figure in found[0]}
+        for name, found in samples.items()
+    }
+
+
+def cold_ms(
+    variants: Mapping[Name, Callable[[], object]], rounds: int, device: torch.device
+) -> dict[Name, float]:
+    """Median milliseconds of short calls, none of which finds in a processor's cache what the one
+    before it read; after two rounds to warm up."""
+    other = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+
+    def timed(work: Callable[[], object]) -> dict[str, float]:
+        other.add_(1)
+        with torch.inference_mode():
+            return {"ms": milliseconds(work, device)}
+
+    calls = {name: partial(timed, work) for name, work in variants.items()}
+    return {name: found["ms"] for name, found in medians(calls, rounds, warm_up=2).items()}
+
+
+def milliseconds(work: Callable[[], object], device: torch.device) -> float:
+    """How long a call takes, until its device has done what it was told."""
+    _wait(device)
+    began = time.perf_counter()
+    work()
+    _wait(device)
+    return (time.perf_counter() - began) * 1000
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

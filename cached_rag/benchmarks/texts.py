@@ -1,0 +1,44 @@
+"""Prompts to time: texts of plain words, since tokens are counted and what they say is not read."""
+
+from __future__ import annotations
+
+import random
+
+from cached_rag.engine.engine import Engine
+from cached_rag.errors import ConfigError
+
+PREFIX = "Read these texts.\n\n"
+_WORDS = (
+    "river stone market lamp engine paper winter garden signal harbour copper letter music field "
+    "answer window bridge valley number silver forest captain morning island castle village road"
+)
+
+
+def make_texts(engine: Engine, *sizes: int) -> list[str]:
+    """Distinct texts of so many tokens each, to within a word; the same ones every time.
+
+    Raises:
+        ConfigError: a size below 1.
+    """
+    if min(sizes, default=0) < 1:
+        raise ConfigError(f"there must be texts, each of at least one token, not {sizes}")
+    rng, known = random.Random(0), _WORDS.split()
+
+    def text(tokens: int) -> str:
+        words = " ".join(rng.choice(known) for _ in range(2 * tokens))
+        return words[: engine.tokenization.literal(words).ends[tokens - 1]].strip()
+
+    return [text(size) for size in sizes]
+
+
+def make_prompt(
+    engine: Engine, texts: int, text_tokens: int, question_tokens: int
+) -> tuple[str, list[str]]:
+    """Encode texts behind `PREFIX`; a prompt of these, in their order, and a question; the texts.
+
+    Raises:
+        ConfigError: a count below 1.
+    """
+    *given, question = make_texts(engine, *[text_tokens] * texts, question_tokens)
+    engine.encode(given, prefix=PREFIX)
+    return PREFIX + "\n".join([*given, question]), given

@@ -1,0 +1,83 @@
+"""`cached-rag ask`: a question to an index."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+import typer
+
+from cached_rag.cli.options import (
+    DEFAULT_INDEX,
+    Device,
+    Dtype,
+    Index,
+    MaxTokens,
+    Method,
+    require_index,
+)
+from cached_rag.cli.terminal import Json, err, out, print_json, print_reports
+
+
+def ask_command(
+    question: str,
+    index: Index = DEFAULT_INDEX,
+    k: Annotated[int, typer.Option("-k", help="Chunks to retrieve.")] = 6,
+    method: Method = "auto",
+    ratio: Annotated[
+        float | None,
+        typer.Option(help="Share of cached tokens to recompute; without it, the method's own."),
+    ] = None,
+    max_tokens: MaxTokens = 128,
+    adaptive: Annotated[
+        bool,
+        typer.Option(help="Recompute as much as loading from this disk hides, see docs/store.md."),
+    ] = False,
+    temperature: Annotated[
+        float, typer.Option(help="0 always takes the likeliest token; more is more random.")
+    ] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes a random answer repeatable.")] = None,
+    compare: Annotated[
+        bool, typer.Option(help="Answer with full prefill, too, which reuses nothing.")
+    ] = False,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Ask the documents of an index; the answer streams."""
+    from cached_rag import CachedRAG, GenerationConfig
+
+    require_index(index)
+    config = GenerationConfig(
+        method=method,
+        recompute_ratio=ratio,
+        adaptive=adaptive,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+    with CachedRAG.open(index, dtype=dtype, device=device) as rag:
+        stream = rag.stream(question, k=k, config=config)
+        for piece in stream:
+            if not as_json:
+                out.print(piece, end="", markup=False, highlight=False)
+        answer = stream.answer
+        full = rag.ask(question, k=k, config=config.replace(method="full")) if compare else None
+    if as_json:
+        found: dict[str, Any] = {
+            "text": answer.text,
+            "sources": [dataclasses.asdict(hit) for hit in answer.sources],
+            "report": answer.report.to_dict(),
+        }
+        if full is not None:
+            found["full"] = {"text": full.text, "report": full.report.to_dict()}
+        print_json(found)
+        return
+    out.print("\n")
+    for hit in answer.sources:
+        out.print(f"  {hit}", style="dim", markup=False)
+    print_reports([("cached", answer.report)] + ([("full prefill", full.report)] if full else []))
+    for note in answer.report.notes:
+        err.print(f"note: {note}", style="yellow", markup=False, highlight=False)
+    if full is not None:
+        out.print(f"Full prefill's answer: {full.text}", markup=False)

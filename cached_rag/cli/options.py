@@ -1,0 +1,77 @@
+"""The options that several commands have, each with its name and help in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from cached_rag.errors import ConfigError
+
+DEFAULT_INDEX = Path("cached-rag-index")
+Number = TypeVar("Number", int, float)
+
+_MODEL = "Alias, Hugging Face id, folder or .gguf file."
+Index = Annotated[Path, typer.Option("--index", help="Folder of the index.")]
+Model = Annotated[str, typer.Option(help=_MODEL)]
+IndexModel = Annotated[
+    str | None, typer.Option("--model", help=f"{_MODEL} An index keeps the one it was made with.")
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16 or float16; without it, this machine's fastest."),
+]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda or mps; without it, the best this machine has.")
+]
+Method = Annotated[
+    str, typer.Option(help="How cached text is used: auto, full, prefix, reuse, cacheblend, ...")
+]
+Methods = Annotated[str, typer.Option(help="Methods to compare, comma-separated.")]
+Codec = Annotated[
+    str | None, typer.Option(help="How KV is kept: raw, or int8 for half the disk (new index).")
+]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
+NewTokens = Annotated[int, typer.Option(help="Tokens of an answer.")]
+Repeats = Annotated[int, typer.Option(help="Rounds that count, after those to warm up.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw the figures to this file (.png, .svg, ...).")]
+
+
+def require_index(index: Path) -> None:
+    """Refuse a folder that is no index.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not (index / "documents.sqlite").is_file():
+        raise ConfigError(
+            f"there is no index at {index}; make one with: cached-rag ingest PATH --index {index}"
+        )
+
+
+def names(text: str) -> list[str]:
+    """Names between commas; a comma between the options of one method does not split."""
+    parts: list[str] = []
+    for part in text.split(","):
+        if parts and "=" in part and ":" not in part and ":" in parts[-1]:
+            parts[-1] += "," + part
+        elif part.strip():
+            parts.append(part.strip())
+    return parts
+
+
+def numbers(text: str, kind: Callable[[str], Number], what: str) -> list[Number]:
+    """Numbers between commas.
+
+    Args:
+        what: says in the error what they are.
+
+    Raises:
+        ConfigError: one of them is no number.
+    """
+    try:
+        return [kind(part) for part in names(text)]
+    except ValueError:
+        raise ConfigError(f"{what}, comma-separated where several, not {text!r}") from None
