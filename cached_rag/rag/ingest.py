@@ -17,16 +17,12 @@ from cached_rag.engine.engine import Engine
 from cached_rag.errors import DocumentError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.context import Context
-from cached_rag.rag import (
-    Document,
-    DocumentIndex,
-    Embeddings,
-    Splitter,
-    load_document,
-    look_at,
-)
+from cached_rag.rag.embedding import Embeddings
+from cached_rag.rag.index import DocumentIndex
 from cached_rag.rag.progress import Say, prefilling, reading
+from cached_rag.rag.readers import Document, load_document, look_at
 from cached_rag.rag.roots import absolute, is_below, join
+from cached_rag.rag.splitting import Splitter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

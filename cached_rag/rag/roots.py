@@ -178,8 +178,7 @@ class Roots:
         )
 
     def _sources(self) -> list[str]:
-        rows = self._database.rows("SELECT source FROM documents ORDER BY source")
-        return [str(source) for (source,) in rows]
+        return self._database.read(str, "SELECT source FROM documents ORDER BY source")
 
     def _old_places(self, name: str) -> set[Path]:
         """Where something of that name was, by sources that are absolute paths."""

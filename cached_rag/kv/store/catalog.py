@@ -11,11 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cached_rag.errors import StoreError
 from cached_rag.kv.fingerprint import ids_digest, module_key
 from cached_rag.kv.store.base import Problem
 from cached_rag.kv.store.database import PATIENCE_S, Database
-from cached_rag.kv.store.signed import add_sums, damage, is_sound, row_sum, sound
+from cached_rag.kv.store.signed import add_sums, check, row_sum, sound
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS modules (
@@ -130,17 +129,9 @@ class Catalog:
             )
 
     def check(self) -> list[Problem]:
-        """What is damaged: of the file, and of the rows of all models and tenants."""
-        name = self._database.path.name
-        problems = [Problem(name, reason) for reason in self._database.problems()]
-        try:
-            for table, columns in _SIGNED.items():
-                rows = self._database.rows(f"SELECT {columns}, checksum FROM {table}")
-                damaged = [damage(self._database, row) for row in rows if not is_sound(row)]
-                problems += [Problem(f"{name} {table}", reason) for reason in damaged]
-        except StoreError as error:
-            problems.append(Problem(name, str(error)))
-        return problems
+        """What is damaged: the file, or rows of any model and tenant."""
+        queries = {t: f"SELECT {columns}, checksum FROM {t}" for t, columns in _SIGNED.items()}
+        return check(self._database, queries)
 
     def makers(self) -> list[Maker]:
         """Whose KV there may be, the latest last."""
