@@ -99,26 +99,33 @@ class KVBuffer:
             RelocationError: it has to be moved, and the model's keys cannot be.
             CorruptBlobError: it had to be read, and is damaged.
         """
-        if not isinstance(module, ModuleKV):
-            for layer in range(len(self.keys)):
-                self.place_layer(module, slot, rule, layer)
+        if isinstance(module, ModuleKV):
+            self._put(module, slot, rule, 0, module.keys, module.values)
             return
-        end = slot + module.seq_len
-        delta = self.position(slot) - module.start
-        keys = module.keys.to(self.keys.device, non_blocking=True)
-        for row in range(self.keys.shape[1]):
-            rule.relocate(keys, delta, out=self.keys[:, row, :, slot:end])
-            self.values[:, row, :, slot:end].copy_(module.values)
+        for layer in range(len(self.keys)):
+            self.place_layer(module, slot, rule, layer)
 
     def place_layer(self, source: LayerSource, slot: int, rule: PositionRule, layer: int) -> None:
         """As `place`, for one layer."""
-        end, delta = slot + source.seq_len, self.position(slot) - source.start
         keys, values = source.layer(layer)
+        self._put(source, slot, rule, layer, keys[None], values[None])
+
+    def _put(
+        self,
+        source: LayerSource,
+        slot: int,
+        rule: PositionRule,
+        first: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Copy a source's (layers, num_kv_heads, seq_len, dim) to the layers from `first` on."""
+        last, end = first + len(keys), slot + source.seq_len
+        delta = self.position(slot) - source.start
         keys = keys.to(self.keys.device, non_blocking=True)
         for row in range(self.keys.shape[1]):
-            out = self.keys[layer, row, :, slot:end]
-            rule.relocate_layer(keys, layer, delta, out)
-            self.values[layer, row, :, slot:end].copy_(values, non_blocking=True)
+            rule.relocate(keys, delta, self.keys[first:last, row, :, slot:end], first)
+            self.values[first:last, row, :, slot:end].copy_(values, non_blocking=True)
 
     def write(
         self, layer: int, rows: slice | torch.Tensor, keys: torch.Tensor, values: torch.Tensor

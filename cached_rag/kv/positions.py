@@ -8,8 +8,9 @@ dimensions pair up, how many rotate, and with which frequencies differs by model
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -62,18 +63,11 @@ class PositionRule:
     layers: tuple[LayerRule, ...] = ()
     reason: str = ""
     limit: int | None = None
-    _groups: dict[LayerRule, list[int]] = field(
-        default_factory=dict, repr=False, compare=False, hash=False
-    )
-
-    def __post_init__(self) -> None:
-        for layer, rule in enumerate(self.layers):
-            self._groups.setdefault(rule, []).append(layer)
 
     def __str__(self) -> str:
         if self.reason:
             return f"not relocatable: {self.reason}"
-        parts = [f"{rule} in {len(layers)} layers" for rule, layers in self._groups.items()]
+        parts = [f"{rule} in {count} layers" for rule, count in Counter(self.layers).items()]
         switch = f", up to {self.limit} tokens" if self.limit else ""
         return "; ".join(parts) + switch
 
@@ -104,13 +98,16 @@ class PositionRule:
                 'Shorten the prompt or use method="full".'
             )
 
-    def relocate(self, keys: torch.Tensor, delta: int, out: torch.Tensor) -> torch.Tensor:
+    def relocate(
+        self, keys: torch.Tensor, delta: int, out: torch.Tensor, first_layer: int = 0
+    ) -> torch.Tensor:
         """Write keys moved by `delta` positions into `out`.
 
         Args:
-            keys: (num_layers, num_kv_heads, seq_len, head_dim), rotated; not modified.
+            keys: (layers, num_kv_heads, seq_len, head_dim), rotated; not modified.
             delta: new position minus old position, the same for all tokens.
             out: same shape, any strides.
+            first_layer: the layer of the model that comes first in `keys`; the next ones follow.
 
         Raises:
             RelocationError: the model has no rule.
@@ -118,22 +115,12 @@ class PositionRule:
         if delta == 0:
             return out.copy_(keys)
         self.check(delta, 0)
-        for rule, layers in self._groups.items():
-            if len(layers) == keys.shape[0]:
-                _rotate(keys, rule, delta, out)
-                continue
-            for layer in layers:
-                _rotate(keys[layer : layer + 1], rule, delta, out[layer : layer + 1])
-        return out
-
-    def relocate_layer(
-        self, keys: torch.Tensor, layer: int, delta: int, out: torch.Tensor
-    ) -> torch.Tensor:
-        """As `relocate`, for (num_kv_heads, seq_len, head_dim) keys of one layer."""
-        if delta == 0:
-            return out.copy_(keys)
-        self.check(delta, 0)
-        _rotate(keys[None], self.layers[layer], delta, out[None])
+        rules = self.layers[first_layer : first_layer + len(keys)]
+        if len(set(rules)) == 1:
+            _rotate(keys, rules[0], delta, out)
+            return out
+        for layer, rule in enumerate(rules):
+            _rotate(keys[layer : layer + 1], rule, delta, out[layer : layer + 1])
         return out
 
 
