@@ -110,10 +110,10 @@ def _prune(index: Path, max_bytes: int | None) -> tuple[int, int]:
     """How many files went, and their bytes."""
     folder, codec = index / "kv", _settings(index).get("codec", "raw")
     with _disk_store(index) as store:
-        before, size = len(store), store.nbytes
-        holdings.forget_digests(folder, codec, _unneeded(index))
-        holdings.drop_strays(folder, codec)
-        count, freed = before - len(store), size - store.nbytes
+        size = store.nbytes
+        count = holdings.forget_digests(folder, codec, _unneeded(index))
+        count += holdings.drop_strays(folder, codec)
+        freed = size - store.nbytes
         more, bytes_more = store.prune(max_bytes)
         return count + more, freed + bytes_more
 

@@ -1,8 +1,8 @@
-"""One preallocated KV for a whole prompt, and modules placed into it without intermediate copies.
+"""Memory for the KV of a whole prompt, into which modules are placed without further copies.
 
-Prompt Cache's buffered concatenation (MLSys version, section 4): room for the prompt and for the
-tokens to come is taken once; each module's keys are rotated straight into their slots. Knows
-shapes and position rules; knows no model.
+Prompt Cache's buffered concatenation (MLSys version, section 4): memory for the prompt and its
+answer is taken once, and each module's keys are rotated straight into their slots. Knows shapes
+and position rules; knows no model.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import torch
 from cached_rag.kv.module import LayerSource, ModuleKV
 from cached_rag.kv.positions import PositionRule
 
+# Capacities are rounded up to a multiple of so many slots, so that a spare buffer often fits.
 _GROWTH = 1024
 
 
 @dataclass(frozen=True)
 class KVShapes:
-    """What a model's cache looks like: sizes, dtype and device."""
+    """Sizes, dtype and device of a model's keys (head_dim) and values (value_dim)."""
 
     num_layers: int
     num_kv_heads: int
@@ -32,20 +33,21 @@ class KVShapes:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes one token's keys and values take in all layers."""
+        """Bytes of one token's keys and values in all layers."""
         width = self.num_kv_heads * (self.head_dim + self.value_dim)
         return self.num_layers * width * self.dtype.itemsize
 
 
 class KVBuffer:
-    """Keys and values of `capacity` slots; slot i holds the token at position i.
+    """Keys and values of up to `capacity` tokens, one a slot.
 
-    Unless `lay_out` says otherwise: tokens stand in slots without gaps, their positions may jump.
+    Slots are filled without gaps. The token in slot i is at position i, unless `lay_out` gives it
+    another position.
 
     Attributes:
         keys: (num_layers, batch, num_kv_heads, capacity, head_dim).
         values: (num_layers, batch, num_kv_heads, capacity, value_dim).
-        positions: (capacity,) int64 on the host, ascending; None where they are the slots.
+        positions: (capacity,) int64 on the CPU, ascending; None if slot i is position i.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -54,7 +56,10 @@ class KVBuffer:
         self.positions: torch.Tensor | None = None
 
     def lay_out(self, positions: Sequence[int] | None) -> KVBuffer:
-        """Set the first slots' positions, those behind following without gaps; None for slots."""
+        """Set the positions of the first slots; the other slots follow without gaps.
+
+        None makes slot i position i again.
+        """
         if positions is None:
             self.positions = None
             return self
@@ -64,7 +69,7 @@ class KVBuffer:
         return self
 
     def position(self, slot: int) -> int:
-        """Where the token in a slot stands."""
+        """The position of the token in a slot."""
         return slot if self.positions is None else int(self.positions[slot])
 
     @classmethod
@@ -88,37 +93,44 @@ class KVBuffer:
         return self.keys.nbytes + self.values.nbytes
 
     def place(self, module: LayerSource, slot: int, rule: PositionRule) -> None:
-        """Copy a module to slots `slot...`, its keys rotated to their positions.
+        """Copy a module to the slots from `slot` on, its keys rotated to their positions.
 
         Raises:
-            RelocationError: it has to be moved and the model's keys cannot be.
+            RelocationError: it has to be moved, and the model's keys cannot be.
             CorruptBlobError: it had to be read, and is damaged.
         """
-        if not isinstance(module, ModuleKV):
-            for layer in range(len(self.keys)):
-                self.place_layer(module, slot, rule, layer)
+        if isinstance(module, ModuleKV):
+            self._put(module, slot, rule, 0, module.keys, module.values)
             return
-        end = slot + module.seq_len
-        delta = self.position(slot) - module.start
-        keys = module.keys.to(self.keys.device, non_blocking=True)
-        for row in range(self.keys.shape[1]):
-            rule.relocate(keys, delta, out=self.keys[:, row, :, slot:end])
-            self.values[:, row, :, slot:end].copy_(module.values)
+        for layer in range(len(self.keys)):
+            self.place_layer(module, slot, rule, layer)
 
     def place_layer(self, source: LayerSource, slot: int, rule: PositionRule, layer: int) -> None:
-        """As `place`, for one layer of a source that may still have to read it."""
-        end, delta = slot + source.seq_len, self.position(slot) - source.start
+        """As `place`, for one layer."""
         keys, values = source.layer(layer)
+        self._put(source, slot, rule, layer, keys[None], values[None])
+
+    def _put(
+        self,
+        source: LayerSource,
+        slot: int,
+        rule: PositionRule,
+        first: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Copy a source's (layers, num_kv_heads, seq_len, dim) to the layers from `first` on."""
+        last, end = first + len(keys), slot + source.seq_len
+        delta = self.position(slot) - source.start
         keys = keys.to(self.keys.device, non_blocking=True)
         for row in range(self.keys.shape[1]):
-            out = self.keys[layer, row, :, slot:end]
-            rule.relocate_layer(keys, layer, delta, out)
-            self.values[layer, row, :, slot:end].copy_(values, non_blocking=True)
+            rule.relocate(keys, delta, self.keys[first:last, row, :, slot:end], first)
+            self.values[first:last, row, :, slot:end].copy_(values, non_blocking=True)
 
     def write(
         self, layer: int, rows: slice | torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Put fresh (batch, num_kv_heads, num_rows, dim) keys and values into `rows`' slots."""
+        """Put computed (batch, num_kv_heads, num_rows, dim) keys and values into slots `rows`."""
         if isinstance(rows, slice):
             self.keys[layer, :, :, rows] = keys
             self.values[layer, :, :, rows] = values
@@ -127,7 +139,11 @@ class KVBuffer:
             self.values[layer].index_copy_(2, rows, values)
 
     def read(self, begin: int, end: int, token_ids: tuple[int, ...], row: int = 0) -> ModuleKV:
-        """A compact copy of slots `begin` to `end` as a module that starts where they stand."""
+        """A copy of slots `begin` to `end` (exclusive) as a module that starts at their position.
+
+        Args:
+            row: which prompt of the batch.
+        """
         return ModuleKV(
             token_ids,
             self.position(begin),
@@ -137,9 +153,9 @@ class KVBuffer:
 
 
 class Workspace:
-    """Keeps the last buffer for the next request: fresh memory costs page faults, used memory none.
+    """Lends buffers, and keeps the last one that came back: memory used before has no page faults.
 
-    `take` hands a buffer to one request, `give` returns it; both from any thread.
+    For all threads.
     """
 
     def __init__(self, shapes: KVShapes) -> None:
@@ -147,7 +163,7 @@ class Workspace:
         self._spare: list[KVBuffer] = []  # at most one; a list, because its pop is atomic
 
     def take(self, capacity: int) -> KVBuffer:
-        """A buffer of at least `capacity` slots, content unspecified."""
+        """A buffer of at least `capacity` slots, with whatever content."""
         with suppress(IndexError):
             spare = self._spare.pop()
             if spare.capacity >= capacity:
@@ -156,5 +172,5 @@ class Workspace:
         return KVBuffer.like(self._shapes, rounded)
 
     def give(self, buffer: KVBuffer) -> None:
-        """Return a buffer that nobody reads any more."""
+        """Take a buffer back that nobody reads any more."""
         self._spare[:] = [buffer]

@@ -1,4 +1,4 @@
-"""What makes two KVs interchangeable, as one short string. Knows hashing; knows no tensor."""
+"""Digests: of texts, tokens, models, and the store key of a module. Knows no tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 
 def digest(*parts: str | bytes) -> str:
-    """blake2b-160 over length-prefixed parts, so that no two lists of parts collide by joining."""
+    """blake2b-160, in hex, of parts; each with its length, so that ("ab",) is not ("a", "b")."""
     state = hashlib.blake2b(digest_size=20)
     for part in parts:
         data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
@@ -18,15 +18,15 @@ def digest(*parts: str | bytes) -> str:
 
 
 def ids_digest(token_ids: Sequence[int]) -> str:
-    """Digest of a token sequence."""
+    """Digest of tokens, in order."""
     return digest(b"".join(int(token).to_bytes(4, "little") for token in token_ids))
 
 
 def model_fingerprint(facts: Mapping[str, object]) -> str:
-    """Digest of all that a module's KV depends on besides its tokens.
+    """Digest of all that KV depends on besides tokens: only models that agree may share KV.
 
     Args:
-        facts: weights digest or revision, architecture and RoPE settings, tokenizer, dtype.
+        facts: digest or revision of the weights, architecture, RoPE settings, tokenizer, dtype.
     """
     return digest(json.dumps(facts, sort_keys=True, default=str))
 
@@ -38,14 +38,14 @@ def module_key(
     namespace: str = "",
     context: str = "",
 ) -> str:
-    """The store key of one module, encoded behind one prefix, for one tenant.
+    """The key under which a store has one module's KV.
 
     Args:
-        fingerprint: from `model_fingerprint`.
-        prefix_ids: the tokens the module was encoded behind (may be empty).
+        fingerprint: the model's, see `model_fingerprint`.
+        prefix_ids: the tokens that the module was encoded behind; may be empty.
         token_ids: the module's own tokens.
-        namespace: tenants never see each other's entries.
-        context: name of what stood between prefix and module; empty for nothing.
+        namespace: the tenant's.
+        context: name of the text between prefix and module; empty for none.
     """
     parts = (fingerprint, namespace, context, ids_digest(prefix_ids), ids_digest(token_ids))
     return digest(*parts)

@@ -1,7 +1,7 @@
-"""Cached KV on its way into a prompt's buffer while the first layers are computed already.
+"""Loads cached KV into a prompt's buffer layer by layer, while earlier layers are computed.
 
-CacheBlend, section 5.1: while layer i is fused, layer i + 1 is loaded. On a CPU one thread reads,
-checks and moves layer after layer; on CUDA copies run on a stream of their own. Knows placements;
+CacheBlend, section 5.1: while layer i is computed, layer i + 1 is loaded. One thread reads, checks
+and moves layer after layer; on CUDA its copies run on a stream of their own. Knows placements;
 knows neither stores nor methods.
 """
 
@@ -19,24 +19,24 @@ from cached_rag.kv.positions import PositionRule
 
 
 class Placed(Protocol):
-    """A source and the position it goes to."""
+    """Cached KV, and where in the buffer it goes."""
 
     @property
     def begin(self) -> int:
-        """Position of its first token."""
+        """Slot of its first token."""
         ...
 
     @property
     def kv(self) -> LayerSource:
-        """What goes there."""
+        """Its keys and values."""
         ...
 
 
 class LayerLoader:
-    """Fills a buffer layer by layer; `wait` is called before a layer's keys are used.
+    """Fills a buffer layer by layer; `wait` has to be called before a layer is used.
 
     Attributes:
-        failed: the placement that could not be loaded.
+        failed: the placement that could not be loaded; None if there is none.
     """
 
     def __init__(self, buffer: KVBuffer, placements: Sequence[Placed], rule: PositionRule) -> None:
@@ -50,16 +50,17 @@ class LayerLoader:
         self._stream: Any = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            # Whoever had the buffer before may still be reading it.
+            # Kernels of the request that had the buffer before may still read it.
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
         self._thread.start()
 
     def wait(self, layer: int) -> None:
-        """Return once a layer is complete.
+        """Return when a layer is in the buffer; on CUDA, for the current stream.
 
         Raises:
             CorruptBlobError: a module's file is damaged.
+            StoreError: a module's file cannot be read now.
         """
         self._ready[layer].wait()
         if self._error is not None:
@@ -68,7 +69,7 @@ class LayerLoader:
             torch.cuda.current_stream().wait_event(self._copied[layer])
 
     def finish(self) -> None:
-        """Stop loading, if something went wrong in between; nothing writes the buffer after it."""
+        """Stop loading, complete or not; nothing writes into the buffer afterwards."""
         self._is_cancelled = True
         self._thread.join()
 
@@ -79,7 +80,7 @@ class LayerLoader:
                     return
                 self._load(layer)
                 ready.set()
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # raised again by `wait`
             self._error = error
         finally:
             for ready in self._ready:

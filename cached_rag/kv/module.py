@@ -11,7 +11,7 @@ from cached_rag.errors import ConfigError
 
 
 class LayerSource(Protocol):
-    """A module's KV that can be had layer by layer: in memory, or still on its way there."""
+    """A module's KV that is taken layer by layer, and may be in memory or on disk."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -32,7 +32,7 @@ class LayerSource(Protocol):
         """Keys and values of one layer, each (num_kv_heads, seq_len, dim).
 
         Raises:
-            CorruptBlobError: damaged.
+            CorruptBlobError: it had to be read, and is damaged.
         """
         ...
 
@@ -43,13 +43,13 @@ class LayerSource(Protocol):
 
 @dataclass(frozen=True)
 class ModuleKV:
-    """Keys and values of one run of tokens, in every layer.
+    """Keys and values of consecutive tokens, in all layers.
 
     Attributes:
         token_ids: the tokens, `seq_len` of them.
         start: position of the first token when the keys were computed (>= 0).
-        keys: (num_layers, num_kv_heads, seq_len, head_dim), rotated for
-            positions `start`, `start + 1`, ...
+        keys: (num_layers, num_kv_heads, seq_len, head_dim), rotated for the positions `start`,
+            `start + 1`, ...
         values: (num_layers, num_kv_heads, seq_len, value_dim).
 
     Raises:
@@ -80,7 +80,7 @@ class ModuleKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by keys and values."""
+        """Bytes of keys and values."""
         return self.keys.nbytes + self.values.nbytes
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:

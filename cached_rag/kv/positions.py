@@ -8,8 +8,9 @@ dimensions pair up, how many rotate, and with which frequencies differs by model
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,9 +18,9 @@ import torch
 from cached_rag.errors import RelocationError
 
 Style = Literal["none", "half", "interleaved"]
-# Keys are rotated in slices of about this many elements: the fp32 intermediates then stay in cache.
+# Keys are rotated in parts of about so many elements, whose fp32 copies fit the CPU's caches.
 _SLICE_ELEMENTS = 1 << 19
-# Pairs of dimensions smaller than this share of a head's average hold rounding errors, no position.
+# Pairs of dimensions smaller than this share of a head's average hold nothing but rounding errors.
 _LEAST_PAIR = 1e-3
 
 
@@ -50,10 +51,10 @@ class LayerRule:
 
 @dataclass(frozen=True)
 class PositionRule:
-    """The whole model's rule.
+    """How a model's keys depend on position.
 
     Attributes:
-        layers: one rule a layer; empty if keys cannot be moved.
+        layers: the rule of each layer; empty if keys cannot be moved.
         reason: why they cannot be moved, in words; empty if they can.
         limit: sequence length beyond which the model switches frequencies (longrope, dynamic NTK);
             keys from either side of the switch do not mix.
@@ -62,35 +63,28 @@ class PositionRule:
     layers: tuple[LayerRule, ...] = ()
     reason: str = ""
     limit: int | None = None
-    _groups: dict[LayerRule, list[int]] = field(
-        default_factory=dict, repr=False, compare=False, hash=False
-    )
-
-    def __post_init__(self) -> None:
-        for layer, rule in enumerate(self.layers):
-            self._groups.setdefault(rule, []).append(layer)
 
     def __str__(self) -> str:
         if self.reason:
             return f"not relocatable: {self.reason}"
-        parts = [f"{rule} in {len(layers)} layers" for rule, layers in self._groups.items()]
+        parts = [f"{rule} in {count} layers" for rule, count in Counter(self.layers).items()]
         switch = f", up to {self.limit} tokens" if self.limit else ""
         return "; ".join(parts) + switch
 
     @property
     def is_movable(self) -> bool:
-        """Whether keys can be moved at all."""
+        """Whether keys can be moved to other positions."""
         return not self.reason
 
     def check(self, delta: int, seq_len: int) -> None:
-        """Refuse what would be wrong.
+        """See that keys may be moved.
 
         Args:
-            delta: how far the keys are to be moved.
-            seq_len: length of the prompt they are moved into.
+            delta: how far, in positions; 0 is always possible.
+            seq_len: length of the prompt that they are moved into.
 
         Raises:
-            RelocationError: the model has no rule, or the prompt crosses its frequency switch.
+            RelocationError: the model has no rule, or the prompt is longer than its `limit`.
         """
         if delta and self.reason:
             raise RelocationError(
@@ -104,13 +98,16 @@ class PositionRule:
                 'Shorten the prompt or use method="full".'
             )
 
-    def relocate(self, keys: torch.Tensor, delta: int, out: torch.Tensor) -> torch.Tensor:
+    def relocate(
+        self, keys: torch.Tensor, delta: int, out: torch.Tensor, first_layer: int = 0
+    ) -> torch.Tensor:
         """Write keys moved by `delta` positions into `out`.
 
         Args:
-            keys: (num_layers, num_kv_heads, seq_len, head_dim), rotated; not modified.
+            keys: (layers, num_kv_heads, seq_len, head_dim), rotated; not modified.
             delta: new position minus old position, the same for all tokens.
             out: same shape, any strides.
+            first_layer: the layer of the model that comes first in `keys`; the next ones follow.
 
         Raises:
             RelocationError: the model has no rule.
@@ -118,33 +115,23 @@ class PositionRule:
         if delta == 0:
             return out.copy_(keys)
         self.check(delta, 0)
-        for rule, layers in self._groups.items():
-            if len(layers) == keys.shape[0]:
-                _rotate(keys, rule, delta, out)
-                continue
-            for layer in layers:
-                _rotate(keys[layer : layer + 1], rule, delta, out[layer : layer + 1])
-        return out
-
-    def relocate_layer(
-        self, keys: torch.Tensor, layer: int, delta: int, out: torch.Tensor
-    ) -> torch.Tensor:
-        """As `relocate`, for (num_kv_heads, seq_len, head_dim) keys of one layer."""
-        if delta == 0:
-            return out.copy_(keys)
-        self.check(delta, 0)
-        _rotate(keys[None], self.layers[layer], delta, out[None])
+        rules = self.layers[first_layer : first_layer + len(keys)]
+        if len(set(rules)) == 1:
+            _rotate(keys, rules[0], delta, out)
+            return out
+        for layer, rule in enumerate(rules):
+            _rotate(keys[layer : layer + 1], rule, delta, out[layer : layer + 1])
         return out
 
 
 def _angles(rule: LayerRule, delta: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of the turn, (rotary_dim / 2,) fp32; the angle itself is taken in fp64."""
+    """cos and sin of the rotation, (rotary_dim / 2,) fp32 each, of an angle computed in fp64."""
     angle = torch.tensor(rule.inv_freq, dtype=torch.float64) * delta
     return angle.cos().float().to(device), angle.sin().float().to(device)
 
 
 def _rotate(keys: torch.Tensor, rule: LayerRule, delta: int, out: torch.Tensor) -> None:
-    """Rotate (layers, heads, seq_len, head_dim) in fp32, rounding once, a few layers at a time."""
+    """Rotate (layers, heads, seq_len, head_dim) keys into `out`, in fp32, rounded once."""
     if rule.style == "none":
         out.copy_(keys)
         return
@@ -161,7 +148,7 @@ def _rotate(keys: torch.Tensor, rule: LayerRule, delta: int, out: torch.Tensor) 
 
 
 def _pairs(keys: torch.Tensor, rule: LayerRule) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two views, (..., rotary_dim / 2) each, of the dimensions that turn together."""
+    """Views of the first and second dimension of each rotated pair, (..., rotary_dim / 2) each."""
     width = rule.rotary_dim
     if rule.style == "interleaved":
         return keys[..., 0:width:2], keys[..., 1:width:2]
@@ -175,13 +162,13 @@ def match_rule(
     candidates: Iterable[tuple[float, ...]],
     tolerance: float,
 ) -> LayerRule | None:
-    """The rule that turns one observation into the other, or None.
+    """The rule that moves a layer's keys from one place to another, or None if no rule does.
 
     Args:
-        at_zero, at_delta: (num_kv_heads, seq_len, head_dim) keys of one layer, same tokens.
-        delta: how far apart the observations are.
-        candidates: frequency sets to try.
-        tolerance: largest error allowed of a pair of dimensions, as a share of its size.
+        at_zero: (num_kv_heads, seq_len, head_dim) keys of some tokens, computed at one place.
+        at_delta: keys of the same tokens, computed `delta` positions further on.
+        candidates: frequencies (`LayerRule.inv_freq`) to try.
+        tolerance: largest error of a pair of dimensions, as a share of the pair's size.
     """
     before, after = at_zero.float()[None], at_delta.float()[None]
     rules = [LayerRule("none")]
@@ -199,9 +186,9 @@ def match_rule(
 
 
 def _mismatch(moved: torch.Tensor, after: torch.Tensor, rule: LayerRule) -> float:
-    """The largest error of dimensions that turn together, as a share of their size over tokens.
+    """The largest error of a pair of dimensions, as a share of the pair's size over all tokens.
 
-    Of each pair by itself: real keys have pairs a hundred times as large as others.
+    Each pair is compared with itself: in real keys some are a hundred times as large as others.
     """
     parts = []
     for square in ((moved - after).square(), after.square()):

@@ -1,6 +1,6 @@
-"""Where the keys and values of one prompt lie: in a buffer of its own, and in others' buffers.
+"""Where the KV of one prompt in a batch (a row) lies: in its own buffer and in other rows' buffers.
 
-Rows that have the same KV refer to one copy of it, whoever made it. `pieces` finds what the rows
+Rows with the same KV refer to one copy of it, whichever row made it. `pieces` finds what the rows
 of a batch have in common. Knows slots and buffers; knows no token and no prompt.
 """
 
@@ -15,7 +15,7 @@ from cached_rag.kv.buffer import KVBuffer
 
 @dataclass(frozen=True)
 class Run:
-    """A prompt's slots from `slot` on are a buffer's slots `begin` to `end` (exclusive)."""
+    """Says that a row's slots from `slot` on are a buffer's slots `begin` to `end` (exclusive)."""
 
     buffer: KVBuffer
     begin: int
@@ -27,11 +27,11 @@ class Run:
 
     @property
     def shift(self) -> int:
-        """From the prompt's slots to the buffer's."""
+        """What to add to the row's slots to get the buffer's."""
         return self.begin - self.slot
 
     def cut(self, first: int, last: int) -> Run | None:
-        """What lies in the prompt's slots `first` to `last` (exclusive); None if nothing does."""
+        """Its part in the row's slots `first` to `last` (exclusive); None if there is none."""
         low, high = max(first, self.slot), min(last, self.slot + len(self))
         if low >= high:
             return None
@@ -39,12 +39,12 @@ class Run:
 
 
 class RowKV:
-    """One prompt's KV: fixed runs, and behind them what grows, in a buffer of its own.
+    """One row's KV: runs in any buffers, and behind them slots in a buffer of its own.
 
     Attributes:
-        own: the buffer that grows.
-        length: slots that are filled.
-        positions: of all slots, where they are not the slots (`own.positions`).
+        own: its own buffer, to which tokens are added.
+        length: number of slots that are filled.
+        positions: those of its slots; None if slot i is position i.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class RowKV:
         runs: Sequence[Run] = (),
         begin: int = 0,
     ) -> None:
-        """Refer to KV that is there.
+        """Refer to KV that exists.
 
         Args:
-            runs: of the first slots, in order; the slots behind them are in `own`.
-            begin: where in `own` the slots behind the runs lie.
+            runs: where its first slots lie, in order; those behind them lie in `own`.
+            begin: the slot of `own` in which the first slot behind the runs lies.
         """
         self.own, self.length, self.runs = own, length, tuple(runs)
         self._slot = runs[-1].slot + len(runs[-1]) if runs else 0
@@ -66,26 +66,26 @@ class RowKV:
         self.positions = own.positions
 
     def lay_out(self, positions: Sequence[int] | None) -> None:
-        """Set the positions of a row without runs; None for slots."""
+        """Set the positions of a row without runs; see `KVBuffer.lay_out`."""
         self.positions = self.own.lay_out(positions).positions
 
     def position(self, slot: int) -> int:
-        """Where the token in a slot stands."""
+        """The position of the token in a slot."""
         return slot if self.positions is None else int(self.positions[slot])
 
     def at(self, slot: int) -> int:
-        """Where in its own buffer a slot behind the runs lies."""
+        """The slot of its own buffer in which a slot behind the runs lies."""
         return self._begin + slot - self._slot
 
     def every_run(self, length: int | None = None) -> tuple[Run, ...]:
-        """All runs up to a length, what grows included."""
+        """All runs up to a length (None: all that is filled), with one for the part in `own`."""
         end = self.length if length is None else length
         if end == self._slot:
             return self.runs
         return (*self.runs, Run(self.own, self._begin, self.at(end), self._slot))
 
     def cut(self, first: int, last: int) -> list[Run]:
-        """The runs that hold slots `first` to `last` (exclusive)."""
+        """Runs that together are its slots `first` to `last` (exclusive)."""
         found = (run.cut(first, last) for run in self.every_run())
         return [run for run in found if run is not None]
 
@@ -125,14 +125,14 @@ class RowKV:
         return RowKV(own, self.length, runs, begin=at)
 
     def buffers(self) -> Iterator[KVBuffer]:
-        """All buffers that hold a part of it."""
+        """All buffers in which some of it lies."""
         yield self.own
         yield from (run.buffer for run in self.runs)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Slots of a buffer, and the rows (by number) that have them."""
+    """Slots `begin` to `end` (exclusive) of a buffer, and the numbers of the rows that use them."""
 
     buffer: KVBuffer
     begin: int
@@ -144,7 +144,11 @@ class Piece:
 
 
 def pieces(rows: Sequence[Sequence[Run]]) -> list[Piece]:
-    """All that rows refer to, cut so that of each piece every row has all or nothing."""
+    """All slots that rows refer to, cut so that each row uses all of a piece or none of it.
+
+    Args:
+        rows: the runs of each row.
+    """
     by_buffer: dict[int, list[tuple[Run, int]]] = {}
     for index, runs in enumerate(rows):
         for run in runs:
@@ -156,7 +160,7 @@ def pieces(rows: Sequence[Sequence[Run]]) -> list[Piece]:
 
 
 def _cut(held: Sequence[tuple[Run, int]]) -> list[Piece]:
-    """The pieces of one buffer."""
+    """The pieces of one buffer, given the runs in it and their rows' numbers."""
     buffer = held[0][0].buffer
     borders = sorted({border for run, _ in held for border in (run.begin, run.end)})
     found: list[Piece] = []

@@ -1,7 +1,7 @@
-"""Buffers for several prompts in one tensor, so that one kernel call serves them all.
+"""Buffers of several prompts in one tensor (a slab), so that one kernel call reads all of them.
 
-Rows of one slab have the same room; how much of it is used differs, and a mask says so. Knows
-shapes; knows no prompt.
+The rows of a slab have the same capacity. They use different parts of it, so a mask hides the
+rest. Knows shapes; knows no prompt.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import torch
 
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 
-# Longer rows gain nothing: reading their keys takes longer than calling a kernel.
+# Longer buffers gain nothing by it: to read their keys takes longer than to call a kernel.
 LONGEST = 1024
 _STEP = 256
-# On a CPU memory that nobody writes to takes no room.
+# Rows of a slab. On a CPU those that were never used take no memory.
 _ROWS = {"cpu": 16}
 _FEW_ROWS = 4
 
 
 class Slab:
-    """Keys and values of several rows.
+    """Keys and values of `num_rows` rows.
 
     Attributes:
+        free: numbers of the rows that nobody uses.
         keys: (num_layers, num_rows, num_kv_heads, capacity, head_dim).
         values: (num_layers, num_rows, num_kv_heads, capacity, value_dim).
     """
@@ -34,14 +35,14 @@ class Slab:
 
     @property
     def num_rows(self) -> int:
-        """Rows, used or not."""
+        """Number of rows, used or not."""
         return self.keys.shape[1]
 
     def take(self) -> SlabRow:
-        """A free row; there must be one."""
+        """A free row; there has to be one."""
         row = self.free[-1]
         found = SlabRow(self, row)
-        if row in self._fresh:  # what is masked must be finite all the same
+        if row in self._fresh:  # masked slots are read, too, so they must not hold NaN
             self._fresh.remove(row)
             found.keys.zero_()
             found.values.zero_()
@@ -58,14 +59,14 @@ class SlabRow(KVBuffer):
 
 
 class Slabs:
-    """Slabs of one model, by capacity. Used by one thread at a time."""
+    """All slabs of one model, by capacity. For one thread at a time."""
 
     def __init__(self, shapes: KVShapes) -> None:
         self._shapes = shapes
         self._slabs: dict[int, list[Slab]] = {}
 
     def take(self, capacity: int) -> KVBuffer:
-        """A buffer of at least so many slots: a slab's row, if it is not too long for one."""
+        """A buffer of at least `capacity` slots: a slab's row, unless it is longer than LONGEST."""
         if capacity > LONGEST:
             return KVBuffer.like(self._shapes, capacity)
         rounded = -(-capacity // _STEP) * _STEP
@@ -78,12 +79,12 @@ class Slabs:
         return slab.take()
 
     def give(self, buffer: KVBuffer) -> None:
-        """Take a row back that nobody reads any more; other buffers are the collector's."""
+        """Take a slab's row back that nobody reads any more; other buffers are just dropped."""
         if isinstance(buffer, SlabRow):
             buffer.slab.free.append(buffer.row)
 
     def drop_idle(self) -> None:
-        """Free the memory of slabs that nobody uses."""
+        """Free the memory of slabs of which no row is used."""
         for capacity, held in self._slabs.items():
             self._slabs[capacity] = [slab for slab in held if len(slab.free) < slab.num_rows]
 
@@ -91,11 +92,15 @@ class Slabs:
 def mask_of(
     spans: dict[int, tuple[int, int]], first: int, last: int, like: torch.Tensor
 ) -> torch.Tensor:
-    """(last - first + 1, 1, 1, length) additive mask over rows' first `length` slots.
+    """A mask to add to attention scores: 0 where a row sees a slot, -inf elsewhere.
 
     Args:
-        spans: by row, the slots it sees; rows that are not in it see nothing.
-        like: of whose dtype and device.
+        spans: for each row, the slots that it sees (begin, end); other rows see none.
+        first, last: the first and the last row of the mask.
+        like: a tensor that has the dtype and device wanted.
+
+    Returns:
+        (last - first + 1, 1, 1, length), where length is the largest end.
     """
     length = max(end for _, end in spans.values())
     mask = torch.full((last - first + 1, 1, 1, length), -torch.inf)

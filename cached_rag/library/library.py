@@ -29,7 +29,6 @@ from cached_rag.kv.store import (
     ModuleRecord,
     Prefetcher,
     TieredStore,
-    removal,
 )
 from cached_rag.kv.store.database import BRIEFLY_S
 from cached_rag.library.matching import ModuleTable
@@ -98,7 +97,7 @@ class Library:
         self._unwritten: dict[str, ModuleRecord] = {}
         if self._catalog is not None:
             with self.spared():
-                removal.finish(self._catalog, self.store)
+                self._catalog.finish_removals(self.store)
         self.refresh(force=True)
 
     def _open_files(self, root: Path, config: StoreConfig) -> None:
@@ -222,7 +221,7 @@ class Library:
         if self._catalog is None:
             gone = sum(map(self.store.delete, self._keys(modules)))
         else:
-            gone = removal.remove(self._catalog, self.store, text_digests)
+            gone = self._catalog.remove(self.store, text_digests)
         self.refresh(force=True)
         self._let_go(modules)
         return gone

@@ -1,19 +1,17 @@
-"""What a question gets: text, sources, report; what a follow-up knows. Knows no model."""
+"""An answer with the chunks it was given, whole or piece by piece. Knows no index and no engine."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from cached_rag.backends.tokenizer import Message
 from cached_rag.engine.report import Report
 from cached_rag.engine.stream import Stream
-from cached_rag.errors import ConfigError
-from cached_rag.rag import Hit
+from cached_rag.rag.index import Hit
+from cached_rag.rag.prompts import Turn, checked
 
-# A chunk less similar than that has little to do with a question (sentence-transformers' models).
-FAR = 0.25
 _SHOWN = 60
 
 
@@ -38,61 +36,23 @@ class Answer:
         return f"<Answer {shown!r}, {len(self.sources)} sources>"
 
 
-def remarks(found: Sequence[Hit], min_score: float | None) -> list[str]:
-    """What the user should know of the chunks that were found, best first."""
-    best = found[0].score
-    if min_score is not None and best < min_score:
-        return [f"no chunk reaches min_score (the nearest has {best:.2f}), so none was used"]
-    if best < FAR:
-        return [
-            f"the nearest chunk is hardly about this (score {best:.2f}); the answer may be made up"
-        ]
-    return []
-
-
-def conversation(history: Sequence[Answer | Message]) -> list[dict[str, str]]:
-    """Earlier turns as messages of the user and the assistant.
-
-    Args:
-        history: answers, each standing for its question and itself, or messages; in order.
-
-    Raises:
-        ConfigError: a message of another role, or without text.
-    """
-    said: list[dict[str, str]] = []
-    for turn in history:
-        if isinstance(turn, Answer):
-            said.append({"role": "user", "content": turn.question})
-            said.append({"role": "assistant", "content": turn.text})
-            continue
-        role, content = turn.get("role"), turn.get("content")
-        if role not in ("user", "assistant") or not isinstance(content, str):
-            raise ConfigError(
-                "a turn of the history is an Answer, or a message whose role is 'user' or "
-                f"'assistant' and whose content is a string; got {turn!r}"
-            )
-        said.append({"role": role, "content": content})
-    return said
-
-
+@dataclass(eq=False, repr=False)
 class AnswerStream(Iterator[str], AsyncIterable[str]):
-    """Pieces of an answer, for loops and for asynchronous loops; `answer` is complete at its end.
+    """The pieces of an answer, for a loop or an asynchronous loop, but not for both."""
 
-    A stream is taken in one of the two ways.
-    """
+    _stream: Stream
+    question: str
+    sources: tuple[Hit, ...]
+    _search_ms: float
+    _notes: list[str]
+    _text: list[str] = field(default_factory=list)
 
-    def __init__(
-        self,
-        stream: Stream,
-        sources: tuple[Hit, ...],
-        *,
-        question: str = "",
-        search_ms: float = 0.0,
-        notes: Sequence[str] = (),
-    ) -> None:
-        self.sources, self.question = sources, question
-        self._stream, self._search_ms, self._notes = stream, search_ms, list(notes)
-        self._text: list[str] = []
+    @property
+    def answer(self) -> Answer:
+        """The answer as far as it was taken; complete once all pieces were."""
+        found = self._stream.report
+        report = replace(found, search_ms=self._search_ms, notes=[*self._notes, *found.notes])
+        return Answer("".join(self._text), self.sources, report, self.question)
 
     def __next__(self) -> str:
         piece = next(self._stream)
@@ -114,14 +74,18 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
         async with aclosing(self.apieces()) as pieces:
             return "".join([piece async for piece in pieces])
 
-    @property
-    def answer(self) -> Answer:
-        """What there is so far."""
-        engines = self._stream.report
-        notes = [*self._notes, *engines.notes]
-        report = replace(engines, search_ms=self._search_ms, notes=notes)
-        return Answer("".join(self._text), self.sources, report, self.question)
-
     def close(self) -> None:
         """Stop generating."""
         self._stream.close()
+
+
+def conversation(history: Sequence[Answer | Message]) -> list[Turn]:
+    """Earlier turns as messages of the user and the assistant; an answer stands for two."""
+    said: list[Turn] = []
+    for turn in history:
+        if isinstance(turn, Answer):
+            said.append({"role": "user", "content": turn.question})
+            said.append({"role": "assistant", "content": turn.text})
+        else:
+            said.append(checked(turn))
+    return said

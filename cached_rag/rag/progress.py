@@ -1,4 +1,4 @@
-"""What an ingestion shows on the terminal: bytes that were read, then tokens that were prefilled.
+"""An ingestion's bars on the terminal: bytes that were read, then tokens that were prefilled.
 
 Knows tqdm; knows no document.
 """
@@ -12,16 +12,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-# What is done with a smaller file is over before it could be read on a bar.
+# The bar does not say what is done with smaller files: that would change too fast to be read.
 _LONG_BYTES = 1 << 18
 
-# Given to whoever works on a file: what is being done, and how much of the file is done, 0 to 1.
+# Called by whoever works on a file with what is being done, and the share that is done, 0 to 1.
 Say = Callable[[str, float], None]
 
 
 @contextmanager
 def reading(files: Iterable[Path], *, is_shown: bool) -> Iterator[Iterator[tuple[Path, Say]]]:
-    """A bar over files, in bytes; each comes with what moves the bar within it."""
+    """A bar in bytes over files; gives each file with the `Say` that moves the bar within it."""
     sizes = {file: _size(file) for file in files}
     total = sum(sizes.values())
     with _bar(total, "reading", "B", is_shown=is_shown, unit_divisor=1024) as bar:
@@ -44,7 +44,7 @@ def reading(files: Iterable[Path], *, is_shown: bool) -> Iterator[Iterator[tuple
 
 
 def prefilling(tokens: int, *, is_shown: bool) -> tqdm[Any]:
-    """A bar over tokens, with the rate and the time left."""
+    """A bar in tokens, with the rate and the time left."""
     return _bar(tokens, "prefilling", "token", is_shown=is_shown)
 
 
@@ -64,4 +64,4 @@ def _bar(
 def _size(file: Path) -> int:
     with suppress(OSError):
         return file.stat().st_size
-    return 0  # gone since it was found; reading it will say so
+    return 0  # deleted since it was found; whoever reads it says so

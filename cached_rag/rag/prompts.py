@@ -5,22 +5,56 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cached_rag.backends.tokenizer import Rendered
+from cached_rag.backends.tokenizer import Message, Rendered
 from cached_rag.engine.engine import Engine
-from cached_rag.errors import ContextOverflowError
-from cached_rag.rag import Hit
+from cached_rag.errors import ConfigError, ContextOverflowError
+from cached_rag.rag.index import Hit
 
 Turn = dict[str, str]
 _MARK = "the first chunk"
-# Questions before a follow-up that it is searched with; more of them would drown it.
+# How many earlier questions a follow-up is searched with; more of them would drown it.
 _SEARCHED = 2
+# Below this similarity a chunk hardly concerns the question (sentence-transformers' models).
+_FAR = 0.25
 _ASKS, _ANSWERS = "Question:", "Answer:"
 
 
+def checked(turn: Message) -> Turn:
+    """A message of the history with its role and text alone.
+
+    Raises:
+        ConfigError: its role is neither "user" nor "assistant", or its content is no string.
+    """
+    role, content = turn.get("role"), turn.get("content")
+    if role not in ("user", "assistant") or not isinstance(content, str):
+        raise ConfigError(
+            "a turn of the history is an Answer, or a message whose role is 'user' or "
+            f"'assistant' and whose content is a string; got {turn!r}"
+        )
+    return {"role": role, "content": content}
+
+
 def searched(question: str, history: Sequence[Turn]) -> str:
-    """What to search for: the last questions and this one, for "And how often?" finds nothing."""
+    """What to search for: a question behind the last ones, for "And how often?" finds nothing."""
     asked = [turn["content"] for turn in history if turn["role"] == "user"]
     return "\n".join([*asked[-_SEARCHED:], question])
+
+
+def reaching(min_score: float | None, hits: list[Hit]) -> list[Hit]:
+    """Those hits whose score is at least `min_score`; all of them if it is None."""
+    return hits if min_score is None else [hit for hit in hits if hit.score >= min_score]
+
+
+def remarks(found: Sequence[Hit], min_score: float | None) -> list[str]:
+    """What to tell the user about the chunks that a search found, best first; at least one."""
+    best = found[0].score
+    if min_score is not None and best < min_score:
+        return [f"no chunk reaches min_score (the nearest has {best:.2f}), so none was used"]
+    if best < _FAR:
+        return [
+            f"the nearest chunk is hardly about this (score {best:.2f}); the answer may be made up"
+        ]
+    return []
 
 
 @dataclass(frozen=True)
@@ -33,10 +67,10 @@ class Prompts:
     def messages(
         self, question: str, texts: Sequence[str], history: Sequence[Turn] = ()
     ) -> list[Turn]:
-        """The chat: the chunks in the user's first turn, whatever was said since.
+        """The chat, with the chunks in the user's first turn, whatever was said since.
 
-        So every prompt begins as those do that chunks were encoded behind, and a follow-up that
-        finds the chunks of the question before it has the beginning of its prompt, too.
+        So every prompt begins with the head that chunks were encoded behind; and a follow-up that
+        finds the same chunks as the question before it begins with that question's whole prompt.
         """
         said: list[Turn] = [{"role": "system", "content": self.system}]
         blocks = list(texts)
@@ -50,9 +84,9 @@ class Prompts:
         return said
 
     def rendered(self, messages: Sequence[Turn]) -> Rendered:
-        """The chat by the model's template; for a model that has none, a page for it to go on with.
+        """The chat by the model's template, or for a model without one as a page of plain text.
 
-        Nobody's words are control tokens on that page, whatever they spell.
+        The page ends with "Answer:". Nothing on it becomes a control token, whatever it spells.
         """
         if self._has_template:
             return self.engine.tokenization.render(messages)
@@ -65,7 +99,7 @@ class Prompts:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """What ends an answer besides the model's own sign: on such a page, the next question."""
+        """Strings that end an answer: on a page of plain text, the next question."""
         return () if self._has_template else (f"\n{_ASKS}",)
 
     @property
@@ -73,7 +107,7 @@ class Prompts:
         return bool(getattr(self.engine.tokenization.tokenizer, "chat_template", None))
 
     def head(self) -> Rendered:
-        """What every prompt says before its first chunk."""
+        """The head of every prompt: all that stands before its first chunk."""
         whole = self.rendered(self.messages("?", [_MARK]))
         return whole.until(whole.text.index(_MARK))
 
@@ -84,10 +118,13 @@ class Prompts:
         max_tokens: int,
         history: Sequence[Turn] = (),
     ) -> tuple[list[Hit], Rendered]:
-        """As many of the first chunks as the model's context holds, and the prompt with them.
+        """As many of the first chunks as fit the model's context, and the prompt with them.
+
+        Args:
+            max_tokens: tokens to leave free for the answer.
 
         Raises:
-            ContextOverflowError: not even one fits, or no prompt without any.
+            ContextOverflowError: not even one chunk fits, or the prompt alone does not.
         """
         context = self.engine.model.context_length
         for count in range(len(hits), min(1, len(hits)) - 1, -1):

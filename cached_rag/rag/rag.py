@@ -1,6 +1,6 @@
-"""Documents in, answers out: the index of a folder joined with the engine.
+"""Documents in, answers out: a folder's index joined with the engine.
 
-Knows the order of things; every step is somebody else's. No framework is imported here.
+Says what happens in which order; each step is somebody else's. Imports no framework.
 """
 
 from __future__ import annotations
@@ -21,18 +21,13 @@ from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.store.holdings import forget
 from cached_rag.library.context import Context
 from cached_rag.library.matching import ANCHOR
-from cached_rag.rag import (
-    DocumentIndex,
-    Embedder,
-    Embeddings,
-    Hit,
-    IndexedDocument,
-    Splitter,
-)
-from cached_rag.rag.answer import Answer, AnswerStream, conversation, remarks
+from cached_rag.rag.answer import Answer, AnswerStream, conversation
+from cached_rag.rag.embedding import Embedder, Embeddings
+from cached_rag.rag.index import DocumentIndex, Hit, IndexedDocument
 from cached_rag.rag.ingest import Ingestion, IngestSummary
-from cached_rag.rag.prompts import Prompts, Turn, searched
-from cached_rag.rag.settings import DEFAULTS, context_kind, contexts
+from cached_rag.rag.prompts import Prompts, Turn, reaching, remarks, searched
+from cached_rag.rag.settings import DEFAULTS, asked_for, contexts
+from cached_rag.rag.splitting import Splitter
 
 # What `[rag]` brings, for the index, embeddings and readers.
 _MODULES = (
@@ -43,7 +38,7 @@ _MODULES = (
 
 @dataclass(frozen=True)
 class Deletion:
-    """A document that was deleted: its source, and how many chunks and KVs went with it."""
+    """A deleted document: its source, and how many chunks and chunks' KVs went with it."""
 
     source: str
     chunks: int
@@ -60,21 +55,25 @@ class CachedRAG:
         store: StoreConfig,
         engine_options: dict[str, Any],
         embedder: Embeddings | None,
+        engine: Engine | None = None,
     ) -> None:
+        """See `open`.
+
+        Args:
+            settings: those that were asked for; the index's, or the defaults, are the others.
+            engine_options: for `Engine.load`.
+        """
         self.path = path
-        self.settings = DEFAULTS | settings
-        self._asked = settings
         self.index = DocumentIndex(path / "documents.sqlite")
+        self._asked, self._store, self._engine_options = settings, store, engine_options
+        self._engine, self._embedder = engine, embedder
+        self._loading = threading.Lock()  # several threads may be the first to ask
         try:
             self._agree()
         except IndexMismatchError:
             self.index.close()
             raise
-        self._store = store
-        self._engine_options = engine_options
-        self._engine: Engine | None = None
-        self._embedder = embedder
-        self._loading = threading.Lock()  # several may be the first to ask
+        self._forget(self.index.unneeded())  # deletions that a killed process did not finish
 
     @classmethod
     @needs_extra("rag", "an index of documents", *_MODULES)
@@ -100,12 +99,12 @@ class CachedRAG:
     ) -> CachedRAG:
         """Open an index folder, or make one.
 
-        Its first document settles what an index is made with; until then, and again once its last
-        document is deleted, every `open` may choose anew.
+        The settings of an index are those that its first document was ingested with. An index
+        without documents has none: each `open` may choose anew.
 
         Args:
-            model: alias, hub id, folder or GGUF file; settled with the next five. None takes what
-                the index was made with, or the default.
+            model: alias, hub id, folder or GGUF file. This and the next five are the index's
+                settings; None takes what the index has, or the default.
             embedding: a sentence-transformers name, or an object that embeds.
             chunk_tokens: most tokens of a chunk, counted by the model's tokenizer.
             codec: how KV is kept on disk, "raw" or "int8".
@@ -114,7 +113,7 @@ class CachedRAG:
                 "neighbours:n" (the n nearest chunks). The last two take two passes and twice the
                 disk; see docs/quality.md.
             system: the system prompt that questions are asked under.
-            memory_bytes, disk_bytes: bounds on the KV kept in memory and on disk.
+            memory_bytes, disk_bytes: most bytes of KV in memory and on disk.
             sequence_bytes, keeps_repaired: keep KV of prompts for those that begin alike, see
                 `StoreConfig`.
             finish_seconds: how long `close` may go on encoding what waits, see `StoreConfig`.
@@ -127,19 +126,15 @@ class CachedRAG:
             ConfigError: a bad setting.
             MissingPackageError: the packages of `[rag]` are not installed.
         """
-        named = embedding if isinstance(embedding, str) or embedding is None else embedding.name
-        asked = {
-            "model": engine.model.name if engine else model,
-            "embedding": named,
-            "chunk_tokens": None if chunk_tokens is None else str(chunk_tokens),
-            "codec": codec,
-            "context": context,
-            "system": system,
-        }
-        if context is not None:
-            context_kind(context)
+        settings = asked_for(
+            model=engine.model.name if engine else model,
+            embedding=getattr(embedding, "name", embedding),
+            chunk_tokens=chunk_tokens,
+            codec=codec,
+            context=context,
+            system=system,
+        )
         root = Path(path).expanduser()
-        settings = {name: value for name, value in asked.items() if value is not None}
         store = StoreConfig(
             str(root / "kv"),
             codec or "raw",
@@ -149,16 +144,12 @@ class CachedRAG:
             keeps_repaired=keeps_repaired,
             finish_seconds=finish_seconds,
         )
+        options = {"dtype": dtype, "device": device, "batch": batch}
         embedder = None if isinstance(embedding, str) else embedding
-        rag = cls(
-            root, settings, store, {"dtype": dtype, "device": device, "batch": batch}, embedder
-        )
-        rag._engine = engine
-        rag._forget(rag.index.unneeded())  # what a process that was killed did not get to
-        return rag
+        return cls(root, settings, store, options, embedder, engine)
 
     def _agree(self) -> None:
-        """Take over the index's settings, which another process may have settled by now."""
+        """Take over the settings of the index, to which another process may have given some."""
         self.settings = DEFAULTS | self._asked | self.index.agree(self._asked)
 
     @property
@@ -170,7 +161,7 @@ class CachedRAG:
                 store = replace(self._store, codec=self.settings["codec"])
                 model = self.settings["model"]
                 self._engine = Engine.load(model, store=store, **self._engine_options)
-                self._asked = self.settings  # what was loaded for them serves no others
+                self._asked = self.settings  # from now on no others will do
             return self._engine
 
     @property
@@ -192,7 +183,7 @@ class CachedRAG:
     def close(self) -> None:
         """Finish what waits in the background, see `Engine.close`, and release files.
 
-        What is asked later is a `ClosedError`.
+        Whatever is asked of it later raises `ClosedError`.
         """
         self.index.close()
         if self._engine is not None:
@@ -216,23 +207,23 @@ class CachedRAG:
     ) -> IngestSummary:
         """Bring a file, or all files below a folder, into the index, and prefill their chunks.
 
-        Doing it again costs little: what is unchanged is kept, what changed replaces its chunks
-        and their KV, and an interrupted run goes on where it stopped.
+        Doing it again costs little: unchanged documents are kept, changed ones replace their old
+        chunks and KV, and an interrupted run goes on where it stopped.
 
-        A document is called by its place in the folder, with the folder's name before it
-        ("docs/guide/a.md"), and a single file by its name, however the path was spelled and
-        wherever the folder is moved. What lies in a folder that was ingested belongs to that one.
+        A document is named after its place in the folder, with the folder's name before it
+        ("docs/guide/a.md"), a single file after itself: however the path was spelled, and wherever
+        the folder is moved. A path inside a folder that was ingested belongs to that folder.
 
         Args:
-            name: what to call the folder or file, instead of its own name. What had that name
-                before is replaced, wherever it came from.
-            delete_missing: drop documents that were ingested from below `path` and are gone.
+            name: what to call the folder or file, instead of its own name. Documents that had
+                this name before are replaced, wherever they came from.
+            delete_missing: delete documents that were ingested from below `path` and are gone.
             progress: show bars on the terminal.
 
         Raises:
-            DocumentError: nothing is at `path`; or something else of that name was ingested: it
-                is still where it was, or nothing of it is here. Unreadable files are skipped and
-                reported.
+            DocumentError: nothing is at `path`; or the index has another folder or file of that
+                name: one that is still where it was, or that has no document in common with this
+                one. Unreadable files are no error: `IngestSummary.skipped` names them.
             IndexMismatchError: another process made the index with other settings meanwhile.
             StoreFullError: the disk is full; what was ingested before is kept.
         """
@@ -256,20 +247,20 @@ class CachedRAG:
         return self.index.documents()
 
     def delete(self, source: str | Path) -> Deletion:
-        """Drop a document, its chunks, and KV that no other document needs. Loads no model.
+        """Delete a document, its chunks, and the KV that no other document needs. Loads no model.
 
         Args:
-            source: as `documents` has it; or a path on disk, which leads to one document.
+            source: its name, as `documents` has it, or its path on disk.
 
         Raises:
-            DocumentError: there is no such document, or the path leads to several.
+            DocumentError: there is no such document, or the path stands for several.
         """
         found = self.index.roots.find(source)
         chunks = len(self.index.texts(found))
         return Deletion(found, chunks, self._forget(self.index.delete(found)))
 
     def _forget(self, texts: Sequence[str]) -> int:
-        """Drop texts and their KV in every dtype; says how many KVs went."""
+        """Delete the KV of texts, by whatever model and in whatever codec; says how many went."""
         if not texts:
             return 0
         gone = 0 if self._engine is None else self._engine.forget(texts)
@@ -293,7 +284,7 @@ class CachedRAG:
         reorder: bool = False,
         **options: Any,
     ) -> Answer:
-        """Answer a question from the k nearest chunks; options are `GenerationConfig`'s.
+        """Answer a question from the k nearest chunks.
 
         Args:
             history: what was said before, in order: answers of this index, or messages of the user
@@ -302,8 +293,10 @@ class CachedRAG:
             min_score: leave out chunks whose cosine similarity is less; None uses all k. Where none
                 is left, the model answers without, and `report.notes` says so. They also say where
                 the nearest chunk has less than 0.25.
+            config: how to answer; None for the defaults.
             reorder: let chunks begin in an order that an earlier prompt had, so that its KV serves
                 again (needs `sequence_bytes`); changes the prompt, and with it maybe the answer.
+            options: settings of `GenerationConfig`, in place of those in `config`.
 
         Raises:
             ConfigError: an empty index, an empty question, or a bad setting or history.
@@ -337,12 +330,15 @@ class CachedRAG:
         config = (config or GenerationConfig()).replace(**options)
         engine, _ = self.engine, self.embedder  # loading them is no part of a question's time
         clock = Clock()
+        # 1) The nearest chunks.
         said = conversation(history)
         found = self._nearest(question, k, said)
-        hits = _reaching(min_score, found)
+        hits = reaching(min_score, found)
         search_ms = clock.total()
+        # 2) Their KV begins to come from the disk.
         self._introduce([hit.text for hit in hits])
         engine.prefetch([hit.text for hit in hits])
+        # 3) A prompt with as many of them as fit.
         if reorder:
             names = [digest(hit.text.strip()) for hit in hits]
             hits = [
@@ -350,30 +346,27 @@ class CachedRAG:
             ]
         prompts = self._prompts
         hits, rendered = prompts.fitting(question, hits, config.max_tokens, said)
+        # 4) The answer, token by token, while it is taken.
         config = config.replace(stop=(*config.stop, *prompts.stop))
         stream = engine.stream(rendered, config, clock=clock)
-        return AnswerStream(
-            stream,
-            tuple(hits),
-            question=question,
-            search_ms=search_ms,
-            notes=remarks(found, min_score),
-        )
+        notes = remarks(found, min_score)
+        return AnswerStream(stream, question, tuple(hits), search_ms, notes)
 
     def _introduce(self, texts: Sequence[str]) -> None:
-        """Make chunks known that were encoded in another dtype, or not yet.
+        """Make chunks known to the engine that were encoded in another dtype, or not yet.
 
         Then they count as missed, and are encoded in the background.
         """
         library = self.engine.library
         library.refresh()
-        long = [text for text in map(str.strip, texts) if len(text) >= ANCHOR]  # others never are
+        # Shorter texts are never known.
+        long = [text for text in map(str.strip, texts) if len(text) >= ANCHOR]
         is_known = all(library.table.get(text) is not None for text in long)
         if is_known and library.behinds():
             return
         self.engine.register(texts)
         with library.spared():
-            self._forget(self.index.orphans(texts))  # which were deleted since they were found
+            self._forget(self.index.orphans(texts))  # those deleted since they were found
             for context in self._contexts():
                 self.engine.encode([], self._prompts.head(), context=context)
 
@@ -408,7 +401,7 @@ class CachedRAG:
         Raises:
             ConfigError: an empty index or question, k < 1, or a bad history.
         """
-        return _reaching(min_score, self._nearest(question, k, conversation(history)))
+        return reaching(min_score, self._nearest(question, k, conversation(history)))
 
     def _nearest(self, question: str, k: int, said: Sequence[Turn]) -> list[Hit]:
         if not question.strip() or k < 1:
@@ -421,7 +414,3 @@ class CachedRAG:
 
     def _contexts(self) -> tuple[Context | None, ...]:
         return contexts(self.settings["context"], self.index, self.embedder)
-
-
-def _reaching(min_score: float | None, hits: list[Hit]) -> list[Hit]:
-    return hits if min_score is None else [hit for hit in hits if hit.score >= min_score]

@@ -1,4 +1,4 @@
-"""Files to plain text, one library a format. Knows formats; knows no model.
+"""Finds files and turns them into plain text, with one library for each format. Knows no model.
 
 Documents are untrusted: nothing in them is executed, included or fetched. Markdown and
 reStructuredText become HTML, and HTML becomes text with its layout kept.
@@ -15,11 +15,11 @@ from pathlib import Path
 from cached_rag.errors import DocumentError
 
 MAX_BYTES = 50 << 20
-# Half a surrogate pair is no character; no digest could be taken of it.
+# Halves of surrogate pairs (U+D800 to U+DFFF) are no characters, and cannot be encoded.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n){2,}")
 _TITLE = re.compile(r"^Title: *(.+)$", re.MULTILINE)
-# Why a link in a folder is passed over, where others are counted by their suffix.
+# Stands for a suffix where links that lead out of the folder are counted.
 _ELSEWHERE = "links to elsewhere"
 
 
@@ -28,9 +28,9 @@ class Document:
     """A document's text.
 
     Attributes:
-        source: the file's path, as given.
-        title: its `Title:` line if it opens with one, else its first line.
-        text: without control characters, never empty.
+        source: the file's path, as it was given.
+        title: what a line "Title: ..." near its beginning says, else its first line.
+        text: never empty, and without control characters.
     """
 
     source: str
@@ -43,9 +43,9 @@ class Found:
     """What lies at a path, hidden files aside.
 
     Attributes:
-        files: those that have a reader, sorted.
-        passed_over: how many have none, by suffix ("" where there is no suffix; "links to
-            elsewhere" for links that lead out of the folder), most frequent first.
+        files: the files that have a reader, sorted.
+        passed_over: (suffix, count) of the other files, most frequent first; the suffix is "" for
+            files without one, and "links to elsewhere" for links that lead out of the folder.
     """
 
     files: tuple[Path, ...]
@@ -55,7 +55,7 @@ class Found:
 def look_at(path: Path | str) -> Found:
     """A file itself, of whatever kind, or all files below a folder.
 
-    Below a folder, a link counts where it leads to a file in that folder that is not found anyway.
+    A link below a folder counts if it leads to a file in the folder that is not found otherwise.
 
     Raises:
         DocumentError: nothing is there.
@@ -83,7 +83,7 @@ def look_at(path: Path | str) -> Found:
 
 
 def find_documents(path: Path | str) -> list[Path]:
-    """Readable files at a path: itself, or all below a folder, hidden ones aside, sorted.
+    """The files of `look_at`: a file itself, or those below a folder that have a reader, sorted.
 
     Raises:
         DocumentError: nothing is there.
@@ -113,7 +113,7 @@ def load_document(path: Path | str) -> Document:
         text = _clean(reader(path))
     except DocumentError:
         raise
-    except Exception as error:  # whatever a parser makes of a broken file
+    except Exception as error:  # a broken file can make a parser raise anything
         raise DocumentError(
             f"{path}: cannot be read ({type(error).__name__}: {error}); repair or remove it"
         ) from error
@@ -175,7 +175,7 @@ def _read_rst(path: Path) -> str:
     source = _with_line_feeds(_decode(path))
     try:
         header, html = rst_to_html(source)
-    except Exception:  # docutils has many; text with its markup is better than none
+    except Exception:  # whatever docutils raises: text with its markup is better than none
         return source
     return header + _html_to_text(html)
 

@@ -1,7 +1,7 @@
-"""What documents are called: by their place in the folder that was ingested, wherever that lies.
+"""Names documents by their place in the folder that was ingested, wherever that folder lies.
 
-A root is an ingested folder, or a single file. Its name begins the sources of its documents, as in
-"docs/guide/a.md"; a single file's name is its source. Knows names and places; reads no document.
+A root is a folder or a single file that was ingested. A document's source is its root's name, and
+its path in the root: "docs/guide/a.md". A single file's source is its name. Reads no document.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Root:
-    """A folder or file by its name, and where it was when it was last ingested (absolute)."""
+    """A root's name, and its absolute path when it was last ingested."""
 
     name: str
     path: Path
 
     def source(self, path: Path) -> str | None:
-        """What an absolute path is called in this root; None if it lies elsewhere."""
+        """The source of an absolute path in this root; None if it lies elsewhere."""
         for inner, outer in ((path, self.path), (path.resolve(), self.path.resolve())):
             if inner.is_relative_to(outer):
                 return join(self.name, inner.relative_to(outer))
@@ -35,7 +35,7 @@ class Root:
 
 
 def join(source: str, relative: Path) -> str:
-    """What lies at a relative path below a source."""
+    """The source of a relative path below a source."""
     return "/".join((source, *relative.parts))
 
 
@@ -45,7 +45,7 @@ def is_below(source: str, base: str) -> bool:
 
 
 def absolute(path: Path | str) -> Path:
-    """A path without `~`, `.` and `..`; links stay, since folders are called by their own names."""
+    """A path without `~`, `.` and `..`; links stay, for a link's own name is what counts."""
     return Path(os.path.abspath(Path(path).expanduser()))
 
 
@@ -56,15 +56,15 @@ class Roots:
         self._database = database
 
     def all(self) -> list[Root]:
-        """Those that have documents."""
+        """All roots that have documents."""
         rows = self._database.rows("SELECT name, path FROM roots")
         heads = {_head(source) for source in self._sources()}
         return [Root(str(name), Path(str(path))) for name, path in rows if name in heads]
 
     def old(self) -> list[Root]:
-        """Documents of an index made before there were roots, each as one of its own.
+        """Documents of an earlier version's index, which had no roots; each is taken for a root.
 
-        Their sources are absolute paths; they stay so until their folder is ingested again.
+        Their sources are absolute paths until their folder is ingested again.
         """
         paths = map(Path, self._sources())
         return [Root(str(path), path) for path in paths if path.is_absolute()]
@@ -76,7 +76,7 @@ class Roots:
             connection.execute("INSERT OR REPLACE INTO roots VALUES (?, ?)", row)
 
     def rename(self, pairs: Iterable[tuple[str, str]]) -> None:
-        """Call documents something else: (source, new source), which no other document has."""
+        """Change sources, given as (source, new source); no document may have a new one already."""
         rows = [(new, old) for old, new in pairs]
         with self._database.transaction() as connection:
             connection.execute("PRAGMA defer_foreign_keys = ON")
@@ -90,16 +90,17 @@ class Roots:
         name: str | None,
         is_unchanged: Callable[[str, Path], bool],
     ) -> Root:
-        """The root that an absolute path belongs to: one that is known, one that moved, or its own.
+        """The root of an absolute path: a known one around it, else the path itself.
 
         Args:
             files: the documents at `path`.
-            name: what to call the root; whatever had that name before is this one.
-            is_unchanged: whether the index has under a source just what a file holds.
+            name: what to call the root. A known root of that name is then taken for this one.
+            is_unchanged: told a source and a file, says whether the index has the file's content
+                under that source.
 
         Raises:
-            DocumentError: another folder has that name already.
-            ConfigError: a name that cannot be.
+            DocumentError: another folder or file has that name already.
+            ConfigError: the name has slashes, or is empty.
         """
         holding = [root for root in self.all() if root.source(path) is not None]
         if name is None and holding:
@@ -114,7 +115,9 @@ class Roots:
         return root
 
     def _check_is_same(self, root: Root, moved_from: Callable[[str], bool]) -> None:
-        """Whatever has a root's name must have moved to where the root is: gone there, equal here.
+        """See that a known root of the same name has moved to where this root is.
+
+        It has if nothing is at its old place, and some document is unchanged at the new one.
 
         Raises:
             DocumentError: it has not.
@@ -131,10 +134,11 @@ class Roots:
             )
 
     def absorb(self, root: Root) -> list[str]:
-        """Call documents by this root that were ingested from below it by another name.
+        """Rename documents that lie below this root and have another root's name.
 
         Returns:
-            Sources that it has already under their new name: to be deleted.
+            Sources that were not renamed, because the index has their new name already. They are
+            the same files, and are to be deleted.
         """
         sources = self._sources()
         taken = set(sources)
@@ -156,10 +160,10 @@ class Roots:
         return doubles
 
     def find(self, source: Path | str) -> str:
-        """The source meant by one as `DocumentIndex.sources` has it, or by a path on disk.
+        """The source that is meant: itself, or that of a path on disk.
 
         Raises:
-            DocumentError: no document is meant, or more than one.
+            DocumentError: there is no such document, or the path stands for several.
         """
         sources = self._sources()
         if str(source) in sources:
@@ -178,11 +182,10 @@ class Roots:
         )
 
     def _sources(self) -> list[str]:
-        rows = self._database.rows("SELECT source FROM documents ORDER BY source")
-        return [str(source) for (source,) in rows]
+        return self._database.read(str, "SELECT source FROM documents ORDER BY source")
 
     def _old_places(self, name: str) -> set[Path]:
-        """Where something of that name was, by sources that are absolute paths."""
+        """Paths that end in `name` at or above documents whose sources are absolute paths."""
         paths = [root.path for root in self.old()]
         return {place for path in paths for place in (path, *path.parents) if place.name == name}
 
@@ -199,7 +202,7 @@ def _checked(name: str | None, path: Path) -> str:
 
 
 def _near(source: str, sources: Sequence[str]) -> list[str]:
-    """Sources that may have been meant: in that folder, of that name, or spelled alike."""
+    """Sources that may have been meant: below that folder, of that name, or spelled alike."""
     alike = [s for s in sources if is_below(s, source.rstrip("/")) or s.endswith("/" + source)]
     found = alike or difflib.get_close_matches(source, sources, _SHOWN)
     return found[:_SHOWN]

@@ -1,8 +1,8 @@
-"""reStructuredText to HTML, without a file being opened. Knows docutils; knows no other format.
+"""Turns reStructuredText into HTML and opens no file. Knows docutils; knows no other format.
 
-Markup names files in many ways, and docutils learns new ones. So of directives only those listed
-here are run, those about pictures never learn which picture, and what is written of a picture is
-nothing.
+Markup can name files in many ways, and docutils learns new ones. So only the directives that are
+listed here are run, those for pictures do not get the pictures' names, and pictures are left out
+of the HTML.
 """
 
 from __future__ import annotations
@@ -43,18 +43,20 @@ _SETTINGS = {
 # Python's documents use Sphinx roles, which docutils alone would print as errors.
 _ROLE = re.compile(r":(?:\w+:)?([a-z]+):`([^`]+)`")
 _FIELD = re.compile(r"[A-Z][\w-]*:")
-# docutils looks for the end of inline markup from each place where some begins.
+# From each of these characters docutils searches for the end of inline markup, which takes time
+# quadratic in the paragraph's length. Limits, in characters, on what may get that far.
 _MARKS = "*`|_:@"
 _MOST_WORK = 10_000_000
 _LONGEST_WORD = 2000
+# Most characters that substitutions may add, and most tables of contents.
 _MOST_GROWN = 100_000
 _MOST_CONTENTS = 32
 
 
 def rst_to_html(source: str) -> tuple[str, str]:
-    """A document's mail-style header as it is, and the rest as HTML.
+    """A document's header lines ("Name: value") as they are, and the rest as HTML.
 
-    Such lines open a Python Enhancement Proposal; as markup they would run together.
+    Python Enhancement Proposals begin with such lines, which markup would join into one.
     """
     header, rest = _split_header(source)
     rest = _ROLE.sub(_spell_role, rest)
@@ -63,7 +65,7 @@ def rst_to_html(source: str) -> tuple[str, str]:
 
 
 def _split_header(source: str) -> tuple[str, str]:
-    """Two fields or more, with their continuation lines and the blank line behind; and the rest."""
+    """A header of two fields or more, with the blank line behind it, and the rest of the text."""
     fields, end, line = 0, 0, ""
     for line in io.StringIO(source):
         end += len(line)
@@ -86,7 +88,7 @@ def _spell_role(match: re.Match[str]) -> str:
 
 
 class _Unseen(images.Image):
-    """A picture, or what stands around it, without its file's name and without options."""
+    """A picture's directive, run without its file's name and its options."""
 
     def run(self) -> Sequence[nodes.Node]:
         self.arguments, self.options = ["data:,"], {}
@@ -106,7 +108,7 @@ class _Table(tables.CSVTable):
 
 
 class _Contents(parts.Contents):
-    """A table of contents, which repeats all titles: not as often as a document wants."""
+    """A table of contents. Each repeats all titles, so a document may have only so many."""
 
     def run(self) -> Sequence[nodes.Node]:
         document: Any = self.state.document
@@ -114,45 +116,43 @@ class _Contents(parts.Contents):
         return super().run() if document.tables_of_contents <= _MOST_CONTENTS else []
 
 
+_PLAIN: tuple[type[Directive], ...] = (
+    admonitions.Admonition,
+    admonitions.Attention,
+    admonitions.Caution,
+    admonitions.Danger,
+    admonitions.Error,
+    admonitions.Hint,
+    admonitions.Important,
+    admonitions.Note,
+    admonitions.Tip,
+    admonitions.Warning,
+    body.CodeBlock,
+    body.Compound,
+    body.Container,
+    body.Epigraph,
+    body.Highlights,
+    body.LineBlock,
+    body.MathBlock,
+    body.ParsedLiteral,
+    body.PullQuote,
+    body.Rubric,
+    body.Sidebar,
+    body.Topic,
+    misc.Class,
+    misc.Date,
+    misc.DefaultRole,
+    misc.Replace,
+    misc.Role,
+    misc.Title,
+    misc.Unicode,
+    parts.Footer,
+    parts.Header,
+    tables.ListTable,
+    tables.RSTTable,
+)
 _DIRECTIVES: dict[type[Directive], type[Directive]] = {
-    **{
-        directive: directive
-        for directive in (
-            admonitions.Admonition,
-            admonitions.Attention,
-            admonitions.Caution,
-            admonitions.Danger,
-            admonitions.Error,
-            admonitions.Hint,
-            admonitions.Important,
-            admonitions.Note,
-            admonitions.Tip,
-            admonitions.Warning,
-            body.CodeBlock,
-            body.Compound,
-            body.Container,
-            body.Epigraph,
-            body.Highlights,
-            body.LineBlock,
-            body.MathBlock,
-            body.ParsedLiteral,
-            body.PullQuote,
-            body.Rubric,
-            body.Sidebar,
-            body.Topic,
-            misc.Class,
-            misc.Date,
-            misc.DefaultRole,
-            misc.Replace,
-            misc.Role,
-            misc.Title,
-            misc.Unicode,
-            parts.Footer,
-            parts.Header,
-            tables.ListTable,
-            tables.RSTTable,
-        )
-    },
+    **{directive: directive for directive in _PLAIN},
     tables.CSVTable: _Table,
     parts.Contents: _Contents,
     images.Image: _Unseen,
@@ -161,16 +161,16 @@ _DIRECTIVES: dict[type[Directive], type[Directive]] = {
 
 
 class _Known(states.RSTState):
-    """A state of docutils' parser, to which directives that are not listed are unknown."""
+    """A state of docutils' parser that takes directives that are not listed for unknown ones."""
 
-    nested_sm_cache: ClassVar[list[Any]] = []  # type: ignore[misc]  # not those of other parsers
+    nested_sm_cache: ClassVar[list[Any]] = []  # type: ignore[misc]  # apart from other parsers'
 
     def __init__(self, state_machine: Any, debug: bool = False) -> None:
         super().__init__(state_machine, debug)
         self.nested_sm_kwargs = {"state_classes": _STATES, "initial_state": "Body"}
 
     def run_directive(self, directive: Any, match: Any, type_name: str, presets: Any) -> Any:
-        this: Any = self  # only those among the states that parse directives are asked
+        this: Any = self  # docutils calls this of states that can parse directives
         known = _DIRECTIVES.get(directive)
         if known is None:
             return this.unknown_directive(type_name)
@@ -182,24 +182,24 @@ _STATES = tuple(type(state.__name__, (_Known, state), {}) for state in states.st
 
 
 def _inliner() -> states.Inliner:
-    """Takes a paragraph as it stands where finding its markup would take too long."""
+    """A parser of inline markup that leaves a paragraph as it is if it would take too long."""
     inliner = states.Inliner()
     find = inliner.parse
 
     def parse(text: str, lineno: int, memo: Any, parent: Any) -> Any:
         work = len(text) * sum(map(text.count, _MARKS))
         if work <= _MOST_WORK and all(len(word) <= _LONGEST_WORD for word in text.split()):
-            with suppress(RecursionError):  # of very many addresses
+            with suppress(RecursionError):  # of a paragraph with very many addresses
                 return find(text, lineno, memo, parent)
         return [nodes.Text(text)], []
 
-    # A subclass would miss what docutils reads from its class's own names.
+    # Not a subclass: docutils looks some things up in the class itself.
     inliner.parse = parse  # type: ignore[method-assign]
     return inliner
 
 
 class _Parser(Parser):
-    """Reads lines of any length, and knows what may be in a document."""
+    """Reads lines of any length, with the states from above."""
 
     def parse(self, inputstring: str, document: nodes.document) -> None:
         self.state_classes = _STATES
@@ -209,9 +209,10 @@ class _Parser(Parser):
 
 
 def _bound_substitutions(document: nodes.document, most: int) -> None:
-    """Leave names as they stand in definitions, which docutils would expand without end.
+    """Let substitutions grow a document by no more than `most` characters.
 
-    And everywhere, if what they stand for has more than `most` characters in all.
+    Inside of definitions, which could expand each other without end, names of substitutions become
+    plain text; everywhere, if all that they stand for has more characters.
     """
     for definition in document.substitution_defs.values():
         _leave(list(definition.findall(nodes.substitution_reference)))
@@ -235,7 +236,7 @@ class _Translator(html5_polyglot.HTMLTranslator):
 
 
 class _Writer(html5_polyglot.Writer):
-    """Writes the document's body alone, with no template and no style sheet around it."""
+    """Writes a document's body alone, without a template and a style sheet."""
 
     def translate(self) -> None:
         assert self.document is not None
@@ -244,4 +245,4 @@ class _Writer(html5_polyglot.Writer):
         self.output = "".join(visitor.html_body)
 
     def assemble_parts(self) -> None:
-        """Nothing: there is one part."""
+        """Does nothing: the body is the only part."""

@@ -1,4 +1,4 @@
-"""What an index is made with: its settings' defaults, and what they mean for chunks.
+"""The settings of an index: their defaults, and what the context setting means.
 
 Knows names; knows no model.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
 from cached_rag.library.context import PRIMER, Context
-from cached_rag.rag import DEFAULT_EMBEDDING, DocumentIndex, Embeddings
+from cached_rag.rag.embedding import DEFAULT_EMBEDDING, Embeddings
+from cached_rag.rag.index import DocumentIndex
 
 SYSTEM = "Answer the question with the help of the documents. Be brief and exact."
 DEFAULTS = {
@@ -21,22 +22,27 @@ DEFAULTS = {
 }
 
 
-def context_kind(text: str) -> tuple[str, int]:
-    """("none" | "primer" | "both" | "neighbours", how many).
+def asked_for(**values: object) -> dict[str, str]:
+    """Those of an index's settings that are not None, as an index keeps them: as text.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: a context that does not exist.
     """
-    kind, _, count = text.partition(":")
-    is_counted = kind == "neighbours" and count.isdigit() and int(count) > 0
-    if not is_counted and text not in ("none", "primer", "both"):
-        raise ConfigError(f"context {text!r} is not one of none, primer, both, neighbours:n")
-    return kind, int(count or 0)
+    asked = {name: str(value) for name, value in values.items() if value is not None}
+    _parsed(asked.get("context", "none"))
+    return asked
 
 
 def contexts(text: str, index: DocumentIndex, embedder: Embeddings) -> tuple[Context | None, ...]:
-    """What chunks are encoded behind, besides the head, in this order; errors as above."""
-    kind, count = context_kind(text)
+    """What chunks are encoded behind, besides the prompt's head, one pass for each.
+
+    Args:
+        text: the setting; None among the results stands for nothing.
+
+    Raises:
+        ConfigError: a context that does not exist.
+    """
+    kind, count = _parsed(text)
     if kind != "neighbours":
         return {"none": (None,), "primer": (PRIMER,), "both": (None, PRIMER)}[kind]
 
@@ -45,3 +51,12 @@ def contexts(text: str, index: DocumentIndex, embedder: Embeddings) -> tuple[Con
         return [hit.text for hit in reversed(hits) if hit.text != text][-count:]
 
     return None, Context(f"neighbours:{count}", nearest)
+
+
+def _parsed(text: str) -> tuple[str, int]:
+    """The kind of context and, for "neighbours:n", their number."""
+    kind, _, count = text.partition(":")
+    is_counted = kind == "neighbours" and count.isdigit() and int(count) > 0
+    if not is_counted and text not in ("none", "primer", "both"):
+        raise ConfigError(f"context {text!r} is not one of none, primer, both, neighbours:n")
+    return kind, int(count or 0)

@@ -1,4 +1,4 @@
-"""Documents to chunks of bounded length in tokens. Knows text; the tokenizer is given."""
+"""Splits documents into chunks of at most so many tokens. Is told how to count tokens."""
 
 from __future__ import annotations
 
@@ -12,18 +12,25 @@ from itertools import pairwise
 from cached_rag.errors import ConfigError
 from cached_rag.rag.readers import Document
 
-# What text is split behind, coarse first; last, how sentences end in Chinese and Japanese.
+# Text is split behind these, the first of them if it occurs, else the next.
+# Chinese and Japanese sentences end with the last.
 _SENTENCE_END = "[\u3002\uff01\uff1f]"
 _SEPARATORS = tuple(map(re.compile, (r"\n\n", r"\n", r"\. ", " ", _SENTENCE_END)))
-# No token has so many characters: a text of more has more tokens than it is worth to count.
+# No token is longer, in characters: so a text that is surely too long need not be tokenised.
 _LONGEST_TOKEN = 1000
 
+# A text, and its length in tokens.
 Piece = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a document, headed by the document's title, and its place (from 0)."""
+    """A piece of a document.
+
+    Attributes:
+        ordinal: its number in the document, from 0.
+        text: begins with the document's title.
+    """
 
     source: str
     title: str
@@ -32,15 +39,15 @@ class Chunk:
 
 
 class Splitter:
-    """Splits at paragraphs, else lines, else sentences, else words, else anywhere.
+    """Splits between paragraphs, else lines, else sentences, else words, else anywhere.
 
-    Every chunk begins with its document's title: alone, behind other documents' chunks, it would
-    often be unclear what it is about. Time is linear in a document's length.
+    Every chunk begins with its document's title, for among chunks of other documents it would
+    often be unclear what it is about. Takes time linear in a document's length.
 
     Args:
-        count_tokens: length of a text in tokens of the model.
-        chunk_tokens: most tokens of a chunk, its title aside.
-        overlap: tokens that neighbours share; 0 keeps modules distinct.
+        count_tokens: gives the length of a text in the model's tokens.
+        chunk_tokens: most tokens of a chunk, without its title.
+        overlap: most tokens that a chunk has in common with the one before it.
     """
 
     def __init__(
@@ -55,7 +62,7 @@ class Splitter:
 
     def split(self, document: Document) -> list[Chunk]:
         """The document's chunks, in order."""
-        count = lru_cache(None)(self._count_tokens)  # words come again, and so do lines
+        count = lru_cache(None)(self._count_tokens)  # the same words and lines come again
         texts = (text.strip() for text in self._split(document.text, 0, count))
         kept = [text for text in texts if text]
         return [
@@ -64,7 +71,11 @@ class Splitter:
         ]
 
     def _split(self, text: str, level: int, count: Callable[[str], int]) -> Iterator[str]:
-        """A text's chunks: its pieces joined as far as they fit, too long ones split in turn."""
+        """A text's chunks: pieces that fit are joined, those that do not are split in turn.
+
+        Args:
+            level: the first separator to try.
+        """
         while level < len(_SEPARATORS) and not _SEPARATORS[level].search(text):
             level += 1
         if level == len(_SEPARATORS):
@@ -82,7 +93,7 @@ class Splitter:
         yield from self._joined(fitting)
 
     def _cut(self, text: str, count: Callable[[str], int]) -> Iterator[Piece]:
-        """A text in which nothing separates, in pieces of which about two or more fit a chunk."""
+        """A text without separators, cut into pieces that are at most as long as a chunk."""
         width = self._most // 2
         waiting = [text[at : at + width] for at in range(0, len(text), width)][::-1]
         while waiting:
@@ -94,7 +105,7 @@ class Splitter:
                 yield piece, size
 
     def _joined(self, pieces: Iterable[Piece]) -> Iterator[str]:
-        """Neighbours together, as long as their tokens are at most a chunk's."""
+        """Neighbouring pieces joined into texts of at most a chunk's tokens."""
         chunk: deque[Piece] = deque()
         total = 0
         for piece, size in pieces:
@@ -108,7 +119,7 @@ class Splitter:
 
 
 def _pieces(text: str, separator: re.Pattern[str]) -> list[str]:
-    """A text cut behind each separator; nothing is lost."""
+    """A text cut behind each separator; joined, the pieces are the text again."""
     ends = (found.end() for found in separator.finditer(text))
     return [text[a:b] for a, b in pairwise((0, *ends, len(text))) if a < b]
 

@@ -1,4 +1,4 @@
-"""What clients get, in OpenAI's form. Knows JSON and finished answers; knows no engine."""
+"""Responses in OpenAI's form. Knows JSON and finished answers; knows no engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Envelope:
-    """What all parts of one response have in common."""
+    """Makes the JSON of one response, whole or in chunks; has what all chunks have in common.
+
+    Attributes:
+        model: the name by which clients know it.
+        fingerprint: tells models apart that have the same name.
+        is_chat: whether it is a chat completion, else a completion.
+        created: seconds since the epoch.
+    """
 
     model: str
     fingerprint: str
@@ -45,7 +52,7 @@ class Envelope:
         return self._chunk(index, end, reason)
 
     def counted(self, reports: Sequence[Report]) -> Json:
-        """The chunk that says what was used."""
+        """The chunk that says how many tokens were used."""
         return self._head(".chunk") | {"choices": [], "usage": usage(reports)}
 
     def _choice(self, index: int, answer: Generation) -> Json:
@@ -74,7 +81,7 @@ class Envelope:
 
 
 def usage(reports: Sequence[Report]) -> Json:
-    """Tokens read, taken from the cache, and written."""
+    """OpenAI's `usage`: tokens of the prompts, of these from the cache, and of the answers."""
     read = sum(report.prompt_tokens for report in reports)
     written = sum(report.output_tokens for report in reports)
     cached = sum(report.cached_tokens for report in reports)
@@ -87,5 +94,5 @@ def usage(reports: Sequence[Report]) -> Json:
 
 
 def failure(message: str, kind: str, code: str | None = None) -> Json:
-    """An error, as OpenAI's clients read it."""
+    """An error in OpenAI's form."""
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -1,4 +1,4 @@
-"""The server's paths. Who may ask is the gate's, errors are `failures`'s. Knows no model."""
+"""The server's paths. `gate` decides who may ask, `failures` answers errors. Knows no model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from cached_rag import __version__
-from cached_rag.server.endings import Endings, event
-from cached_rag.server.failures import described, handle_errors
+from cached_rag.server.failures import Endings, described, event, handle_errors
 from cached_rag.server.gate import Gate
 from cached_rag.server.protocol import ChatRequest, CompletionRequest, DocumentsRequest
 from cached_rag.server.service import Asked, Service
 from cached_rag.server.tenants import Keys
 
-# How often a client that waits for a whole response is looked for.
+# How often to look whether a client that waits for a whole response is still there.
 _LOOK_SECONDS = 0.25
 _UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
@@ -34,13 +33,15 @@ def create_app(
     hosts: Collection[str] | None = None,
     max_requests: int = 750,
 ) -> FastAPI:
-    """The server for one service; `app.state.is_stopping` makes it refuse new work.
+    """The server for one service; while `app.state.is_stopping`, it refuses new requests.
 
     Args:
+        keys: who may ask; None for everybody.
+        max_body_bytes: most bytes of a request's body.
         at_end: called when it has stopped; signals may end the process right after.
-        hosts: names under which it may be asked, as Host headers have them, without ports; None
-            for any. A page in a browser can ask any server on its machine under a name of its own.
-        max_requests: how many may be under way.
+        hosts: names that requests' Host headers may have, without ports; None for any. Without
+            this, a web page could reach a server on its reader's machine by a name of its own.
+        max_requests: most requests that are being answered.
     """
 
     @asynccontextmanager
@@ -67,7 +68,7 @@ def create_app(
 
 
 async def _asking(request: Request) -> str:
-    """The tenant that asks, as the gate found it."""
+    """The tenant that asks, which the gate has found by the key."""
     return str(request.state.tenant)
 
 
@@ -101,7 +102,7 @@ def _check_model(service: Service, name: str) -> None:
 
 
 async def _streamed(request: Request, service: Service, asked: Asked) -> Response:
-    """Server-sent events. The first is waited for, so that what fails at once has its status."""
+    """Server-sent events. Begins with the first one, so that an error before it has its status."""
     chunks = service.chunks(asked)
 
     async def begin() -> dict[str, Any]:
@@ -128,7 +129,7 @@ async def _streamed(request: Request, service: Service, asked: Asked) -> Respons
 
 
 async def _while_waited_for(request: Request, answer: Awaitable[Any]) -> Any:
-    """The answer, unless the client leaves before."""
+    """The answer; if the client leaves before it is there, it is given up."""
     task = asyncio.ensure_future(answer)
     try:
         while not task.done():
@@ -180,7 +181,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics(tenant: Tenant) -> Response:
-        """Counts for Prometheus, over all tenants, so for none of them."""
+        """Counts for Prometheus; they are of all tenants, so no tenant may see them."""
         if tenant:
             raise HTTPException(403, "metrics are of all tenants; ask with a key of no tenant")
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")

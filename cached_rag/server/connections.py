@@ -1,4 +1,4 @@
-"""Connections that cannot be used up: few enough, and none that its client lets lie.
+"""Connections: bounded in number, and dropped when their clients keep them waiting.
 
 Knows uvicorn's connections; knows no request.
 """
@@ -14,22 +14,22 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _log = logging.getLogger(__name__)
-# The client has to say more: a request, or the rest of its body.
+# It is the client that has to send something: a request, or the rest of its body.
 _SPEAKING = (h11.IDLE, h11.SEND_BODY)
 
 
 class Connection(H11Protocol):
     """One client's connection, dropped if the client keeps it waiting for too long.
 
-    A client keeps it waiting that owes a request's head or its body, or does not read what it was
-    sent. If there are more connections than may be, the one that has waited longest goes.
+    A client keeps it waiting by not sending a request, or the rest of one, or by not reading what
+    it is sent. One connection too many drops the one that has been waiting longest.
     """
 
     def __init__(self, most: int, **options: Any) -> None:
-        """A connection.
+        """Made by uvicorn for each client.
 
         Args:
-            most: how many there may be.
+            most: how many connections there may be.
             options: uvicorn's.
         """
         super().__init__(**options)
@@ -38,7 +38,7 @@ class Connection(H11Protocol):
         self._since = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Called by the event loop."""
+        """Called by the event loop; makes room for this connection, if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > self._most:
             waiting = [one for one in of(self.connections) if one.is_waiting]
@@ -46,11 +46,11 @@ class Connection(H11Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is the client's turn."""
+        """Whether the client has something to send or to read."""
         return self.conn.their_state in _SPEAKING or self.transport.get_write_buffer_size() > 0
 
     def look(self, seconds: float) -> None:
-        """Drop it, if nothing has changed in so many seconds; to be called now and then."""
+        """Called now and then; drops it if it has waited for so long and nothing has changed."""
         unread = self.transport.get_write_buffer_size()
         seen = (self.cycle, self.conn.their_state, unread)
         if seen != self._seen or not self.is_waiting:
@@ -60,11 +60,11 @@ class Connection(H11Protocol):
             self.drop()
 
     def drop(self) -> None:
-        """End it at once; what was not sent yet is lost."""
-        self.connections.discard(self)  # which else happens only when the loop comes to it
+        """Close it at once; what was not sent yet is lost."""
+        self.connections.discard(self)  # uvicorn would do that later
         self.transport.abort()
 
 
 def of(connections: Iterable[object]) -> list[Connection]:
-    """Those that are of this kind, which all are."""
+    """Uvicorn's connections, which are all of this class, as such."""
     return [one for one in connections if isinstance(one, Connection)]

@@ -1,11 +1,13 @@
-"""What errors become for clients: a status, and OpenAI's form.
+"""How requests end: every one gets a response, errors in OpenAI's form, and is counted.
 
-Only what the client did is explained to it. All else is explained to the log, under an id that the
-client is told: messages may have paths of this machine in them.
+A client is told what it did wrong. Other errors go to the log, under an id that the client is
+told, for their messages may have paths of this machine in them. Knows HTTP; knows no path.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import uuid
 from typing import Any
@@ -14,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cached_rag.errors import (
     BusyError,
@@ -24,18 +27,19 @@ from cached_rag.errors import (
     StoreFullError,
 )
 from cached_rag.server.answers import Json, failure
+from cached_rag.server.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 _CODES = {401: "invalid_api_key", 403: "forbidden", 404: "not_found"}
 _AGAIN = {429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}
-# Names that clients write come back in errors, but no more of them.
+# Field names that clients make up are cut to so many characters in errors.
 _NAME = 100
 STOPPING = "the server is stopping; ask again later, or another one"
-CUT_OFF = failure(STOPPING, "server_error", "stopping")
+_CUT_OFF = failure(STOPPING, "server_error", "stopping")
 
 
 def described(error: BaseException) -> tuple[int, Json]:
-    """Status and body for an error; what is not the client's doing is logged."""
+    """Status and body of the response to an error; what the client did not cause is logged."""
     if isinstance(error, HTTPException):
         kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
         return error.status_code, failure(str(error.detail), kind, _CODES.get(error.status_code))
@@ -54,14 +58,14 @@ def described(error: BaseException) -> tuple[int, Json]:
 
 
 def response_to(error: BaseException) -> JSONResponse:
-    """The whole response for an error."""
+    """The whole response to an error."""
     status, content = described(error)
     headers = dict(getattr(error, "headers", None) or {})
     return JSONResponse(content, status, _AGAIN.get(status, {}) | headers)
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Let all errors that come out of paths be described so."""
+    """Have an application's paths answer their errors like this."""
 
     @app.exception_handler(HTTPException)
     @app.exception_handler(CachedRAGError)
@@ -78,3 +82,45 @@ def _where(place: tuple[Any, ...]) -> str:
     parts = [str(part) for part in place if part != "body"]
     names = [part.encode(errors="backslashreplace").decode()[:_NAME] for part in parts]
     return f"{'.'.join(names)}: " if names else ""
+
+
+class Endings:
+    """Counts responses by path and status, and ends those that fail or are cut off."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As any ASGI application."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        is_begun = is_over = False
+
+        async def watched(message: Message) -> None:
+            nonlocal is_begun, is_over
+            if message["type"] == "http.response.start":
+                is_begun = True
+                path = getattr(scope.get("route"), "path", "unknown")
+                self._metrics.responded(path, message["status"])
+            is_over = message["type"] == "http.response.body" and not message.get("more_body")
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            if is_begun:
+                raise
+            await response_to(error)(scope, receive, watched)
+        except asyncio.CancelledError:  # the server is stopping, and has waited long enough
+            if not is_begun:
+                response = JSONResponse(_CUT_OFF, 503, {"Retry-After": "5", "Connection": "close"})
+                await response(scope, receive, watched)
+            elif not is_over:  # it is a stream: nothing else is begun before it is complete
+                end = event(json.dumps(_CUT_OFF)).encode()
+                await watched({"type": "http.response.body", "body": end, "more_body": False})
+
+
+def event(data: str) -> str:
+    """One server-sent event."""
+    return f"data: {data}\n\n"

@@ -1,6 +1,6 @@
-"""Who is let in, by a request's head alone; then its body is read, within bounds.
+"""Decides by a request's head alone whether it is let in; then reads its body, within bounds.
 
-Knows HTTP, keys and bounds; knows no path's meaning, but for those that are open.
+Knows HTTP, keys and bounds; knows no path, but for those that need no key.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from cached_rag.errors import BusyError, CachedRAGError
 from cached_rag.server.failures import STOPPING, response_to
 from cached_rag.server.tenants import Keys
 
-# Needs no key, and no body.
+# Paths that need no key and no body.
 _OPEN_PATHS = ("/health",)
-# What all requests that are being answered may have sent, in largest bodies.
+# Bytes of the bodies of all requests that are being sent or answered, in largest bodies.
 _BODIES = 16
 _TOO_LARGE = "the requests that are being sent or answered are too large; ask again later"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 class Gate:
-    """Sees every request first; lets in those with a right host and key, and reads their bodies.
+    """Middleware that lets in requests with a right host and key, once their bodies are read.
 
-    `request.state.tenant` is whose key it was.
+    The tenant whose key it was is in `request.state.tenant`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Gate:
 
     @contextmanager
     def _room(self) -> Iterator[None]:
-        """For one request more; those that are not sent yet take none."""
+        """Room for one more request to be answered; those that are still being sent take none."""
         if self._num_open >= self._max_requests:
             raise BusyError(f"{self._num_open} requests are being answered; ask again later")
         self._num_open += 1
@@ -99,8 +99,8 @@ class Gate:
         """Read the body.
 
         Raises:
-            HTTPException: it is too large, by what is said of it or by what comes.
-            BusyError: with the bodies of requests that are being answered it is.
+            HTTPException: it is too large, by its Content-Length or by what has come.
+            BusyError: together with the bodies of other requests it is too large.
         """
         declared = headers.get("content-length", "0")
         self._check_size(int(declared) if declared.isdecimal() else 0)
@@ -114,7 +114,10 @@ class Gate:
             del self._reading[sent]
 
     def _make_room(self, sent: _Sent) -> None:
-        """Give up the bodies that have been coming for longest, so that none keep others out."""
+        """While there is too much, give up the body that has been coming for longest.
+
+        So clients who send slowly cannot keep others out.
+        """
         while self._held_bytes > _BODIES * self._max_bytes:
             oldest = next(one for one in self._reading if not one.is_evicted)
             if oldest is sent:
@@ -134,12 +137,12 @@ class Gate:
 
 
 class _Sent:
-    """What a client sends: read piece by piece here, and then as a whole by the application.
+    """A request's body: read piece by piece by the gate, then handed to the application whole.
 
     Attributes:
-        body: what came so far.
-        is_given_up: the client left before all had come.
-        is_evicted: we did not wait for the rest.
+        body: what has come so far.
+        is_given_up: whether the client left before all had come.
+        is_evicted: whether the gate gave it up to make room.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -148,7 +151,7 @@ class _Sent:
         self._more_comes, self._is_kept = True, False
 
     async def next(self) -> bytes:
-        """The next piece; empty at the end."""
+        """Wait for the next piece; empty at the end."""
         piece = b""
         while self._more_comes and not piece:
             message = await self._receive()
@@ -160,7 +163,7 @@ class _Sent:
         return piece
 
     async def receive(self) -> Message:
-        """As ASGI has it: the body, unless the application has it; then what comes after."""
+        """ASGI's `receive` for the application: first the whole body, then what comes after it."""
         if not self._is_kept:
             return await self._receive()
         self._is_kept = False

@@ -1,4 +1,4 @@
-"""What the machine has to give: descriptors to share out, room on the disk. Knows no server."""
+"""How much of the machine a server may use: file descriptors and disk. Knows no server."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-# As many as a server may need; systems allow for more than their kernels like.
+# Descriptors to ask for, the larger number first: some systems name a limit and grant less.
 _WANTED = (65536, 10240)
-# The model's files, the first store's databases, logs, and some to spare.
+# Descriptors for the model's files, the first store's databases, logs, and a few to spare.
 _SPARED = 128
-# Two databases, of three files each.
+# A space (the engine of one tenant or salt) has two databases, of three files each.
 _FILES_OF_A_SPACE = 6
 _MOST_SPACES = 320
 
 
 @dataclass(frozen=True)
 class Share:
-    """How the descriptors are used.
+    """How many descriptors are used for what.
 
     Attributes:
-        connections: most of them at once.
+        connections: most connections at once.
         spaces: most engines of tenants and salts that are open at once.
     """
 
@@ -31,18 +31,18 @@ class Share:
 
 
 def share_descriptors(connections: int) -> Share:
-    """Let this process open as many files as it may, and say what for.
+    """Raise this process's limit of open files as far as it may be, and share it out.
 
     Args:
-        connections: more of them than that are not wanted.
+        connections: how many are wanted; there may be fewer.
     """
     half = max(32, (_raise_limit() - _SPARED) // 2)
     return Share(min(connections, half), min(_MOST_SPACES, half // _FILES_OF_A_SPACE))
 
 
 def _raise_limit() -> int:
-    """The most files that may be open, after it was raised."""
-    if sys.platform == "win32":  # which has no such limit on sockets
+    """Raise the limit; returns how many files may be open now."""
+    if sys.platform == "win32":  # there is no such limit on sockets
         return _WANTED[0]
     import resource
 
@@ -50,14 +50,14 @@ def _raise_limit() -> int:
     for wanted in _WANTED:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         if soft != resource.RLIM_INFINITY and soft < most:
-            with contextlib.suppress(OSError, ValueError):  # the kernel allows for less
+            with contextlib.suppress(OSError, ValueError):  # the kernel grants less
                 resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
                 soft = most
     return _WANTED[0] if soft == resource.RLIM_INFINITY else soft
 
 
 def default_disk_bytes(folder: Path) -> int:
-    """A bound for a store in that folder: what it has, and half of what is free there."""
+    """A bound for a store in a folder: what it has now, and half of what the disk has free."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     kept = sum(map(_size, folder.glob("blobs/*/*")))
     return kept + max(1, shutil.disk_usage(there).free // 2)

@@ -1,4 +1,4 @@
-"""What Prometheus may ask. Knows reports; knows no request's content."""
+"""Counts for Prometheus. Knows reports; knows no request's content."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class Metrics:
-    """Counts of one server."""
+    """What one server has done, and what it holds now."""
 
     def __init__(self, engine: Engine) -> None:
         self._registry = registry = CollectorRegistry()
@@ -55,11 +55,11 @@ class Metrics:
             gauge.set_function(value)
 
     def responded(self, path: str, status: int) -> None:
-        """A response was sent, or begun."""
+        """Count a response, when it begins."""
         self._requests.labels(path, str(status)).inc()
 
     def answered(self, report: Report) -> None:
-        """An answer is complete, or was given up."""
+        """Count an answer, when it is complete or given up."""
         counts = {
             "prompt": report.prompt_tokens,
             "cached": report.cached_tokens,
@@ -71,11 +71,11 @@ class Metrics:
         self._modules.labels("hit").inc(report.modules_hit)
         self._modules.labels("missed").inc(report.modules_missed)
         if report.output_tokens:
-            # Clients may give options; what they write must not make ever more labels.
+            # Without the options that clients may give: each text would make another label.
             name = re.split(r"[:+]", report.method)[0]
             self._first.labels(name).observe(report.ttft_ms / 1000)
             self._whole.observe(report.total_ms / 1000)
 
     def text(self) -> bytes:
-        """In Prometheus' format."""
+        """All counts in Prometheus' format."""
         return generate_latest(self._registry)

@@ -1,7 +1,6 @@
-"""What clients send, checked: OpenAI's chat completions and completions, and ours for documents.
+"""Requests: OpenAI's chat completions and completions, and our own for documents.
 
-What a request asks for and this server cannot do is an error, never ignored. Knows JSON; knows no
-engine.
+A setting that this server cannot follow is an error, never ignored. Knows JSON; knows no engine.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from pydantic import (
 )
 
 _DEFAULT_TOKENS = 256
-# Of messages and texts; each costs far more than its few bytes of JSON.
+# Most messages or texts of a request; each costs far more than its few bytes of JSON.
 _MOST = 10_000
 _MOST_FIELDS = 100
-# Settings that clients send and that mean nothing when they have these values.
+# OpenAI's settings that we lack, with the values at which they change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
@@ -40,18 +39,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "modalities": (None, ["text"]),
 }
-# Settings that say who asks or how it is billed, and change no answer.
+# OpenAI's settings that never change an answer: who asks, how it is billed.
 _WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention"),
 )
 
-
+# Fields that our answers, sent back as messages of a conversation, may have empty.
 _ANSWERED = ("refusal", "tool_calls", "function_call", "audio", "annotations")
 
 
 def _whole(text: str) -> str:
-    """JSON may have half a character, which no tokenizer and no file takes."""
+    """Refuses half a surrogate pair, which JSON can spell and no tokenizer or file can take."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -70,7 +69,7 @@ class _Strict(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _few_fields(cls, data: Any, read: ModelWrapValidatorHandler[Any]) -> Any:
-        """Each unknown one would be an error of its own, and a body has room for a million."""
+        """A body has room for a million unknown fields, each of which would be an error."""
         if isinstance(data, dict) and len(data) > _MOST_FIELDS:
             raise ValueError(f"more than {_MOST_FIELDS} fields")
         return read(data)
@@ -93,13 +92,13 @@ class ChatMessage(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _without_what_is_empty(cls, data: Any) -> Any:
-        """Clients send our own messages back, with all that they might have had."""
+        """Leaves out the empty fields of our own messages, which clients send back to us."""
         if not isinstance(data, dict):
             return data
         return {k: v for k, v in data.items() if k not in _ANSWERED or v not in (None, [])}
 
     def plain(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """The message as chat templates take it, with the keys "role" and "content"."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
@@ -112,10 +111,10 @@ class StreamOptions(_Strict):
 
 
 class _Settings(_Strict):
-    """What both kinds of completion share.
+    """The settings of both kinds of completion.
 
-    Ours: `method`, `recompute_ratio`, `top_k`, `repetition_penalty`, as in `GenerationConfig`; and
-    `cache_salt`: requests with different salts share no KV.
+    Not OpenAI's but ours are `method`, `recompute_ratio`, `top_k` and `repetition_penalty`, as in
+    `GenerationConfig`, and `cache_salt`: requests with different salts share no KV.
     """
 
     model: Annotated[Text, Field(max_length=1000)]
@@ -147,11 +146,11 @@ class _Settings(_Strict):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """Most tokens of the answer; None if the client leaves it to us."""
+        """Most tokens of the answer; None if the client does not say."""
         return self.max_tokens
 
     def options(self) -> dict[str, Any]:
-        """As settings of a `GenerationConfig`; temperature is OpenAI's 1 if it is not given."""
+        """The settings as those of a `GenerationConfig`; the default temperature is OpenAI's, 1."""
         given = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p,
@@ -174,11 +173,11 @@ class ChatRequest(_Settings):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """OpenAI has two names for it."""
+        """As above; OpenAI has two names for it."""
         return self.max_completion_tokens or self.max_tokens
 
     def prompts(self) -> list[list[dict[str, str]]]:
-        """One conversation."""
+        """The conversation, as a list of one."""
         return [[message.plain() for message in self.messages]]
 
 
@@ -191,7 +190,7 @@ class CompletionRequest(_Settings):
     )
 
     def prompts(self) -> list[str]:
-        """One prompt or several."""
+        """The prompts; one string is a list of one."""
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
 
@@ -199,7 +198,7 @@ class DocumentsRequest(_Strict):
     """POST and DELETE /v1/documents: texts as they will stand in prompts.
 
     Attributes:
-        messages: how prompts with them begin: with `{documents}` where the texts will stand.
+        messages: how prompts with them begin; `{documents}` marks where the texts will stand.
     """
 
     texts: list[Text] = Field(min_length=1, max_length=_MOST)

@@ -1,4 +1,4 @@
-"""Runs the server until it is told to stop; then finishes what runs, or says what it could not.
+"""Runs the server until a signal; then lets requests finish, and logs those that do not.
 
 Knows uvicorn.
 """
@@ -23,15 +23,15 @@ from cached_rag.errors import ConfigError
 from cached_rag.server.connections import Connection, of
 
 _log = logging.getLogger(__name__)
-# How long clients have to take the end of what was cut off.
+# How long clients have to read the end of a response that was cut off.
 _END_SECONDS = 2.0
 _TICKS_A_SECOND = 10
 
 
 class Server(uvicorn.Server):
-    """Answers until the first signal; from then on only finishes what runs.
+    """Answers until the first signal; from then on only finishes the requests it has.
 
-    While it finishes, whoever asks is told so. What takes too long is cut off, and told so, too.
+    New requests are refused meanwhile (503). Requests that take too long are cut off, and told so.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Server(uvicorn.Server):
 
         Args:
             drain_seconds: how long running requests may take after the signal.
-            ready: called when requests are taken.
-            max_connections: of more, those that wait longest for their clients are dropped.
-            client_seconds: how long one may wait for its client, to send a request's head or
-                body, or to read on.
+            ready: called when it takes requests.
+            max_connections: beyond these, those that wait longest for their clients are dropped.
+            client_seconds: how long a connection may wait for its client to send a request's head
+                or body, or to read on.
         """
         config = uvicorn.Config(
             app,
@@ -64,10 +64,10 @@ class Server(uvicorn.Server):
         self._drain_seconds, self._client_seconds = drain_seconds, client_seconds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Called by uvicorn; whoever connects is heard when it returns.
+        """Called by uvicorn; begins to listen.
 
         Raises:
-            ConfigError: another program was bound to the address, too, and was first to listen.
+            ConfigError: another program that is bound to the same address was first to listen.
         """
         try:
             await super().startup(sockets)
@@ -93,7 +93,7 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Called by uvicorn after the signal; it still listens."""
+        """Called by uvicorn after the signal, while it still listens."""
         running = set(self.server_state.tasks)
         deadline = time.monotonic() + self._drain_seconds
         while running and time.monotonic() < deadline and not self.force_exit:
@@ -107,10 +107,10 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket of that address, on which nobody is heard yet; port 0 takes any that is free.
+    """A socket that is bound to an address and does not listen yet; port 0 takes any free one.
 
     Raises:
-        ConfigError: the address is in use, or none of this machine's.
+        ConfigError: the address is in use, or this machine does not have it.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sends at once only where the protocol is named; else each response waits 40 ms.

@@ -1,4 +1,4 @@
-"""What the server does for each request, apart from HTTP. Knows engines; knows no socket."""
+"""What the server does for a request, apart from HTTP. Knows engines; knows no socket."""
 
 from __future__ import annotations
 
@@ -23,13 +23,18 @@ from cached_rag.server.tenants import Tenants
 
 _log = logging.getLogger(__name__)
 _PLACE = "{documents}"
-# Chunks made before they are taken.
+# Most chunks of a response that wait for the client to read them.
 _AHEAD = 16
 
 
 @dataclass(eq=False)
 class Asked:
-    """A request whose answers are being made."""
+    """A request whose answers are being made, one for each of its prompts.
+
+    Attributes:
+        counts_usage: whether the stream is to end with the numbers of tokens.
+        lease: keeps the tenant's engine open; to be closed at the end.
+    """
 
     streams: list[Stream]
     envelope: Envelope
@@ -43,12 +48,12 @@ class Service:
     def __init__(
         self, engine: Engine, name: str | None = None, method: str = "auto", max_spaces: int = 320
     ) -> None:
-        """Serve it.
+        """Serve an engine.
 
         Args:
             name: what clients call the model; None for its own name, or its file's or folder's.
-            method: for requests that name none.
-            max_spaces: how many engines of tenants and salts may be open.
+            method: that of requests that name none.
+            max_spaces: most engines of tenants and salts that may be open.
         """
         self.engine = engine
         self.name = name or _public(engine.model.name)
@@ -59,11 +64,11 @@ class Service:
 
     @property
     def num_open(self) -> int:
-        """Requests that are not answered yet."""
+        """Number of requests that are not answered yet."""
         return len(self._asked)
 
     def close(self) -> None:
-        """End what runs, and log how many requests are cut off."""
+        """End all requests, and log how many were cut off."""
         if self.num_open:
             _log.warning("%d requests were still being answered and are cut off", self.num_open)
         for asked in list(self._asked):
@@ -73,7 +78,7 @@ class Service:
     # Answers ---------------------------------------------------------------------------------
 
     def ask(self, request: ChatRequest | CompletionRequest, tenant: str) -> Asked:
-        """Queue a request's prompts.
+        """Begin to answer a request; `answer` or `chunks` has the answers.
 
         Raises:
             CachedRAGError: it cannot be served; see `Engine.generate`.
@@ -107,11 +112,11 @@ class Service:
             self.finish(asked)
 
     async def chunks(self, asked: Asked) -> AsyncIterator[Json]:
-        """The response in chunks, those of several prompts as they come.
+        """The response in chunks; those of several prompts are mixed, as they come.
 
-        Errors as `Engine.generate`: before the first chunk, unless a later prompt fails.
+        Errors as `Engine.generate`; only that of a later prompt may come after the first chunk.
         """
-        # Bounded, for a client may ask for much and read slowly.
+        # Bounded, for a client may read more slowly than chunks are made.
         arrived: asyncio.Queue[Json | BaseException | None] = asyncio.Queue(_AHEAD)
 
         async def follow(index: int, stream: Stream) -> None:
@@ -147,7 +152,7 @@ class Service:
             self.finish(asked)
 
     def finish(self, asked: Asked) -> None:
-        """A request is over, or given up; may be called again."""
+        """End a request, whether it is answered or given up; a second call changes nothing."""
         if asked in self._asked:
             self._asked.remove(asked)
             for stream in asked.streams:
@@ -158,7 +163,7 @@ class Service:
     def _fitting(
         self, request: ChatRequest | CompletionRequest, prompt: Rendered, config: GenerationConfig
     ) -> GenerationConfig:
-        """The settings; where the client leaves the length to us, no more than there is room for.
+        """The settings; if the client gives no length, its default is cut to what fits.
 
         Raises:
             ContextOverflowError: not even one token fits.
@@ -167,7 +172,7 @@ class Service:
         surely = len(prompt.text.encode()) + 1  # a token is a byte at least, and BOS is one more
         if request.wanted_tokens is not None or surely + config.max_tokens <= context:
             return config
-        # What surely has no room is not tokenised, which takes as long as it is long.
+        # A prompt that is surely too long is not tokenised: that takes time for each character.
         too_long = self.engine.tokenization.least_tokens(prompt.text, context) is not None
         room = 0 if too_long else context - self.engine.count_tokens(prompt)
         if room < 1:
@@ -177,7 +182,12 @@ class Service:
     # Documents -------------------------------------------------------------------------------
 
     async def encode(self, request: DocumentsRequest, tenant: str) -> Json:
-        """Prefill texts, so that prompts with them need not; those that cannot be are named."""
+        """Prefill texts, so that prompts with them need not.
+
+        Returns:
+            Numbers of texts that were encoded now and that were known, tokens computed, and by
+            index the texts that were skipped and why.
+        """
         skipped: list[Json] = []
         encoded = tokens = 0
         with ExitStack() as lease:
@@ -200,7 +210,7 @@ class Service:
         return {"encoded": encoded, "known": known, "tokens": tokens, "skipped": skipped}
 
     def forget(self, request: DocumentsRequest, tenant: str) -> Json:
-        """Drop texts and their KV."""
+        """Delete texts and their KV; returns how many KVs went."""
         with self.tenants.using(tenant, request.cache_salt) as engine:
             return {"deleted": engine.forget(request.texts)}
 

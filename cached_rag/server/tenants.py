@@ -15,7 +15,7 @@ from cached_rag.backends.thread import submit
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import BusyError, ConfigError
 
-# Each is a table of texts and two database connections; KV in memory is bounded for all together.
+# Engines that are kept open: each has a table of texts and two databases, but no memory of its own.
 _OPEN = 64
 _OPEN_SALTS = 16
 
@@ -24,10 +24,10 @@ class Keys:
     """API keys, "KEY" or "TENANT:KEY" each; without any, everybody may ask."""
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
-        """Read them.
+        """Read keys as the command line has them.
 
         Raises:
-            ConfigError: an empty key, or a colon too many.
+            ConfigError: an empty key, or more than one colon.
         """
         self._tenants: list[tuple[bytes, str]] = []
         for entry in keys:
@@ -40,7 +40,10 @@ class Keys:
         return bool(self._tenants)
 
     def tenant(self, authorization: str | None) -> str | None:
-        """Whose key an Authorization header has; None if nobody's. Takes as long for any key."""
+        """The tenant whose key an Authorization header has, None if it is no key of anybody.
+
+        It takes the same time for every key, so that time tells nothing about the keys.
+        """
         if not self._tenants:
             return ""
         scheme, _, key = (authorization or "").partition(" ")
@@ -54,16 +57,17 @@ class Keys:
 class Tenants:
     """An engine for each tenant and salt, all on one model, memory and scheduler.
 
-    Only so many are kept open, and of one tenant's salts fewer: of those in no request's use the
-    longest unused is closed. What it kept on disk stays. Requests may use more at once, but no more
-    than there are descriptors for.
+    Some stay open between requests, fewer of one tenant's salts; of more, the one that was unused
+    for longest is closed, and its KV on disk stays. Requests may use more of them at once, up to
+    what the machine's descriptors allow.
     """
 
     def __init__(self, engine: Engine, most: int = 320) -> None:
-        """None is open yet.
+        """Open none yet.
 
         Args:
-            most: how many may ever be open.
+            engine: that of requests without tenant and salt, on which the others are made.
+            most: most engines that may be open, used or not.
         """
         self._first = engine
         self._kept = min(_OPEN, most // 2)
@@ -76,10 +80,10 @@ class Tenants:
 
     @contextmanager
     def using(self, tenant: str, salt: str | None) -> Iterator[Engine]:
-        """The engine that sees this tenant's KV with this salt, and no other's.
+        """The engine that has the KV of this tenant and salt, and no other's.
 
         Raises:
-            BusyError: as many as may be are in use, or half as many by this tenant's salts.
+            BusyError: as many engines as may be are in use, or half of them by this tenant's salts.
         """
         name = namespace(tenant, salt)
         if not name:
@@ -99,7 +103,7 @@ class Tenants:
                     del self._uses[name]
                 idle = self._surplus(tenant)
                 self._num_closing += len(idle)
-            for engine in idle:  # which may wait for an encoding, so somebody else does it
+            for engine in idle:  # on another thread, for it may have to wait for an encoding
                 self._closer.submit(self._close, engine)
 
     def _opened(self, name: str, tenant: str) -> Engine:
@@ -117,7 +121,7 @@ class Tenants:
                 self._num_closing -= 1
 
     def close(self) -> None:
-        """Close all that are in no use, within `finish_seconds` together."""
+        """Close all engines that no request uses, within `finish_seconds` for all together."""
         with self._lock:
             idle = [name for name in self._engines if name not in self._uses]
             engines = [self._engines.pop(name) for name in idle]
@@ -127,7 +131,7 @@ class Tenants:
         self._closer.shutdown()
 
     def _surplus(self, tenant: str) -> list[Engine]:
-        """Take out what is too much: of this tenant's salts, then of all."""
+        """Take out the unused engines that are too many: of this tenant's salts, then of all."""
         own = [name for name in self._engines if name.startswith(f"{tenant}:")]
         found = []
         for names, most in ((own, _OPEN_SALTS), (list(self._engines), self._kept)):
@@ -138,13 +142,13 @@ class Tenants:
 
 
 def _close(engine: Engine, finish_seconds: float | None = None) -> None:
-    """Close it, once the model's thread is through with what was cancelled."""
+    """Close an engine, once the model's thread has dealt with the requests that were cancelled."""
     submit(lambda: None).result()
     engine.close(finish_seconds)
 
 
 def namespace(tenant: str, salt: str | None) -> str:
-    """What separates KV; "" for the one without tenant and salt, which is the command line's."""
+    """The namespace of a tenant's and salt's KV; "" without either, as on the command line."""
     if not salt:
         return tenant
     return f"{tenant}:{hashlib.blake2b(salt.encode(), digest_size=16).hexdigest()}"

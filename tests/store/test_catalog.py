@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from contextlib import closing
 
-from cached_rag.kv.store import Catalog, ModuleRecord
+import pytest
+from test_stores import key, module
+
+from cached_rag.kv.store import Catalog, DiskStore, ModuleRecord, holdings
 
 
 def record(n):
@@ -59,3 +62,14 @@ def test_models_and_tenants_see_only_their_own(tmp_path, catalogs):
         stranger = Catalog(tmp_path / "c.sqlite", *scope)
         assert list(stranger.modules()) == []
         stranger.close()
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_strays_are_found_and_dropped_in_every_codec(tmp_path, codec):
+    with closing(DiskStore(tmp_path, codec)) as disk:
+        disk.put(key(1), module(1))
+    Catalog(tmp_path / holdings.CATALOG, "model").close()
+    assert holdings.strays(tmp_path, "raw") == [key(1)]
+    assert holdings.drop_strays(tmp_path, "raw") == 1
+    with closing(DiskStore(tmp_path, codec)) as disk:
+        assert (holdings.strays(tmp_path, "raw"), len(disk), disk.nbytes) == ([], 0, 0)

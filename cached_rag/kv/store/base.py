@@ -11,17 +11,17 @@ from cached_rag.kv.module import LayerSource, ModuleKV
 
 @dataclass(frozen=True)
 class Problem:
-    """Something `check` found: the entry, and what is wrong with it in words."""
+    """What `check` found: the name of an entry or file, and what is wrong with it in words."""
 
     key: str
     reason: str
 
 
 class KVStore(Protocol):
-    """Modules by key. Every method may be called from several threads.
+    """Modules' KV by key. Every method may be called from several threads.
 
-    Keys come from `fingerprint.module_key`; a store compares the stored token ids
-    with the wanted ones, so that even a colliding key cannot serve foreign KV.
+    Keys come from `fingerprint.module_key`. A store compares the stored token ids with the wanted
+    ones, so that even two equal keys could not make it serve the wrong KV.
     """
 
     @property
@@ -46,7 +46,7 @@ class KVStore(Protocol):
         ...
 
     def open(self, key: str, token_ids: Sequence[int]) -> LayerSource | None:
-        """As `get`, but what has to be read may be read layer by layer, when it is asked for."""
+        """As `get`, but a module on disk is not read: each layer is when it is asked for."""
         ...
 
     def put(self, key: str, kv: ModuleKV) -> None:
@@ -58,9 +58,9 @@ class KVStore(Protocol):
         ...
 
     def delete(self, key: str) -> bool:
-        """Forget an entry; says whether it was there."""
+        """Delete an entry; says whether it was there."""
         ...
 
     def check(self) -> list[Problem]:
-        """Read everything and report what is wrong. Changes nothing."""
+        """Read everything, and report what is wrong; changes nothing."""
         ...

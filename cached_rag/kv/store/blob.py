@@ -1,8 +1,8 @@
 """One module as one safetensors file, checked when it is read.
 
-Every layer has its own checksum, so that a layer can be used before the next one is read; these
-and all else in the header are signed by one that the index keeps. Knows the file's content; knows
-no index and no eviction.
+Every layer has a checksum of its own, so that it can be used before the next one is read. These
+checksums stand in the file's header, and the index keeps a checksum of the header and the token
+ids. Knows what is in a file; knows no index and no eviction.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DAMAGED = "its content does not match its checksum"
 
 @dataclass(frozen=True)
 class BlobInfo:
-    """What the index keeps of a file: its size in bytes, and the checksum of its header."""
+    """What the index keeps of a file: its size in bytes, and the checksum of header and ids."""
 
     nbytes: int
     checksum: str
@@ -61,8 +61,8 @@ def read_blob(
     """Read a module's file; None if there is no file.
 
     Args:
-        token_ids: what it must hold; None takes what is there.
-        expected: the checksum it must have.
+        token_ids: the tokens whose KV it must hold; None for any.
+        expected: the checksum that the index has for it.
 
     Raises:
         CorruptBlobError: damaged, or not what it should be. The file is left as it is.
@@ -75,7 +75,7 @@ def read_blob(
 def open_blob(
     path: Path, key: str, token_ids: Sequence[int] | None, codec: Codec, expected: str
 ) -> StoredKV | None:
-    """A module's file, its layers unread; each is checked when it is. Otherwise as `read_blob`."""
+    """As `read_blob`, but the layers are left unread; each is checked when it is read."""
     with _judged(path):
         try:
             file = TensorFile(path)
@@ -98,11 +98,14 @@ def open_blob(
 
 @dataclass(frozen=True)
 class StoredKV:
-    """A module in an open file, read where it is asked for. A `LayerSource`.
+    """A module in an open file, of which a layer is read when it is asked for. A `LayerSource`.
 
     Attributes:
-        sums: checksum of each layer.
-        begin, end: which of the tokens; `end` None for all.
+        all_ids: the tokens of the whole file.
+        first: position of the first of these when the keys were computed.
+        sums: the checksum of each layer.
+        dtype: what keys and values are decoded to.
+        begin, end: the part of the tokens that this is; None is their end.
     """
 
     all_ids: tuple[int, ...]
@@ -145,7 +148,7 @@ class StoredKV:
         return kv.keys[0, :, self.begin : self.end], kv.values[0, :, self.begin : self.end]
 
     def load(self) -> ModuleKV:
-        """All layers; errors as in `layer`."""
+        """Read all layers; errors as in `layer`."""
         kv = self._read(0, len(self.sums))
         return kv if self.end is None and not self.begin else kv.slice(self.begin, self.end or 0)
 
@@ -159,7 +162,7 @@ class StoredKV:
 
 
 def layer_sums(tensors: Tensors) -> list[str]:
-    """xxh3-64 of each layer's names and bytes: guards against damage, not against malice."""
+    """xxh3-64 of each layer's tensors, names and bytes: guards against damage, not malice."""
     found = []
     for layer in range(min(len(tensor) for tensor in tensors.values())):
         state = xxhash.xxh3_64()
@@ -175,7 +178,7 @@ def _checksum(
     layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     ids: torch.Tensor,
 ) -> str:
-    """Of all that a file says about its tensors, its layers' checksums among it."""
+    """xxh3-128 of a file's header (layers' checksums included), tensor shapes and token ids."""
     shapes = [(name, str(dtype), shape) for name, (dtype, shape) in sorted(layouts.items())]
     state = xxhash.xxh3_128(json.dumps([sorted(header.items()), shapes]).encode())
     state.update(ids.contiguous().view(torch.uint8).numpy().data)
@@ -184,7 +187,7 @@ def _checksum(
 
 @contextmanager
 def _judged(path: Path) -> Iterator[None]:
-    """Tells what proves damage from what only says that a file cannot be read now."""
+    """Turns errors that prove damage into CorruptBlobError, others of reading into StoreError."""
     try:
         yield
     except (KeyError, ValueError, AttributeError) as error:

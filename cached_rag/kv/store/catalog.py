@@ -1,21 +1,21 @@
 """Remembers which texts are modules, so that prompts can be searched for them after a restart.
 
-Rows belong to one model and one tenant. Knows SQLite; knows no KV.
+It also remembers what modules stand behind; so, from a text's tokens, it can name every key that
+the text's KV may have. That is how texts are removed. Knows SQLite; knows no tensor.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cached_rag.errors import StoreError
 from cached_rag.kv.fingerprint import ids_digest, module_key
-from cached_rag.kv.store.base import Problem
+from cached_rag.kv.store.base import KVStore, Problem
 from cached_rag.kv.store.database import PATIENCE_S, Database
-from cached_rag.kv.store.signed import add_sums, damage, is_sound, row_sum, sound
+from cached_rag.kv.store.signed import add_sums, check, row_sum, sound
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS modules (
@@ -55,28 +55,15 @@ _PREFIXES = f"SELECT {_SIGNED['encodings']}, checksum FROM encodings"
 
 
 @dataclass(frozen=True)
-class Doomed:
-    """A text that was forgotten, and whose KV by one model may still be there.
-
-    Attributes:
-        keys: that its KV may have.
-    """
-
-    model: str
-    text_digest: str
-    keys: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class ModuleRecord:
     """A text that is a module.
 
     Attributes:
         text_digest: digest of the text.
-        anchor: its first 32 characters.
-        length: in characters.
-        token_ids: its tokens, tokenised by itself.
-        token_starts: the character at which each token begins.
+        anchor: the text's first 32 characters.
+        length: the text's length in characters.
+        token_ids: the text's tokens, when it is tokenised alone.
+        token_starts: for each token, the character of the text at which it begins.
     """
 
     text_digest: str
@@ -88,9 +75,11 @@ class ModuleRecord:
 
 @dataclass(frozen=True)
 class Maker:
-    """A model that KV is made by: its fingerprint; its name and dtype, for people.
+    """A model that made KV, in one dtype.
 
-    Both are empty where a version of this library made it that did not keep them.
+    Attributes:
+        model: its fingerprint.
+        name, dtype: for people; empty for KV of earlier versions, which did not keep them.
     """
 
     model: str
@@ -102,10 +91,16 @@ class Maker:
 
 
 class Catalog:
-    """Modules and prefixes of one model (by fingerprint) and tenant, in a shared file."""
+    """The modules and prefixes of one model and tenant, in a file that all of them share."""
 
     def __init__(self, path: Path | str, maker: Maker | str, namespace: str = "") -> None:
-        """Open the file; a maker that is known by name is written down as the latest to use it."""
+        """Open the file.
+
+        Args:
+            maker: the model, or its fingerprint alone. One that has a name is written down as the
+                latest to use the file.
+            namespace: the tenant.
+        """
         self.maker = Maker(maker) if isinstance(maker, str) else maker
         self.namespace = namespace
         self._scope = (self.maker.model, namespace)
@@ -130,22 +125,13 @@ class Catalog:
             )
 
     def check(self) -> list[Problem]:
-        """What is damaged: of the file, and of the rows of all models and tenants."""
-        name = self._database.path.name
-        problems = [Problem(name, reason) for reason in self._database.problems()]
-        try:
-            for table, columns in _SIGNED.items():
-                rows = self._database.rows(f"SELECT {columns}, checksum FROM {table}")
-                damaged = [damage(self._database, row) for row in rows if not is_sound(row)]
-                problems += [Problem(f"{name} {table}", reason) for reason in damaged]
-        except StoreError as error:
-            problems.append(Problem(name, str(error)))
-        return problems
+        """What is damaged: the file, or rows of any model and tenant."""
+        queries = {t: f"SELECT {columns}, checksum FROM {t}" for t, columns in _SIGNED.items()}
+        return check(self._database, queries)
 
     def makers(self) -> list[Maker]:
-        """Whose KV there may be, the latest last."""
-        rows = self._database.rows("SELECT model, name, dtype FROM makers ORDER BY id")
-        return [Maker(str(model), str(name), str(dtype)) for model, name, dtype in rows]
+        """All models whose KV may be in the store, in the order in which they came to use it."""
+        return self._database.read(Maker, "SELECT model, name, dtype FROM makers ORDER BY id")
 
     def makers_of(self, text_digests: Iterable[str]) -> list[Maker]:
         """Other models that know some of these texts."""
@@ -161,14 +147,10 @@ class Catalog:
         ]
 
     def namespaces(self) -> list[str]:
-        """The tenants that have anything of this model."""
-        rows = self._database.rows(
-            "SELECT namespace FROM modules WHERE model = ?"
-            " UNION SELECT namespace FROM encodings WHERE model = ?"
-            " UNION SELECT namespace FROM others WHERE model = ?",
-            *[self.maker.model] * 3,
-        )
-        return [str(namespace) for (namespace,) in rows]
+        """The tenants that have modules, prefixes or schemas of this model."""
+        tables = ("modules", "encodings", "others")
+        query = " UNION ".join(f"SELECT namespace FROM {table} WHERE model = ?" for table in tables)
+        return self._database.read(str, query, *[self.maker.model] * len(tables))
 
     def clear(self) -> None:
         """Forget this model, for all tenants."""
@@ -178,7 +160,11 @@ class Catalog:
             connection.execute("UPDATE removals SET count = count + 1")
 
     def add_modules(self, records: Iterable[ModuleRecord], patience_s: float = PATIENCE_S) -> None:
-        """Remember texts; those that are known change nothing."""
+        """Remember texts as modules; known ones change nothing, removed ones come back.
+
+        Args:
+            patience_s: how long to wait for another process that is writing.
+        """
         found = [
             (
                 record.text_digest,
@@ -199,24 +185,35 @@ class Catalog:
             connection.executemany(revived, [row[:3] for row in rows])
 
     def find(self, text_digests: Iterable[str]) -> list[ModuleRecord]:
-        """The modules among texts, by digest."""
+        """Those of these texts that are modules."""
         query = f"{_MODULES} AND text_digest = ?"
         rows = (self._database.rows(query, *self._scope, name) for name in text_digests)
         return [_record(row) for found in rows for row in sound(self._database, found)]
 
     def modules(self, after: int = 0) -> Iterator[tuple[int, ModuleRecord]]:
-        """(row, record) of all modules added after a row, in order."""
+        """(row number, record) of all modules that were added after a row, in order."""
         query = f"{_MODULES} AND id > ? ORDER BY id"
         for row in sound(self._database, self._database.rows(query, *self._scope, after)):
             yield int(str(row[0])), _record(row)
 
     def text_digests(self) -> set[str]:
-        """The texts that are modules."""
+        """Digests of all texts that are modules."""
         query = "SELECT text_digest FROM modules WHERE model = ? AND namespace = ?"
-        return {str(name) for (name,) in self._database.rows(query, *self._scope)}
+        return set(self._database.read(str, query, *self._scope))
+
+    def remove(self, store: KVStore, text_digests: Collection[str]) -> int:
+        """Remove this tenant's texts, and their KV by all models; says how many KVs went.
+
+        The order survives a kill and loses no race. First the catalog says, in one transaction,
+        that the texts are no modules any more and that their KV has to go; then the KV goes; then
+        the catalog forgets that it had to. Whoever puts KV into the store looks into the catalog
+        afterwards, so KV that comes too late is deleted by whoever brought it.
+        """
+        self.doom(text_digests)
+        return self.finish_removals(store, text_digests)
 
     def doom(self, text_digests: Iterable[str]) -> None:
-        """Forget this tenant's texts, whatever model knows them; that their KV is to go is kept."""
+        """Begin to remove texts: they are no modules from now on, and their KV has to go."""
         rows = [(self.namespace, text_digest) for text_digest in text_digests]
         where = "FROM modules WHERE namespace = ? AND text_digest = ?"
         columns = "model, namespace, text_digest, token_ids"
@@ -225,27 +222,30 @@ class Catalog:
             connection.executemany(f"DELETE {where}", rows)
             connection.execute("UPDATE removals SET count = count + 1")
 
-    def doomed(self) -> list[Doomed]:
-        """This tenant's texts whose KV is still to go."""
+    def finish_removals(self, store: KVStore, text_digests: Collection[str] | None = None) -> int:
+        """Delete KV that has to go, of these texts or of all; says how many KVs went."""
         query = "SELECT model, text_digest, token_ids FROM doomed WHERE namespace = ?"
-        rows = self._database.rows(query, self.namespace)
-        found = [(str(model), str(name), _unpack(ids)) for model, name, ids in rows]
-        behinds = {model: self._behinds(model) for model, _, _ in found}
-        return [
-            Doomed(model, name, tuple(self._key(model, ids, *b) for b in behinds[model]))
-            for model, name, ids in found
+        doomed = [
+            (str(model), str(name), _unpack(ids))
+            for model, name, ids in self._database.rows(query, self.namespace)
+            if text_digests is None or name in text_digests
         ]
-
-    def bury(self, doomed: Iterable[Doomed]) -> None:
-        """Forgotten texts' KV is gone."""
-        rows = [(one.model, self.namespace, one.text_digest) for one in doomed]
+        if not doomed:
+            return 0
+        behinds = {model: self._behinds(model) for model, _, _ in doomed}
+        gone = sum(
+            store.delete(self._key(model, ids, *behind))
+            for model, _, ids in doomed
+            for behind in behinds[model]
+        )
         sql = "DELETE FROM doomed WHERE model = ? AND namespace = ? AND text_digest = ?"
         with self._database.transaction() as connection:
-            connection.executemany(sql, rows)
+            connection.executemany(sql, [(m, self.namespace, name) for m, name, _ in doomed])
         self._database.scrub()
+        return gone
 
     def keys(self) -> Iterator[str]:
-        """All keys that KV of this model and tenant may have, as far as anybody knows of it."""
+        """All keys that KV of this model and tenant may have."""
         model = self.maker.model
         behinds = self._behinds(model)
         for _, module in self.modules():
@@ -262,7 +262,7 @@ class Catalog:
         return {((), ""), *self._prefixes(model)}
 
     def add_prefix(self, token_ids: Sequence[int], context: str = "") -> None:
-        """Remember a prefix that modules stand behind, and what followed it, by name."""
+        """Remember that modules are encoded behind a prefix, and behind a context of that name."""
         values = (_pack(token_ids), context)
         row = (*self._scope, ids_digest(token_ids), context, values[0], row_sum(*values))
         sql = _put("encodings", "digest, context", "token_ids, checksum")
@@ -270,13 +270,13 @@ class Catalog:
             connection.execute(sql, row)
 
     def add_other(self, token_ids: Sequence[int], context: str) -> None:
-        """Remember that there is KV of tokens that are no text to be found: of a schema."""
+        """Remember that there is KV of tokens that no prompt is searched for: a schema's."""
         row = (*self._scope, ids_digest(token_ids), _pack(token_ids), context)
         with self._database.transaction() as connection:
             connection.execute("INSERT OR IGNORE INTO others VALUES (?, ?, ?, ?, ?)", row)
 
     def prefixes(self) -> list[tuple[tuple[int, ...], str]]:
-        """All known prefixes, each with the name of its context."""
+        """All prefixes that modules are encoded behind, each with the name of its context."""
         return self._prefixes(self.maker.model)
 
     def _prefixes(self, model: str) -> list[tuple[tuple[int, ...], str]]:
@@ -285,7 +285,7 @@ class Catalog:
         return [(_unpack(ids), str(context)) for _, ids, context, _ in rows]
 
     def generation(self) -> int:
-        """A number that grows whenever something was removed."""
+        """A number that grows with each removal."""
         (count,) = self._database.read(int, "SELECT count FROM removals")
         return count
 
@@ -301,7 +301,7 @@ def _upgrade(database: Database) -> None:
 
 
 def _put(table: str, key: str, columns: str) -> str:
-    """Adds a row of one scope, or mends the one that is there; changes nothing where they agree."""
+    """SQL that adds a row of one model and tenant, or mends the row of that key if it differs."""
     names = f"model, namespace, {key}, {columns}"
     marks = ", ".join("?" * len(names.split(",")))
     new = ", ".join(f"excluded.{name.strip()}" for name in columns.split(","))

@@ -1,4 +1,4 @@
-"""How a module's tensors are laid down in a file. Knows tensors; knows no file."""
+"""What a module is turned into before it is written to a file. Knows tensors; knows no file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ class Codec(Protocol):
     name: str
 
     def encode(self, kv: ModuleKV) -> Tensors:
-        """Contiguous tensors that hold the module's keys and values."""
+        """Contiguous tensors on the CPU that hold the module's keys and values.
+
+        The first axis of each is num_layers, so that layers can be read one by one.
+        """
         ...
 
     def decode(
@@ -33,7 +36,7 @@ class Codec(Protocol):
 
 
 class RawCodec:
-    """Keys and values as they are: loading maps them into memory without a copy."""
+    """Keys and values as they are, in the model's dtype."""
 
     name = "raw"
 
@@ -51,7 +54,7 @@ class RawCodec:
 class Int8Codec:
     """8-bit integers with one fp32 scale per layer, head and token, for keys and for values.
 
-    The largest error of an entry is half a step: 1/254 of the largest entry of its head and token.
+    An entry's error is at most 1/254 of the largest entry of the same layer, head and token.
     """
 
     name = "int8"

@@ -15,31 +15,31 @@ from urllib.parse import quote
 from cached_rag.errors import ClosedError, StoreError, StoreFullError
 
 PATIENCE_S = 60.0
-# For what a question writes down beside its answer: it may as well be written later.
+# For what a question writes beside its answer, and what can as well be written later.
 BRIEFLY_S = 0.25
 _POLL_S = 0.01
 _T = TypeVar("_T")
 
 
 class Database:
-    """One connection behind a lock: WAL mode, waits for other processes, commits or rolls back.
+    """One connection to a file in WAL mode, for all threads; waits while other processes write.
 
-    Every method raises StoreError where the file is damaged, out of reach, or in use for too long,
-    and ClosedError after `close`.
+    Every method raises StoreError if the file is damaged, cannot be read or written, or is in use
+    for too long, and ClosedError after `close`.
 
     Attributes:
         path: the file, which only its owner may read.
-        is_read_only: whether this user may not write it, or its folder; reading works then.
+        is_read_only: whether this user may not write the file or its folder.
     """
 
     def __init__(
         self, path: Path, schema: str, upgrade: Callable[[Database], object] = lambda _: None
     ) -> None:
-        """Open a file, and see that it is as this version has it, unless it is read-only.
+        """Open or make a file, and bring it to this version's form, unless it is read-only.
 
         Args:
-            schema: run on it; doing so again must be harmless.
-            upgrade: called then; brings what an earlier version wrote up to date.
+            schema: SQL that makes the tables; it is run at each opening.
+            upgrade: called afterwards; changes what an earlier version wrote.
         """
         self.path, self._is_closed = path, False
         self._lock = threading.RLock()
@@ -51,7 +51,7 @@ class Database:
             raise self._forbidden(str(error)) from error
         with self._explained():
             self._connection = self._connected()
-            # A text that is damaged may still be shown; that it is, a checksum has to tell.
+            # Text that is no UTF-8 is no error here: that it is damaged is for checksums to tell.
             self._connection.text_factory = lambda data: data.decode(errors="replace")
             if not self.is_read_only:
                 try:
@@ -62,10 +62,10 @@ class Database:
                     raise
 
     def _connected(self) -> sqlite3.Connection:
-        # Who waits for another process does so in `_when_free`, without the lock.
+        # No timeout: `_when_free` waits for other processes, and lets go of the lock meanwhile.
         if not self.is_read_only:
             return sqlite3.connect(self.path, timeout=0, check_same_thread=False)
-        # What is being written elsewhere has its log beside it; without one nothing changes.
+        # Whoever writes the file keeps a log beside it; without a log the file does not change.
         has_log = self.path.with_name(self.path.name + "-wal").exists()
         uri = f"file:{quote(str(self.path))}?{'mode=ro' if has_log else 'immutable=1'}"
         return sqlite3.connect(uri, timeout=0, check_same_thread=False, uri=True)
@@ -81,7 +81,7 @@ class Database:
 
     @contextmanager
     def transaction(self, patience_s: float = PATIENCE_S) -> Iterator[sqlite3.Connection]:
-        """Reads and writes that happen together or not at all.
+        """Reads and writes that happen all together, or not at all.
 
         Args:
             patience_s: how long to wait for another process that is writing.
@@ -95,7 +95,7 @@ class Database:
 
         def begin() -> None:
             self._connection.execute("BEGIN IMMEDIATE")
-            self._lock.acquire()  # once more, to be kept
+            self._lock.acquire()  # a second time, for `_when_free` lets go of its own
 
         with self._explained():
             self._when_free(begin, patience_s)
@@ -113,7 +113,7 @@ class Database:
             )
 
     def read(self, make: Callable[..., _T], query: str, *parameters: object) -> list[_T]:
-        """What `make` makes of the columns of each row; that it cannot is damage."""
+        """`make(*columns)` for each row; if it raises, the file is damaged."""
         rows = self.rows(query, *parameters)
         try:
             return [make(*row) for row in rows]
@@ -121,7 +121,7 @@ class Database:
             raise self._unusable(error) from error
 
     def version(self) -> int:
-        """A number that changes when another connection has written."""
+        """A number that changes whenever another connection writes."""
         (version,) = self.read(int, "PRAGMA data_version")
         return version
 
@@ -137,7 +137,7 @@ class Database:
         ]
 
     def scrub(self) -> None:
-        """Let nothing of what was deleted stay in the log, unless another process reads there."""
+        """Empty the log, in which deleted rows may still be, unless another process reads it."""
         self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
@@ -147,7 +147,10 @@ class Database:
             self._connection.close()
 
     def _when_free(self, act: Callable[[], _T], patience_s: float) -> _T:
-        """Do something under the lock, which is let go of while another process is in the way."""
+        """Call `act` under the lock, again and again while another process is in the way.
+
+        Between two tries the lock is free.
+        """
         deadline = time.monotonic() + patience_s
         while True:
             with self._lock:
@@ -165,7 +168,7 @@ class Database:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turns SQLite's errors into ones that say where, why, and what to do."""
+        """Turns SQLite's errors into errors that say where, why, and what to do."""
         try:
             yield
         except sqlite3.ProgrammingError:
@@ -201,7 +204,7 @@ class Database:
 
 
 def _make_private(path: Path) -> None:
-    """Let nobody but its owner read a file; one that is not ours stays as it is."""
+    """Let nobody but its owner read a file; that of another user stays as it is."""
     with suppress(OSError):
         if path.stat().st_mode & 0o077:
             path.chmod(0o600)

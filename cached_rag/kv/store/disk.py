@@ -1,14 +1,15 @@
 """Modules as files, found through SQLite, bounded by bytes. Safe for several processes.
 
-The index says what exists. A file comes together with its row, and goes with it, in one
-transaction, and has a name that no other file ever has. So in a transaction of one's own a file
-without a row is litter; a row without a file is a miss. Knows no model.
+The index says what exists. A file and its row come in one transaction and go in one transaction,
+and no two files ever have the same name. So whoever holds a transaction knows that a file without
+a row is litter, and that a row without a file is a miss. Knows no model.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -41,7 +42,7 @@ class DiskStore:
         self._drafts = Drafts(self.path / "blobs" / _DRAFTS, self.path / "drafts.lock")
 
     def close(self) -> None:
-        """Write down recent uses and close the index."""
+        """Write down which entries were used lately, and close the index."""
         self._entries.close()
 
     @property
@@ -57,19 +58,22 @@ class DiskStore:
         return entry is not None and self._file(entry).is_file()
 
     def keys(self) -> Iterator[str]:
-        """All keys of this codec, least recently used first."""
+        """All keys that have a file of this codec, least recently used first."""
         return iter([entry.key for entry in self._entries.of(self.codec.name)])
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file of this codec, by key."""
-        return {entry.key: entry.nbytes for entry in self._entries.of(self.codec.name)}
+        """By key, the bytes of its files in all codecs."""
+        sizes = Counter[str]()
+        for entry in self._entries.all():
+            sizes[entry.key] += entry.nbytes
+        return sizes
 
     def get(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
-        """The module, copied from its file, or None; see `KVStore.get`."""
+        """The module, read from its file and checked; see `KVStore.get`."""
         return self._found(key, token_ids, read_blob)
 
     def open(self, key: str, token_ids: Sequence[int]) -> StoredKV | None:
-        """The module, unread; its layers are checked as they are read."""
+        """The module, unread; each layer is checked when it is read."""
         return self._found(key, token_ids, open_blob)
 
     def _found(self, key: str, token_ids: Sequence[int], read: _Reader[_T]) -> _T | None:
@@ -87,7 +91,7 @@ class DiskStore:
         self._drop(entry)
         if self._entry(key) in (None, entry):
             return None
-        return self._found(key, token_ids, read)  # which has taken its place
+        return self._found(key, token_ids, read)  # another process has replaced it
 
     def put(self, key: str, kv: ModuleKV) -> None:
         """Keep a module; see `KVStore.put`."""
@@ -101,7 +105,7 @@ class DiskStore:
             self._publish(draft, Entry(key, self.codec.name, name, info.nbytes, info.checksum))
 
     def _publish(self, draft: Path, entry: Entry) -> None:
-        """Give a draft its name and its row together; what has to go for it goes then."""
+        """Give a draft its name and its row together; what it replaces or pushes out goes, too."""
         path = self._file(entry)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self.max_bytes is not None:
@@ -124,14 +128,14 @@ class DiskStore:
         )
 
     def delete(self, key: str) -> bool:
-        """Forget an entry, in whatever codec it is kept; says whether it was there."""
+        """Delete a key's files of all codecs; says whether there was any."""
         with self._entries.transaction() as connection:
             gone = self._entries.remove(connection, self._entries.of_key(key))
             self._unlink(gone)
         return bool(gone)
 
     def check(self) -> list[Problem]:
-        """Read every file, and the index; report damage, missing files and litter."""
+        """Read the index and every file; report damage, missing files and litter."""
         problems = [Problem(_INDEX, reason) for reason in self._entries.database.problems()]
         try:
             for entry in self._entries.all():
@@ -177,12 +181,12 @@ class DiskStore:
         return len(sizes) + len(evicted), sum(sizes) + sum(entry.nbytes for entry in evicted)
 
     def _settled(self) -> AbstractContextManager[object]:
-        """While nobody is between a file's name and its row, as far as that can be had."""
+        """A time in which files and rows agree: a transaction, unless the index is read-only."""
         is_read_only = self._entries.database.is_read_only
         return nullcontext() if is_read_only else self._entries.transaction()
 
     def _litter(self) -> tuple[list[Path], list[Path]]:
-        """Files without a row, and what is no file of a store. Links are not followed."""
+        """Files without a row; and links, folders and whatever else no store has put there."""
         known = {self._file(entry) for entry in self._entries.all()}
         litter: list[Path] = []
         strange: list[Path] = []
@@ -203,7 +207,7 @@ class DiskStore:
         return self._entries.find(key, self.codec.name)
 
     def _drop(self, entry: Entry) -> None:
-        """Forget one file, not one that has taken its place; what cannot be now is left."""
+        """Delete one file, but none that has replaced it; if that fails, it stays for now."""
         try:
             with self._entries.transaction(BRIEFLY_S) as connection:
                 self._unlink(self._entries.remove(connection, [entry]))
@@ -215,7 +219,7 @@ class DiskStore:
 
 
 def _removed(paths: list[Path]) -> list[int]:
-    """Remove files; says how large they were."""
+    """Delete files; returns the bytes of each."""
     sizes = [path.lstat().st_size for path in paths]
     _unlink(paths)
     return sizes

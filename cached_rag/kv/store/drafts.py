@@ -1,7 +1,7 @@
-"""Files that are being written, in a folder of their own until they are complete.
+"""Files that are being written: in a folder of their own until they are complete.
 
-Whoever writes holds a lock that ends with the process. So, while nobody holds it, what lies there
-is what killed processes left: no clock and no process id tells them apart. Knows no format.
+Whoever writes holds a lock, which ends with the process. So while nobody holds it, all that lies
+in the folder was left by processes that were killed. Knows no format.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Drafts:
-    """A folder of drafts, made when it is first needed, and the file that is locked for it."""
+    """The folder of drafts, made when it is first needed, and the file that serves as its lock."""
 
     def __init__(self, folder: Path, lock: Path) -> None:
         self.folder, self._lock = folder, lock
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Path]:
-        """A path to write to, and to rename when all is written; gone afterwards.
+        """A path to write to, and to rename once all is written; else it is deleted.
 
         Raises:
-            StoreFullError: the disk is full; nothing is left behind.
-            StoreError: writing, or what else is done meanwhile, failed for another reason.
+            StoreFullError: the disk is full.
+            StoreError: writing failed for another reason, or whatever the caller did here.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -51,7 +51,7 @@ class Drafts:
 
     @contextlib.contextmanager
     def abandoned(self) -> Iterator[list[Path]]:
-        """Drafts whose writers are dead; while anybody writes, none. None is begun meanwhile."""
+        """Drafts whose writers were killed; none while anybody writes. No new one is begun here."""
         with contextlib.ExitStack() as stack:
             found: list[Path] = []
             if fcntl is not None and not self.folder.is_symlink():

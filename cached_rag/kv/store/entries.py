@@ -1,4 +1,4 @@
-"""The table of a disk store: which files there are, and in what order they were used.
+"""The table of a disk store: its files, and the order in which they were last used.
 
 Knows SQLite; touches no file.
 """
@@ -29,16 +29,22 @@ _SELECT = "SELECT key, codec, name, nbytes, checksum FROM files"
 _HAS_OLD = "SELECT count(*) FROM sqlite_master WHERE name = 'blobs'"
 # Uses are counted, not timed: clocks go back.
 _NOW = "(SELECT coalesce(max(last_used), 0) + 1 FROM files)"
-# They are written down in batches, so that a hit costs no transaction.
+# Uses are written down in batches, so that not every hit costs a transaction.
 _USES_KEPT = 64
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A file: whose KV it is, and the name, drawn by lot, that tells it from what it replaced.
+    """A file of the store.
+
+    Attributes:
+        key: the module's.
+        name: drawn at random, so that it differs from any file that this one replaced.
+        nbytes: the file's size.
+        checksum: of its header, see `BlobInfo`.
 
     Raises:
-        ValueError, TypeError: it would name no file of a store.
+        ValueError, TypeError: the row is damaged, and could lead out of the store.
     """
 
     key: str
@@ -55,7 +61,7 @@ class Entry:
 
 
 class Entries:
-    """The table in an index file. What is written needs a `transaction`."""
+    """The table in an index file. Methods that take a connection belong in a `transaction`."""
 
     def __init__(self, path: Path) -> None:
         self.database = Database(path, _SCHEMA, _leave_unsigned)
@@ -64,7 +70,7 @@ class Entries:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Write down recent uses and close the file."""
+        """Write down which entries were used lately, and close the file."""
         self.flush()
         self.database.close()
 
@@ -78,42 +84,41 @@ class Entries:
         return total
 
     def all(self) -> list[Entry]:
-        """Every entry."""
+        """All entries, of all codecs."""
         return self.database.read(Entry, _SELECT)
 
     def of(self, codec: str) -> list[Entry]:
-        """A codec's, least recently used first."""
+        """All entries of a codec, least recently used first."""
         self.flush()
         return self.database.read(Entry, f"{_SELECT} WHERE codec = ? ORDER BY last_used", codec)
 
     def find(self, key: str, codec: str) -> Entry | None:
-        """The entry of a key, if there is one."""
+        """A key's entry in a codec, or None."""
         found = self.database.read(Entry, f"{_SELECT} WHERE key = ? AND codec = ?", key, codec)
         return found[0] if found else None
 
     def of_key(self, key: str) -> list[Entry]:
-        """A key's, in every codec."""
+        """A key's entries, in all codecs."""
         return self.database.read(Entry, f"{_SELECT} WHERE key = ?", key)
 
     def put(self, connection: Connection, entry: Entry) -> list[Entry]:
-        """Add an entry as the latest used; returns the one it replaced."""
+        """Add an entry, as the last used; returns what it replaced."""
         replaced = self.find(entry.key, entry.codec)
         sql = f"INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, {_NOW})"
         connection.execute(sql, astuple(entry))
         return [] if replaced is None else [replaced]
 
-    def remove(self, connection: Connection, entries: Iterable[Entry | None]) -> list[Entry]:
-        """Take out just these, not what has replaced them; returns those that were there."""
+    def remove(self, connection: Connection, entries: Iterable[Entry]) -> list[Entry]:
+        """Take out entries, but none that has replaced them; returns those that were there."""
         sql = "DELETE FROM files WHERE key = ? AND codec = ? AND name = ?"
         return [
             entry
             for entry in entries
-            if entry is not None
-            and connection.execute(sql, (entry.key, entry.codec, entry.name)).rowcount
+            if connection.execute(sql, (entry.key, entry.codec, entry.name)).rowcount
         ]
 
     def evict(self, connection: Connection, max_bytes: int) -> list[Entry]:
-        """Take out the least recently used beyond a bound."""
+        """Take out the least recently used entries until `max_bytes` are left; returns them."""
         excess = self.nbytes() - max_bytes
         gone: list[Entry] = []
         oldest = f"{_SELECT} ORDER BY last_used LIMIT 1"
@@ -134,7 +139,7 @@ class Entries:
             self.flush()
 
     def flush(self) -> None:
-        """Write down uses; while another process is in the way, they wait for the next time."""
+        """Write down uses; if another process is in the way, they wait for the next time."""
         with self._lock:
             used, self._used = self._used, {}
         if not used:
@@ -150,7 +155,7 @@ class Entries:
 
 
 def _leave_unsigned(database: Database) -> None:
-    """Forget files of earlier versions: nothing would tell of a change to their positions."""
+    """Forget files of earlier versions: a change to their positions would not be noticed."""
     if database.read(int, _HAS_OLD) == [0]:
         return
     with database.transaction() as connection:

@@ -1,6 +1,8 @@
-"""All that a store's folder holds, of whatever model and tenant, by what the catalog knows.
+"""Whose KV a store's folder holds: of which model, and whether anything still needs it.
 
-Keys are digests, so whose a file is can only be told by computing the keys anew. Knows no model.
+A file's key is a digest, which does not say whose it is. So the keys of all that the catalog knows
+are computed, and compared with those of the files. Files of all codecs count, whatever `codec` the
+folder is opened with. Knows no model.
 """
 
 from __future__ import annotations
@@ -14,14 +16,13 @@ from cached_rag.errors import ConfigError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.store.catalog import Catalog, Maker
 from cached_rag.kv.store.disk import DiskStore
-from cached_rag.kv.store.removal import remove
 
 CATALOG = "catalog.sqlite"
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What one model has in a folder: keys of its files, and their bytes."""
+    """The KV of one model in a folder: its keys, and the bytes of their files."""
 
     maker: Maker
     keys: tuple[str, ...]
@@ -29,7 +30,7 @@ class Holding:
 
 
 def makers(folder: Path) -> list[Maker]:
-    """Whose KV there may be in a folder, the latest last."""
+    """All models whose KV may be in a folder, in the order in which they came to use it."""
     if not (folder / CATALOG).is_file():
         return []
     with closing(_catalog(folder)) as catalog:
@@ -37,28 +38,32 @@ def makers(folder: Path) -> list[Maker]:
 
 
 def forget(folder: Path, codec: str, texts: Iterable[str], namespace: str = "") -> int:
-    """Drop a tenant's texts and their KV, in whatever dtype; says how many KVs went."""
+    """Remove a tenant's texts, and their KV by all models; says how many KVs went."""
     return forget_digests(folder, codec, {digest(text.strip()) for text in texts}, namespace)
 
 
 def forget_digests(
     folder: Path, codec: str, text_digests: Collection[str], namespace: str = ""
 ) -> int:
-    """As `forget`."""
+    """As `forget`, given the digests of the texts."""
     if not (folder / CATALOG).is_file():
         return 0
     with (
         closing(_catalog(folder, namespace=namespace)) as catalog,
         closing(DiskStore(folder, codec)) as disk,
     ):
-        return remove(catalog, disk, text_digests)
+        return catalog.remove(disk, text_digests)
 
 
 def unused(folder: Path, codec: str, name: str, dtypes: Sequence[str]) -> list[Holding]:
-    """What models have that are not, at their latest, the one of that name in one of these dtypes.
+    """The KV of all models but one, which is kept in some dtypes.
+
+    Args:
+        name: that model's; where several had the name and dtype, the last one is kept.
+        dtypes: those to keep.
 
     Raises:
-        ConfigError: a dtype in which that model has nothing; then dropping the rest is no help.
+        ConfigError: that model has no KV in one of these dtypes, so its other KV had better stay.
     """
     found = makers(folder)
     latest = {(maker.name, maker.dtype): maker for maker in found}
@@ -81,7 +86,7 @@ def unused(folder: Path, codec: str, name: str, dtypes: Sequence[str]) -> list[H
 
 
 def strays(folder: Path, codec: str) -> list[str]:
-    """Keys of KV that nothing needs that anybody knows of. Who puts KV there has said so before."""
+    """Keys of KV that no model of the catalog has: it learns of KV before the store has it."""
     with closing(DiskStore(folder, codec)) as disk:
         held = disk.sizes()
     if not (folder / CATALOG).is_file():
@@ -90,19 +95,19 @@ def strays(folder: Path, codec: str) -> list[str]:
     return [key for key in held if key not in needed]
 
 
-def drop_strays(folder: Path, codec: str) -> None:
-    """Delete them."""
+def drop_strays(folder: Path, codec: str) -> int:
+    """Delete the KV of `strays`; says how many KVs went."""
     keys = strays(folder, codec)
     with closing(DiskStore(folder, codec)) as disk:
-        for key in keys:
-            disk.delete(key)
+        return sum(map(disk.delete, keys))
 
 
 def unneeded(folder: Path, texts: Callable[[], Iterable[str]]) -> set[str]:
-    """Digests of texts that are modules of the tenant without a name, and not among `texts`.
+    """Digests of texts that are modules of the tenant "", and that are not among `texts`.
 
     Args:
-        texts: what is needed; asked for last, for a text is needed before it is a module.
+        texts: gives all texts that are needed. It is called last: a text that is ingested
+            meanwhile is needed first, and a module later.
     """
     known: set[str] = set()
     for maker in makers(folder):
@@ -112,7 +117,7 @@ def unneeded(folder: Path, texts: Callable[[], Iterable[str]]) -> set[str]:
 
 
 def drop(folder: Path, codec: str, holding: Holding) -> None:
-    """Delete what a model has, and forget the model."""
+    """Delete the KV of a model, and forget the model."""
     with closing(DiskStore(folder, codec)) as disk:
         for key in holding.keys:
             disk.delete(key)
@@ -121,7 +126,7 @@ def drop(folder: Path, codec: str, holding: Holding) -> None:
 
 
 def _all_keys(folder: Path, maker: Maker) -> set[str]:
-    """Of a model's modules and prefixes, of all tenants."""
+    """All keys that KV of a model may have, of all tenants."""
     keys: set[str] = set()
     with closing(_catalog(folder, maker.model)) as catalog:
         namespaces = catalog.namespaces()

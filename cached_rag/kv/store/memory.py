@@ -1,4 +1,4 @@
-"""Modules in memory, the host's or a device's, bounded by bytes, least recently used out first.
+"""Modules in a host's or device's memory, bounded by bytes; the least recently used leave first.
 
 Knows no file.
 """
@@ -20,13 +20,13 @@ class MemoryStore:
     """A `KVStore` of at most `max_bytes` bytes of keys and values.
 
     Args:
-        device: where they are kept; None for where they are. In a CUDA machine's host memory they
-            are pinned, so that copies to the device need nobody to wait for them.
+        device: where to keep modules; None leaves them where they are. With "cpu" on a machine
+            with CUDA their memory is pinned, so that copies to the device run by themselves.
     """
 
     def __init__(self, max_bytes: int, device: torch.device | None = None) -> None:
         self.max_bytes, self.device = max_bytes, device
-        self._entries: LRUCache[str, ModuleKV] = LRUCache(max_bytes, getsizeof=_size)
+        self._entries: LRUCache[str, ModuleKV] = LRUCache(max_bytes, getsizeof=lambda kv: kv.nbytes)
         self._lock = threading.Lock()
 
     @property
@@ -52,7 +52,7 @@ class MemoryStore:
             return iter(list(self._entries))
 
     def get(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
-        """The module, or None; see `KVStore.get`."""
+        """See `KVStore.get`."""
         with self._lock:
             found: ModuleKV | None = self._entries.get(key)
             if found is not None and found.token_ids != tuple(token_ids):
@@ -61,11 +61,11 @@ class MemoryStore:
             return found
 
     def open(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
-        """As `get`: everything is there."""
+        """As `get`: all layers are there."""
         return self.get(key, token_ids)
 
     def put(self, key: str, kv: ModuleKV) -> None:
-        """Keep a module; see `KVStore.put`. Of a view, only the part seen is kept."""
+        """See `KVStore.put`. If the tensors are views of larger ones, they are copied."""
         if kv.nbytes > self.max_bytes:
             raise StoreFullError(
                 f"a module of {kv.nbytes} bytes exceeds the memory bound of {self.max_bytes}; "
@@ -76,7 +76,7 @@ class MemoryStore:
             self._entries[key] = kept
 
     def delete(self, key: str) -> bool:
-        """Forget an entry; says whether it was there."""
+        """Delete an entry; says whether it was there."""
         with self._lock:
             return self._entries.pop(key, None) is not None
 
@@ -85,12 +85,8 @@ class MemoryStore:
         return []
 
 
-def _size(kv: ModuleKV) -> int:
-    return kv.nbytes
-
-
 def _compact(kv: ModuleKV) -> ModuleKV:
-    """The module without the larger tensors it may be a view of."""
+    """The module in tensors of its own, if its own were views of larger ones."""
     tensors = [
         tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
         for tensor in (kv.keys, kv.values)
@@ -99,7 +95,7 @@ def _compact(kv: ModuleKV) -> ModuleKV:
 
 
 def _at(kv: ModuleKV, device: torch.device | None) -> ModuleKV:
-    """The module on a device; itself if it is there."""
+    """The module on a device; the same object if it is there already."""
     if device is None:
         return kv
     tensors = [tensor.to(device) for tensor in (kv.keys, kv.values)]

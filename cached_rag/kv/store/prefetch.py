@@ -1,4 +1,4 @@
-"""Work begun before its result is asked for. Knows keys; what to do it is given."""
+"""Brings modules into memory before they are asked for. Knows keys; is told how to fetch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ _THREADS = 2
 
 
 class Prefetcher:
-    """Fetches on threads of its own. Who needs what is on its way waits for that alone; fetches of
-    different modules never wait for each other.
-    """
+    """Fetches modules on threads of its own. `wait` waits for one module, never for others."""
 
     def __init__(self) -> None:
         self._coming: dict[str, Future[object]] = {}
@@ -20,7 +18,7 @@ class Prefetcher:
         self._threads: ThreadPoolExecutor | None = None
 
     def start(self, key: str, fetch: Callable[[], object]) -> None:
-        """Begin to fetch a module, unless it is on its way already. `fetch` must not raise."""
+        """Begin to fetch a module, unless that has begun already. `fetch` must not raise."""
         with self._lock:
             if key in self._coming:
                 return
@@ -30,12 +28,12 @@ class Prefetcher:
         future.add_done_callback(lambda _: self._coming.pop(key, None))
 
     def wait(self, key: str) -> None:
-        """Return once a module that is on its way has come."""
+        """Return when a module has been fetched; at once if nobody fetches it."""
         future = self._coming.get(key)
         if future is not None:
             future.result()
 
     def close(self) -> None:
-        """Drop what has not begun, finish what has."""
+        """Finish the fetches that have begun, and drop the others."""
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)

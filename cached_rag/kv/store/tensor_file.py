@@ -1,7 +1,8 @@
-"""A safetensors file, read piece by piece into memory of one's own.
+"""A safetensors file, read piece by piece into the process's own memory.
 
-It is never mapped: if another process cuts a mapped file short, whoever touches it dies of SIGBUS;
-a read comes back short, which is damage like any other. Knows the format; knows no module.
+It is not mapped, as the safetensors library would do: if another process shortens a mapped file,
+whoever reads it is killed (SIGBUS). A read just comes back short, which is damage like any other.
+Knows the format; knows no module.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class Layout:
 
 
 class TensorFile:
-    """An open file. It is read as it was when it was opened, though it be removed meanwhile.
+    """An open file, which can still be read when it was deleted since.
 
     Attributes:
-        header: the metadata.
-        layouts: the tensors, by name.
+        header: its metadata.
+        layouts: by name, what its tensors are and where.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,7 +72,7 @@ class TensorFile:
             raise ValueError(f"its header is wrong ({error!r})") from error
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
-        """A copy of a tensor, or of its rows `begin` to `end` (exclusive) along the first axis.
+        """A copy of a tensor, or of its part `begin` to `end` (exclusive) along the first axis.
 
         Raises:
             OSError: it cannot be read, which says nothing about what is in it.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreFullError
 from cached_rag.kv.module import LayerSource, ModuleKV
 from cached_rag.kv.store.base import KVStore, Problem
 
+_T = TypeVar("_T")
+
 
 class TieredStore:
-    """A `KVStore` over several, fastest first. The last one holds everything."""
+    """A `KVStore` over several, fastest first. The last one has all that the others have."""
 
     def __init__(self, tiers: Sequence[KVStore]) -> None:
         if not tiers:
@@ -34,44 +37,36 @@ class TieredStore:
         return self.tiers[-1].keys()
 
     def get(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
-        """The module from the fastest tier that has it, promoted into the faster ones.
+        """The module from the fastest tier that has it, which is copied into the faster ones.
 
         Raises:
             CorruptBlobError: damaged in one tier, and in no other.
         """
+        level, kv = self._first(lambda tier: tier.get(key, token_ids))
+        if kv is None or not level:
+            return kv
+        self._keep(level, key, kv)
+        return self.tiers[0].get(key, token_ids) or kv  # on its device
+
+    def open(self, key: str, token_ids: Sequence[int]) -> LayerSource | None:
+        """As `get`, but unread, and left where it is."""
+        _, source = self._first(lambda tier: tier.open(key, token_ids))
+        return source
+
+    def _first(self, read: Callable[[KVStore], _T | None]) -> tuple[int, _T | None]:
+        """The number of the first tier that has something, and what it has."""
         damage: CorruptBlobError | None = None
         for level, tier in enumerate(self.tiers):
             try:
-                kv = tier.get(key, token_ids)
+                found = read(tier)
             except CorruptBlobError as error:
                 damage = error
                 continue
-            if kv is not None:
-                self._keep(level, key, kv)
-                promoted = self.tiers[0].get(key, token_ids) if level else None
-                return promoted or kv
+            if found is not None:
+                return level, found
         if damage is not None:
             raise damage
-        return None
-
-    def open(self, key: str, token_ids: Sequence[int]) -> LayerSource | None:
-        """The module from the fastest tier that has it, where it is; `get` promotes it.
-
-        Raises:
-            CorruptBlobError: damaged in one tier, and in no other.
-        """
-        damage: CorruptBlobError | None = None
-        for tier in self.tiers:
-            try:
-                source = tier.open(key, token_ids)
-            except CorruptBlobError as error:
-                damage = error
-                continue
-            if source is not None:
-                return source
-        if damage is not None:
-            raise damage
-        return None
+        return 0, None
 
     def put(self, key: str, kv: ModuleKV) -> None:
         """Keep a module in the last tier, and in the faster ones if it fits."""
@@ -79,9 +74,9 @@ class TieredStore:
         self._keep(len(self.tiers) - 1, key, kv)
 
     def delete(self, key: str) -> bool:
-        """Forget an entry in all tiers; says whether any had it.
+        """Delete an entry from all tiers; says whether any had it.
 
-        The slowest first, from which a reader could bring it back into the others.
+        From the slowest first: a reader could copy it from there back into the others.
         """
         return sum(tier.delete(key) for tier in reversed(self.tiers)) > 0
 
@@ -90,7 +85,7 @@ class TieredStore:
         return [problem for tier in self.tiers for problem in tier.check()]
 
     def _keep(self, level: int, key: str, kv: ModuleKV) -> None:
-        """Put what a tier has into the faster ones, unless it is deleted meanwhile."""
+        """Put what tier `level` has into the faster ones, unless it is deleted meanwhile."""
         for tier in self.tiers[:level]:
             with contextlib.suppress(StoreFullError):  # too large for a fast tier is no error
                 tier.put(key, kv)
