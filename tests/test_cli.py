@@ -319,7 +319,7 @@ def test_serve_refuses_what_cannot_be(model_folder, index):
         assert isinstance(result.exception, ConfigError)
 
 
-def test_serve_serves_an_index_until_it_is_stopped(index, monkeypatch, capfd):
+def test_serve_serves_an_index_until_it_is_stopped(index, monkeypatch):
     def asked_once(server, sockets):
         assert sockets[0].getsockname()[0] == "0.0.0.0"
         server._ready()

@@ -56,6 +56,7 @@ class Server(uvicorn.Server):
             app,
             http=cast(Any, partial(Connection, max_connections)),
             ws="none",
+            log_config=None,  # how a process logs is not a library's to change
             log_level="warning",
             timeout_graceful_shutdown=math.ceil(_END_SECONDS),
         )
