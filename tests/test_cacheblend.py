@@ -59,7 +59,7 @@ def by_hand(model, buffer, tokens, layout, score, counts):
                 if layout.reused[j]
             }
             best = sorted(far, key=far.get, reverse=True)[: counts[index]]
-            rows = sorted([*best, *(j for j in rows if layout.live[j])])
+            rows = sorted([*best, *(j for j in rows if layout.fresh[j])])
             chosen[index] = rows
         left.append(now)
         keys, values = (kv.repeat_interleave(attention.num_key_value_groups, 0) for kv in now)
@@ -125,7 +125,7 @@ def test_gradual_filtering_only_ever_drops_rows_and_is_charged_for_what_it_sees(
     model, buffer, tokens, layout = assembled("llama")
     selector = CacheBlend(RATIO, gradual=True)
     chosen, done, *_ = recorded(model, buffer, tokens, layout, selector)
-    live, reused = int(layout.live.sum()), int(layout.reused.sum())
+    live, reused = int(layout.fresh.sum()), int(layout.reused.sum())
     assert [len(chosen[layer]) - live for layer in (1, 2, 3)] == [36, 24, 12]
     assert set(chosen[1]) > set(chosen[2]) > set(chosen[3])
     # Every layer computes the keys and values of those that the one before it went on with.

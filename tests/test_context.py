@@ -9,7 +9,7 @@ from test_engine import ask
 from cached_rag import Context, Engine, StoreConfig
 from cached_rag.library.context import PRIMER
 from cached_rag.library.encode import encode_modules, encode_prefix, join
-from cached_rag.library.library import Behind
+from cached_rag.library.matching import EncodedAfter
 
 
 def head_of(engine):
@@ -18,7 +18,7 @@ def head_of(engine):
 
 def test_a_module_behind_a_context_is_what_full_prefill_makes_of_it_there(engine):
     engine.encode(CHUNKS[:1], head_of(engine), context=Context.fixed(CHUNKS[1]))
-    (behind,) = engine.library.behinds()
+    (behind,) = engine.library.encoded_after()
     ids = tuple(engine.tokenization.literal(CHUNKS[0]).ids)
     passage = engine.tokenization.literal(CHUNKS[1]).ids
     kv = engine.library.fetch(behind, ids)
@@ -28,7 +28,7 @@ def test_a_module_behind_a_context_is_what_full_prefill_makes_of_it_there(engine
     assert torch.allclose(kv.keys, keys[:, :, len(before) :], atol=1e-4)
     assert torch.allclose(kv.values, values[:, :, len(before) :], atol=1e-4)
     engine.encode(CHUNKS[:1], head_of(engine))
-    alone = engine.library.fetch(Behind(behind.prefix_ids), ids)
+    alone = engine.library.fetch(EncodedAfter(behind.prefix_ids), ids)
     assert not torch.allclose(kv.values[-1], alone.values[-1], atol=1e-2)  # control
 
 
@@ -36,9 +36,9 @@ def test_contexts_are_part_of_the_identity(engine):
     first, second = Context.fixed(CHUNKS[1]), Context.fixed(CHUNKS[2])
     for context in (None, first, second, first):
         engine.encode(CHUNKS[:1], head_of(engine), context=context)
-    assert len({behind.context for behind in engine.library.behinds()}) == 3
+    assert len({behind.context for behind in engine.library.encoded_after()}) == 3
     ids = engine.tokenization.literal(CHUNKS[0]).ids
-    kvs = [engine.library.fetch(behind, ids) for behind in engine.library.behinds()]
+    kvs = [engine.library.fetch(behind, ids) for behind in engine.library.encoded_after()]
     assert len({float(kv.values[-1].sum()) for kv in kvs}) == 3
     again = engine.encode(CHUNKS[:1], head_of(engine), context=second)
     assert (again.encoded, again.present) == (0, 1)
@@ -67,7 +67,7 @@ def test_different_texts_before_different_modules(engine):
     before = {CHUNKS[0]: [CHUNKS[1]], CHUNKS[1]: [CHUNKS[2], CHUNKS[0]], CHUNKS[2]: []}
     context = Context("own", lambda text: before[text])
     assert engine.encode(CHUNKS, head_of(engine), context=context).encoded == 3
-    (behind,) = engine.library.behinds()
+    (behind,) = engine.library.encoded_after()
     ids = {text: tuple(engine.tokenization.literal(text).ids) for text in CHUNKS}
     for text, passages in before.items():
         kv = engine.library.fetch(behind, ids[text])
@@ -90,7 +90,7 @@ def test_contexts_survive_a_restart(tmp_path):
     with Engine(tiny_model("llama"), settings) as engine:
         engine.encode(CHUNKS, head_of(engine), context=PRIMER)
     with Engine(tiny_model("llama"), settings) as engine:
-        assert [behind.context for behind in engine.library.behinds()] == [PRIMER.name]
+        assert [behind.context for behind in engine.library.encoded_after()] == [PRIMER.name]
         assert engine.prefill(ask(*CHUNKS), method="reuse").report.modules_hit == 3
         assert engine.encode(CHUNKS, head_of(engine), context=PRIMER).encoded == 0
 
@@ -106,6 +106,6 @@ def test_passages_that_do_not_fit_are_left_out_farthest_first(engine):
     room = engine.model.context_length
     long = " ".join(["lamp"] * room)
     engine.encode(CHUNKS[:1], head_of(engine), context=Context.fixed(long, CHUNKS[1]))
-    (behind,) = engine.library.behinds()
+    (behind,) = engine.library.encoded_after()
     kv = engine.library.fetch(behind, engine.tokenization.literal(CHUNKS[0]).ids)
     assert kv.start == len(behind.prefix_ids) + len(engine.tokenization.literal(CHUNKS[1]).ids)

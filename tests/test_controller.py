@@ -52,7 +52,7 @@ def test_the_cheapest_tier_that_adds_no_delay():
 
 def test_a_prompt_of_8k_costs_what_its_length_makes_it_cost():
     assert STEEP.compute_s(8000) == pytest.approx(8 + 8)
-    assert STEEP.compute_s(500, behind=7500) == pytest.approx(0.5 * (1 + 7750 / 4000))
+    assert STEEP.compute_s(500, preceding=7500) == pytest.approx(0.5 * (1 + 7750 / 4000))
     places = range(0, 8000, 500)
     pieces = sum(STEEP.compute_s(500, begin) for begin in places)
     assert pieces == pytest.approx(STEEP.compute_s(8000))  # in pieces as in one
@@ -72,7 +72,7 @@ def test_a_module_is_computed_at_the_front_and_loaded_at_the_end():
     decision = control.decide([(begin, 500, "disk") for begin in (0, 3500, 7500)])
     assert decision.loaded == (False, False, True)
     assert control.cheapest_tier(1000, 0.7, {"disk": 1.0}) is None
-    assert control.cheapest_tier(1000, 0.7, {"disk": 1.0}, behind=7500) == "disk"
+    assert control.cheapest_tier(1000, 0.7, {"disk": 1.0}, preceding=7500) == "disk"
 
 
 def test_the_fit_recovers_the_coefficients_of_made_up_times():
@@ -122,7 +122,7 @@ def test_an_engine_follows_the_controller(share, tmp_path, monkeypatch):
     model = tiny_model("llama")
     disk_rate = model.shapes.bytes_per_token * 5000.0 / share
     profile = Profile(1 / 5000, 0.0, 1e15, disk_rate, model.shapes.bytes_per_token)
-    monkeypatch.setattr("cached_rag.engine.prefill.profile_of", lambda _: profile)
+    monkeypatch.setattr("cached_rag.engine.choice.profile_of", lambda _: profile)
     settings = StoreConfig(path=str(tmp_path), write_back=False)
     with Engine(model, settings) as engine:
         engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]))

@@ -157,7 +157,7 @@ class DeletedMeanwhile(MemoryStore):
 
 def test_a_reader_does_not_bring_back_what_is_deleted(engine):
     engine.encode(CHUNKS[:1])
-    (behind,) = engine.library.behinds()
+    (behind,) = engine.library.encoded_after()
     ids = engine.library.table.get(CHUNKS[0]).token_ids
     key, kv = engine.library.key(behind, ids), engine.library.fetch(behind, ids)
     slow = DeletedMeanwhile(1 << 30)
@@ -179,7 +179,7 @@ def test_a_text_that_is_forgotten_while_it_is_encoded_leaves_nothing(
         summary = engine.encode(texts, progress=lambda _: next(once) or engine.forget(texts))
         assert summary.encoded == len(texts)
         assert len(engine.library.table) == 0
-        behinds = engine.library.behinds()
+        behinds = engine.library.encoded_after()
         ids = [engine.tokenization.literal(text).ids for text in texts]
         assert not any(engine.library.holds(behind, i) for behind in behinds for i in ids)
         if is_kept:

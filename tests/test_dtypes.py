@@ -49,7 +49,7 @@ def test_another_dtype_is_noticed_and_mended_in_the_background(opened, docs):
     first = opened(torch.bfloat16)
     first.ingest(docs, progress=False)
     assert reported(first).notes == []
-    behinds = set(first.engine.library.behinds())
+    behinds = set(first.engine.library.encoded_after())
     rag = opened(torch.float32)
     report = reported(rag)
     assert (report.modules_hit, report.modules_missed) == (0, 2)
@@ -60,7 +60,9 @@ def test_another_dtype_is_noticed_and_mended_in_the_background(opened, docs):
     rag.engine.write_back.drain()
     report = reported(rag)
     assert (report.modules_hit, report.modules_missed, report.notes) == (2, 0, [])
-    assert set(rag.engine.library.behinds()) == behinds  # as an ingestion would have encoded them
+    assert (
+        set(rag.engine.library.encoded_after()) == behinds
+    )  # as an ingestion would have encoded them
     assert rag.ingest(docs, progress=False).encoded == 1
     assert reported(first).modules_hit == 2
 

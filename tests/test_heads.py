@@ -37,7 +37,7 @@ def test_registered_texts_are_computed_once_and_then_behind_what_recurs(engine):
     assert 0 < first.missed_tokens <= first.prompt_tokens
     second = ask(engine, CHUNKS[1], CHUNKS[0])  # another first module: the head recurs
     assert (second.modules_hit, second.modules_missed, second.missed_tokens) == (2, 0, 0)
-    (learned,) = [b for b in engine.library.behinds() if len(b.prefix_ids) > 5]
+    (learned,) = [b for b in engine.library.encoded_after() if len(b.prefix_ids) > 5]
     assert learned.context == PRIMER.name
     rendered = engine.tokenization.render(chat(CHUNKS[0])).text
     head = engine.tokenization.tokenizer.decode(learned.prefix_ids)
@@ -72,16 +72,16 @@ def test_what_was_encoded_behind_a_given_head_is_left_alone(engine):
     ask(engine, CHUNKS[0], CHUNKS[1])
     ask(engine, CHUNKS[2], CHUNKS[1])
     assert len(engine.library.store) == before
-    assert len(engine.library.behinds()) == 1
+    assert len(engine.library.encoded_after()) == 1
 
 
 @pytest.mark.parametrize("settings", [{"learn_prefixes": False}, {"write_back": False}])
 def test_learning_can_be_switched_off(settings):
     engine = Engine(tiny_model("llama"), StoreConfig(**settings))
     engine.encode(CHUNKS)
-    known = engine.library.behinds()
+    known = engine.library.encoded_after()
     for first in CHUNKS:
         engine.generate(chat(first), max_tokens=2)
         if engine.write_back:
             engine.write_back.drain()
-    assert engine.library.behinds() == known
+    assert engine.library.encoded_after() == known

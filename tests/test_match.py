@@ -9,7 +9,7 @@ import pytest
 from cached_rag.backends.tokenizer import Tokens
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library import matching as match
-from cached_rag.library.matching import ANCHOR, ModuleTable, record_of
+from cached_rag.library.matching import ANCHOR, ChunkTable, record_of
 
 
 def record(text):
@@ -17,14 +17,14 @@ def record(text):
 
 
 def table_of(texts):
-    table = ModuleTable()
+    table = ChunkTable()
     for text in texts:
         table.add(record(text))
     return table
 
 
 def spans(table, text):
-    return [(found.begin, found.end) for found in table.find(text)]
+    return [(found.at, found.at + len(found.text)) for found in table.find(text)]
 
 
 def twin(texts, prompt):

@@ -49,7 +49,7 @@ class Chosen(StaticSelector):
     transfers_drift: bool = False
 
     def first_rows(self, layout):
-        return layout.live | self.rows
+        return layout.fresh | self.rows
 
 
 def small_layout(layers=4):
@@ -126,7 +126,7 @@ def test_what_the_question_pass_computed_is_used_again_without_harm(family, sele
 
 def test_the_question_pass_is_charged_and_layer_0_only_once():
     model, buffer, tokens, layout = assembled("llama")
-    live, layers = int(layout.live.sum()), layout.num_layers
+    live, layers = int(layout.fresh.sum()), layout.num_layers
     chosen = int(0.2 * int(layout.reused.sum()))
     done = model.repair(copy(buffer), tokens, layout, ProphetKV(0.2))
     assert done.computed == live * layers + chosen * layers + live * (layers - 1)
@@ -170,7 +170,7 @@ def test_rows_say_what_was_computed_in_every_layer():
     for selector, chosen in ((Reuse(), 0), (ProphetKV(0.2), 12), (CacheBlend(0.2), 12)):
         rows = model.repair(copy(buffer), tokens, layout, selector).rows
         assert int(layout.reused[rows].sum()) == chosen
-        assert set(layout.live.nonzero().flatten().tolist()) <= set(rows.tolist())
+        assert set(layout.fresh.nonzero().flatten().tolist()) <= set(rows.tolist())
         assert not bool(layout.exact[rows].any())
 
 
@@ -185,7 +185,7 @@ def test_models_that_cannot_be_watched_are_refused_by_name():
 def test_live_rows_are_always_computed_and_exact_ones_never(name):
     layout = small_layout()
     rows = parse_method(name, SELECTORS, {"recompute_ratio": 0.3}).first_rows(layout)
-    assert bool((rows | ~layout.live).all())
+    assert bool((rows | ~layout.fresh).all())
     assert not bool((rows & layout.exact).any())
 
 
@@ -250,8 +250,8 @@ def test_drift_moves_the_other_tokens_of_a_module_and_no_others():
     model, buffer, _, layout = assembled("llama")
     before = copy(buffer)
     begin = layout.modules[1][0]
-    slots = [begin + 2, begin + 9, begin + 11, layout.modules[2][0], layout.live.shape[0] - 1]
-    rows = Rows(torch.tensor(slots), layout.live.shape[0])
+    slots = [begin + 2, begin + 9, begin + 11, layout.modules[2][0], layout.fresh.shape[0] - 1]
+    rows = Rows(torch.tensor(slots), layout.fresh.shape[0])
     shape = (1, model.shapes.num_kv_heads, len(slots), model.shapes.head_dim)
     keys, values = torch.randn(shape), torch.randn(shape)
     drift = Drift(layout.modules)
@@ -265,7 +265,7 @@ def test_drift_moves_the_other_tokens_of_a_module_and_no_others():
         twin = moved_in_words(old[2], fresh, slots, layout.modules)
         assert torch.allclose(ours[2], twin, atol=1e-6)
         assert torch.equal(ours[[0, 1, 3]], old[[0, 1, 3]])
-        length = layout.live.shape[0]
+        length = layout.fresh.shape[0]
         touched = (ours[2] != old[2]).any(dim=(0, 1, 3))[:length].nonzero().squeeze(1)
         # The second module alone: a first token, as that of the third, says nothing.
         assert touched.tolist() == list(range(*layout.modules[1]))

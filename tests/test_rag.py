@@ -268,7 +268,7 @@ def test_a_prompt_that_surely_fits_is_tokenised_once(opened, docs, monkeypatch):
 def test_an_index_keeps_how_it_encodes(context, opened, docs):
     rag = opened(context=context)
     rag.ingest(docs, progress=False)
-    names = {behind.context for behind in rag.engine.library.behinds()}
+    names = {behind.context for behind in rag.engine.library.encoded_after()}
     last = {"primer": PRIMER.name, "none": "", "both": PRIMER.name, "neighbours:1": context}[
         context
     ]

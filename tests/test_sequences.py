@@ -123,14 +123,14 @@ def test_what_was_forgotten_meanwhile_does_not_come_back(engine):
     library = engine.library
     assert library.table.get(CHUNKS[0]) is None
     assert all(library.table.get(chunk) for chunk in CHUNKS[1:])
-    assert not any(library.holds(behind, gone.token_ids) for behind in library.behinds())
+    assert not any(library.holds(behind, gone.token_ids) for behind in library.encoded_after())
     kept = library.table.get(CHUNKS[1])
-    assert any(library.holds(behind, kept.token_ids) for behind in library.behinds())
+    assert any(library.holds(behind, kept.token_ids) for behind in library.encoded_after())
 
 
 def test_what_was_missed_is_there_the_next_time(engine):
     ids = [tuple(engine.tokenization.literal(chunk).ids) for chunk in CHUNKS]
-    (behind,) = engine.library.behinds()
+    (behind,) = engine.library.encoded_after()
     whole = {i: engine.library.fetch(behind, i) for i in ids}
     for i in ids[1:]:
         engine.library.store.delete(engine.library.key(behind, i))

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, LlamaTokenizerFast
 from cached_rag.backends.resolve import wheel_file
 from cached_rag.backends.tokenizer import Rendered, Tokenization
 from cached_rag.cli.demo import CORPUS
-from cached_rag.library.matching import ModuleTable, align, record_of
+from cached_rag.library.matching import ChunkTable, align, record_of
 from cached_rag.rag import find_documents, load_document
 
 pytestmark = pytest.mark.real
@@ -45,7 +45,7 @@ def chunks():
 )
 def test_ids_are_plain_and_modules_are_found(name, separator):
     plain = tokenizer(name)
-    tokenization, table = Tokenization(plain), ModuleTable()
+    tokenization, table = Tokenization(plain), ChunkTable()
     for chunk in chunks():
         table.add(record_of(chunk, tokenization.literal(chunk)))
     inside = covered = 0
@@ -59,13 +59,13 @@ def test_ids_are_plain_and_modules_are_found(name, separator):
         assert len(found) == 4
         for match in found:
             alignment = align(match, tokens)
-            inside += len(match.module.token_ids)
+            inside += len(match.chunk.token_ids)
             if alignment is None:
                 continue
             length = alignment.end - alignment.begin
-            ids = match.module.token_ids[alignment.offset : alignment.offset + length]
+            ids = match.chunk.token_ids[alignment.offset : alignment.offset + length]
             assert tuple(tokens.ids[alignment.begin : alignment.end]) == ids
             covered += length
     assert covered / inside > 0.97
     other = chunks()[0][:-1] + "~"
-    assert not [m for m in table.find(other) if m.begin == 0]  # control: one character differs
+    assert not [m for m in table.find(other) if m.at == 0]  # control: one character differs

@@ -10,7 +10,7 @@ import torch
 from cached_rag.benchmarks.loop import medians, milliseconds
 from cached_rag.engine.engine import Engine
 from cached_rag.library.encode import BATCH_TOKENS, encode_modules
-from cached_rag.library.library import Behind
+from cached_rag.library.matching import EncodedAfter
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def bench_ingest(
 
     def encode() -> None:
         for kv in encode_modules(engine.model, None, [tuple(row) for row in ids.tolist()]):
-            engine.library.put(Behind((0,)), kv)
+            engine.library.put(EncodedAfter((0,)), kv)
 
     def forward() -> None:
         for batch in batches:

@@ -67,7 +67,7 @@ def bench_loading(
 
 def _fetch(engine: Engine, texts: list[str]) -> None:
     """Bring the texts' KV from disk to memory."""
-    for behind in engine.library.behinds():
+    for behind in engine.library.encoded_after():
         for text in texts:
             engine.library.fetch(behind, engine.tokenization.literal(text).ids)
 

@@ -41,10 +41,10 @@ class Controller:
 
     def decide(self, modules: Sequence[tuple[int, int, str]]) -> Decision:
         """Decide for modules, each given as (tokens before it, tokens, tier that has it)."""
-        loaded = tuple(self.is_worth_loading(n, tier, behind) for behind, n, tier in modules)
+        loaded = tuple(self.is_worth_loading(n, tier, preceding) for preceding, n, tier in modules)
         kept = [module for module, is_kept in zip(modules, loaded, strict=True) if is_kept]
         loading = sum(self.profile.load_s(count, tier) for _, count, tier in kept)
-        computing = sum(self.profile.compute_s(count, behind) for behind, count, _ in kept)
+        computing = sum(self.profile.compute_s(count, preceding) for preceding, count, _ in kept)
         hidden = loading / computing if kept else 0.0
         ratio = min(1.0, max(self.floor, hidden))
         why = "the floor" if ratio == self.floor else "what hides behind loading"
@@ -55,22 +55,22 @@ class Controller:
         )
         return Decision(ratio, loaded, reason)
 
-    def is_worth_loading(self, tokens: int, tier: str, behind: int = 0) -> bool:
+    def is_worth_loading(self, tokens: int, tier: str, preceding: int = 0) -> bool:
         """Whether a module that stands behind other tokens is sooner loaded than computed."""
-        return self.profile.load_s(tokens, tier) < self.profile.compute_s(tokens, behind)
+        return self.profile.load_s(tokens, tier) < self.profile.compute_s(tokens, preceding)
 
     def cheapest_tier(
-        self, tokens: int, ratio: float, tiers: Mapping[str, float], behind: int = 0
+        self, tokens: int, ratio: float, tiers: Mapping[str, float], preceding: int = 0
     ) -> str | None:
         """For a fixed ratio, the cheapest tier whose loading hides behind the recompute.
 
         Args:
             tiers: price of each tier, in any unit.
-            behind: tokens before the module.
+            preceding: tokens before the module.
 
         Returns:
             None if even the fastest adds delay.
         """
-        room = ratio * self.profile.compute_s(tokens, behind)
+        room = ratio * self.profile.compute_s(tokens, preceding)
         hiding = [tier for tier in tiers if self.profile.load_s(tokens, tier) <= room]
         return min(hiding, key=lambda tier: tiers[tier], default=None)

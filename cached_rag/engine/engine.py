@@ -29,7 +29,7 @@ from cached_rag.engine.stream import Stream
 from cached_rag.errors import ClosedError, ConfigError
 from cached_rag.kv.buffer import Workspace
 from cached_rag.kv.fingerprint import digest
-from cached_rag.kv.store import Maker, ModuleRecord
+from cached_rag.kv.store import ChunkRecord, Maker
 from cached_rag.library.background import Activity, WriteBack
 from cached_rag.library.context import Context
 from cached_rag.library.encode import EncodeSummary
@@ -271,7 +271,7 @@ class Engine:
         self.check_open()
         return self.library.remove({digest(text.strip()) for text in texts})
 
-    def _let_go(self, modules: Sequence[ModuleRecord]) -> None:
+    def _let_go(self, modules: Sequence[ChunkRecord]) -> None:
         """Drop what earlier prompts left of modules that are none any more."""
         self._encoder.let_go()
         namespace = self.settings.namespace

@@ -15,7 +15,7 @@ from cached_rag.backends.tokenizer import Rendered, Tokenization, Tokens
 from cached_rag.engine.report import Clock, Report
 from cached_rag.library.learning import Learning
 from cached_rag.library.library import Library
-from cached_rag.library.matching import Occurrence
+from cached_rag.library.matching import Match
 from cached_rag.library.plan import Plan, make_plan
 from cached_rag.methods import Takes
 
@@ -61,34 +61,37 @@ class TextPlanner:
         if takes is Takes.NOTHING:
             tokens = self.tokenization.tokenize(rendered)
             return lambda report, *, lazy: (tokens, Plan((), (), len(tokens)))
-        found = list(self.library.table.find(rendered.text))
-        literal = (*rendered.literal, *((match.begin, match.end) for match in found))
+        matches = list(self.library.table.find(rendered.text))
+        literal = (
+            *rendered.literal,
+            *((match.at, match.at + len(match.text)) for match in matches),
+        )
         tokens = self.tokenization.tokenize(Rendered(rendered.text, literal, rendered.is_chat))
-        return partial(self._plan, takes, tokens, found)
+        return partial(self._plan, takes, tokens, matches)
 
     def _plan(
         self,
         takes: Takes,
         tokens: Tokens,
-        found: Sequence[Occurrence],
+        matches: Sequence[Match],
         report: Report,
         *,
         lazy: bool,
     ) -> tuple[Tokens, Plan]:
         clock = Clock()
         sink_ids = self.tokenization.sink_ids
-        plan = make_plan(self.library, self.rendered.text, tokens, found, sink_ids, lazy=lazy)
+        plan = make_plan(self.library, tokens, matches, sink_ids, lazy=lazy)
         report.load_ms = clock.lap()
         report.modules_missed = len(plan.missed)
         if plan.missed:
             self._explain(plan, report)
         if self.learning.write_back is not None:
-            report.missed_tokens = sum(len(found.module.token_ids) for found in plan.missed)
+            report.missed_tokens = sum(len(match.chunk.token_ids) for match in plan.missed)
         return tokens, plan.taking(takes)
 
     def _explain(self, plan: Plan, report: Report) -> None:
         """Say so, if what a prompt missed is there, but was made by another model or dtype."""
-        makers = self.library.other_makers(found.module for found in plan.missed)
+        makers = self.library.other_makers(match.chunk for match in plan.missed)
         if not makers:
             return
         own = self.library.maker

@@ -113,7 +113,7 @@ def compute(request: Request, beginning: Beginning = NOTHING) -> int:
     with resources.model.lock, torch.inference_mode():
         # 2) Cached KV at its positions, in one buffer.
         clock = Clock()
-        plan = planned.behind(beginning.pieces(tokens.ids))
+        plan = planned.starting_from(beginning.pieces(tokens.ids))
         buffer = resources.workspace.take(len(tokens) + request.config.max_tokens)
         buffer.lay_out(plan.positions)
         loader = _place(resources, plan, buffer)
@@ -181,14 +181,14 @@ def _run(request: Request, plan: Plan, buffer: KVBuffer, loader: LayerLoader | N
     model, report, count = request.resources.model, request.report, len(request.tokens)
     ids = torch.tensor([request.tokens.ids])
     layout = plan.layout(model.shapes.num_layers)
-    cached = int((~layout.live).sum())
+    cached = int((~layout.fresh).sum())
     if cached:
         ready = loader.wait if loader else None
         done = model.repair(buffer, ids, layout, request.method, ready)
     else:
         done = model.prefill(buffer, ids)
     report.charged_recompute = done.computed / (count * model.shapes.num_layers)
-    report.recomputed_tokens = int((~layout.live[done.rows.cpu()]).sum())
+    report.recomputed_tokens = int((~layout.fresh[done.rows.cpu()]).sum())
     report.cached_tokens = cached - report.recomputed_tokens
     return done
 

@@ -58,9 +58,9 @@ class Profile:
         if min(*rates, self.token_s + self.pair_s) <= 0 or min(self.token_s, self.pair_s) < 0:
             raise ValueError(f"rates are positive, unlike these: {self}")
 
-    def compute_s(self, tokens: float, behind: float = 0) -> float:
+    def compute_s(self, tokens: float, preceding: float = 0) -> float:
         """Seconds to compute so many tokens that stand behind others."""
-        return self.token_s * tokens + self.pair_s * tokens * (behind + tokens / 2)
+        return self.token_s * tokens + self.pair_s * tokens * (preceding + tokens / 2)
 
     def load_s(self, tokens: float, tier: str) -> float:
         """Seconds to have so many tokens' KV from "memory" or "disk"."""
@@ -75,7 +75,7 @@ def fit(passes: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
         passes: (tokens, tokens before them, seconds) of at least two, that attend to different
             numbers of tokens.
     """
-    seen = [behind + tokens / 2 for tokens, behind, _ in passes]
+    seen = [preceding + tokens / 2 for tokens, preceding, _ in passes]
     each = [seconds / tokens for tokens, _, seconds in passes]
     pair_s = max(0.0, statistics.linear_regression(seen, each).slope)  # noise may tilt it down
     return max(0.0, statistics.mean(each) - pair_s * statistics.mean(seen)), pair_s
@@ -132,9 +132,9 @@ def _passes(model: Backend, buffer: KVBuffer, ids: torch.Tensor) -> list[tuple[i
     """Passes behind nothing, half a prompt and all of it, as `fit` takes them."""
     longest, device = ids.shape[1], model.shapes.device
 
-    def compute(behind: int, count: int) -> None:
-        slots = torch.arange(behind, behind + count)
-        model.prefill(buffer, ids[:, : behind + count], slots)
+    def compute(preceding: int, count: int) -> None:
+        slots = torch.arange(preceding, preceding + count)
+        model.prefill(buffer, ids[:, : preceding + count], slots)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
@@ -146,8 +146,8 @@ def _passes(model: Backend, buffer: KVBuffer, ids: torch.Tensor) -> list[tuple[i
     affordable = int(least * _PASS_S / (time.perf_counter() - began))
     rows = max(least, min(few, affordable))
     return [
-        (rows, behind, _median_s(functools.partial(compute, behind, rows)))
-        for behind in (0, longest // 2, longest - rows)
+        (rows, preceding, _median_s(functools.partial(compute, preceding, rows)))
+        for preceding in (0, longest // 2, longest - rows)
     ]
 
 

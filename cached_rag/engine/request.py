@@ -166,7 +166,7 @@ class Request:
             kv, is_private = self.row.kv, self.row.is_private
         elif self.buffer is not None:
             # Nobody tells it of texts that are forgotten meanwhile, so it must know them itself.
-            kv, is_private = RowKV(self.buffer, len(self.tokens)), not (plan and plan.modules)
+            kv, is_private = RowKV(self.buffer, len(self.tokens)), not (plan and plan.chunks)
         else:
             return
         assert plan is not None
@@ -183,7 +183,7 @@ class Request:
             answer = np.asarray(self.decoding.token_ids, dtype=np.int64)
             ids = np.concatenate([ids, answer])[: kv.length]
             exact = len(ids)
-        return PromptKV(self.namespace, ids, (), exact, self.repair, plan.modules)
+        return PromptKV(self.namespace, ids, (), exact, self.repair, plan.chunks)
 
     def finish(self, status: Status, last: BaseException | None) -> None:
         """Say that it is over, and how, to whoever waits."""

@@ -60,7 +60,7 @@ def read_released(
 ) -> Reading:
     """What CacheBlend makes of a prompt in that way; modules as the engine has them encoded."""
     tokens, plan = engine.plan(prompt, "cacheblend", Report("cacheblend"))
-    live = plan.layout(engine.model.shapes.num_layers).live
+    live = plan.layout(engine.model.shapes.num_layers).fresh
     places = [*plan.placements, *_stale(engine, tokens, live)]
     config = GenerationConfig(method="full", max_tokens=max_tokens)
 

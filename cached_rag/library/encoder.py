@@ -14,7 +14,7 @@ from cached_rag.backends.base import Backend
 from cached_rag.backends.tokenizer import Rendered, Tokenization
 from cached_rag.errors import ContextOverflowError
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store import ModuleRecord
+from cached_rag.kv.store import ChunkRecord
 from cached_rag.library.context import PRIMER, Context
 from cached_rag.library.encode import (
     EncodeSummary,
@@ -24,8 +24,8 @@ from cached_rag.library.encode import (
     encode_prefix,
     join,
 )
-from cached_rag.library.library import Behind, Library
-from cached_rag.library.matching import ANCHOR, record_of
+from cached_rag.library.library import Library
+from cached_rag.library.matching import ANCHOR, EncodedAfter, record_of
 
 Ids = tuple[int, ...]
 
@@ -39,8 +39,8 @@ class Order:
         skipped: (text, reason) of those that cannot be modules.
     """
 
-    behind: Behind
-    records: tuple[tuple[ModuleRecord, str], ...]
+    behind: EncodedAfter
+    records: tuple[tuple[ChunkRecord, str], ...]
     skipped: tuple[tuple[str, str], ...]
 
 
@@ -56,7 +56,7 @@ class Encoder:
     library: Library
     tokenization: Tokenization
     contexts: dict[str, Context] = field(default_factory=lambda: {PRIMER.name: PRIMER})
-    _last: dict[tuple[Behind, tuple[Ids, ...]], tuple[ModuleKV | None]] = field(
+    _last: dict[tuple[EncodedAfter, tuple[Ids, ...]], tuple[ModuleKV | None]] = field(
         default_factory=dict
     )
 
@@ -74,7 +74,7 @@ class Encoder:
             self._check_length(text.strip())
         records, skipped = self._records(texts)
         following = next((t for t in map(str.strip, texts) if t), "")
-        behind = Behind(self.prefix_ids(prefix, following), context.name if context else "")
+        behind = EncodedAfter(self.prefix_ids(prefix, following), context.name if context else "")
         return Order(behind, tuple(records), tuple(skipped))
 
     def encode(self, order: Order, progress: Progress) -> EncodeSummary:
@@ -84,8 +84,8 @@ class Encoder:
         wanted, num_present = self._sorted_out(behind, order.records)
         longest = max(map(len, wanted), default=0)
         check_fits(self.model, len(behind.prefix_ids), longest)
-        self.library.add_modules([record for record, _ in order.records])
-        if wanted or behind not in self.library.behinds():
+        self.library.add_chunks([record for record, _ in order.records])
+        if wanted or behind not in self.library.encoded_after():
             self._encode_wanted(behind, wanted, progress)
         return EncodeSummary(
             encoded=len(wanted),
@@ -108,12 +108,12 @@ class Encoder:
         """Drop what is kept of texts for the next batch; any thread may do that."""
         self._last.clear()
 
-    def learn(self, behind: Behind) -> None:
+    def learn(self, behind: EncodedAfter) -> None:
         """Reuse a prefix from now on, and let what is missing be encoded behind it."""
-        self.library.add_behind(behind)
+        self.library.add_encoded_after(behind)
         self._ensure_prefix(behind)
 
-    def recover(self, module: ModuleRecord, text: str, behind: Behind) -> None:
+    def recover(self, module: ChunkRecord, text: str, behind: EncodedAfter) -> None:
         """Encode one module that has no KV; no-op if it has by now, or was forgotten meanwhile.
 
         Behind a context that this process does not know it is encoded without one.
@@ -122,17 +122,17 @@ class Encoder:
         if self.library.table.get(text) is None:
             return
         if behind.context and behind.context not in self.contexts:
-            behind = Behind(behind.prefix_ids)
+            behind = EncodedAfter(behind.prefix_ids)
         if not self.library.holds(behind, module.token_ids):
             self._encode_wanted(behind, {module.token_ids: (module, text)}, lambda *_: None)
 
     def _encode_wanted(
         self,
-        behind: Behind,
-        wanted: dict[Ids, tuple[ModuleRecord, str]],
+        behind: EncodedAfter,
+        wanted: dict[Ids, tuple[ChunkRecord, str]],
         progress: Progress,
     ) -> None:
-        self.library.add_behind(behind)  # first, for KV of what nobody knows is pruned
+        self.library.add_encoded_after(behind)  # first, for KV of what nobody knows is pruned
         head = self._ensure_prefix(behind)
         context = self.contexts[behind.context] if behind.context else None
         for kv in self._encoded(behind, head, context, wanted, progress):
@@ -149,9 +149,9 @@ class Encoder:
 
     def _records(
         self, texts: Sequence[str]
-    ) -> tuple[list[tuple[ModuleRecord, str]], list[tuple[str, str]]]:
+    ) -> tuple[list[tuple[ChunkRecord, str]], list[tuple[str, str]]]:
         """Each text's record, with the text; and (text, reason) of those that cannot be modules."""
-        records: dict[str, tuple[ModuleRecord, str]] = {}
+        records: dict[str, tuple[ChunkRecord, str]] = {}
         skipped = []
         for text in (text.strip() for text in texts):
             if len(text) < ANCHOR:
@@ -172,29 +172,29 @@ class Encoder:
             )
 
     def _sorted_out(
-        self, behind: Behind, records: Sequence[tuple[ModuleRecord, str]]
-    ) -> tuple[dict[Ids, tuple[ModuleRecord, str]], int]:
+        self, behind: EncodedAfter, records: Sequence[tuple[ChunkRecord, str]]
+    ) -> tuple[dict[Ids, tuple[ChunkRecord, str]], int]:
         """What has no KV behind that, by token ids; and how many have."""
         holds = {r.token_ids: self.library.holds(behind, r.token_ids) for r, _ in records}
         wanted = {r.token_ids: (r, text) for r, text in records if not holds[r.token_ids]}
         return wanted, sum(holds[r.token_ids] for r, _ in records)
 
-    def _ensure_prefix(self, behind: Behind) -> ModuleKV | None:
+    def _ensure_prefix(self, behind: EncodedAfter) -> ModuleKV | None:
         """The prefix's own KV, computed if need be."""
         if not behind.prefix_ids:
             return None
-        kv = self.library.fetch(Behind(()), behind.prefix_ids)
+        kv = self.library.fetch(EncodedAfter(()), behind.prefix_ids)
         if kv is None:
             kv = encode_prefix(self.model, behind.prefix_ids)
-            self.library.put(Behind(()), kv)
+            self.library.put(EncodedAfter(()), kv)
         return kv
 
     def _encoded(
         self,
-        behind: Behind,
+        behind: EncodedAfter,
         head: ModuleKV | None,
         context: Context | None,
-        wanted: dict[Ids, tuple[ModuleRecord, str]],
+        wanted: dict[Ids, tuple[ChunkRecord, str]],
         progress: Progress,
     ) -> Iterator[ModuleKV]:
         """KV of what is wanted, those with the same texts before them together."""
@@ -215,7 +215,7 @@ class Encoder:
         return min(self.model.context_length, self.model.context_length if limit is None else limit)
 
     def _standing_before(
-        self, behind: Behind, head: ModuleKV | None, passages: tuple[Ids, ...]
+        self, behind: EncodedAfter, head: ModuleKV | None, passages: tuple[Ids, ...]
     ) -> ModuleKV | None:
         """Prefix and passages as one KV; a passage known as a module is moved, not computed.
 
@@ -225,7 +225,7 @@ class Encoder:
             return last[0]
         base = head
         for ids in passages:
-            kv = self.library.fetch(Behind(behind.prefix_ids), ids)
+            kv = self.library.fetch(EncodedAfter(behind.prefix_ids), ids)
             if kv is None:
                 (kv,) = encode_modules(self.model, base, [ids])
             base = join(self.model, base, kv)

@@ -18,7 +18,8 @@ from cached_rag.kv.module import ModuleKV
 from cached_rag.library.background import Activity, WriteBack
 from cached_rag.library.context import PRIMER
 from cached_rag.library.encoder import Encoder
-from cached_rag.library.library import Behind, Library
+from cached_rag.library.library import Library
+from cached_rag.library.matching import EncodedAfter
 from cached_rag.library.plan import Plan, is_before
 from cached_rag.library.prompt_heads import Heads
 
@@ -53,7 +54,7 @@ class Learning:
 
     def forgotten(self, plan: Plan) -> list[str]:
         """Modules of a prompt that are none any more."""
-        names = [name for name, _ in plan.modules]
+        names = [name for name, _ in plan.chunks]
         return [name for name in names if self.library.table.by_digest(name) is None]
 
     def see_to(self, tokens: Tokens, plan: Plan) -> None:
@@ -68,16 +69,16 @@ class Learning:
 
     def _offer_modules(self, tokens: Tokens, plan: Plan) -> None:
         """Encode what had no KV, and the prompt's head if it has recurred."""
-        if not plan.found:
+        if not plan.matches:
             return
-        first = plan.found[0]
-        head = tuple(tokens.ids[: first.begin])
-        best = self._best(head, first.module.text_digest)
-        if best not in self.library.behinds() and len(best.prefix_ids) > len(self._sink_ids):
+        first = plan.matches[0]
+        head = tuple(tokens.ids[: first.first])
+        best = self._best(head, first.chunk.text_digest)
+        if best not in self.library.encoded_after() and len(best.prefix_ids) > len(self._sink_ids):
             self._offer_encoding(best, partial(self._encoder.learn, best))
         for missed in plan.missed:
-            name = (missed.module.text_digest, best)
-            recover = partial(self._encoder.recover, missed.module, missed.text, best)
+            name = (missed.chunk.text_digest, best)
+            recover = partial(self._encoder.recover, missed.chunk, missed.text, best)
             self._offer_encoding(name, recover)
 
     def _offer_encoding(self, name: object, task: Callable[[], object]) -> None:
@@ -85,14 +86,14 @@ class Learning:
         is_kept = self.library.disk is not None
         self.write_back.offer(name, partial(self._encode, task), lasts=is_kept)
 
-    def _best(self, head: tuple[int, ...], module: str) -> Behind:
+    def _best(self, head: tuple[int, ...], module: str) -> EncodedAfter:
         """What a module that stood behind `head` is encoded behind: the head, if that recurs."""
-        known = [b for b in self.library.behinds() if is_before(b.prefix_ids, head)]
+        known = [b for b in self.library.encoded_after() if is_before(b.prefix_ids, head)]
         is_long = len(head) > len(self._sink_ids)
         is_new = not any(is_before(head, behind.prefix_ids) for behind in known)
         if self.heads is not None and is_long and is_new and self.heads.learn(head, module):
-            return Behind(head, PRIMER.name)
-        return known[0] if known else Behind(self._sink_ids, PRIMER.name)
+            return EncodedAfter(head, PRIMER.name)
+        return known[0] if known else EncodedAfter(self._sink_ids, PRIMER.name)
 
     def _encode(self, task: Callable[[], object]) -> None:
         def encode() -> None:

@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,34 +21,18 @@ from cached_rag.kv.fingerprint import module_key
 from cached_rag.kv.module import LayerSource, ModuleKV
 from cached_rag.kv.store import (
     Catalog,
+    ChunkRecord,
     DiskStore,
     KVStore,
     Maker,
     MemoryStore,
-    ModuleRecord,
     Prefetcher,
     TieredStore,
 )
 from cached_rag.kv.store.database import BRIEFLY_S
-from cached_rag.library.matching import ModuleTable
+from cached_rag.library.matching import ChunkTable, EncodedAfter
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Behind:
-    """What modules were encoded behind: a prefix, and the name of a context that followed it."""
-
-    prefix_ids: tuple[int, ...]
-    context: str = ""
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """A module's KV and what it was computed behind."""
-
-    behind: Behind
-    kv: LayerSource
 
 
 class Library:
@@ -61,7 +44,7 @@ class Library:
         maker: Maker,
         device: torch.device | None = None,
         memory: Sequence[MemoryStore] | None = None,
-        forgotten: Callable[[Sequence[ModuleRecord]], object] = lambda _: None,
+        forgotten: Callable[[Sequence[ChunkRecord]], object] = lambda _: None,
     ) -> None:
         """Open what the configuration names, and end removals that were interrupted.
 
@@ -72,7 +55,7 @@ class Library:
         self.maker, self.fingerprint = maker, maker.model
         self.namespace = config.namespace
         self.is_pipelined = bool(config.pipelined)
-        self.table = ModuleTable()
+        self.table = ChunkTable()
         self.disk: DiskStore | None = None
         self._catalog: Catalog | None = None
         self.memory = tuple(memory_tiers(config, device) if memory is None else memory)
@@ -89,12 +72,12 @@ class Library:
             tiers.append(self.disk)
         self.store: KVStore = TieredStore(tiers) if len(tiers) > 1 else tiers[0]
         self._prefetcher = Prefetcher()
-        self._behinds: list[Behind] = []
+        self._encoded_after: list[EncodedAfter] = []
         self._last_row = 0
         self._generation = 0
         self._lock = threading.Lock()
         self._forgotten = forgotten
-        self._unwritten: dict[str, ModuleRecord] = {}
+        self._unwritten: dict[str, ChunkRecord] = {}
         if self._catalog is not None:
             with self.spared():
                 self._catalog.finish_removals(self.store)
@@ -143,16 +126,16 @@ class Library:
         """Learn what other processes added or removed; costs next to nothing if they did not."""
         if self._catalog is None:
             return
-        gone: list[ModuleRecord] = []
+        gone: list[ChunkRecord] = []
         with self.spared(), self._lock:
             if not (self._catalog.changed() or force):
                 return
             gone = self._read(self._catalog)
         self._let_go(gone)
 
-    def _read(self, catalog: Catalog) -> list[ModuleRecord]:
+    def _read(self, catalog: Catalog) -> list[ChunkRecord]:
         """Bring table and prefixes up to date; returns what is no module any more."""
-        gone: list[ModuleRecord] = []
+        gone: list[ChunkRecord] = []
         generation = catalog.generation()
         if generation != self._generation:
             known = catalog.text_digests() | self._unwritten.keys()
@@ -162,10 +145,10 @@ class Library:
         for row, module in catalog.modules(after=self._last_row):
             self.table.add(module)
             self._last_row = row
-        self._behinds = _longest_first(Behind(*row) for row in catalog.prefixes())
+        self._encoded_after = _longest_first(EncodedAfter(*row) for row in catalog.prefixes())
         return gone
 
-    def _let_go(self, modules: Sequence[ModuleRecord]) -> None:
+    def _let_go(self, modules: Sequence[ChunkRecord]) -> None:
         """Drop what is in memory of modules that are none any more."""
         for key in self._keys(modules):
             for tier in self.memory:
@@ -173,35 +156,35 @@ class Library:
         if modules:
             self._forgotten(modules)
 
-    def behinds(self) -> list[Behind]:
+    def encoded_after(self) -> list[EncodedAfter]:
         """What modules may stand behind: longest prefix first, with a context before without."""
-        return self._behinds
+        return self._encoded_after
 
-    def add_behind(self, behind: Behind) -> None:
+    def add_encoded_after(self, behind: EncodedAfter) -> None:
         """Know one more thing that modules may stand behind."""
         with self._lock:
-            self._behinds = _longest_first({*self._behinds, behind})
+            self._encoded_after = _longest_first({*self._encoded_after, behind})
         if self._catalog is not None:
             self._catalog.add_prefix(behind.prefix_ids, behind.context)
 
-    def add_modules(self, modules: Sequence[ModuleRecord]) -> None:
+    def add_chunks(self, modules: Sequence[ChunkRecord]) -> None:
         """Know texts as modules, so that they are found in prompts."""
         if self._catalog is not None:  # first, for `refresh` takes out what is not there
-            self._catalog.add_modules(modules)
+            self._catalog.add_chunks(modules)
         self._know(modules)
 
-    def register(self, modules: Sequence[ModuleRecord]) -> None:
-        """As `add_modules`; what cannot be written down at once is when its KV is there."""
+    def register(self, modules: Sequence[ChunkRecord]) -> None:
+        """As `add_chunks`; what cannot be written down at once is when its KV is there."""
         if self._catalog is not None:
             is_written = False
             with self.spared():
-                self._catalog.add_modules(modules, BRIEFLY_S)
+                self._catalog.add_chunks(modules, BRIEFLY_S)
                 is_written = True
             if not is_written:
                 self._unwritten |= {module.text_digest: module for module in modules}
         self._know(modules)
 
-    def _know(self, modules: Sequence[ModuleRecord]) -> None:
+    def _know(self, modules: Sequence[ChunkRecord]) -> None:
         with self._lock:
             for module in modules:
                 self.table.add(module)
@@ -231,15 +214,15 @@ class Library:
         if self._catalog is None:
             return self.table.by_digest(text_digest) is not None
         if text_digest in self._unwritten:
-            self._catalog.add_modules([self._unwritten.pop(text_digest)])
+            self._catalog.add_chunks([self._unwritten.pop(text_digest)])
         return bool(self._catalog.find([text_digest]))
 
-    def _keys(self, modules: Iterable[ModuleRecord]) -> list[str]:
+    def _keys(self, modules: Iterable[ChunkRecord]) -> list[str]:
         """All keys that modules' KV may have."""
-        behinds = {Behind(()), *self._behinds}
+        behinds = {EncodedAfter(()), *self._encoded_after}
         return [self.key(behind, module.token_ids) for module in modules for behind in behinds]
 
-    def other_makers(self, modules: Iterable[ModuleRecord]) -> list[Maker]:
+    def other_makers(self, modules: Iterable[ChunkRecord]) -> list[Maker]:
         """Other models, or this one in other dtypes, that encoded some of these in this store."""
         found: list[Maker] = []
         if self._catalog is not None:
@@ -247,19 +230,19 @@ class Library:
                 found = self._catalog.makers_of(module.text_digest for module in modules)
         return found
 
-    def key(self, behind: Behind, token_ids: Sequence[int]) -> str:
+    def key(self, behind: EncodedAfter, token_ids: Sequence[int]) -> str:
         """The store key of a module in one encoding."""
         return module_key(
             self.fingerprint, behind.prefix_ids, token_ids, self.namespace, behind.context
         )
 
-    def holds(self, behind: Behind, token_ids: Sequence[int]) -> bool:
+    def holds(self, behind: EncodedAfter, token_ids: Sequence[int]) -> bool:
         """Whether there is KV for a module behind that."""
         with self.spared():
             return self.key(behind, token_ids) in self.store
         return False
 
-    def put(self, behind: Behind, kv: ModuleKV, text_digest: str | None = None) -> None:
+    def put(self, behind: EncodedAfter, kv: ModuleKV, text_digest: str | None = None) -> None:
         """Keep the KV of a module, of a prefix, or of a part of a schema.
 
         Args:
@@ -289,12 +272,12 @@ class Library:
         """Tokens whose KV is there; one that is in two tiers counts twice, as its bytes do."""
         return sum(tier.num_tokens for tier in self.memory)
 
-    def fetch(self, behind: Behind, token_ids: Sequence[int]) -> ModuleKV | None:
+    def fetch(self, behind: EncodedAfter, token_ids: Sequence[int]) -> ModuleKV | None:
         """A module's KV, or None if there is none or it cannot be had (which is logged)."""
         self._prefetcher.wait(self.key(behind, token_ids))
         return self._fetch(behind, token_ids)
 
-    def _fetch(self, behind: Behind, token_ids: Sequence[int]) -> ModuleKV | None:
+    def _fetch(self, behind: EncodedAfter, token_ids: Sequence[int]) -> ModuleKV | None:
         with self.spared():
             return self.store.get(self.key(behind, token_ids), token_ids)
         return None
@@ -304,26 +287,26 @@ class Library:
         if not isinstance(self.store, TieredStore):
             return
         for module in filter(None, (self.table.get(text.strip()) for text in texts)):
-            for behind in self._behinds:
+            for behind in self._encoded_after:
                 if self.holds(behind, module.token_ids):
                     fetch = partial(self._fetch, behind, module.token_ids)
                     self._prefetcher.start(self.key(behind, module.token_ids), fetch)
                     break
 
-    def open(self, behind: Behind, token_ids: Sequence[int]) -> LayerSource | None:
+    def open(self, behind: EncodedAfter, token_ids: Sequence[int]) -> LayerSource | None:
         """As `fetch`, but what is on disk is read layer by layer, when it is used."""
         with self.spared():
             return self.store.open(self.key(behind, token_ids), token_ids)
         return None
 
     def best_encoding(
-        self, behinds: Sequence[Behind], token_ids: Sequence[int], *, lazy: bool
-    ) -> Encoding | None:
+        self, behinds: Sequence[EncodedAfter], token_ids: Sequence[int], *, lazy: bool
+    ) -> tuple[EncodedAfter, LayerSource] | None:
         """The module's KV behind the first of `behinds` for which there is any; read, or opened."""
         for behind in behinds:
             kv = self.open(behind, token_ids) if lazy else self.fetch(behind, token_ids)
             if kv is not None:
-                return Encoding(behind, kv)
+                return behind, kv
         return None
 
 
@@ -341,5 +324,5 @@ def memory_tiers(config: StoreConfig, device: torch.device | None) -> Iterator[M
     yield MemoryStore(config.memory_bytes, torch.device("cpu"))
 
 
-def _longest_first(behinds: Iterable[Behind]) -> list[Behind]:
+def _longest_first(behinds: Iterable[EncodedAfter]) -> list[EncodedAfter]:
     return sorted(behinds, key=lambda b: (len(b.prefix_ids), b.context != ""), reverse=True)

@@ -1,4 +1,4 @@
-"""Finds known modules in a rendered prompt by exact text, and their tokens in its tokens.
+"""Finds known chunks in a rendered prompt by exact text, and their tokens in its tokens.
 
 Knows text, offsets and ids; knows no KV and no model. No match is never an error: it means
 ordinary prefill.
@@ -9,11 +9,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cached_rag.backends.tokenizer import Tokens
 from cached_rag.kv.fingerprint import digest
-from cached_rag.kv.store.catalog import ModuleRecord
+from cached_rag.kv.store.catalog import ChunkRecord
 
 ANCHOR = 32
 # A neighbour's characters can merge with a module's outermost tokens, not further in.
@@ -28,30 +28,45 @@ _DIGEST_COST = 500
 
 
 @dataclass(frozen=True)
-class Occurrence:
-    """A module's text at characters `begin` to `end` of a prompt."""
+class EncodedAfter:
+    """What chunks were encoded after: a prefix, and the name of a context that followed it."""
 
-    begin: int
-    end: int
-    module: ModuleRecord
+    prefix_ids: tuple[int, ...]
+    context: str = ""
 
 
 @dataclass(frozen=True)
-class Alignment:
-    """Prompt tokens `begin` to `end` are the module's tokens from `offset` on."""
+class Match:
+    """A chunk in a prompt: by its text as `find` gives it, by its tokens once they are aligned.
 
-    begin: int
-    end: int
-    offset: int
-    module: ModuleRecord
+    Attributes:
+        text: as it stands in the prompt.
+        at: the character where it begins.
+        begin, end: the prompt's tokens (`end` exclusive) that are the chunk's own, from its token
+            `offset` on; the others, at its borders, merged with their neighbours.
+        encoded_after: what the KV used for it was encoded after; None if it has none.
+    """
+
+    chunk: ChunkRecord
+    text: str
+    at: int
+    begin: int = 0
+    end: int = 0
+    offset: int = 0
+    encoded_after: EncodedAfter | None = None
+
+    @property
+    def first(self) -> int:
+        """Where the chunk's first token would stand."""
+        return self.begin - self.offset
 
 
-def inner_ids(module: ModuleRecord) -> tuple[int, ...]:
+def inner_ids(module: ChunkRecord) -> tuple[int, ...]:
     """A module's tokens that any prompt has that contains it."""
     return module.token_ids[_MAX_TRIM:-_MAX_TRIM] or module.token_ids
 
 
-class ModuleTable:
+class ChunkTable:
     """All known modules, found by their first 32 characters.
 
     Keeps no text: an anchor, a length and a digest say what to compare with. One thread at a time
@@ -61,30 +76,30 @@ class ModuleTable:
 
     def __init__(self) -> None:
         self._by_anchor: dict[str, _Lengths] = {}
-        self._by_digest: dict[str, ModuleRecord] = {}
+        self._by_digest: dict[str, ChunkRecord] = {}
 
     def __len__(self) -> int:
         return len(self._by_digest)
 
-    def __iter__(self) -> Iterator[ModuleRecord]:
+    def __iter__(self) -> Iterator[ChunkRecord]:
         return iter(list(self._by_digest.values()))
 
-    def get(self, text: str) -> ModuleRecord | None:
+    def get(self, text: str) -> ChunkRecord | None:
         """The record of exactly this text."""
         return self.by_digest(digest(text))
 
-    def by_digest(self, text_digest: str) -> ModuleRecord | None:
+    def by_digest(self, text_digest: str) -> ChunkRecord | None:
         """The record of the text that has this digest."""
         return self._by_digest.get(text_digest)
 
-    def add(self, module: ModuleRecord) -> None:
+    def add(self, module: ChunkRecord) -> None:
         """Know one more module; one that is known already changes nothing."""
         if module.text_digest in self._by_digest:
             return
         self._by_digest[module.text_digest] = module
         self._by_anchor.setdefault(module.anchor, _Lengths()).add(module.length)
 
-    def discard(self, modules: Iterable[ModuleRecord]) -> None:
+    def discard(self, modules: Iterable[ChunkRecord]) -> None:
         """Forget some."""
         for module in modules:
             if self._by_digest.pop(module.text_digest, None) is not None:
@@ -93,7 +108,7 @@ class ModuleTable:
                 if not lengths:
                     del self._by_anchor[module.anchor]
 
-    def find(self, text: str) -> Iterator[Occurrence]:
+    def find(self, text: str) -> Iterator[Match]:
         """Modules in `text`, leftmost first, the longest at each place, without overlaps.
 
         Linear in the text: one dictionary look-up a character, and where an anchor hits a digest
@@ -102,7 +117,7 @@ class ModuleTable:
         what is then not found is prefilled as any text.
         """
         begin, last, spent = 0, len(text) - ANCHOR, 0
-        anchors, modules = self._by_anchor, self._by_digest
+        anchors, chunks = self._by_anchor, self._by_digest
         while begin <= last:
             known = anchors.get(text[begin : begin + ANCHOR])
             step = 1
@@ -111,9 +126,9 @@ class ModuleTable:
                 if spent > _ALLOWED + begin * _ALLOWED_PER_CHARACTER:
                     spent -= length + _DIGEST_COST
                     break
-                module = modules.get(digest(text[begin : begin + length]))
-                if module:
-                    yield Occurrence(begin, begin + length, module)
+                verbatim = text[begin : begin + length]
+                if chunk := chunks.get(digest(verbatim)):
+                    yield Match(chunk, verbatim, begin)
                     step = length
                     break
             begin += step
@@ -150,9 +165,9 @@ class _Lengths:
             self._ascending = tuple(sorted(self._counts))
 
 
-def record_of(text: str, tokens: Tokens) -> ModuleRecord:
+def record_of(text: str, tokens: Tokens) -> ChunkRecord:
     """The record by which a text is found; `tokens` are its own, tokenised by itself."""
-    return ModuleRecord(
+    return ChunkRecord(
         text_digest=digest(text),
         anchor=text[:ANCHOR],
         length=len(text),
@@ -161,20 +176,20 @@ def record_of(text: str, tokens: Tokens) -> ModuleRecord:
     )
 
 
-def align(found: Occurrence, prompt: Tokens) -> Alignment | None:
-    """The longest run of the prompt's tokens inside the module that are the module's own.
+def align(match: Match, prompt: Tokens) -> Match | None:
+    """A match with the longest run of the prompt's tokens in it that are the chunk's own.
 
     Returns:
-        None if more than a few outermost tokens differ (the module then is prefilled as text).
+        None if more than a few outermost tokens differ (the chunk then is prefilled as text).
     """
-    module = found.module
-    ids, starts = module.token_ids, module.token_starts
-    stop = bisect_left(prompt.starts, found.end)
+    ids, starts = match.chunk.token_ids, match.chunk.token_starts
+    last = match.at + len(match.text)
+    stop = bisect_left(prompt.starts, last)
     for offset in range(min(_MAX_TRIM + 1, len(ids))):
-        begin = bisect_left(prompt.starts, found.begin + starts[offset])
+        begin = bisect_left(prompt.starts, match.at + starts[offset])
         length = min(len(ids) - offset, stop - begin)
         while length and (
-            prompt.ends[begin + length - 1] > found.end
+            prompt.ends[begin + length - 1] > last
             or prompt.ids[begin + length - 1] != ids[offset + length - 1]
         ):
             length -= 1
@@ -184,5 +199,5 @@ def align(found: Occurrence, prompt: Tokens) -> Alignment | None:
         if missing > _MAX_TRIM or not length:
             continue
         if tuple(prompt.ids[begin : begin + length]) == ids[offset : offset + length]:
-            return Alignment(begin, begin + length, offset, module)
+            return replace(match, begin=begin, end=begin + length, offset=offset)
     return None

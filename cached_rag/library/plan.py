@@ -2,7 +2,7 @@
 
 Knows tokens and the library; computes nothing. Exact reuse first: the longest known prefix of the
 prompt, and the module right behind it if it was encoded behind just that. Then approximate reuse
-of the other modules. What is left is live, and so is always the text after the last module.
+of the other modules. What is left is computed, and so is always the text after the last module.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import torch
 
 from cached_rag.backends.tokenizer import Tokens
 from cached_rag.kv.module import LayerSource, ModuleKV
-from cached_rag.kv.store import ModuleRecord
-from cached_rag.library.library import Behind, Library
-from cached_rag.library.matching import Occurrence, align
+from cached_rag.library.library import Library
+from cached_rag.library.matching import EncodedAfter, Match, align
 from cached_rag.methods import Layout, Takes
 
 # A template head can share all but its last tokens with a prompt (they merged with what follows).
@@ -37,7 +36,7 @@ class Placement:
     kv: LayerSource
     is_exact: bool
     is_module: bool = True
-    source: tuple[Behind, tuple[int, ...]] | None = None
+    source: tuple[EncodedAfter, tuple[int, ...]] | None = None
 
     @property
     def end(self) -> int:
@@ -52,36 +51,21 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Found:
-    """A module that the prompt contains, from token `begin` on.
-
-    Attributes:
-        text: as it stands in the prompt.
-        behind: what the KV used for it was encoded behind; None if it has none.
-    """
-
-    module: ModuleRecord
-    text: str
-    begin: int
-    behind: Behind | None
-
-
-@dataclass(frozen=True)
 class Plan:
     """What to assemble, and what to compute.
 
     Attributes:
         placements: ascending, without overlaps.
-        found: the modules that the prompt contains.
+        matches: the known chunks that the prompt contains.
         num_tokens: of the prompt.
-        modules: (digest, end) of the modules whose KV is used, in order.
+        chunks: (digest, end) of the chunks whose KV is used, in order.
         positions: where the tokens stand; None if token i stands at i.
     """
 
     placements: tuple[Placement, ...]
-    found: tuple[Found, ...]
+    matches: tuple[Match, ...]
     num_tokens: int
-    modules: tuple[tuple[str, int], ...] = ()
+    chunks: tuple[tuple[str, int], ...] = ()
     positions: tuple[int, ...] | None = None
 
     @property
@@ -95,9 +79,9 @@ class Plan:
         return at - place.kv.start
 
     @property
-    def missed(self) -> tuple[Found, ...]:
-        """The modules that have no KV."""
-        return tuple(found for found in self.found if found.behind is None)
+    def missed(self) -> tuple[Match, ...]:
+        """The chunks that have no KV."""
+        return tuple(match for match in self.matches if match.encoded_after is None)
 
     def taking(self, what: Takes) -> Plan:
         """The plan with only so much of the cached KV."""
@@ -113,7 +97,7 @@ class Plan:
         """Placements that are modules."""
         return sum(place.is_module for place in self.placements)
 
-    def behind(self, pieces: Sequence[ModuleKV]) -> Plan:
+    def starting_from(self, pieces: Sequence[ModuleKV]) -> Plan:
         """The plan with its beginning replaced by KV that a prompt like this one left."""
         if not pieces:
             return self
@@ -124,66 +108,63 @@ class Plan:
 
     def layout(self, num_layers: int) -> Layout:
         """The plan as masks over tokens."""
-        live = torch.ones(self.num_tokens, dtype=torch.bool)
+        fresh = torch.ones(self.num_tokens, dtype=torch.bool)
         exact = torch.zeros(self.num_tokens, dtype=torch.bool)
         for place in self.placements:
-            live[place.begin : place.end] = False
+            fresh[place.begin : place.end] = False
             if place.is_exact:
                 exact[place.begin : place.end] = True
         spans = tuple((p.begin, p.end) for p in self.placements if not p.is_exact)
-        return Layout(live, exact, spans, num_layers)
+        return Layout(fresh, exact, spans, num_layers)
 
 
 def make_plan(
     library: Library,
-    text: str,
     tokens: Tokens,
-    occurrences: Sequence[Occurrence],
+    matches: Sequence[Match],
     sink_ids: tuple[int, ...],
     *,
     lazy: bool = False,
 ) -> Plan:
-    """Choose the best encoding of everything the prompt contains.
+    """Choose the best KV for everything the prompt contains.
 
     Args:
-        text: the prompt.
-        occurrences: the modules found in it.
-        sink_ids: what modules encoded alone stand behind.
+        tokens: the prompt.
+        matches: the chunks whose text was found in it.
+        sink_ids: what chunks encoded alone stand behind.
         lazy: leave what is on disk unread.
     """
     ids = tuple(tokens.ids)
-    known = library.behinds()
-    behinds = [b for b in known if is_before(b.prefix_ids, ids)]
-    placements = _head(library, [behind.prefix_ids for behind in behinds], ids)
-    aligned = [(found, o) for o in occurrences if (found := align(o, tokens))]
+    known = library.encoded_after()
+    ahead = [one for one in known if is_before(one.prefix_ids, ids)]
+    placements = _head(library, [one.prefix_ids for one in ahead], ids)
     # What was encoded alone serves anywhere, also in prompts that do not begin with BOS.
-    alone = [behind for behind in known if behind.prefix_ids in (sink_ids, ())]
-    alone += [Behind(sink_ids), Behind(())]
-    behinds += [behind for behind in alone if behind not in behinds]
-    every, modules = [], []
-    for found, where in aligned:
-        # Right behind its own prefix a module without context is exact, which beats all else.
-        in_place = Behind(ids[: found.begin])
-        first = [in_place] if in_place in behinds and not found.offset else []
-        encoding = library.best_encoding([*first, *behinds], found.module.token_ids, lazy=lazy)
-        behind = encoding.behind if encoding else None
-        begin, verbatim = found.begin - found.offset, text[where.begin : where.end]
-        every.append(Found(found.module, verbatim, begin, behind))
-        if encoding is None:
+    alone = [one for one in known if one.prefix_ids in (sink_ids, ())]
+    alone += [EncodedAfter(sink_ids), EncodedAfter(())]
+    ahead += [one for one in alone if one not in ahead]
+    found, chunks = [], []
+    for match in (aligned for one in matches if (aligned := align(one, tokens))):
+        # Right behind its own prefix a chunk without context is exact, which beats all else.
+        in_place = EncodedAfter(ids[: match.begin])
+        first = [in_place] if in_place in ahead and not match.offset else []
+        best = library.best_encoding([*first, *ahead], match.chunk.token_ids, lazy=lazy)
+        if best is None:
+            found.append(match)
             continue
-        done = placements[-1].end if placements else 0
-        begin = max(found.begin, done)
+        encoded_after, kv = best
+        found.append(replace(match, encoded_after=encoded_after))
+        begin = max(match.begin, placements[-1].end if placements else 0)
         # The last token's logits are wanted, so it is always computed.
-        end = min(found.end, len(ids) - 1)
+        end = min(match.end, len(ids) - 1)
         if end <= begin:
             continue
-        offset = found.offset + begin - found.begin
-        kv = encoding.kv.slice(offset, offset + end - begin)
-        own_context = offset == 0 and kv.start == begin and encoding.behind == in_place
-        source = (encoding.behind, found.module.token_ids)
-        placements.append(Placement(begin, kv, own_context, source=source))
-        modules.append((found.module.text_digest, end))
-    return Plan(tuple(placements), tuple(every), len(ids), tuple(modules))
+        offset = begin - match.first
+        kv = kv.slice(offset, offset + end - begin)
+        is_exact = offset == 0 and kv.start == begin and encoded_after == in_place
+        source = (encoded_after, match.chunk.token_ids)
+        placements.append(Placement(begin, kv, is_exact, source=source))
+        chunks.append((match.chunk.text_digest, end))
+    return Plan(tuple(placements), tuple(found), len(ids), tuple(chunks))
 
 
 def _head(
@@ -192,7 +173,7 @@ def _head(
     """The longest known prefix's own KV: exact, also where only its beginning is shared."""
     for prefix_ids in prefixes:
         length = min(_shared(prefix_ids, ids), len(ids) - 1)
-        kv = library.fetch(Behind(()), prefix_ids) if length else None
+        kv = library.fetch(EncodedAfter(()), prefix_ids) if length else None
         if kv is not None:
             return [Placement(0, kv.slice(0, length), is_exact=True, is_module=False)]
     return []

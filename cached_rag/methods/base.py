@@ -19,13 +19,13 @@ class Layout:
     """How the prompt is covered, one entry a token.
 
     Attributes:
-        live: (seq_len,) bool; no cached KV, or it must be fresh (the question). Always computed.
+        fresh: (seq_len,) bool; without usable KV, as the question is. Always computed.
         exact: (seq_len,) bool; cached KV is what full prefill would compute. Never recomputed.
         modules: (begin, end) of the reused runs that are neither; their KV is approximate.
         num_layers: of the model.
     """
 
-    live: torch.Tensor
+    fresh: torch.Tensor
     exact: torch.Tensor
     modules: tuple[tuple[int, int], ...]
     num_layers: int
@@ -33,12 +33,12 @@ class Layout:
     @property
     def reused(self) -> torch.Tensor:
         """(seq_len,) bool: approximate tokens, the ones a method may choose to recompute."""
-        return ~(self.live | self.exact)
+        return ~(self.fresh | self.exact)
 
     @property
     def question(self) -> int:
         """Where the question begins: behind the last token that has cached KV."""
-        covered = (~self.live).nonzero()
+        covered = (~self.fresh).nonzero()
         return int(covered[-1]) + 1 if len(covered) else 0
 
 
@@ -95,7 +95,7 @@ class Selector(Protocol):
         ...
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
-        """(seq_len,) bool: rows computed in layer 0; must contain `layout.live`."""
+        """(seq_len,) bool: rows computed in layer 0; must contain `layout.fresh`."""
         ...
 
     def check_layers(self, layout: Layout) -> tuple[int, ...]:

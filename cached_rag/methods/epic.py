@@ -40,7 +40,7 @@ class Epic(StaticSelector):
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """The live rows and the anchors."""
-        rows = layout.live.clone()
+        rows = layout.fresh.clone()
         ratio = self.recompute_ratio
         for begin, end in layout.modules:
             count = self.anchor_tokens if ratio is None else round(ratio * (end - begin))

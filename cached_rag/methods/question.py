@@ -31,7 +31,7 @@ class QuestionSelector(StaticSelector, ABC):
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """The live rows, and with r = 1 all reused ones; otherwise `choose` adds to them."""
-        return ~layout.exact if self.recompute_ratio == 1.0 else layout.live
+        return ~layout.exact if self.recompute_ratio == 1.0 else layout.fresh
 
     @abstractmethod
     def observed_layers(self, layout: Layout) -> tuple[int, ...]:

@@ -36,6 +36,6 @@ class Random(StaticSelector):
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """The live rows and the drawn ones."""
         generator = torch.Generator().manual_seed(self.seed)
-        scores = torch.rand(layout.live.shape, generator=generator)
+        scores = torch.rand(layout.fresh.shape, generator=generator)
         budget = int(self.recompute_ratio * int(layout.reused.sum()))
-        return layout.live | top_rows(scores, layout.reused, budget)
+        return layout.fresh | top_rows(scores, layout.reused, budget)

@@ -26,7 +26,7 @@ class Reuse(StaticSelector):
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """The live rows."""
-        return layout.live
+        return layout.fresh
 
 
 @dataclass(frozen=True)

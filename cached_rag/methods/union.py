@@ -42,7 +42,7 @@ class Union(QuestionSelector):
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """All members' rows."""
-        return reduce(torch.logical_or, (m.first_rows(layout) for m in self.members), layout.live)
+        return reduce(torch.logical_or, (m.first_rows(layout) for m in self.members), layout.fresh)
 
     def observed_layers(self, layout: Layout) -> tuple[int, ...]:
         """Those of the member that asks."""

@@ -14,7 +14,8 @@ from cached_rag.backends.base import Backend
 from cached_rag.errors import ContextOverflowError, StoreError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.module import ModuleKV
-from cached_rag.library.library import Behind, Library
+from cached_rag.library.library import Library
+from cached_rag.library.matching import EncodedAfter
 from cached_rag.pml.layout import Ids, Run
 from cached_rag.pml.recipes import Recipe, Recipes
 from cached_rag.pml.units import Unit
@@ -33,7 +34,7 @@ class Encoded:
 
     units: set[Unit] = field(default_factory=set)
     tokens: int = 0
-    kv: dict[tuple[Behind, Ids], ModuleKV] = field(default_factory=dict)
+    kv: dict[tuple[EncodedAfter, Ids], ModuleKV] = field(default_factory=dict)
     problem: StoreError | None = None
 
 

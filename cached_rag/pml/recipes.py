@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cached_rag.kv.fingerprint import digest
-from cached_rag.library.library import Behind
+from cached_rag.library.matching import EncodedAfter
 from cached_rag.pml.layout import Ids, Run
 from cached_rag.pml.units import Unit, Units
 
@@ -31,9 +31,9 @@ class Recipe:
     seen: str | None
 
     @property
-    def source(self) -> tuple[Behind, Ids]:
+    def source(self) -> tuple[EncodedAfter, Ids]:
         """By what the library has the KV."""
-        return Behind((), f"pml:{self.name}"), self.ids
+        return EncodedAfter((), f"pml:{self.name}"), self.ids
 
 
 class Trail:

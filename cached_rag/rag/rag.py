@@ -362,7 +362,7 @@ class CachedRAG:
         # Shorter texts are never known.
         long = [text for text in map(str.strip, texts) if len(text) >= ANCHOR]
         is_known = all(library.table.get(text) is not None for text in long)
-        if is_known and library.behinds():
+        if is_known and library.encoded_after():
             return
         self.engine.register(texts)
         with library.spared():

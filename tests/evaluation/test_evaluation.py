@@ -227,7 +227,7 @@ def test_neighbours_are_the_nearest_and_strangers_are_not_oneself(data, monkeypa
     strangers = encodings._context("strangers", 1)
     assert strangers.before(CHUNKS[0]) == strangers.before(CHUNKS[0]) != [CHUNKS[0]]
     engine = encodings.engine("neighbours:2", CHUNKS)
-    assert {b.context for b in engine.library.behinds()} == {"", "neighbours:2"}
+    assert {b.context for b in engine.library.encoded_after()} == {"", "neighbours:2"}
 
 
 def test_the_frontier_is_drawn(data, tmp_path):

@@ -41,7 +41,7 @@ def held(llm, text):
     """What a text's KV was encoded behind, if it has any."""
     library = llm.engine.library
     module = library.table.get(text)
-    return module and [b for b in library.behinds() if library.holds(b, module.token_ids)]
+    return module and [b for b in library.encoded_after() if library.holds(b, module.token_ids)]
 
 
 def test_it_returns_what_the_retriever_inside_returns(llm, inner):

@@ -75,7 +75,7 @@ def has_kv(llm, text):
     module = library.table.get(text)
     if module is None:
         return False
-    return any(library.holds(behind, module.token_ids) for behind in library.behinds())
+    return any(library.holds(behind, module.token_ids) for behind in library.encoded_after())
 
 
 def held(llm):

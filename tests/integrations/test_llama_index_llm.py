@@ -199,7 +199,7 @@ def test_a_prompt_gives_its_head_to_what_is_encoded(llm):
     llm.encode(CHUNKS, prompt=template)
     answer = llm.predict(template, context_str=CHUNKS[1], query_str=QUESTION)
     assert isinstance(answer, str)
-    (behind,) = llm.loaded_engine().library.behinds()
+    (behind,) = llm.loaded_engine().library.encoded_after()
     rendered = llm.messages_to_prompt([ChatMessage(content="Read this.\n")])
     assert len(behind.prefix_ids) > len(llm.token_ids("Read this."))
     assert rendered.startswith(llm.loaded_engine().model.tokenizer.decode(behind.prefix_ids)[:20])

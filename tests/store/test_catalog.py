@@ -7,11 +7,11 @@ from contextlib import closing
 import pytest
 from test_stores import key, module
 
-from cached_rag.kv.store import Catalog, DiskStore, ModuleRecord, holdings
+from cached_rag.kv.store import Catalog, ChunkRecord, DiskStore, holdings
 
 
 def record(n):
-    return ModuleRecord(f"digest {n}", f"anchor {n}", n, (n, n + 1), (0, 3))
+    return ChunkRecord(f"digest {n}", f"anchor {n}", n, (n, n + 1), (0, 3))
 
 
 @pytest.fixture
@@ -24,17 +24,17 @@ def catalogs(tmp_path):
 
 def test_modules_come_in_order_and_once(catalogs):
     writer, reader = catalogs
-    writer.add_modules([record(1), record(2), record(1)])
+    writer.add_chunks([record(1), record(2), record(1)])
     rows = list(reader.modules())
     assert [r for _, r in rows] == [record(1), record(2)]
-    writer.add_modules([record(3)])
+    writer.add_chunks([record(3)])
     assert [r for _, r in reader.modules(after=rows[-1][0])] == [record(3)]
 
 
 def test_changes_by_others_are_noticed_once(catalogs):
     writer, reader = catalogs
     assert not reader.changed()
-    writer.add_modules([record(1)])
+    writer.add_chunks([record(1)])
     assert reader.changed()
     assert not reader.changed()
     assert not writer.changed()  # its own writes are known to it
@@ -42,7 +42,7 @@ def test_changes_by_others_are_noticed_once(catalogs):
 
 def test_removals_change_the_generation(catalogs):
     writer, reader = catalogs
-    writer.add_modules([record(1), record(2)])
+    writer.add_chunks([record(1), record(2)])
     before = reader.generation()
     writer.doom(["digest 1"])
     assert reader.generation() != before
@@ -57,7 +57,7 @@ def test_prefixes_are_a_set(catalogs):
 
 
 def test_models_and_tenants_see_only_their_own(tmp_path, catalogs):
-    catalogs[0].add_modules([record(1)])
+    catalogs[0].add_chunks([record(1)])
     for scope in (("other model", ""), ("model", "tenant")):
         stranger = Catalog(tmp_path / "c.sqlite", *scope)
         assert list(stranger.modules()) == []

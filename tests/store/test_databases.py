@@ -18,10 +18,11 @@ from test_stores import key, module, same
 from cached_rag import CachedRAGError, CorruptBlobError, StoreConfig, StoreError
 from cached_rag.kv.store import Catalog, DiskStore, Maker, database
 from cached_rag.kv.store.database import Database
-from cached_rag.library.library import Behind, Library
+from cached_rag.library.library import Library
+from cached_rag.library.matching import EncodedAfter
 from cached_rag.rag import Chunk, DocumentIndex
 
-BEHIND, IDS = Behind((7, 8)), module(1).token_ids
+BEHIND, IDS = EncodedAfter((7, 8)), module(1).token_ids
 
 
 def opened(path):
@@ -33,8 +34,8 @@ def folder(tmp_path):
     """A store with a module, in two databases."""
     library = opened(tmp_path)
     library.put(BEHIND, module(1))
-    library.add_behind(BEHIND)
-    library.add_modules([record(1), record(2)])
+    library.add_encoded_after(BEHIND)
+    library.add_chunks([record(1), record(2)])
     library.close()
     return tmp_path
 
@@ -82,7 +83,7 @@ def test_no_damage_to_the_cache_stops_a_question(folder, name, caplog):
     for _ in damages(folder / name, 307):
         library = opened_with_memory(folder)
         library.refresh(force=True)
-        library.behinds()
+        library.encoded_after()
         library.holds(BEHIND, IDS)
         library.other_makers([record(1)])
         library.register([record(3)])
@@ -196,7 +197,7 @@ def test_damaged_tokens_are_left_out_named_and_restored(folder, caplog):
         assert catalog.prefixes() == []
         assert "damaged" in caplog.text
         assert len(catalog.check()) == 2
-        catalog.add_modules([record(1)])
+        catalog.add_chunks([record(1)])
         catalog.add_prefix((7, 8))
         assert catalog.find(["digest 1"]) == [record(1)]
         assert catalog.prefixes() == [((7, 8), "")]
@@ -285,7 +286,7 @@ def test_a_read_only_store_serves_and_is_not_touched(folder, documents, monkeypa
             library.register([record(3)])
     assert caplog.text.count("cannot be written") == 1
     assert "delete" not in caplog.text
-    assert library.behinds() == [BEHIND]
+    assert library.encoded_after() == [BEHIND]
     with pytest.raises(StoreError, match="cannot be written"):
         library.put(BEHIND, module(1))
     assert library.disk.check() == []

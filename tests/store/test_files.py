@@ -24,7 +24,8 @@ from test_stores import key, module, same
 from cached_rag import CorruptBlobError, StoreConfig, StoreError
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import DiskStore, Maker, MemoryStore, TieredStore, database, disk
-from cached_rag.library.library import Behind, Library
+from cached_rag.library.library import Library
+from cached_rag.library.matching import EncodedAfter
 
 
 @pytest.fixture
@@ -209,7 +210,7 @@ def test_running_out_of_descriptors_is_no_damage(store, way):
 
 def test_running_out_of_descriptors_is_a_miss_for_a_question(tmp_path, caplog):
     library = Library(StoreConfig(path=str(tmp_path)), Maker("model"), memory=[])
-    behind, ids = Behind(()), module(1).token_ids
+    behind, ids = EncodedAfter(()), module(1).token_ids
     library.put(behind, module(1))
     with no_descriptors_left(), caplog.at_level(logging.WARNING):
         assert library.fetch(behind, ids) is None

@@ -102,7 +102,7 @@ def _prefill_asked(
             "this model's attention cannot be watched, so methods that ask the question cannot be "
             "used with it; choose cacheblend, epic or reuse"
         )
-    live = layout.live.to(token_ids.device)
+    live = layout.fresh.to(token_ids.device)
     slots = live.nonzero().squeeze(1)
     asked = RowPass(decoder, buffer, token_ids, slots, num_logits=0, ready=ready)
     observer = Observer(selector, layout)

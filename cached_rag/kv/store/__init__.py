@@ -1,7 +1,7 @@
 """Where modules' KV is kept: tiers, codecs, and the catalog of what text is a module."""
 
 from cached_rag.kv.store.base import KVStore, Problem
-from cached_rag.kv.store.catalog import Catalog, Maker, ModuleRecord
+from cached_rag.kv.store.catalog import Catalog, ChunkRecord, Maker
 from cached_rag.kv.store.codecs import Codec, codec_by_name
 from cached_rag.kv.store.disk import DiskStore
 from cached_rag.kv.store.memory import MemoryStore
@@ -15,7 +15,7 @@ __all__ = [
     "KVStore",
     "Maker",
     "MemoryStore",
-    "ModuleRecord",
+    "ChunkRecord",
     "Prefetcher",
     "Problem",
     "TieredStore",

@@ -55,7 +55,7 @@ _PREFIXES = f"SELECT {_SIGNED['encodings']}, checksum FROM encodings"
 
 
 @dataclass(frozen=True)
-class ModuleRecord:
+class ChunkRecord:
     """A text that is a module.
 
     Attributes:
@@ -159,7 +159,7 @@ class Catalog:
                 connection.execute(f"DELETE FROM {table} WHERE model = ?", (self.maker.model,))
             connection.execute("UPDATE removals SET count = count + 1")
 
-    def add_modules(self, records: Iterable[ModuleRecord], patience_s: float = PATIENCE_S) -> None:
+    def add_chunks(self, records: Iterable[ChunkRecord], patience_s: float = PATIENCE_S) -> None:
         """Remember texts as modules; known ones change nothing, removed ones come back.
 
         Args:
@@ -184,13 +184,13 @@ class Catalog:
             connection.executemany(sql, rows)
             connection.executemany(revived, [row[:3] for row in rows])
 
-    def find(self, text_digests: Iterable[str]) -> list[ModuleRecord]:
+    def find(self, text_digests: Iterable[str]) -> list[ChunkRecord]:
         """Those of these texts that are modules."""
         query = f"{_MODULES} AND text_digest = ?"
         rows = (self._database.rows(query, *self._scope, name) for name in text_digests)
         return [_record(row) for found in rows for row in sound(self._database, found)]
 
-    def modules(self, after: int = 0) -> Iterator[tuple[int, ModuleRecord]]:
+    def modules(self, after: int = 0) -> Iterator[tuple[int, ChunkRecord]]:
         """(row number, record) of all modules that were added after a row, in order."""
         query = f"{_MODULES} AND id > ? ORDER BY id"
         for row in sound(self._database, self._database.rows(query, *self._scope, after)):
@@ -311,9 +311,9 @@ def _put(table: str, key: str, columns: str) -> str:
     )
 
 
-def _record(row: tuple[object, ...]) -> ModuleRecord:
+def _record(row: tuple[object, ...]) -> ChunkRecord:
     _, text_digest, anchor, length, ids, starts, _ = row
-    return ModuleRecord(
+    return ChunkRecord(
         str(text_digest), str(anchor), int(str(length)), _unpack(ids), _unpack(starts)
     )
 
