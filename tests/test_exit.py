@@ -105,7 +105,7 @@ def waiting(finish_seconds, works):
     """Work that waits behind a request, and what of it was done."""
     activity, done = Activity(), []
     background = WriteBack(activity, finish_seconds=finish_seconds)
-    activity.begin()
+    activity.begin(background)
     for name, work in works.items():
         background.offer(name, lambda name=name, work=work: (work(), done.append(name)))
     return background, done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from cached_rag import CachedRAG, CachedRAGError, Embedder, MissingPackageError
 from cached_rag.benchmarks.plotting import new_figure
 
-ROOT = Path(__file__).parents[2]
+ROOT, TESTS = Path(__file__).parents[2], Path(__file__).parents[1]
 RAG = (
     *("charset_normalizer", "docutils", "faiss", "inscriptis", "markdown_it", "pypdf"),
     "sentence_transformers",
@@ -44,7 +45,9 @@ main()
 def run(missing, code):
     code = WITHOUT.format(missing=missing, code=code)
     command = [sys.executable, "-W", "ignore", "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": path}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
 
 def test_an_engine_needs_no_extra():
