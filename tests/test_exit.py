@@ -102,10 +102,10 @@ def test_closing_finishes_what_waits(tmp_path):
 
 
 def waiting(finish_seconds, works):
-    """Work that waits behind a request, and what of it was done."""
+    """A queue whose tasks wait for a request, and the names of the tasks that were done."""
     activity, done = Activity(), []
     background = WriteBack(activity, finish_seconds=finish_seconds)
-    activity.begin()
+    activity.begin(background)
     for name, work in works.items():
         background.offer(name, lambda name=name, work=work: (work(), done.append(name)))
     return background, done

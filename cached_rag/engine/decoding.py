@@ -68,10 +68,10 @@ class Prefilled(Protocol):
 
 
 class Decoding:
-    """One answer in the making.
+    """An answer that is being made.
 
     Attributes:
-        prompt_ids: what it answers; set before the first token.
+        prompt_ids: the prompt's tokens; set before the first `take`.
         token_ids: the answer's tokens so far; others may watch the list grow.
         finish_reason: see `Generation`; None until it is complete.
     """

@@ -93,10 +93,10 @@ class RunningSequence:
 
 
 class Sharing:
-    """The prompts that are being answered now. Used by one thread at a time.
+    """The prompts that are being answered now, and their KV. Used by one thread at a time.
 
     Args:
-        shares: whether they share anything; else each keeps all of its KV.
+        shares: False keeps all of each prompt's KV apart.
     """
 
     def __init__(self, shapes: KVShapes, *, shares: bool = True) -> None:

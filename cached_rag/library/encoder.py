@@ -82,7 +82,7 @@ class Encoder:
         return Order(behind, tuple(records), tuple(skipped))
 
     def encode(self, order: Order, progress: Progress) -> EncodeSummary:
-        """See `Engine.encode`."""
+        """Prefill the texts of an order that have no KV; see `Engine.encode`."""
         started = time.perf_counter()
         behind = order.behind
         wanted, num_present = self._sorted_out(behind, order.records)
