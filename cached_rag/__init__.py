@@ -1,6 +1,6 @@
 """Retrieval-augmented generation without prefilling the same text twice.
 
-Names are loaded when first used, so that the command line answers at once.
+A name is imported when it is first used: `import cached_rag` itself loads no model library.
 """
 
 from __future__ import annotations

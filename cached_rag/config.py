@@ -1,4 +1,7 @@
-"""Settings: frozen, checked when made. Knows names and ranges; knows no model."""
+"""The settings. They are checked when they are made, and cannot be changed afterwards.
+
+Knows names and ranges; knows no model.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from cached_rag.errors import ConfigError
 from cached_rag.methods import SELECTORS, Selector, name_of, parse_method
 
 METHODS = tuple(SELECTORS)
-# Small, good enough to see what the library does, and in a wheel that needs no hub (README).
+# Small, but good enough to see what the library does. A wheel has it, so no hub is needed (README).
 DEFAULT_MODEL = "smollm2-135m"
-# Scores divided by less overflow, as do those that are multiplied by more than its inverse.
+# The smallest temperature, and the smallest repetition penalty: logits divided by less overflow.
+# The inverse is the largest penalty, as logits multiplied by more overflow, too.
 _COLDEST = 1e-4
 _METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")
 
@@ -22,22 +26,25 @@ class GenerationConfig:
     """How one prompt is prefilled and answered.
 
     Attributes:
-        method: how cached modules are used: one of `METHODS`, with options as in
-            "epic:anchor_tokens=32", several as in "epic+prophetkv", or a selector.
-        recompute_ratio: share of the reused tokens to recompute; None for the method's default.
-        check_layer, gradual: CacheBlend's; None for the method's default.
-        adaptive: let the loading controller raise the ratio to what hides behind loading, and
-            compute modules that would load more slowly than that.
-        max_tokens: most tokens to generate.
-        temperature: 0 decodes greedily.
+        method: how the KV of chunks is used and repaired (docs/methods.md). The name of one of
+            `METHODS`; with options, as in "epic:anchor_tokens=32"; several, as in
+            "epic+prophetkv"; or a selector of your own.
+        recompute_ratio: share of the reused tokens to recompute, 0 to 1; None for the method's
+            default.
+        check_layer, gradual: options of CacheBlend; None for its defaults.
+        adaptive: let the loading controller decide. It raises the recompute ratio as long as that
+            delays nothing, because KV is still being loaded, and has chunks computed that would
+            be loaded more slowly.
+        max_tokens: most tokens of the answer.
+        temperature: 0 always takes the likeliest token; otherwise at least 0.0001.
         top_p, top_k: nucleus and top-k sampling; 1 and 0 switch them off.
-        stop: strings that end the answer; they are not part of it.
-        seed: makes sampling repeatable.
-        ignore_eos: go on to `max_tokens`, whatever the model says.
-        repetition_penalty: 0.0001 to 10000; None for the model's own generation config.
+        stop: one string or several that end the answer; they are not part of it.
+        seed: makes sampling repeatable; None for a new one each time.
+        ignore_eos: go on to `max_tokens`, even if the model ends its answer earlier.
+        repetition_penalty: 0.0001 to 10000; None for the one in the model's generation config.
 
     Raises:
-        ConfigError: a value out of range, or an option its method does not have.
+        ConfigError: a value is out of range, or the method does not have an option.
     """
 
     method: str | Selector = "auto"
@@ -76,13 +83,17 @@ class GenerationConfig:
 
     @property
     def method_name(self) -> str:
-        """The method, after `auto` was resolved."""
+        """The method as reports name it; for `auto` the method that it stands for."""
         if not isinstance(self.method, str):
             return name_of(self.method)
         return self.selector().reported_as or self.method
 
     def selector(self) -> Selector:
-        """The method, with its options."""
+        """The method with its options, as an object.
+
+        Raises:
+            ConfigError: the method is unknown, or does not have an option.
+        """
         if not isinstance(self.method, str):
             return self.method
         given = {n: getattr(self, n) for n in _METHOD_OPTIONS if getattr(self, n) is not None}
@@ -108,12 +119,17 @@ class BatchConfig:
     """How many prompts are answered at the same time.
 
     Attributes:
-        max_rows: most answers that are made together; the other requests wait.
-        max_bytes: most bytes of the KV of these answers; None for no bound. The store's own
-            memory is bounded by `StoreConfig`.
-        max_waiting: most requests that wait; None for no bound. One more is refused.
-        prefill_tokens: how many prompt tokens are computed between two tokens of running answers.
-        shares: prompts that have KV in common keep it once and read it once.
+        max_rows: most prompts that are answered together; the other requests wait.
+        max_bytes: most bytes of KV that these prompts and their answers have; None for no bound.
+            The memory of the store has its own bounds, in `StoreConfig`.
+        max_waiting: most requests that may wait; one more is refused with `BusyError`. None for no
+            bound.
+        prefill_tokens: about how many prompt tokens are computed between two tokens of the running
+            answers. More lets new prompts begin sooner, and makes running answers slower meanwhile.
+        shares: KV that running prompts have in common is kept once and read once.
+
+    Raises:
+        ConfigError: a value is out of range.
     """
 
     max_rows: int = 16
@@ -136,25 +152,30 @@ class StoreConfig:
 
     Attributes:
         path: folder on disk; None keeps KV in memory only.
-        codec: "raw" keeps the model's dtype, "int8" halves it (see docs/store.md for the error).
-        memory_bytes: most bytes of KV in the host's memory.
-        device_bytes: most bytes of KV in a CUDA device's memory; 0 keeps none there, None takes a
-            quarter of what is free. Without meaning elsewhere.
+        codec: how KV is written to disk. "raw" keeps the model's dtype; "int8" takes half of the
+            space of 16 bits, and loses precision (docs/store.md).
+        memory_bytes: most bytes of chunks' KV in the host's memory.
+        device_bytes: most bytes of chunks' KV in a CUDA device's memory. 0 keeps none there; None
+            takes a quarter of what is free. Without a CUDA device it means nothing.
         disk_bytes: most bytes of KV on disk; None for no bound.
-        namespace: tenants with different namespaces never share KV.
-        sequence_bytes: most bytes of KV that finished prompts and answers left, for prompts that
-            begin alike; 0 keeps none.
-        keeps_repaired: keep there also what a method repaired, for prompts of the same method;
-            else only what full prefill would compute, so that no answer depends on earlier ones.
-        write_back: encode in the background what a request missed.
-        finish_seconds: how long `Engine.close`, or the interpreter's end, may go on encoding what
-            still waits, so that a short script's work is on disk for the next one; 0 drops it.
-            Without a disk nothing is worth it, and nothing is done.
-        learn_prefixes: what recurs before the first module of prompts is encoded in the background
-            and reused without loss; modules that lack KV are encoded behind it from then on.
-        pipelined: read KV from disk layer by layer while the first layers are computed already;
-            else all of it first. None: only on an accelerator, for on a CPU the two compete for
-            the same cores (measured: docs/store.md).
+        namespace: the tenant; tenants with different namespaces never share KV.
+        sequence_bytes: most bytes of KV of finished prompts and their answers, which is kept for
+            prompts that begin alike; 0 keeps none.
+        keeps_repaired: keep KV of finished prompts also where a method repaired it, for prompts of
+            the same method. If not, only KV that full prefill would compute is kept, and no answer
+            depends on earlier prompts.
+        write_back: encode chunks that a request missed in the background.
+        finish_seconds: how long `Engine.close`, or the interpreter's end, may go on encoding chunks
+            that still wait, so that the next process finds their KV on disk; 0 drops them. Without
+            `path` nothing is encoded then.
+        learn_prefixes: a head that recurs before the first chunks of prompts is encoded in the
+            background, and then reused without loss. Missed chunks are encoded behind it.
+        pipelined: read KV from disk layer by layer, while the model computes layers that were read.
+            If not, all is read first. None turns it on for accelerators only: on a CPU, reading
+            and computing compete for the same cores (measured in docs/store.md).
+
+    Raises:
+        ConfigError: a value is out of range.
     """
 
     path: str | None = None

@@ -1,13 +1,13 @@
 """Every error this library raises on purpose, and nothing else.
 
     CachedRAGError
-    ├── ConfigError            a setting that cannot be (also a ValueError)
+    ├── ConfigError            a setting that is unknown or out of range (also a ValueError)
     ├── ModelError
     │   ├── ModelNotFoundError     no weights under that name
     │   └── RelocationError        this model's keys cannot be moved to other positions
     ├── ContextOverflowError   the prompt does not fit the model's context, or the memory
     ├── BusyError              too many requests wait already
-    ├── ClosedError            an index or an engine that is used after it was closed
+    ├── ClosedError            an index or an engine is used after it was closed
     ├── StoreError
     │   ├── CorruptBlobError       a KV file that is damaged, or belongs to something else
     │   └── StoreFullError         no room left on the disk
@@ -36,7 +36,7 @@ class ConfigError(CachedRAGError, ValueError):
 
 
 class ModelError(CachedRAGError):
-    """Something about the language model."""
+    """The language model cannot be loaded or used."""
 
 
 class ModelNotFoundError(ModelError):
@@ -60,19 +60,19 @@ class ClosedError(CachedRAGError):
 
 
 class StoreError(CachedRAGError):
-    """Something about the KV store."""
+    """The KV store cannot be read or written."""
 
 
 class CorruptBlobError(StoreError):
-    """A stored KV file is damaged, or holds another module than its name says."""
+    """A stored KV file is damaged, or holds other KV than its name says."""
 
 
 class StoreFullError(StoreError):
-    """The disk (or the byte bound) leaves no room for a module."""
+    """The disk, or the bound on its use, leaves no room for more KV."""
 
 
 class DocumentError(CachedRAGError):
-    """A document cannot be read, holds no text, or is not the one that is meant."""
+    """A document cannot be read, holds no text, or is not there."""
 
 
 class IndexMismatchError(CachedRAGError):
@@ -86,8 +86,9 @@ class MissingPackageError(CachedRAGError, ImportError):
         """Say what is missing and how to get it.
 
         Args:
-            what: the part, as in "the server".
-            extra: the extra of this library that brings the packages.
+            what: the part that needs the packages, as in "the server".
+            extra: the extra of this library that brings them.
+            error: the failed import.
         """
         super().__init__(
             f"{what} needs more packages ({error}); install them: "
@@ -97,11 +98,12 @@ class MissingPackageError(CachedRAGError, ImportError):
 
 @contextmanager
 def needs_extra(extra: str, what: str, *modules: str) -> Iterator[None]:
-    """Around imports of what an extra brings.
+    """A context for imports from an optional extra; it explains a missing package.
 
     Args:
-        extra, what: as `MissingPackageError` has them.
-        modules: must be there as well; they are looked for, and not imported.
+        extra: the extra that brings the packages.
+        what: the part that needs them, as in "the server".
+        modules: Python modules that must be there, too. They are looked for, but not imported.
 
     Raises:
         MissingPackageError: something is not installed.
@@ -124,8 +126,8 @@ class PMLError(CachedRAGError, ValueError):
 
     Attributes:
         what: the mistake and its remedy.
-        line, column: where it is, from 1; 0 where there is no such place.
-        file: where it is, if it is in a file.
+        line, column: where the mistake is, counted from 1; 0 if it has no place in a text.
+        file: the file it is in; None if it is in none.
     """
 
     def __init__(self, what: str, where: tuple[int, int] = (0, 0), file: str | None = None) -> None:

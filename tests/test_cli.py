@@ -165,7 +165,7 @@ def test_doctor_reports_the_rule_and_passes_its_self_test(model_folder):
     facts = json.loads(result.stdout)
     assert "half rotary" in facts["position_rule"]
     assert facts["prefill_tokens_per_s_512"] >= facts["prefill_tokens_per_s_1024"] > 0
-    assert "2 modules loaded" in facts["loading_from_memory"]
+    assert "2 chunks loaded" in facts["loading_from_memory"]
     assert all(test["passed"] for test in facts["self_test"])
 
 

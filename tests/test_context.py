@@ -1,4 +1,4 @@
-"""Modules encoded behind a context: right KV, own identity, chosen before the plain one."""
+"""Chunks encoded behind a context: right KV, own identity, chosen before the plain one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from test_engine import ask
 
 from cached_rag import Context, Engine, StoreConfig
 from cached_rag.library.context import PRIMER
-from cached_rag.library.encode import encode_modules, encode_prefix, join
+from cached_rag.library.encode import encode_chunks, encode_prefix, join
 from cached_rag.library.matching import EncodedAfter
 
 
@@ -48,7 +48,7 @@ def test_the_first_module_is_exact_if_it_can_be_and_the_others_stand_in_context(
     engine.encode(CHUNKS, head_of(engine))
     engine.encode(CHUNKS, head_of(engine), context=PRIMER)
     _, plan = engine.plan(ask(*CHUNKS), "reuse", engine.prefill(ask(*CHUNKS)).report)
-    modules = [place for place in plan.placements if place.is_module]
+    modules = [place for place in plan.placements if place.is_chunk]
     assert [place.is_exact for place in modules] == [True, False, False]
     far = [place.kv.start for place in modules]
     assert far[0] < far[1] == far[2]
@@ -77,7 +77,7 @@ def test_different_texts_before_different_modules(engine):
 def test_joined_modules_are_moved_right_behind_each_other():
     model = tiny_model("llama")
     prefix = encode_prefix(model, (3, 4, 5))
-    one, two = encode_modules(model, prefix, [(6, 7, 8, 9), (10, 11)])
+    one, two = encode_chunks(model, prefix, [(6, 7, 8, 9), (10, 11)])
     joined = join(model, join(model, prefix, one), two)
     assert joined.token_ids == (3, 4, 5, 6, 7, 8, 9, 10, 11)
     keys, _ = plain_cache(model, joined.token_ids)

@@ -19,7 +19,7 @@ from conftest import (
 from cached_rag import RelocationError
 from cached_rag.backends.transformers.attention.scattered import IMPLEMENTATION
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.library.encode import encode_modules, encode_prefix
+from cached_rag.library.encode import encode_chunks, encode_prefix
 from cached_rag.methods import CacheBlend, Layout, Reuse
 
 TOLERANCE = 1e-4
@@ -48,7 +48,7 @@ def three_modules(model):
     prefix_ids, question = random_ids(PREFIX, 1), random_ids(QUESTION, 2)
     modules = [tuple(random_ids(MODULE, seed)) for seed in (3, 4, 5)]
     prefix = encode_prefix(model, prefix_ids)
-    by_ids = {kv.token_ids: kv for kv in encode_modules(model, prefix, modules)}
+    by_ids = {kv.token_ids: kv for kv in encode_chunks(model, prefix, modules)}
     ids = [*prefix_ids, *(t for m in modules for t in m), *question]
     return prefix, [by_ids[m] for m in modules], ids
 
@@ -143,7 +143,7 @@ def test_batched_encoding_equals_encoding_one_by_one(family):
     model = tiny_model(family)
     prefix = encode_prefix(model, random_ids(PREFIX, 1))
     modules = [tuple(random_ids(length, length)) for length in (20, 7, 13)]
-    together = list(encode_modules(model, prefix, modules))
+    together = list(encode_chunks(model, prefix, modules))
     assert [kv.seq_len for kv in together] == [20, 13, 7]
     for kv in together:
         ids = [*prefix.token_ids, *kv.token_ids]

@@ -102,7 +102,7 @@ def test_closing_finishes_what_waits(tmp_path):
 
 
 def waiting(finish_seconds, works):
-    """Work that waits behind a request, and what of it was done."""
+    """A queue whose tasks wait for a request, and the names of the tasks that were done."""
     activity, done = Activity(), []
     background = WriteBack(activity, finish_seconds=finish_seconds)
     activity.begin(background)
@@ -118,7 +118,7 @@ def test_what_the_bound_leaves_undone_is_counted(caplog):
     with caplog.at_level(logging.WARNING):
         background.close()
     assert done == ["a"]  # what was begun is finished
-    assert "2 known texts" in caplog.text
+    assert "2 chunk(s) were not encoded" in caplog.text
     assert "finish_seconds" in caplog.text
     background.offer("d", lambda: done.append("d"))
     background.drain()
@@ -144,7 +144,7 @@ def test_an_interrupt_ends_the_finishing(caplog):
     with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt):
         background.close()
     assert done == ["a"]
-    assert "1 known texts" in caplog.text
+    assert "1 chunk(s) were not encoded" in caplog.text
     background.close()
     assert done == ["a"]
 

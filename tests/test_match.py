@@ -1,4 +1,4 @@
-"""Modules are found where their text is, whatever the texts are, and in linear time."""
+"""Chunks are found where their text is, whatever the texts are, and in linear time."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 # Times, rates and scores differ from machine to machine; whole numbers are counts and do not.
 MEASURED = re.compile(r"_(?:ms|bytes)'?[:=] ?[\d.]+|\d+\.\d+|\b\d+(?= ?(?:ms|s|%)(?!\w))")
 # What stays of a cell that prints answers, or what else a rounding may turn: how much was reused.
-COUNTED = re.compile(r"\d+(?: of \d+)? prompt tokens(?: from cache)?|\d+ modules hit, \d+ missed")
+COUNTED = re.compile(r"\d+(?: of \d+)? prompt tokens(?: from cache)?|\d+ chunks hit, \d+ missed")
 
 
 def facts(cell):
@@ -78,7 +78,7 @@ def differ(first, second):
 
 
 REPORT = "{'prompt_tokens': %d, 'load_ms': %s}"
-LINE = "%s\nreuse: %d of 48 prompt tokens from cache (46%%), 2 modules hit, 0 missed; after %s ms"
+LINE = "%s\nreuse: %d of 48 prompt tokens from cache (46%%), 2 chunks hit, 0 missed; after %s ms"
 
 
 @pytest.mark.parametrize(

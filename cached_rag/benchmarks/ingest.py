@@ -9,7 +9,7 @@ import torch
 
 from cached_rag.benchmarks.loop import medians, milliseconds
 from cached_rag.engine.engine import Engine
-from cached_rag.library.encode import BATCH_TOKENS, encode_modules
+from cached_rag.library.encode import BATCH_TOKENS, encode_chunks
 from cached_rag.library.matching import EncodedAfter
 
 
@@ -36,7 +36,7 @@ def bench_ingest(
     batches = torch.split(ids, max(1, BATCH_TOKENS // module_tokens))
 
     def encode() -> None:
-        for kv in encode_modules(engine.model, None, [tuple(row) for row in ids.tolist()]):
+        for kv in encode_chunks(engine.model, None, [tuple(row) for row in ids.tolist()]):
             engine.library.put(EncodedAfter((0,)), kv)
 
     def forward() -> None:

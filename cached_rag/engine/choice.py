@@ -1,6 +1,7 @@
-"""How a prompt is prefilled: the method that was asked for, or what the model and loading allow.
+"""Chooses how a prompt is prefilled: by the method that was asked for, or by another one.
 
-Knows plans and methods; computes nothing.
+Another one is taken where the model cannot run `auto`'s; the loading controller may change the
+method's recompute ratio. Knows plans and methods; computes nothing.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from cached_rag.methods import CacheBlend, Full, Prefix, Selector, Takes
 
 @dataclass(frozen=True)
 class Choice:
-    """What to do with a prompt.
+    """How a prompt will be prefilled.
 
     Attributes:
-        plan: cut to what the method uses.
-        notes: what the user should know.
-        decision: the loading controller's, in words; empty where it was not asked.
+        plan: only what the method uses of the original plan.
+        method: the one to use.
+        notes: sentences for the user, one for each thing that differs from what was asked for.
+        decision: the loading controller's, in words; empty if it was not asked.
     """
 
     plan: Plan
@@ -35,10 +37,10 @@ class Choice:
 
 
 def choose(model: Backend, plan: Plan, config: GenerationConfig) -> Choice:
-    """What the model can do of what was asked for.
+    """The method and plan for a prompt, after checking what the model can do.
 
     Raises:
-        RelocationError: it cannot do what was asked for by name.
+        RelocationError: the model cannot run a method that was asked for by name.
     """
     choice = _allowed(model, plan, config)
     return _adapted(model, choice) if config.adaptive else choice
@@ -63,10 +65,10 @@ def _allowed(model: Backend, plan: Plan, config: GenerationConfig) -> Choice:
 
 
 def _adapted(model: Backend, choice: Choice) -> Choice:
-    """As the loading controller wants it."""
+    """The choice as the loading controller changes it."""
     plan, method = choice.plan, choice.method
     floor = getattr(method, "recompute_ratio", None)
-    if floor is None:  # `auto` on a model that cannot have its method
+    if floor is None:  # `auto` was asked for and gave way to a method without a ratio
         return choice
     found = plan.placements
     decision = Controller(profile_of(model), floor).decide(
@@ -81,17 +83,17 @@ def _adapted(model: Backend, choice: Choice) -> Choice:
 
 
 def repair_mark(method: Selector) -> str:
-    """Marks KV that a method repaired in its own way; empty if it is what full prefill computes."""
+    """The mark of KV that this method repairs; empty if its KV is what full prefill computes."""
     is_exact = method.takes is not Takes.ALL or getattr(method, "recompute_ratio", None) == 1.0
     return "" if is_exact else repr(method)
 
 
 def check_fits(model: Backend, prompt_tokens: int, plan: Plan, max_tokens: int) -> None:
-    """Whether prompt and answer have room in the model's context.
+    """Check that prompt and answer fit the model's context.
 
     Raises:
-        ConfigError: there is no prompt.
-        ContextOverflowError: they have none.
+        ConfigError: the prompt is empty.
+        ContextOverflowError: they do not fit.
     """
     if not prompt_tokens:
         raise ConfigError("the prompt is empty; there is nothing to answer")

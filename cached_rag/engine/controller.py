@@ -1,8 +1,9 @@
-"""The loading controller (CacheBlend, section 5.2): how much to recompute, and from where to load.
+"""The loading controller (CacheBlend, section 5.2): how much to recompute, and what to load.
 
-Recompute that hides behind loading is free, so the ratio rises until the two take equally long,
-never below the floor at which quality is kept; a module that loads more slowly than it is computed
-is computed. Knows rates; knows neither stores nor models.
+Tokens are recomputed while KV is loaded. As long as recomputing takes no longer than loading, it
+delays nothing. So the controller raises the recompute ratio until both take equally long; it never
+goes below the floor that quality needs. A chunk that is computed faster than it is loaded is not
+loaded. Knows rates; knows neither stores nor models.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from cached_rag.engine.profile import Profile
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with one prompt's modules.
+    """What to do with one prompt's chunks.
 
     Attributes:
         recompute_ratio: share of the loaded tokens to recompute.
-        loaded: for each module, whether to load it (else it is computed).
-        reason: in words, with the times that decided.
+        loaded: for each chunk, whether to load it; the others are computed.
+        reason: the decision in words, with the times that led to it.
     """
 
     recompute_ratio: float
@@ -30,46 +31,52 @@ class Decision:
 
 @dataclass(frozen=True)
 class Controller:
-    """Decides by a profile.
+    """Decides by the rates of a profile.
 
     Attributes:
-        floor: the recompute ratio r* below which quality suffers.
+        floor: the smallest recompute ratio that is allowed (r* in the paper).
     """
 
     profile: Profile
     floor: float
 
-    def decide(self, modules: Sequence[tuple[int, int, str]]) -> Decision:
-        """Decide for modules, each given as (tokens before it, tokens, tier that has it)."""
-        loaded = tuple(self.is_worth_loading(n, tier, preceding) for preceding, n, tier in modules)
-        kept = [module for module, is_kept in zip(modules, loaded, strict=True) if is_kept]
+    def decide(self, chunks: Sequence[tuple[int, int, str]]) -> Decision:
+        """Decide for the chunks of a prompt.
+
+        Args:
+            chunks: (number of tokens before it, number of its tokens, "memory" or "disk") each.
+        """
+        loaded = tuple(self.is_worth_loading(n, tier, preceding) for preceding, n, tier in chunks)
+        kept = [chunk for chunk, is_kept in zip(chunks, loaded, strict=True) if is_kept]
         loading = sum(self.profile.load_s(count, tier) for _, count, tier in kept)
         computing = sum(self.profile.compute_s(count, preceding) for preceding, count, _ in kept)
         hidden = loading / computing if kept else 0.0
         ratio = min(1.0, max(self.floor, hidden))
         why = "the floor" if ratio == self.floor else "what hides behind loading"
         reason = (
-            f"{len(kept)} of {len(modules)} modules loaded, {sum(n for _, n, _ in kept)} tokens "
+            f"{len(kept)} of {len(chunks)} chunks loaded, {sum(n for _, n, _ in kept)} tokens "
             f"in {loading * 1000:.1f} ms; ratio {ratio:.3f} is {why} and takes "
             f"{ratio * computing * 1000:.1f} ms"
         )
         return Decision(ratio, loaded, reason)
 
     def is_worth_loading(self, tokens: int, tier: str, preceding: int = 0) -> bool:
-        """Whether a module that stands behind other tokens is sooner loaded than computed."""
+        """Whether a chunk behind `preceding` other tokens is loaded faster than computed."""
         return self.profile.load_s(tokens, tier) < self.profile.compute_s(tokens, preceding)
 
     def cheapest_tier(
         self, tokens: int, ratio: float, tiers: Mapping[str, float], preceding: int = 0
     ) -> str | None:
-        """For a fixed ratio, the cheapest tier whose loading hides behind the recompute.
+        """The cheapest tier from which loading takes no longer than recomputing.
 
         Args:
+            tokens: number of the chunk's tokens.
+            ratio: the recompute ratio.
             tiers: price of each tier, in any unit.
-            preceding: tokens before the module.
+            preceding: number of tokens before the chunk.
 
         Returns:
-            None if even the fastest adds delay.
+            None if loading takes longer even from the fastest tier.
         """
         room = ratio * self.profile.compute_s(tokens, preceding)
         hiding = [tier for tier in tiers if self.profile.load_s(tokens, tier) <= room]

@@ -1,6 +1,7 @@
-"""An answer as it is made: logits in, tokens and pieces of text out.
+"""Decoding: from logits to the answer's tokens and pieces of text, for one prompt.
 
-`answer_alone` is the plain loop around it, the scheduler's twin. Knows one prompt; knows no other.
+`answer_alone` is the plain loop that answers one prompt. The scheduler does the same for many, and
+the tests compare the two.
 """
 
 from __future__ import annotations
@@ -22,9 +23,14 @@ from cached_rag.kv.rows import RowKV
 
 @dataclass(frozen=True)
 class Generation:
-    """An answer: its text, its tokens, why it ended, and the report.
+    """An answer.
 
-    It ends with "stop" (the model's own end, or a stop string), "length" or "cancelled".
+    Attributes:
+        text: without special tokens, and without the stop string that ended it.
+        token_ids: its tokens, without the one that ends an answer.
+        finish_reason: "stop" (the model ended it, or a stop string came), "length" (it has
+            `max_tokens` tokens) or "cancelled".
+        report: what was reused and computed, and how long it took.
     """
 
     text: str
@@ -38,7 +44,7 @@ class Prefilled(Protocol):
 
     @property
     def tokens(self) -> Tokens:
-        """The prompt's."""
+        """The prompt's tokens."""
         ...
 
     @property
@@ -48,24 +54,24 @@ class Prefilled(Protocol):
 
     @property
     def buffer(self) -> KVBuffer | None:
-        """KV of all tokens, with room for the answer; None once it is released."""
+        """KV of all prompt tokens, with room for the answer's; None once it is released."""
         ...
 
     @property
     def report(self) -> Report:
-        """What it took."""
+        """The report of the request, which the answer completes."""
         ...
 
     def release(self) -> None:
-        """Let go of the buffer."""
+        """Give the buffer back."""
         ...
 
 
 class Decoding:
-    """One answer in the making.
+    """An answer that is being made.
 
     Attributes:
-        prompt_ids: what it answers; set before the first token.
+        prompt_ids: the prompt's tokens; set before the first `take`.
         token_ids: the answer's tokens so far; others may watch the list grow.
         finish_reason: see `Generation`; None until it is complete.
     """
@@ -80,7 +86,7 @@ class Decoding:
         self._text = Detokenizer(model.tokenizer, config.stop)
 
     def take(self, logits: torch.Tensor) -> str:
-        """Pick the next token by (1, vocab_size) logits; the text that is certain with it."""
+        """Pick the next token by (1, vocab_size) logits; returns the text that is now certain."""
         token = self._sampler([*self.prompt_ids, *self.token_ids], logits)
         if token in self._eos_ids:
             self.finish_reason = "stop"
@@ -97,7 +103,7 @@ class Decoding:
 
 @torch.inference_mode()
 def answer_alone(model: Backend, prefill: Prefilled, config: GenerationConfig) -> Generation:
-    """The answer to a prefilled prompt, token after token; the prefill is not released.
+    """Answer a prefilled prompt, token after token. The caller releases the prefill.
 
     Raises:
         As the model does.

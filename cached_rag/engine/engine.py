@@ -1,7 +1,7 @@
-"""The model-facing half: prompt in, text out, with cached modules wherever they occur in it.
+"""The engine: texts are encoded once, and prompts that contain them are answered with their KV.
 
-Joins encoding, prefilling and generating; the main flow is in `prefill.py`. Knows no document
-and no framework.
+Here the parts are joined: the library of chunks, the scheduler of requests, the model. How one
+prompt is prefilled stands in `prefill.py`. Knows no documents and no framework.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from cached_rag.library.sequences import Sequences
 
 @runtime_checkable
 class Planned(Protocol):
-    """A prompt that says itself which of its tokens come from which KV, such as a schema's."""
+    """A prompt that decides itself which of its tokens come from which KV, as PML prompts do."""
 
     def planner(self, engine: Engine) -> Planner:
-        """Its tokens and plan on an engine, once they are wanted."""
+        """What finds the prompt's tokens and makes its plan, when the engine asks for them."""
         ...
 
     def count_tokens(self, engine: Engine) -> int:
-        """How many tokens it has."""
+        """The number of its tokens."""
         ...
 
     def plain(self) -> str | Sequence[Message]:
-        """The same as any prompt."""
+        """The same prompt as ordinary text, or as chat messages."""
         ...
 
 
@@ -65,11 +65,10 @@ _SHARING = threading.Lock()
 
 
 class Engine:
-    """A model and its library of modules. Safe for several threads.
+    """A model and the library of chunks that it has encoded. Safe for several threads.
 
-    All answers are made by its scheduler: those wanted at the same time, together.
-
-    Use `Engine.load`; or give a `Backend`, such as `wrap_model`'s.
+    `Engine.load` makes one from a model's name; `Engine(wrap_model(...))` takes a model that is
+    loaded already. Prompts that are asked at the same time are answered together.
     """
 
     def __init__(
@@ -83,8 +82,12 @@ class Engine:
         """Open the store.
 
         Args:
-            batch: bounds on answers made at the same time.
-            beside: see `tenant`.
+            model: what runs the model.
+            store: where KV is kept; None for `StoreConfig()`, which keeps it in memory.
+            batch: bounds on what is answered at the same time; None for `BatchConfig()`.
+            beside: the engine whose memory and scheduler this one uses, as `tenant` does.
+
+        A store on disk that cannot be opened is logged, and nothing is kept on disk.
         """
         self.model = model
         self._is_closed = False
@@ -119,12 +122,12 @@ class Engine:
 
     @property
     def sequences(self) -> Sequences:
-        """KV that prompts left, all tenants'."""
+        """KV that finished prompts left, of all tenants."""
         return self._resources.sequences
 
     @property
     def write_back(self) -> WriteBack | None:
-        """Encodes in the background what requests missed; None if switched off."""
+        """The thread that encodes what requests missed; None if it is switched off."""
         return self._resources.learning.write_back
 
     @classmethod
@@ -137,7 +140,13 @@ class Engine:
         dtype: torch.dtype | str | None = None,
         device: str | None = None,
     ) -> Engine:
-        """Load a model by alias, hub id, folder or GGUF file; `store` is a folder or settings.
+        """Load a model and open its library.
+
+        Args:
+            model: alias, hub id, folder or GGUF file.
+            store: a folder for KV, or all settings; None keeps KV in memory only.
+            batch: bounds on what is answered at the same time.
+            dtype, device: see `load_model`.
 
         Raises:
             ModelNotFoundError, ModelError: see `load_model`.
@@ -154,7 +163,7 @@ class Engine:
         dtype: str | None = None,
         device: str | None = None,
     ) -> Engine:
-        """As `load`, but one engine for all in this process who ask for the same."""
+        """As `load`, but the same arguments give the same engine everywhere in this process."""
         settings = store or StoreConfig()
         with _SHARING:
             name = (model, settings, dtype, device)
@@ -165,18 +174,22 @@ class Engine:
             return engine
 
     def tenant(self, namespace: str) -> Engine:
-        """An engine on the same model, memory and scheduler that shares no KV with this one."""
+        """An engine for another tenant: the same model, memory and scheduler, but no common KV.
+
+        Args:
+            namespace: the tenant's; engines with the same namespace do share KV.
+        """
         settings = replace(self.settings, namespace=namespace)
         return Engine(self.model, settings, beside=self)
 
     def close(self, finish_seconds: float | None = None) -> None:
-        """End all answers, finish what waits in the background, and release files.
+        """End all answers, encode what still waits in the background, and release files.
 
         Doing it again changes nothing.
 
         Args:
-            finish_seconds: how long that may go on; None for `StoreConfig.finish_seconds`. Ctrl-C
-                ends it sooner.
+            finish_seconds: how long the encoding may take; None for `StoreConfig.finish_seconds`.
+                Ctrl-C ends it sooner.
         """
         if self._is_closed:
             return
@@ -192,10 +205,10 @@ class Engine:
             self.library.close()
 
     def check_open(self) -> None:
-        """Whether it may still be asked.
+        """Check that the engine was not closed.
 
         Raises:
-            ClosedError: it was closed.
+            ClosedError: it was.
         """
         if self._is_closed:
             raise ClosedError(
@@ -209,7 +222,7 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Modules ---------------------------------------------------------------------------------
+    # Chunks ----------------------------------------------------------------------------------
 
     def encode(
         self,
@@ -220,27 +233,30 @@ class Engine:
         context: Context | None = None,
         token_progress: Callable[[int], object] = lambda _: None,
     ) -> EncodeSummary:
-        """Prefill texts once and keep their KV; those that are there already cost nothing.
+        """Prefill texts and keep their KV. Texts whose KV is kept already cost nothing.
 
         Args:
-            texts: each becomes a module, found later wherever a prompt contains it verbatim
-                (surrounding white space aside).
-            prefix: what they will stand behind (see `head`); None for BOS alone.
-            progress: called with the number of modules prefilled, after each batch.
-            context: what stands between prefix and text while it is prefilled; None for nothing.
-            token_progress: as `progress`, with the number of their tokens.
+            texts: each becomes a chunk. It is found later in every prompt that contains it
+                verbatim, but for white space at its ends.
+            prefix: what prompts will say before their chunks (see `head`); None for the
+                tokenizer's BOS token, if it has one.
+            progress: called after each batch with the number of chunks in it.
+            context: texts that stand between the prefix and the chunk while it is prefilled, such
+                as `PRIMER`; None for nothing.
+            token_progress: called after each batch with the number of tokens in it.
 
         Raises:
             ContextOverflowError: a text exceeds the model's context.
-            StoreFullError: no room left; what was encoded before is kept.
-            ClosedError: as all that reads or writes modules, after `close`.
+            StoreError: the files of the store could not be opened.
+            StoreFullError: no room is left; what was encoded before is kept.
+            ClosedError: the engine was closed.
         """
         self.check_open()
         rendered = None if prefix is None else self._rendered(prefix)
         order = self._encoder.read(texts, rendered, context)
 
-        def done(modules: int, tokens: int) -> None:
-            progress(modules)
+        def done(chunks: int, tokens: int) -> None:
+            progress(chunks)
             token_progress(tokens)
 
         def encode() -> EncodeSummary:
@@ -250,37 +266,50 @@ class Engine:
         return on_model_thread(encode)
 
     def register(self, texts: Sequence[str]) -> int:
-        """Make texts known as modules without prefilling them; says how many tokens they have.
+        """Make texts known as chunks without prefilling them.
 
-        The first prompt that contains one computes it as any text, and counts it as missed; then
-        it is encoded in the background.
+        The first prompt that contains such a chunk computes it as ordinary text, and its report
+        counts it as missed. The chunk is then encoded in the background.
+
+        Returns:
+            The number of tokens in the texts.
         """
         self.check_open()
         return self._encoder.register(texts)
 
     def prefetch(self, texts: Sequence[str]) -> None:
-        """Begin to bring texts' KV from disk into memory; a prompt with them will follow."""
+        """Begin to read the KV of texts from disk, because a prompt with them will follow."""
         self.check_open()
         self.library.prefetch(texts)
 
     def forget(self, texts: Sequence[str]) -> int:
-        """Drop texts and all KV of them, whichever process encoded it; says how many KVs went.
+        """Forget texts, and delete all KV of them, whichever process encoded it.
 
-        No answer that is asked for from then on uses it.
+        No answer that is asked for from then on uses that KV.
+
+        Returns:
+            How many KVs were deleted; a chunk that was encoded behind two prefixes has two.
+
+        Raises:
+            StoreError: the files cannot be opened or written, so KV would stay there.
         """
         self.check_open()
         return self.library.remove({digest(text.strip()) for text in texts})
 
-    def _let_go(self, modules: Sequence[ChunkRecord]) -> None:
-        """Drop what earlier prompts left of modules that are none any more."""
+    def _let_go(self, chunks: Sequence[ChunkRecord]) -> None:
+        """Drop all KV of removed chunks that is outside the library: in what prompts left."""
         self._encoder.let_go()
         namespace = self.settings.namespace
-        for module in modules:
-            self.sequences.forget(namespace, module.text_digest, inner_ids(module))
-            self.scheduler.forget(namespace, inner_ids(module))
+        for chunk in chunks:
+            self.sequences.forget(namespace, chunk.text_digest, inner_ids(chunk))
+            self.scheduler.forget(namespace, inner_ids(chunk))
 
     def head(self, messages: Sequence[Message], before: str) -> Rendered:
-        """What a chat prompt says before the text `before`, as a prefix for `encode`.
+        """What a chat prompt says before a text, to be used as the prefix of `encode`.
+
+        Args:
+            messages: the chat prompt.
+            before: a text in it; the head ends where this text begins for the first time.
 
         Raises:
             ConfigError: `before` does not occur in the rendered messages.
@@ -296,12 +325,18 @@ class Engine:
     def generate(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any
     ) -> Generation:
-        """Answer a prompt (a string, or chat messages); options override the config's settings.
+        """Answer a prompt.
+
+        Args:
+            prompt: a string, chat messages, or a prompt of a schema.
+            config: how to answer; None for `GenerationConfig()`.
+            options: settings that replace those of `config`, by name.
 
         Raises:
-            ConfigError: an unknown or bad setting.
+            ConfigError: an unknown or bad setting, or an empty prompt.
             ContextOverflowError: prompt and answer do not fit the context.
-            RelocationError: an explicitly chosen method needs what the model cannot do.
+            RelocationError: a method was asked for by name that this model cannot run.
+            BusyError: too many requests wait already.
             ClosedError: the engine was closed.
         """
         return self.stream(prompt, config, **options).result()
@@ -309,11 +344,10 @@ class Engine:
     def generate_batch(
         self, prompts: Sequence[Prompt], config: GenerationConfig | None = None, **options: Any
     ) -> list[Generation]:
-        """Answer several prompts, their tokens computed together; each as `generate` would.
+        """Answer several prompts together; each answer is the one that `generate` would give.
 
         Raises:
-            As `generate`, for the first prompt that fails; the others are stopped then.
-            BusyError: more prompts than may wait.
+            As `generate`, for the first prompt that fails. The others are then stopped.
         """
         streams = [self.stream(prompt, config, **options) for prompt in prompts]
         try:
@@ -333,11 +367,15 @@ class Engine:
         clock: Clock | None = None,
         **options: Any,
     ) -> Stream:
-        """The answer piece by piece, as it is made. Errors as `generate`, at the first piece.
+        """The answer piece by piece, as it is made.
+
+        A bad setting and a closed engine raise here, all other errors of `generate` when the
+        first piece is taken.
 
         Args:
-            tenant: where requests have to wait, those of different tenants take turns.
-            clock: what the report's times are read from; None for one that starts now.
+            prompt, config, options: as in `generate`.
+            tenant: while requests wait, those of different tenants take turns.
+            clock: from whose start the report's times count; None for one that starts now.
         """
         clock = clock or Clock()
         config = (config or GenerationConfig()).replace(**options)
@@ -350,10 +388,11 @@ class Engine:
     def prefill(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any
     ) -> Request:
-        """Everything up to the logits of the first answer token. Errors as `generate`.
+        """Prefill a prompt up to the logits of its first answer token. Errors as `generate`.
 
         Returns:
-            The request, to be released so that the next one can use its memory.
+            The request, with its buffer and logits. Call its `release` when you are done with it:
+            the next prompt uses the same memory.
         """
         config = (config or GenerationConfig()).replace(**options)
         self.check_open()
@@ -362,9 +401,13 @@ class Engine:
         return on_model_thread(lambda: prefill.alone(request))
 
     def plan(self, prompt: Prompt, method: str, report: Report) -> tuple[Tokens, Plan]:
-        """The prompt's tokens, and which of them come from which module.
+        """A prompt's tokens, and which of them come from which chunk.
 
-        Computes nothing, unless modules of a schema are not encoded yet.
+        Computes nothing, except for modules of a PML schema that are not encoded yet.
+
+        Args:
+            method: the plan has the KV that this method would use.
+            report: is given the counts and times of planning.
         """
         self.check_open()
         takes = GenerationConfig(method=method).selector().takes
@@ -377,7 +420,7 @@ class Engine:
         return on_model_thread(plan)
 
     def count_tokens(self, prompt: Prompt) -> int:
-        """How many tokens a prompt has, chat template and all."""
+        """The number of a prompt's tokens, those of the chat template among them."""
         if isinstance(prompt, Planned):
             return prompt.count_tokens(self)
         return len(self.tokenization.tokenize(self._rendered(prompt)))

@@ -1,7 +1,7 @@
-"""One prompt of text: its tokens, the modules in it, and where their KV comes from.
+"""Plans a prompt of ordinary text: its tokens, the chunks in it, and where their KV comes from.
 
-The counterpart of `pml/planner.py` for text in which modules are found. Knows a library and a
-tokenizer; computes nothing.
+`pml/planner.py` does the same for prompts of a schema. Knows a library and a tokenizer; computes
+nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,15 @@ from cached_rag.methods import Takes
 
 
 class Reading(Protocol):
-    """A prompt that was read. Says which of its tokens come from which module."""
+    """A prompt that was read: its tokens and the chunks in it are known."""
 
     def __call__(self, report: Report, *, lazy: bool) -> tuple[Tokens, Plan]:
-        """See `Engine.plan`. On the model's thread."""
+        """Its tokens, and which of them come from which KV. On the model's thread.
+
+        Args:
+            report: is given the number of missed chunks, and the time of loading.
+            lazy: KV on disk is only opened, and read when it is used.
+        """
         ...
 
 
@@ -33,11 +38,15 @@ class Planner(Protocol):
 
     @property
     def text(self) -> str:
-        """What has to be read."""
+        """The prompt as text. Its length says how much there is to read."""
         ...
 
     def read(self, takes: Takes) -> Reading:
-        """Tokenise it and look for modules in it. On any thread, for it needs no model."""
+        """Tokenise the prompt and find chunks in it. On any thread: it needs no model.
+
+        Args:
+            takes: what KV the method uses; for `Takes.NOTHING` no chunk is looked for.
+        """
         ...
 
 
@@ -90,7 +99,7 @@ class TextPlanner:
         return tokens, plan.taking(takes)
 
     def _explain(self, plan: Plan, report: Report) -> None:
-        """Say so, if what a prompt missed is there, but was made by another model or dtype."""
+        """Add a note if the missing KV exists, but was made by another model or dtype."""
         makers = self.library.other_makers(match.chunk for match in plan.missed)
         if not makers:
             return

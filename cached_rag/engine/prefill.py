@@ -1,7 +1,7 @@
-"""One prompt, from its text to the logits of its first answer token.
+"""Prefills one prompt: from its text to the logits of its first answer token.
 
-`read`, `prepare` and `compute` are the main flow, each with its request; their numbered steps are
-the library in one screen. Knows no generation.
+`read`, `prepare` and `compute` are called in this order. They are the heart of the library: find
+the chunks, place their KV, compute what is left. Knows nothing of the answer.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _log = logging.getLogger(__name__)
 
 
 def read(request: Request) -> None:
-    """Find a prompt's tokens, as plain generation would have them, and the chunks in it.
+    """Tokenise a prompt, as plain generation would, and find the chunks in it.
 
-    Takes as long as the prompt is long, so it belongs on the thread of whoever asks: no model is
-    needed, and no lock is held.
+    The time grows with the prompt's length. So this runs on the thread of whoever asks; it needs
+    no model and holds no lock.
 
     Raises:
-        ContextOverflowError: by its length alone the prompt cannot fit.
+        ContextOverflowError: the text is so long that it cannot fit the model's context.
     """
     clock = Clock()
     _check_length(request.resources, request.planner.text, request.config.max_tokens)
@@ -55,9 +55,9 @@ def _check_length(resources: Resources, text: str, max_tokens: int) -> None:
 
 
 def prepare(request: Request) -> None:
-    """See what there is to do for a prompt that was read; nothing is computed.
+    """Make the plan of a prompt that was read, and choose its method. Nothing is computed.
 
-    From then on it counts as under way, until it is released.
+    From then on the request counts as under way, and background work waits until it is released.
 
     Raises:
         As `Engine.generate`.
@@ -66,7 +66,7 @@ def prepare(request: Request) -> None:
     assert request.reading is not None
     resources.activity.begin(request)
     with resources.model.lock, torch.inference_mode():
-        # 1) Which tokens come from which chunk.
+        # 1) Find out which tokens come from which chunk.
         clock = Clock()
         lazy = config.adaptive or resources.library.is_pipelined
         request.tokens, plan = request.reading(report, lazy=lazy)
@@ -84,10 +84,10 @@ def prepare(request: Request) -> None:
 
 
 def _exact_length(request: Request, plan: Plan, beginning: Beginning) -> int:
-    """Tokens from the first whose KV is, or will be, what full prefill computes."""
+    """Number of tokens, from the first, whose KV is, or will be, what full prefill computes."""
     disk = request.resources.library.disk
     is_lossy = disk is not None and disk.codec.name != "raw"
-    is_whole = not request.repair  # what is reused approximately is computed anew
+    is_whole = not request.repair  # then approximate KV is computed anew, all of it
     inexact = [
         place.begin
         for place in plan.placements
@@ -99,25 +99,31 @@ def _exact_length(request: Request, plan: Plan, beginning: Beginning) -> int:
 
 
 def compute(request: Request, beginning: Beginning = NOTHING) -> int:
-    """Compute what has no KV, up to the logits of the first answer token.
+    """Compute a prompt's tokens that have no KV, and those that the method repairs.
+
+    The request then has its `buffer` and the `logits` of the first answer token. If KV turns out
+    to be damaged while it is read, the prompt is planned and computed again without it.
 
     Args:
-        beginning: KV of the prompt's first tokens, from prompts before or beside it.
+        beginning: KV of the prompt's first tokens that other prompts have computed.
 
     Returns:
-        How many tokens were computed, each counted by the share of its layers.
+        How many tokens were computed; one computed in half of the layers counts as a half.
+
+    Raises:
+        StoreError: reading failed, and no single KV is known to be the cause.
     """
     resources, tokens, planned = request.resources, request.tokens, request.plan
     assert planned is not None
     problem = None
     with resources.model.lock, torch.inference_mode():
-        # 2) Cached KV at its positions, in one buffer.
+        # 2) Place cached KV at its positions, in one buffer.
         clock = Clock()
         plan = planned.starting_from(beginning.pieces(tokens.ids))
         buffer = resources.workspace.take(len(tokens) + request.config.max_tokens)
         buffer.lay_out(plan.positions)
         loader = _place(resources, plan, buffer)
-        # 3) The rows that have no KV, and those that the method repairs.
+        # 3) Compute the tokens that have no KV, and those that the method repairs.
         try:
             done = _run(request, plan, buffer, loader)
         except StoreError as error:
@@ -129,14 +135,14 @@ def compute(request: Request, beginning: Beginning = NOTHING) -> int:
     if problem is not None:
         _leave_out(request, loader, problem)
         return compute(request)
-    request.report.modules_hit = planned.num_modules
+    request.report.modules_hit = planned.num_chunks
     request.exact_length = _exact_length(request, plan, beginning)
     request.buffer, request.logits, request.rows = buffer, done.logits, done.rows
     return done.computed // resources.model.shapes.num_layers
 
 
 def alone(request: Request) -> Request:
-    """Prefill a prompt that was read, beside no other; it is to be released."""
+    """Prefill a prompt that was read, without the scheduler. The caller releases the request."""
     try:
         prepare(request)
         compute(request, _left(request))
@@ -147,7 +153,7 @@ def alone(request: Request) -> Request:
 
 
 def _left(request: Request) -> Beginning:
-    """What finished prompts left of this one's beginning."""
+    """KV of this prompt's beginning that finished prompts left."""
     assert request.plan is not None
     if request.plan.positions is not None:
         return NOTHING
@@ -156,18 +162,26 @@ def _left(request: Request) -> Beginning:
 
 
 def follow(request: Request, beginning: Beginning) -> None:
-    """What `compute` does, for a prompt that is computed in the batch, behind its beginning."""
+    """Instead of `compute`: leave all tokens behind the beginning to the scheduler's batch.
+
+    Only for prompts without cached KV behind their beginning, so that nothing has to be repaired.
+    """
     plan, report, done = request.plan, request.report, len(beginning)
     assert plan is not None
     request.exact_length = _exact_length(request, plan, beginning)
     request.pending = list(request.tokens.ids[done:])
-    report.modules_hit = plan.num_modules
+    report.modules_hit = plan.num_chunks
     report.cached_tokens = done
     report.charged_recompute = 1 - done / len(request.tokens)
 
 
 def _place(resources: Resources, plan: Plan, buffer: KVBuffer) -> LayerLoader | None:
-    """Put cached KV where it belongs, at once if it is at hand, else while layers run."""
+    """Place cached KV in the prompt's buffer.
+
+    Returns:
+        None if all is placed now. Otherwise a loader, which places it layer by layer while the
+        model computes.
+    """
     model = resources.model
     is_at_hand = all(isinstance(place.kv, ModuleKV) for place in plan.placements)
     if not is_at_hand or (plan.placements and model.shapes.device.type == "cuda"):
@@ -194,9 +208,10 @@ def _run(request: Request, plan: Plan, buffer: KVBuffer, loader: LayerLoader | N
 
 
 def _leave_out(request: Request, loader: LayerLoader | None, problem: StoreError) -> None:
-    """Plan anew without KV that turned out to be damaged while it was read.
+    """Plan a prompt again, without KV that could not be read.
 
-    What only cannot be read now is kept, and nothing of the cache is used.
+    Damaged KV is deleted, and the rest of the cache is used. If a file only cannot be read now, it
+    is kept, and this prompt is prefilled without any cached KV.
     """
     failed: Any = None if loader is None else loader.failed
     if failed is None or failed.source is None:
@@ -214,7 +229,7 @@ def _leave_out(request: Request, loader: LayerLoader | None, problem: StoreError
 
 
 def unrepaired(request: Request) -> tuple[Placement, ...]:
-    """Cached KV in memory that is the same in the prompt: exact, or not repaired."""
+    """Placements whose KV is in memory and was not changed by a repair, so it can be shared."""
     assert request.plan is not None
     is_repaired = not isinstance(request.method, Reuse)
     return tuple(

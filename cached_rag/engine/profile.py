@@ -1,6 +1,7 @@
-"""How fast this machine prefills this model, and how fast each tier hands out KV. Measured once.
+"""Measures how fast this machine computes tokens of a model, and how fast it loads their KV.
 
-Kept in the user's cache directory, per model and machine. Knows times; decides nothing.
+The result is kept in the user's cache directory, for each model and machine. The loading
+controller decides by it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import DiskStore
 
-# Of the KV that is put and read, of the longest prompt, and of a timed pass at most.
+# Numbers of tokens: in the KV that is placed and read, in the longest prompt, and at most in a
+# timed pass.
 _KV_TOKENS, _LONGEST, _ROWS = 512, 4096, 256
-# A timed pass is to take about so long, and all passes of one kind hardly longer than the limit.
+# Seconds that a timed pass should take, seconds after which it is not repeated any more, and how
+# often it is repeated at most.
 _PASS_S, _LIMIT_S, _REPEATS = 0.5, 1.0, 3
 
 
@@ -37,14 +40,15 @@ class Profile:
     """Rates of one model on one machine.
 
     Attributes:
-        token_s: seconds to compute a token in all layers, without attention.
-        pair_s: seconds more for each token that it attends to.
-        memory_bytes_per_s, disk_bytes_per_s: KV put into a prompt's buffer from there; the disk
-            read anew, checksums and all.
-        kv_bytes_per_token: of the model.
+        token_s: seconds to compute a token in all layers, without its attention to others.
+        pair_s: additional seconds for each token that it attends to.
+        memory_bytes_per_s, disk_bytes_per_s: how fast KV gets from there into a prompt's buffer.
+            For the disk the files are read again, not taken from the system's page cache, and
+            their checksums are verified.
+        kv_bytes_per_token: bytes of KV that the model computes for a token.
 
     Raises:
-        ValueError, TypeError: these are no rates.
+        ValueError, TypeError: a value is no rate.
     """
 
     token_s: float
@@ -59,21 +63,21 @@ class Profile:
             raise ValueError(f"rates are positive, unlike these: {self}")
 
     def compute_s(self, tokens: float, preceding: float = 0) -> float:
-        """Seconds to compute so many tokens that stand behind others."""
+        """Seconds to compute `tokens` tokens that have `preceding` tokens before them."""
         return self.token_s * tokens + self.pair_s * tokens * (preceding + tokens / 2)
 
     def load_s(self, tokens: float, tier: str) -> float:
-        """Seconds to have so many tokens' KV from "memory" or "disk"."""
+        """Seconds to load the KV of `tokens` tokens; `tier` is "memory" or "disk"."""
         rates = {"memory": self.memory_bytes_per_s, "disk": self.disk_bytes_per_s}
         return tokens * self.kv_bytes_per_token / rates[tier]
 
 
 def fit(passes: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
-    """`token_s` and `pair_s` of `Profile`, by least squares of the time a token.
+    """`token_s` and `pair_s` of a `Profile`, by least squares over the time for one token.
 
     Args:
-        passes: (tokens, tokens before them, seconds) of at least two, that attend to different
-            numbers of tokens.
+        passes: (number of tokens, tokens before them, seconds) of each pass. There must be two or
+            more, with different numbers of tokens to attend to.
     """
     seen = [preceding + tokens / 2 for tokens, preceding, _ in passes]
     each = [seconds / tokens for tokens, _, seconds in passes]
@@ -82,10 +86,10 @@ def fit(passes: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
 
 
 def profile_of(model: Backend, *, fresh: bool = False) -> Profile:
-    """The kept profile, or one measured now (some seconds), which is kept.
+    """The profile that was kept earlier; else one is measured, which takes seconds, and kept.
 
     Args:
-        fresh: measure even if one is kept.
+        fresh: measure even if a profile was kept.
     """
     machine = (platform.node(), platform.machine(), str(os.cpu_count()), str(model.shapes.device))
     path = cache_dir() / "profiles" / f"{digest(model.fingerprint, *machine)}.json"
@@ -93,7 +97,7 @@ def profile_of(model: Backend, *, fresh: bool = False) -> Profile:
         try:
             return Profile(**json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError):
-            path.unlink()  # of an earlier version, or cut short
+            path.unlink()  # written by an earlier version, or incomplete
     profile = measure(model)
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}")
@@ -103,9 +107,9 @@ def profile_of(model: Backend, *, fresh: bool = False) -> Profile:
 
 
 def measure(model: Backend) -> Profile:
-    """Medians of a few rounds, on random tokens.
+    """Measure a profile: medians of a few rounds, on random tokens.
 
-    What is timed are tokens behind others, as those are that a method recomputes.
+    Tokens are timed with other tokens before them, because a method recomputes such tokens.
     """
     longest = min(_LONGEST, model.context_length)
     ids = torch.randint(0, 100, (1, longest), generator=torch.Generator().manual_seed(0))
@@ -129,7 +133,7 @@ def measure(model: Backend) -> Profile:
 
 
 def _passes(model: Backend, buffer: KVBuffer, ids: torch.Tensor) -> list[tuple[int, int, float]]:
-    """Passes behind nothing, half a prompt and all of it, as `fit` takes them."""
+    """Timed passes with no tokens before them, half a prompt and nearly all of it, for `fit`."""
     longest, device = ids.shape[1], model.shapes.device
 
     def compute(preceding: int, count: int) -> None:
@@ -140,7 +144,7 @@ def _passes(model: Backend, buffer: KVBuffer, ids: torch.Tensor) -> list[tuple[i
 
     few = min(_ROWS, longest // 4)
     least = max(1, few // 8)
-    compute(0, least)  # the first pass pays for what later ones find
+    compute(0, least)  # the first pass is slower: it allocates and compiles
     began = time.perf_counter()
     compute(0, least)
     affordable = int(least * _PASS_S / (time.perf_counter() - began))
@@ -171,9 +175,9 @@ def _reading_s(folder: Path, kv: ModuleKV, buffer: KVBuffer, model: Backend) -> 
 
 
 def forget_pages(folder: Path) -> None:
-    """Ask the system to drop the files' pages, so that they are read from the disk again."""
+    """Ask the system to drop a folder's KV files from its page cache, so that the disk is read."""
     if not hasattr(os, "posix_fadvise"):
-        return  # then what is measured is the page cache
+        return  # on such a system the page cache is measured instead
     for path in folder.rglob("*.safetensors"):
         handle = os.open(path, os.O_RDONLY)
         try:

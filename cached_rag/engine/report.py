@@ -1,9 +1,8 @@
-"""What one request did and how long it took, and the clock for that. Knows numbers only."""
+"""The report of a request: what it reused and computed, and how long that took; and its clock."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,29 +10,32 @@ from typing import Any
 
 @dataclass
 class Report:
-    """Figures of one request; complete once its answer is.
+    """Figures of one request, complete when its answer is. Times are in milliseconds.
 
     Attributes:
-        method: what was used, after `auto` was resolved.
-        prompt_tokens: tokens of the prompt.
-        cached_tokens: taken from the store and not recomputed in any layer.
-        recomputed_tokens: cached, but computed again from layer 0 to the last.
-        charged_recompute: (token, layer) pairs computed over all pairs of the prompt.
-        modules_hit, modules_missed: known modules in the prompt, with and without KV.
-        missed_tokens: of the modules without KV; encoded in the background for the next request.
-        search_ms: embedding the question and finding chunks, before the engine was asked; 0 for an
-            engine's own requests.
-        match_ms: tokenising, finding modules, planning (without loading).
+        method: the method that was used; never "auto".
+        prompt_tokens: number of the prompt's tokens.
+        cached_tokens: how many of them were taken from cached KV and not recomputed.
+        recomputed_tokens: how many had cached KV and were computed again in every layer.
+        charged_recompute: (token, layer) pairs that were computed, as a share of all pairs of the
+            prompt; 1 for full prefill.
+        modules_hit, modules_missed: number of known chunks in the prompt whose KV was used, and
+            of those that had no KV.
+        missed_tokens: number of tokens in the missed chunks, which are now encoded in the
+            background; 0 if that is switched off.
+        search_ms: embedding the question and finding chunks, before the engine was asked; 0 if
+            the engine was asked directly.
+        match_ms: tokenising, finding known chunks, and planning, without loading.
         load_ms: fetching KV from the store.
-        fuse_ms: assembling KV and partial prefill.
-        ttft_ms: from the call to the first token; the search of `CachedRAG.ask` is part of it,
-            loading models is not.
+        fuse_ms: placing KV in the prompt's buffer, and computing what has none.
+        ttft_ms: from the call to the first token. The search of `CachedRAG.ask` is included,
+            loading a model is not.
         total_ms: from the call to the last token.
-        output_tokens: tokens of the answer.
-        kv_bytes, shared_kv_bytes: of prompts answered together, what this one holds alone and what
-            it shares; 0 where nothing is shared.
-        decision: the loading controller's, and why; empty where it was not asked.
-        notes: what the user should know.
+        output_tokens: number of the answer's tokens.
+        kv_bytes, shared_kv_bytes: bytes of KV that this prompt holds alone, and that it shares
+            with prompts answered at the same time; both 0 if nothing is shared.
+        decision: the loading controller's decision and its reason; empty if it was not asked.
+        notes: sentences for the user, such as why another method was used.
     """
 
     method: str
@@ -57,7 +59,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, times rounded to a microsecond."""
+        """As plain values for JSON, numbers rounded to six digits after the point."""
         values = dataclasses.asdict(self)
         return {k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()}
 
@@ -66,28 +68,24 @@ class Report:
         share = self.cached_tokens / max(1, self.prompt_tokens)
         return (
             f"{self.method}: {self.cached_tokens} of {self.prompt_tokens} prompt tokens from cache "
-            f"({share:.0%}), {self.modules_hit} modules hit, {self.modules_missed} missed; first "
+            f"({share:.0%}), {self.modules_hit} chunks hit, {self.modules_missed} missed; first "
             f"token after {self.ttft_ms:.0f} ms, {self.output_tokens} tokens in "
             f"{self.total_ms:.0f} ms"
         )
 
-    def to_json(self) -> str:
-        """As one JSON object."""
-        return json.dumps(self.to_dict())
-
 
 class Clock:
-    """Milliseconds since it was made, and since the last lap."""
+    """A stopwatch, started when it is made. Times are in milliseconds."""
 
     def __init__(self) -> None:
         self._start = self._lap = time.perf_counter()
 
     def lap(self) -> float:
-        """Since the last lap."""
+        """Time since the last lap, or since the start; a new lap begins."""
         now = time.perf_counter()
         passed, self._lap = now - self._lap, now
         return passed * 1000
 
     def total(self) -> float:
-        """Since the start."""
+        """Time since the start."""
         return (time.perf_counter() - self._start) * 1000

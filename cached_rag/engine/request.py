@@ -1,6 +1,6 @@
-"""One question: what is asked, how far it has come, and where its answer appears.
+"""A request: what is asked, how far it has come, and who gets its answer.
 
-Also the queue of those that wait: fair between tenants, in order within each. Knows no model.
+Also the queue of waiting requests: tenants take turns, and each tenant's requests keep their order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cached_rag.config import GenerationConfig
 from cached_rag.engine.decoding import Decoding
 from cached_rag.engine.planner import Planner, Reading
 from cached_rag.engine.report import Clock, Report
-from cached_rag.engine.sharing import Row
+from cached_rag.engine.sharing import RunningSequence
 from cached_rag.errors import BusyError
 from cached_rag.kv.buffer import KVBuffer, Workspace
 from cached_rag.kv.rows import RowKV
@@ -31,7 +31,7 @@ from cached_rag.library.plan import Plan
 from cached_rag.library.sequences import PromptKV, Sequences
 from cached_rag.methods import Selector
 
-# A piece of text; None when the answer is complete; or what went wrong.
+# What a request delivers: a piece of text; at the end None, or the error that ended it.
 Item = str | BaseException | None
 
 
@@ -47,17 +47,18 @@ class Status(Enum):
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the request has ended, in whatever way."""
         return self in (Status.FINISHED, Status.CANCELLED, Status.FAILED)
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What the requests of one engine are answered with.
+    """What an engine answers its requests with.
 
     Attributes:
-        library: the engine's own; all else is shared with its tenants.
-        activity: the requests that are under way, for which background work waits.
+        library: this tenant's own, as are `tokenization` and `learning`. All the rest belongs to
+            all tenants of one model.
+        activity: the requests that are under way; background work waits for their end.
     """
 
     model: Backend
@@ -71,24 +72,32 @@ class Resources:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt that wants an answer. What is below `report` comes to be in this order.
+    """A prompt that is to be answered.
+
+    The attributes below `report` are filled in while the request goes on, in this order.
 
     Attributes:
-        deliver: is given every piece of the answer as soon as it is certain, by any thread.
+        planner: the prompt.
         tenant: requests of different tenants take turns.
-        is_wanted: whether anybody waits for the answer.
-        report: written as the request goes on; complete when it is over.
-        reading: the prompt's tokens and the chunks in it; None until it was read.
-        read_ms: milliseconds that took.
-        plan: which tokens come from which KV; None until the request's turn comes near.
-        method: what was asked for, or what the model allows.
-        repair: what marks KV that the method repaired; empty if it is as full prefill's.
-        exact_length: tokens from the first whose KV is, or will be, what full prefill computes.
-        buffer: all of the prompt's KV, with room for the answer; None where it lies elsewhere.
+        deliver: is called with every piece of the answer as soon as it is certain, on any thread.
+        clock: started when the request was made.
+        is_wanted: whether anybody still waits for the answer.
+        report: complete when the request is over.
+        reading: the result of reading the prompt; None before that.
+        read_ms: milliseconds that reading took.
+        plan: which tokens come from which KV; None before `prefill.prepare`.
+        tokens: the prompt's.
+        method: the one that was asked for, or what replaces it on this model.
+        repair: mark of KV that the method repaired; empty if all KV is what full prefill computes.
+        exact_length: number of tokens, from the first, whose KV is, or will be, what full prefill
+            computes.
+        buffer: all of the prompt's KV, with room for the answer; None if the KV lies elsewhere.
         logits: (1, vocab_size) after the last prompt token.
-        rows: slots of the tokens that were computed in every layer; the others are cached.
-        row: its KV while answers are made together.
-        pending: tokens whose KV is not there yet: the rest of the prompt, or the last token.
+        rows: (num_rows,) int64 slots of the tokens that were computed in every layer; the KV of
+            all others is cached.
+        sequence: the prompt as others may share it, while it runs in the scheduler's batch.
+        pending: tokens whose KV is still to be computed: the rest of the prompt, or the answer's
+            last token.
         decoding: the answer so far.
     """
 
@@ -111,7 +120,7 @@ class Request:
     buffer: KVBuffer | None = None
     logits: torch.Tensor = field(init=False)
     rows: torch.Tensor = field(init=False)
-    row: Row | None = None
+    sequence: RunningSequence | None = None
     pending: list[int] = field(default_factory=list)
     decoding: Decoding = field(init=False)
 
@@ -121,24 +130,24 @@ class Request:
 
     @property
     def namespace(self) -> str:
-        """Whose KV it may use."""
+        """The tenant whose KV this request may use."""
         return self.resources.library.namespace
 
     @property
     def finish_reason(self) -> str | None:
-        """See `Generation`; "error" if it failed; None until it is over."""
+        """As in `Generation`, or "error"; None until the request is over."""
         reasons = {Status.CANCELLED: "cancelled", Status.FAILED: "error"}
         return reasons.get(self.status, self.decoding.finish_reason)
 
-    def as_row(self) -> Row:
-        """For those who are answered beside it; its KV is not there yet."""
-        return Row(self.namespace, np.asarray(self.tokens.ids), self.exact_length)
+    def as_sequence(self) -> RunningSequence:
+        """The prompt as others may share it; `Sharing` adds its KV."""
+        return RunningSequence(self.namespace, np.asarray(self.tokens.ids), self.exact_length)
 
     def note_sharing(self) -> None:
-        """Write down what its row shares; what it shares is nobody else's buffer any more."""
-        assert self.row is not None
-        own = self.row.kv.own
-        if shared := self.row.num_shared:
+        """Report how much KV is shared, and give the prompt's buffer back if it was replaced."""
+        assert self.sequence is not None
+        own = self.sequence.kv.own
+        if shared := self.sequence.num_shared:
             self.report.kv_bytes = own.nbytes
             self.report.shared_kv_bytes = shared * self.resources.model.shapes.bytes_per_token
         if self.buffer is not None and own is not self.buffer:
@@ -146,38 +155,41 @@ class Request:
             self.buffer = None
 
     def release(self, *, is_free: bool = True) -> None:
-        """Keep of its KV what may serve others, and let go of it. Doing it again changes nothing.
+        """Keep a copy of the KV that may serve later prompts, and release the rest.
+
+        Doing it again changes nothing.
 
         Args:
-            is_free: nobody else reads the buffer.
+            is_free: no other request reads the buffer.
         """
         try:
             self._leave_behind()
         finally:
             if self.buffer is not None and is_free:
                 self.resources.workspace.give(self.buffer)
-            self.buffer = self.row = None
+            self.buffer = self.sequence = None
             self.resources.activity.end(self)
 
     def _leave_behind(self) -> None:
-        """KV for prompts that begin alike, and work on what this one missed."""
+        """Keep KV for prompts that begin alike, and offer missed chunks to the background."""
         plan, learning, sequences = self.plan, self.resources.learning, self.resources.sequences
-        if self.row is not None:
-            kv, is_private = self.row.kv, self.row.is_private
+        if self.sequence is not None:
+            kv, is_private = self.sequence.kv, self.sequence.is_private
         elif self.buffer is not None:
-            # Nobody tells it of texts that are forgotten meanwhile, so it must know them itself.
+            # `Sharing.forget` does not reach a prompt that is in no batch. So its KV is kept only
+            # if the plan says which chunks are in it: they are checked below.
             kv, is_private = RowKV(self.buffer, len(self.tokens)), not (plan and plan.chunks)
         else:
             return
         assert plan is not None
         if not is_private:
-            sequences.add(self._sequence(plan, kv), kv)
+            sequences.add(self._prompt_kv(plan, kv), kv)
             for text_digest in learning.forgotten(plan):
                 sequences.forget(self.namespace, text_digest, ())
         learning.see_to(self.tokens, plan)
 
-    def _sequence(self, plan: Plan, kv: RowKV) -> PromptKV:
-        """What its KV stands for: where all of the prompt is exact, so is the answer."""
+    def _prompt_kv(self, plan: Plan, kv: RowKV) -> PromptKV:
+        """A description of this KV, to be kept. Behind an exact prompt the answer is exact too."""
         ids, exact = np.asarray(self.tokens.ids, dtype=np.int64), self.exact_length
         if exact == len(ids):
             answer = np.asarray(self.decoding.token_ids, dtype=np.int64)
@@ -186,7 +198,7 @@ class Request:
         return PromptKV(self.namespace, ids, (), exact, self.repair, plan.chunks)
 
     def finish(self, status: Status, last: BaseException | None) -> None:
-        """Say that it is over, and how, to whoever waits."""
+        """Complete the report, set the final status, and deliver None or the error."""
         self.report.output_tokens = len(self.decoding.token_ids)
         self.report.total_ms = self.clock.total()
         self.status = status
@@ -194,15 +206,15 @@ class Request:
 
 
 class Waiting:
-    """Requests in the order in which they get their turn: one of each tenant, round and round.
+    """The queue: one request of each tenant after the other, in a circle.
 
-    Those whose prompts are not read yet let others go first.
+    A request whose prompt is not read yet lets others go first. Safe for several threads.
     """
 
     def __init__(self, bound: int | None) -> None:
         self._bound = bound
         self._tenants: OrderedDict[str, deque[Request]] = OrderedDict()
-        # Entered again where the collector drops a stream while its thread is in here.
+        # Reentrant: the garbage collector may drop a stream, and so come back, at any point.
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -216,13 +228,13 @@ class Waiting:
             )
 
     def add(self, request: Request, free: int = 0) -> None:
-        """Put a request at its tenant's end.
+        """Put a request at the end of its tenant's line.
 
         Args:
-            free: so many do not really wait: their turn comes at once.
+            free: number of requests that can be admitted at once, so they do not count as waiting.
 
         Raises:
-            BusyError: too many wait already.
+            BusyError: too many requests wait already.
         """
         with self._lock:
             count = len(self) - free
@@ -234,12 +246,12 @@ class Waiting:
             self._tenants.setdefault(request.tenant, deque()).append(request)
 
     def first(self) -> Request | None:
-        """Whose turn it is."""
+        """The request that is to be admitted next, or dropped if nobody wants it; None if none."""
         with self._lock:
             return next((one for one in self if one.reading or not one.is_wanted), None)
 
     def remove(self, request: Request) -> None:
-        """Take a request out, if it waits; if it was its turn, its tenant goes to the end."""
+        """Take a request out, if it is here. If it was the first, its tenant goes to the end."""
         with self._lock:
             line = self._tenants.get(request.tenant)
             if line is None or request not in line:

@@ -1,7 +1,7 @@
-"""From the prefilled KV to text: sampling, stop strings, streaming. Knows nothing of modules.
+"""Picks tokens by logits, and turns them into text up to a stop string. Knows nothing of chunks.
 
-A plain loop instead of `generate()`: it starts without set-up cost, streams without a thread, and
-stops when its consumer does. `generate()` is its twin in the tests.
+The tests compare it with transformers' `generate()`, which is not used here: it needs a thread to
+stream, and does not stop when its consumer does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cached_rag.config import GenerationConfig
 
 
 class Sampler:
-    """Picks the next token from logits."""
+    """Picks the next token by logits, as the config says: greedily, or at random."""
 
     def __init__(self, model: Backend, config: GenerationConfig) -> None:
         self._processors = _processors(model, config)
@@ -64,7 +64,7 @@ def _processors(model: Backend, config: GenerationConfig) -> LogitsProcessorList
 
 
 class Detokenizer:
-    """Token ids to text, piece by piece; holds back what may still become a stop string."""
+    """Turns tokens into text, piece by piece. Holds back text that may begin a stop string."""
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
@@ -76,12 +76,15 @@ class Detokenizer:
         self.is_stopped = False
 
     def push(self, token: int) -> str:
-        """The text that is certain after one more token."""
+        """The new text that is certain after one more token; often empty."""
         self._token_ids.append(token)
         return self._release(self._stream.step(self._tokenizer.backend_tokenizer, token) or "")
 
     def flush(self) -> str:
-        """What was held back, once no more tokens come: half characters, half stop strings."""
+        """The rest of the text, when no more tokens come: what was held back until now.
+
+        That is the beginning of a stop string, or of a character of several tokens.
+        """
         whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
         text = self._release(whole[self._decoded :])
         if not self.is_stopped:
@@ -102,7 +105,7 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Length of the longest ending of `text` that is a beginning of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,9 +1,9 @@
-"""Answers many prompts at once: who comes in when, what is computed in one pass, who leaves.
+"""Answers many prompts at once (continuous batching).
 
-A turn lets waiting requests in, as far as there is room, and makes one step of all running
-answers: each row's next token, and pieces of prompts still to be prefilled (continuous batching).
-Whoever has torch makes the turns: the main thread for its own requests, the model's thread for
-all others. Knows requests and bounds; knows no text.
+The work is done in turns. A turn first admits waiting requests, as far as there is room. It then
+runs one step of the model for all running requests together: one more token of each answer, and
+pieces of the prompts that are still to be prefilled. The main thread makes the turns for its own
+requests, the model's thread for all others. Knows requests and bounds; knows no text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """The one place where answers are made on a model, from whatever library."""
+    """Makes all answers of one model, whichever tenant's library their KV comes from."""
 
     def __init__(self, model: Backend, config: BatchConfig) -> None:
         self.config = config
@@ -45,34 +45,34 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Answers that are being made."""
+        """Number of requests that were admitted and are not over."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests whose turn has not come."""
+        """Number of requests that were not admitted yet."""
         return len(self._waiting)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the KV of running answers, what they share counted once."""
+        """Bytes of the KV of running requests; KV that they share counts once."""
         return self._sharing.nbytes
 
     # From any thread -------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Its turn can come once its prompt is read.
+        """Queue a request. It can be admitted once `read` has read its prompt.
 
         Raises:
-            BusyError: too many wait.
+            BusyError: too many requests wait already.
         """
         self._waiting.add(request, max(0, self.config.max_rows - len(self._running)))
 
     def read(self, request: Request, *, is_driven: bool) -> None:
-        """Read a queued request's prompt, on this thread; what goes wrong is its answer's end.
+        """Read a queued request's prompt, on this thread. An error ends the request.
 
         Args:
-            is_driven: the model's thread makes its answer; else who waits for it calls `turn`.
+            is_driven: the model's thread makes the answer; else whoever waits for it calls `turn`.
         """
         try:
             if request.is_wanted:
@@ -86,7 +86,7 @@ class Scheduler:
             self.drive(request)
 
     def drive(self, request: Request) -> None:
-        """Let the model's thread make a request's answer from now on."""
+        """Have the model's thread make this request's answer from now on."""
         with self._driver:
             self._driven.add(request)
             if not self._is_driving:
@@ -94,13 +94,16 @@ class Scheduler:
                 model_thread.submit(self._drive)
 
     def cancel(self, request: Request) -> None:
-        """End a request's answer before its next token. Never waits, so a collector may call it."""
+        """End a request before its next token.
+
+        Takes no lock that it would have to wait for, so the garbage collector may call it.
+        """
         request.is_wanted = False
         self._cancelled.append(request)
         self._sweep_if_free()
 
     def forget(self, namespace: str, token_ids: Sequence[int]) -> None:
-        """Answer nothing from here on with KV of running prompts that contain these tokens."""
+        """Share no more KV of those running prompts of a tenant that contain these tokens."""
         self._forgotten.append((namespace, token_ids))
         self._sweep_if_free()
 
@@ -113,7 +116,7 @@ class Scheduler:
 
     @torch.inference_mode()
     def turn(self) -> None:
-        """Let requests in, and make one step of all answers. On a thread that may use torch."""
+        """Admit requests, and run one step for all answers. On a thread that may use torch."""
         with self._turning:
             self._sweep()
             computed = self._admit()
@@ -121,7 +124,7 @@ class Scheduler:
         self._sweep_if_free()
 
     def _admit(self) -> int:
-        """Let in who has room; returns how many prompt tokens were computed for that."""
+        """Admit requests while there is room; returns how many prompt tokens that computed."""
         computed = 0
         while len(self._running) < self.config.max_rows and computed < self.config.prefill_tokens:
             request = self._waiting.first()
@@ -131,7 +134,7 @@ class Scheduler:
                 if not request.is_wanted:
                     self._finish(request, Status.CANCELLED)
                     continue
-                if request.plan is None:  # made once, however long it waits for room
+                if request.plan is None:  # once, however often it is found to have no room yet
                     prefill.prepare(request)
                 beginning = self._beginning(request)
                 if beginning.is_coming or not self._has_room(request, beginning):
@@ -145,18 +148,20 @@ class Scheduler:
         return computed
 
     def _run(self, batch: Sequence[tuple[Request, int]]) -> None:
-        """One pass for all; if it fails, each half alone, down to the row whose fault it is.
+        """Compute one pass for a batch, and take each request's next token.
 
-        A pass that fails leaves nothing behind: what it wrote stands beyond its rows' lengths.
+        If the pass fails, the two halves of the batch are tried one after the other, down to the
+        single request that is to blame. That is safe: what a failed pass wrote lies behind the
+        ends of its sequences, where nobody reads it.
 
         Args:
-            batch: requests, and how many of its pending tokens each computes.
+            batch: requests, each with the number of its pending tokens to compute.
         """
         if not batch:
             return
         try:
             with self._model.lock:
-                logits = self._model.step([_ahead(request, count) for request, count in batch])
+                logits = self._model.step([_step_input(request, count) for request, count in batch])
         except Exception as error:
             if len(batch) == 1:
                 self._finish(batch[0][0], Status.FAILED, error)
@@ -165,13 +170,13 @@ class Scheduler:
         else:
             self._take_all(batch, logits)
             return
-        # Here, where the error and with it the memory of what failed is gone.
+        # Outside the `except`: the error holds the failed pass's tensors, and is gone only here.
         half = len(batch) // 2
         self._run(batch[:half])
         self._run(batch[half:])
 
     def _take(self, request: Request, logits: torch.Tensor) -> None:
-        """The request's next token, by (1, vocab_size) logits; its last one ends it."""
+        """Take a request's next token by (1, vocab_size) logits; finish it if that was the last."""
         try:
             piece = request.decoding.take(logits)
         except BaseException as error:
@@ -189,25 +194,31 @@ class Scheduler:
             self._finish(request, Status.FINISHED)
 
     def _finish(self, request: Request, status: Status, last: BaseException | None = None) -> None:
-        """The one way out, wherever a request is; what it held is free, unless others read it."""
+        """End a request, waiting or running. All requests end here.
+
+        Its memory is released, except for KV that other requests read.
+
+        Args:
+            last: the error to deliver; None if there is none.
+        """
         if request.status.is_over:
             return
         self._waiting.remove(request)
         if request in self._running:
             self._running.remove(request)
         try:
-            row = request.row
-            is_free = row is None or self._sharing.leave(row)
+            sequence = request.sequence
+            is_free = sequence is None or self._sharing.leave(sequence)
             request.release(is_free=is_free)
-        except Exception:  # is nobody else's concern, and the answer is complete all the same
+        except Exception:  # only caching failed: the answer is complete, and others go on
             _log.exception("what an answer left could not be kept")
         finally:
             request.finish(status, last)
 
-    # What they ask ---------------------------------------------------------------------------
+    # Used by `turn` --------------------------------------------------------------------------
 
     def _beginning(self, request: Request) -> Beginning:
-        """What finished and running prompts have of a prompt's beginning."""
+        """The KV that finished and running prompts have of this prompt's beginning."""
         assert request.plan is not None
         if request.plan.positions is not None:
             return NOTHING
@@ -220,10 +231,10 @@ class Scheduler:
         )
 
     def _has_room(self, request: Request, beginning: Beginning) -> bool:
-        """Whether the memory bound allows for a prompt's KV and its answer's.
+        """Whether `max_bytes` leaves room for the KV of a prompt and its answer now.
 
         Raises:
-            ContextOverflowError: it never will.
+            ContextOverflowError: there is no room even while nothing else runs.
         """
         bound = self.config.max_bytes
         if bound is None:
@@ -240,7 +251,11 @@ class Scheduler:
         return False
 
     def _start(self, request: Request, beginning: Beginning) -> int:
-        """Begin an answer; returns how many prompt tokens were computed."""
+        """Begin a request's answer; returns how many prompt tokens that computed.
+
+        A prompt that needs no repair is prefilled in the batch, in pieces, which computes nothing
+        yet; any other prompt is prefilled now.
+        """
         plan, room = request.plan, request.config.max_tokens
         assert plan is not None
         request.status = Status.PREFILLING
@@ -248,14 +263,16 @@ class Scheduler:
         is_covered = all(place.end <= len(beginning) for place in plan.placements)
         if is_covered and (beginning.runs or self._running) and self._model.can_append:
             prefill.follow(request, beginning)
-            request.row = self._sharing.begin(request.as_row(), beginning, plan.positions, room)
+            request.sequence = self._sharing.begin(
+                request.as_sequence(), beginning, plan.positions, room
+            )
             request.note_sharing()
             self._running.append(request)
             return 0
         computed = prefill.compute(request, beginning)
         assert request.buffer is not None
-        request.row = self._sharing.adopt(
-            request.as_row(), request.buffer, beginning, prefill.unrepaired(request), room
+        request.sequence = self._sharing.adopt(
+            request.as_sequence(), request.buffer, beginning, prefill.unrepaired(request), room
         )
         request.note_sharing()
         self._running.append(request)
@@ -263,7 +280,14 @@ class Scheduler:
         return computed
 
     def _batch(self, computed: int) -> list[tuple[Request, int]]:
-        """Who steps, and with how many tokens: every answer with one, prompts with what is left."""
+        """The requests of the next step, each with the number of tokens that it computes.
+
+        An answer computes one token. Prompts share what is left of `prefill_tokens`, at least one
+        token a step.
+
+        Args:
+            computed: prompt tokens that were computed in this turn already.
+        """
         left = max(1, self.config.prefill_tokens - computed)
         batch = []
         for request in self._running:
@@ -275,15 +299,19 @@ class Scheduler:
         return batch
 
     def _take_all(self, batch: Sequence[tuple[Request, int]], logits: torch.Tensor) -> None:
-        """Next tokens, by (len(batch), vocab_size) logits, of rows whose prompts are complete."""
+        """Take the next token of each request whose prompt is complete.
+
+        Args:
+            logits: (len(batch), vocab_size).
+        """
         for request, count in batch:
             del request.pending[:count]
-        left = [(request, row) for row, (request, _) in enumerate(batch) if not request.pending]
+        left = [(request, at) for at, (request, _) in enumerate(batch) if not request.pending]
         try:
             while left:
-                request, row = left.pop(0)
-                self._take(request, logits[row : row + 1])
-        except BaseException as error:  # whose token was not taken cannot go on
+                request, at = left.pop(0)
+                self._take(request, logits[at : at + 1])
+        except BaseException as error:  # the other requests have lost this step's token
             for request, _ in left:
                 self._finish(request, Status.FAILED, error)
             raise
@@ -291,10 +319,10 @@ class Scheduler:
     # Driving and sweeping --------------------------------------------------------------------
 
     def _drive(self) -> None:
-        """Turn after turn; between two of them the thread is free for other work."""
+        """Make one turn, and queue the next; in between the thread is free for other work."""
         try:
             self.turn()
-        except BaseException as error:  # else those who wait would wait forever
+        except BaseException as error:  # else whoever waits for an answer would wait forever
             _log.exception("a turn failed; all requests fail with it")
             self._fail_all(error)
         with self._driver:
@@ -305,20 +333,20 @@ class Scheduler:
 
     def _fail_all(self, error: BaseException) -> None:
         with self._turning:
-            # Who comes once the first have failed is not to blame, so the list is made before.
+            # A request that comes meanwhile is not to blame, so the list is made first.
             for request in [*self._running, *self._waiting]:
                 with contextlib.suppress(Exception):
                     self._finish(request, Status.FAILED, error)
 
     def _sweep(self) -> None:
-        """Let the cancelled go, and what was forgotten."""
+        """Do what `forget` and `cancel` have asked for."""
         while self._forgotten:
             self._sharing.forget(*self._forgotten.popleft())
         while self._cancelled:
             self._finish(self._cancelled.popleft(), Status.CANCELLED)
 
     def _sweep_if_free(self) -> None:
-        """Whoever makes a turn sweeps behind it, so nobody has to wait for that here."""
+        """Sweep, unless a turn is being made: whoever makes it sweeps after it."""
         while (self._cancelled or self._forgotten) and self._turning.acquire(blocking=False):
             try:
                 self._sweep()
@@ -326,7 +354,7 @@ class Scheduler:
                 self._turning.release()
 
 
-def _ahead(request: Request, count: int) -> StepInput:
-    """What a request computes next."""
-    assert request.row is not None
-    return StepInput(request.row.kv, request.pending[:count])
+def _step_input(request: Request, count: int) -> StepInput:
+    """The next `count` tokens that a request computes, with the KV that they attend to."""
+    assert request.sequence is not None
+    return StepInput(request.sequence.kv, request.pending[:count])

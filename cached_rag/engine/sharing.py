@@ -1,9 +1,9 @@
-"""What prompts that are being answered have in common, so that it is kept and read once.
+"""Finds KV that several running prompts have in common, so that it is kept once and read once.
 
-A prompt that begins as another does takes the other's KV of that beginning, where both are exact;
-chunks that neither repairs are shared wherever they stand (Prompt Cache, section 3.4;
-RelayAttention, section 3.3 and appendix D). What finished prompts left is in `Sequences`. Knows
-tokens and KV; computes nothing.
+Two kinds of KV are shared. A prompt that begins as another one does takes the KV of that beginning
+from it, as far as the KV is exact in both. A chunk that neither prompt repairs is shared wherever
+it stands (Prompt Cache, section 3.4; RelayAttention, section 3.3 and appendix D). The KV that
+finished prompts left is in `Sequences`. Knows tokens and KV; computes nothing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _Name = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Beginning:
-    """KV of a prompt's first tokens that is there.
+    """KV of a prompt's first tokens that other prompts have computed.
 
     Attributes:
-        runs: where.
-        exact_length: how many of the tokens have the KV that full prefill computes.
-        is_coming: whether there will be more, once a running prompt is prefilled.
+        runs: where this KV lies, in the order of the tokens.
+        exact_length: number of tokens, from the first, whose KV is what full prefill computes.
+        is_coming: a running prompt will soon have at least `MIN_SHARED` tokens more of the same.
     """
 
     runs: tuple[Run, ...] = ()
@@ -41,7 +41,11 @@ class Beginning:
         return sum(map(len, self.runs))
 
     def pieces(self, ids: Sequence[int]) -> list[ModuleKV]:
-        """The same, to be placed at a prompt's beginning."""
+        """The same KV as views, one for each run, to be placed at a prompt's beginning.
+
+        Args:
+            ids: the prompt's tokens.
+        """
         return [
             ModuleKV(
                 tuple(ids[run.slot : run.slot + len(run)]),
@@ -57,17 +61,21 @@ NOTHING = Beginning()
 
 
 @dataclass(eq=False)
-class Row:
-    """A prompt that is being answered, as far as others may share it.
+class RunningSequence:
+    """A prompt that is being answered, with what others need to know to share its KV.
 
     Attributes:
-        namespace: its tenant's; tenants share nothing.
-        ids: (seq_len,) of the prompt.
-        exact_length: tokens from the first whose KV is, or will be, what full prefill computes.
-        kv: where it lies.
-        chunks: its unrepaired chunks' first and last slot (exclusive), by name.
-        held: what the names are addresses of.
-        is_private: it has a text that was forgotten, so nothing of it is for others any more.
+        namespace: the tenant; tenants share nothing.
+        ids: (seq_len,) int64, the prompt's tokens.
+        exact_length: number of tokens, from the first, whose KV is, or will be, what full prefill
+            computes.
+        kv: the KV of the prompt and of its answer.
+        chunks: (first slot, slot after the last) of each chunk that is not repaired, by the name
+            that `_name` gives it.
+        held: the chunks' KV. A name contains an address, which must not be used for other KV as
+            long as the name is known.
+        is_private: the prompt contains a text that was forgotten, so no other prompt may use its
+            KV any more.
     """
 
     namespace: str
@@ -80,131 +88,144 @@ class Row:
 
     @property
     def num_shared(self) -> int:
-        """Tokens whose KV lies in others' buffers."""
+        """Number of tokens whose KV lies in buffers that other prompts use too."""
         return sum(len(run) for run in self.kv.runs if run.buffer is not self.kv.own)
 
 
 class Sharing:
-    """The prompts that are being answered now. Used by one thread at a time.
+    """The prompts that are being answered now, and their KV. Used by one thread at a time.
 
     Args:
-        shares: whether they share anything; else each keeps all of its KV.
+        shares: False keeps all of each prompt's KV apart.
     """
 
     def __init__(self, shapes: KVShapes, *, shares: bool = True) -> None:
         self._shares = shares
-        self._rows: list[Row] = []
+        self._sequences: list[RunningSequence] = []
         self._slabs = Slabs(shapes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the KV of prompts that are being answered, each buffer once."""
-        return sum(buffer.nbytes for buffer in _buffers(self._rows).values())
+        """Bytes of the KV of all running prompts; a buffer that several use counts once."""
+        return sum(buffer.nbytes for buffer in _buffers(self._sequences).values())
 
     def beginning(
         self, kept: Sequences, namespace: str, ids: Sequence[int], limit: int, repair: str
     ) -> Beginning:
-        """The longest KV of a prompt's beginning that there is.
+        """The longest KV of a prompt's beginning, from finished prompts or from a running one.
 
         Args:
             kept: what finished prompts left.
-            limit: tokens of it that are exact with or without others; from running prompts no
-                more is taken, so that an answer is the same with them or without.
+            ids: the prompt's tokens.
+            limit: number of tokens, from the first, that are exact without any help. No more is
+                taken from running prompts, so that an answer does not depend on what else runs.
             repair: see `Sequences.beginning`.
         """
-        wanted = np.asarray(ids[:-1])  # the last token's logits are wanted
+        wanted = np.asarray(ids[:-1])  # the last token is always computed, for its logits
         running, coming = self._running_beginning(namespace, wanted[:limit])
         finished = kept_beginning(kept, namespace, ids, limit, repair)
         best = finished if len(finished) > len(running) else running
         return replace(best, is_coming=coming - len(best) >= MIN_SHARED)
 
     def _running_beginning(self, namespace: str, wanted: Ids) -> tuple[Beginning, int]:
-        """What running prompts have of a beginning, and how much they will have."""
+        """The longest KV of a beginning in a running prompt, and how long it will become."""
         count, coming, best = MIN_SHARED - 1, 0, None
-        for row in self._rows if self._shares else ():
-            if row.namespace == namespace and row.kv.positions is None and not row.is_private:
-                length = min(common(wanted, row.ids), row.exact_length)
-                coming = max(coming, length)
-                if min(length, row.kv.length) > count:
-                    count, best = min(length, row.kv.length), row
+        for sequence in self._sequences if self._shares else ():
+            if sequence.namespace != namespace or sequence.is_private:
+                continue
+            if sequence.kv.positions is not None:  # slots alone do not say where tokens stand
+                continue
+            length = min(common(wanted, sequence.ids), sequence.exact_length)
+            coming = max(coming, length)
+            if min(length, sequence.kv.length) > count:
+                count, best = min(length, sequence.kv.length), sequence
         found = Beginning(tuple(best.kv.cut(0, count)), count) if best else NOTHING
         return found, coming
 
     def begin(
-        self, row: Row, beginning: Beginning, positions: Sequence[int] | None, room: int
-    ) -> Row:
-        """A prompt whose KV behind its beginning is still to be computed, as full prefill would.
+        self,
+        sequence: RunningSequence,
+        beginning: Beginning,
+        positions: Sequence[int] | None,
+        room: int,
+    ) -> RunningSequence:
+        """Add a prompt of which only the beginning has KV; the batch computes the rest of it.
 
         Args:
-            positions: of its tokens; None for their slots.
-            room: for how many tokens of an answer.
+            positions: of the prompt's tokens; None if token i stands at position i.
+            room: number of tokens that the answer may have.
         """
         shared = self._long_runs(beginning.runs)
-        own = self._slabs.take(len(row.ids) - sum(map(len, shared)) + room)
-        row.kv = RowKV(own, len(beginning), beginning.runs).moved(shared, own)
-        row.kv.lay_out(positions)
-        self._rows.append(row)
-        return row
+        own = self._slabs.take(len(sequence.ids) - sum(map(len, shared)) + room)
+        sequence.kv = RowKV(own, len(beginning), beginning.runs).moved(shared, own)
+        sequence.kv.lay_out(positions)
+        self._sequences.append(sequence)
+        return sequence
 
     def adopt(
         self,
-        row: Row,
+        sequence: RunningSequence,
         whole: KVBuffer,
         beginning: Beginning,
         unrepaired: Sequence[Placement],
         room: int,
-    ) -> Row:
-        """A prompt that is prefilled; what others have is taken from them.
+    ) -> RunningSequence:
+        """Add a prompt that is prefilled; KV that others have too is used in common.
 
         Args:
-            whole: the prompt's KV. It is the row's own buffer, if nothing is shared.
-            unrepaired: cached KV that is the same in the prompt.
-            room: as for `begin`.
+            whole: all of the prompt's KV. It becomes the sequence's own buffer if nothing is
+                shared; else what is not shared is copied to a smaller one.
+            unrepaired: cached KV that was placed in `whole` and not changed by a method.
+            room: number of tokens that the answer may have.
         """
         named = {_name(p, whole): p for p in unrepaired} if self._shares else {}
         shared = [*self._long_runs(beginning.runs), *self._elsewhere(named, len(beginning))]
-        row.kv, count = RowKV(whole, len(row.ids)), len(row.ids)
+        sequence.kv, count = RowKV(whole, len(sequence.ids)), len(sequence.ids)
         if shared:
             own = self._slabs.take(count - sum(map(len, shared)) + room)
-            row.kv = row.kv.moved(shared, own)
-        row.chunks = {name: (place.begin, place.end) for name, place in named.items()}
-        row.held = tuple(p.kv for p in named.values() if isinstance(p.kv, ModuleKV))
-        self._rows.append(row)
-        return row
+            sequence.kv = sequence.kv.moved(shared, own)
+        sequence.chunks = {name: (place.begin, place.end) for name, place in named.items()}
+        sequence.held = tuple(p.kv for p in named.values() if isinstance(p.kv, ModuleKV))
+        self._sequences.append(sequence)
+        return sequence
 
-    def leave(self, row: Row) -> bool:
-        """An answer is over; says whether its own buffer is free, for nobody refers to it."""
-        self._rows.remove(row)
-        used = _buffers(self._rows)
-        for name, buffer in _buffers([row]).items():
+    def leave(self, sequence: RunningSequence) -> bool:
+        """Remove a prompt whose answer is over.
+
+        Returns:
+            Whether its own buffer is free: no other prompt reads it.
+        """
+        self._sequences.remove(sequence)
+        used = _buffers(self._sequences)
+        for name, buffer in _buffers([sequence]).items():
             if name not in used:
                 self._slabs.give(buffer)
         if not used:
             self._slabs.drop_idle()
-        return id(row.kv.own) not in used
+        return id(sequence.kv.own) not in used
 
     def forget(self, namespace: str, token_ids: Sequence[int]) -> None:
-        """Let no prompt to come have what a tenant's prompts hold that contain these tokens."""
+        """Share no more KV of those running prompts of a tenant that contain these tokens."""
         wanted = np.asarray(token_ids, dtype=np.int64)
-        for row in self._rows:
-            if row.namespace == namespace and where(row.ids, wanted):
-                row.is_private = True
+        for sequence in self._sequences:
+            if sequence.namespace == namespace and where(sequence.ids, wanted):
+                sequence.is_private = True
 
     def _long_runs(self, runs: Sequence[Run]) -> list[Run]:
-        """Those that are worth being read for themselves."""
+        """The runs that are long enough to be shared; see `MIN_SHARED`."""
         return [run for run in runs if len(run) >= MIN_SHARED] if self._shares else []
 
     def _elsewhere(self, named: dict[_Name, Placement], done: int) -> list[Run]:
-        """Runs of chunks behind slot `done` that other rows have, neighbours joined."""
+        """Runs of chunks from slot `done` on that other sequences have; neighbours are joined."""
         found: list[Run] = []
         for name, place in sorted(named.items(), key=lambda item: item[1].begin):
             if place.begin < done:
                 continue
-            for row in self._rows:
-                if name in row.chunks:
-                    first, last = row.chunks[name]
+            for sequence in self._sequences:
+                if name in sequence.chunks:
+                    first, last = sequence.chunks[name]
                     moved = place.begin - first
-                    for run in row.kv.cut(first, last):
+                    for run in sequence.kv.cut(first, last):
                         _join(found, Run(run.buffer, run.begin, run.end, run.slot + moved))
                     break
         return [run for run in found if len(run) >= MIN_SHARED]
@@ -213,7 +234,7 @@ class Sharing:
 def kept_beginning(
     kept: Sequences, namespace: str, ids: Sequence[int], limit: int, repair: str
 ) -> Beginning:
-    """What finished prompts left of a prompt's beginning; see `Sharing.beginning`."""
+    """The KV that finished prompts left of a prompt's beginning; see `Sharing.beginning`."""
     most = len(ids) - 1 if kept.keeps_repaired else min(limit, len(ids) - 1)
     sequence, length = kept.beginning(namespace, np.asarray(ids[:most]), repair)
     if sequence is None:
@@ -221,13 +242,13 @@ def kept_beginning(
     return Beginning(sequence.cut(length), min(length, sequence.exact_length))
 
 
-def _buffers(rows: Sequence[Row]) -> dict[int, KVBuffer]:
-    """What they refer to, each once, by identity."""
-    return {id(buffer): buffer for row in rows for buffer in row.kv.buffers()}
+def _buffers(sequences: Sequence[RunningSequence]) -> dict[int, KVBuffer]:
+    """All buffers that some sequences use, each once, by identity."""
+    return {id(buffer): buffer for sequence in sequences for buffer in sequence.kv.buffers()}
 
 
 def _join(runs: list[Run], run: Run) -> None:
-    """Add a run, to the last one if it goes on there."""
+    """Append a run, or lengthen the last one if it goes on where that ends."""
     last = runs[-1] if runs else None
     if last and last.buffer is run.buffer and last.shift == run.shift and last.end == run.begin:
         runs[-1] = Run(last.buffer, last.begin, run.end, last.slot)
@@ -236,7 +257,7 @@ def _join(runs: list[Run], run: Run) -> None:
 
 
 def _name(place: Placement, whole: KVBuffer) -> _Name:
-    """The same for the same KV at the same positions."""
+    """A name that two placements have in common if they are the same KV at the same positions."""
     kv = place.kv
     assert isinstance(kv, ModuleKV)
     return kv.values.data_ptr(), kv.seq_len, whole.position(place.begin) - kv.start

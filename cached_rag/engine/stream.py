@@ -1,6 +1,6 @@
-"""An answer for those who wait for it, piece by piece: in a thread, or in an event loop.
+"""Hands out an answer piece by piece, to a thread or to an event loop.
 
-Knows the scheduler and its queue; knows no KV.
+Knows the scheduler and its requests; knows no KV.
 """
 
 from __future__ import annotations
@@ -20,24 +20,30 @@ from cached_rag.engine.report import Report
 from cached_rag.engine.request import Item, Request, Status
 from cached_rag.engine.scheduler import Scheduler
 
-_ONE_WAY = "this stream was begun in another way; make a new one"
-# A prompt of more characters is long.
+_ONE_WAY = (
+    "pieces of this stream were taken in another way before (as an iterator, or asynchronously), "
+    "and the two cannot be mixed; make a new stream"
+)
+# Prompts with more characters have a thread of their own to be read on.
 _LONG = 100_000
 
 
 class Readers:
-    """Threads that read prompts for event loops. Short prompts never wait for long ones."""
+    """Threads that read the prompts of event loops, so that no loop is blocked.
+
+    Long prompts have a thread of their own, so short ones never wait for them.
+    """
 
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(2, "read")
         self._long = ThreadPoolExecutor(1, "read-long")
 
     def submit(self, read: partial[None], size: int) -> None:
-        """Have a prompt of `size` characters read."""
+        """Call `read` on a thread; `size` is the prompt's length in characters."""
         (self._long if size > _LONG else self._short).submit(read)
 
     def forget(self) -> None:
-        """Begin anew, in a forked child: the threads are the parent's."""
+        """Start new threads in a forked child, which does not have those of its parent."""
         self.__dict__.update(Readers().__dict__)
 
 
@@ -47,15 +53,16 @@ if hasattr(os, "register_at_fork"):
 
 
 class Stream(Iterator[str]):
-    """Pieces of an answer. Its attributes grow with it and are complete at its end.
+    """An answer as an iterator of pieces of text. A stream is consumed once, in one way.
 
-    A stream that is dropped, or closed, or cancelled, stops generating.
+    Its attributes grow with the answer and are complete at its end. The model stops generating
+    when the stream is closed, cancelled, or no longer referred to.
     """
 
     def __init__(self, scheduler: Scheduler, request: Request) -> None:
         self._scheduler, self._request = scheduler, request
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        # The request must not hold the stream, or dropping it would end nothing.
+        # The request must not refer to the stream: else a dropped stream would never be collected.
         request.deliver = self._items.put
         self._taking = threading.Lock()
         self._is_started = self._is_over = False
@@ -64,24 +71,24 @@ class Stream(Iterator[str]):
 
     @property
     def report(self) -> Report:
-        """What was done and how long it took."""
+        """What was reused and computed so far, and how long it took."""
         return self._request.report
 
     @property
     def token_ids(self) -> list[int]:
-        """The answer's tokens."""
+        """The answer's tokens so far."""
         return self._request.decoding.token_ids
 
     @property
     def finish_reason(self) -> str:
-        """Why the answer ended, see `Generation`."""
+        """Why the answer ended; see `Generation`."""
         return self._request.finish_reason or "length"
 
     def start(self) -> None:
-        """Queue the request; taking the first piece does it too.
+        """Queue the request now. Otherwise it is queued when the first piece is taken.
 
         Raises:
-            BusyError: too many requests wait.
+            BusyError: too many requests wait already.
         """
         if not self._is_started:
             self._start(is_driven=not model_thread.is_here())
@@ -131,20 +138,25 @@ class Stream(Iterator[str]):
         raise item
 
     def result(self) -> Generation:
-        """The whole answer, if no piece was taken yet."""
+        """The whole answer, if no piece was taken yet. Waits for it.
+
+        Raises:
+            As `Engine.generate`.
+        """
         text = "".join(self)
         return Generation(text, tuple(self.token_ids), self.finish_reason, self.report)
 
     async def atext(self) -> str:
-        """All pieces, without blocking the event loop; a cancelled task stops the generation."""
+        """The whole text, without blocking the event loop. A cancelled task stops the answer."""
         async with aclosing(self.apieces()) as pieces:
             return "".join([piece async for piece in pieces])
 
     async def apieces(self) -> AsyncGenerator[str, None]:
-        """Piece by piece, each when it is made; whoever stops asking stops the generation.
+        """The pieces, each as soon as it is certain. Leaving the loop stops the answer.
 
         Raises:
             RuntimeError: pieces were taken in another way before.
+            As `Engine.generate`.
         """
         if self._is_started:
             raise RuntimeError(_ONE_WAY)
@@ -153,7 +165,7 @@ class Stream(Iterator[str]):
         items: asyncio.Queue[Item] = asyncio.Queue()
 
         def deliver(item: Item) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # raised if the loop is closed, so that nobody waits
                 loop.call_soon_threadsafe(items.put_nowait, item)
 
         self._request.deliver = deliver
@@ -164,20 +176,20 @@ class Stream(Iterator[str]):
             if item is not None:
                 raise item
         finally:
-            self.cancel()  # without effect if the answer is complete
+            self.cancel()  # changes nothing if the answer is complete
             self._is_over = True
 
     def close(self) -> None:
-        """Stop generating, and wait until it has stopped; for any thread, at any time."""
+        """Stop generating, and wait until it has stopped. On any thread, at any time."""
         self.cancel()
-        if self._is_async:  # its pieces go to the loop, where the last one is taken
+        if self._is_async:  # the pieces go to the event loop, which must not be blocked here
             return
         with self._taking:
             while self._is_started and not self._is_over:
                 self._is_over = not isinstance(self._next_item(), str)
 
     def cancel(self) -> None:
-        """Let the answer end before its next token, without waiting for it."""
+        """Stop generating before the next token, without waiting for that."""
         self._request.is_wanted = False
         if self._is_started and not self._is_over:
             self._scheduler.cancel(self._request)

@@ -1,4 +1,4 @@
-"""What all prompts of a template begin with. Knows no framework's templates."""
+"""Finds what all prompts of a template begin with. Works with the templates of any framework."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def template_head(
     variable: str,
     fill: Callable[[Mapping[str, str]], str | Sequence[Message]],
 ) -> str | Rendered:
-    """What every prompt of a template says before its chunks, as a prefix for `Engine.encode`.
+    """What every prompt of a template says before its chunks, as the prefix of `Engine.encode`.
 
     Args:
-        variables: the template's.
-        variable: the one that chunks go to.
-        fill: the template's prompt with these values: a string, or messages.
+        variables: names of all variables of the template.
+        variable: the one that is filled with chunks.
+        fill: makes the prompt, a string or chat messages, from a value for each variable.
 
     Raises:
         ConfigError: the template has no such variable, or another one stands before it.

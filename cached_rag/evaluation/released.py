@@ -23,7 +23,7 @@ from cached_rag.engine.report import Report
 from cached_rag.errors import ConfigError
 from cached_rag.evaluation.measure import Reading, read_on
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.library.encode import encode_modules, encode_prefix
+from cached_rag.library.encode import encode_chunks, encode_prefix
 from cached_rag.library.plan import Placement
 from cached_rag.methods import CacheBlend, Layout
 
@@ -82,7 +82,7 @@ def _stale(engine: Engine, tokens: Tokens, live: torch.Tensor) -> list[Placement
         end = begin
         while wanted[end]:
             end += 1
-        (kv,) = encode_modules(engine.model, head, [tuple(tokens.ids[begin:end])])
+        (kv,) = encode_chunks(engine.model, head, [tuple(tokens.ids[begin:end])])
         places.append(Placement(begin, kv, is_exact=False))
     return places
 

@@ -1,1 +1,1 @@
-"""The known texts, and what of a prompt comes from where."""
+"""The known chunks: finding them in prompts, planning what is reused, encoding and learning."""

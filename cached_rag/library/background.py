@@ -1,8 +1,8 @@
-"""Encodes in the background what a request missed, so that the next one hits.
+"""Runs work in the background while no request does: encoding chunks that requests missed.
 
-Bounded, and never in the way of an answer: it starts on a module only while no request runs, and
-takes one module at a time. What still waits when it is closed, or when the interpreter ends, is
-done then, within a bound. Knows when; what to do it is given.
+The queue is bounded. One chunk is encoded at a time, and only begun while no request is under way,
+so a request waits for one chunk at most. Tasks that still wait when the engine is closed, or when
+the interpreter ends, are done then, for a bounded time. Knows when to do a task, not what it does.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from cached_rag.backends.thread import before_end
 
 _log = logging.getLogger(__name__)
 _CAPACITY = 256
-# A thread that waited for work would keep the model of its last task alive.
+# The thread ends after so long without work: as long as it lives, so does the engine's model.
 _IDLE_SECONDS = 1.0
 
 
 class Activity:
-    """What requests are under way."""
+    """The requests that are under way. Safe for several threads."""
 
     def __init__(self) -> None:
-        self._under_way: WeakSet[object] = WeakSet()  # who drops a request has ended it
-        # Entered again where the collector ends an answer while its thread is in here.
+        self._under_way: WeakSet[object] = WeakSet()  # a request that is dropped is over, too
+        # Reentrant: the garbage collector may end a request, and so come back, at any point.
         self._changed = threading.Condition(threading.RLock())
 
     def begin(self, request: object) -> None:
-        """A request starts; if it has before, nothing changes."""
+        """Note that a request has begun. Doing it again changes nothing."""
         with self._changed:
             self._under_way.add(request)
 
     def end(self, request: object) -> None:
-        """A request is over; if it was before, nothing changes."""
+        """Note that a request is over. Doing it again changes nothing."""
         with self._changed:
             self._under_way.discard(request)
             self._changed.notify_all()
 
     def wait_idle(self, is_stopped: Callable[[], bool]) -> None:
-        """Wait until no request is under way, or there is to be no more waiting."""
+        """Wait until no request is under way, or until `is_stopped` says so; see `wake`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._under_way or is_stopped())
 
     def wake(self) -> None:
-        """Let those who wait look whether they are stopped."""
+        """Have all threads in `wait_idle` ask `is_stopped` again."""
         with self._changed:
             self._changed.notify_all()
 
@@ -62,11 +62,12 @@ class _Task:
 
 
 class WriteBack:
-    """One thread, started with the first task, over a bounded queue of tasks.
+    """A bounded queue of tasks, and one thread that does them. Safe for several threads.
 
     Attributes:
-        dropped: tasks that found the queue full; a later request offers them again.
-        finish_seconds: how long closing may go on with what waits; 0 drops it.
+        dropped: number of tasks that were not queued because the queue was full. A later request
+            that misses the same chunk offers its task again.
+        finish_seconds: how long `close` may go on with tasks that wait; 0 drops them.
     """
 
     def __init__(
@@ -79,15 +80,18 @@ class WriteBack:
         self._known: set[object] = set()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
-        # Entered again where the collector ends an answer while its thread is in here.
+        # Reentrant: the garbage collector may end a request, and so come back, at any point.
         self._changed = threading.Condition(threading.RLock())
         _OPEN.add(self)
 
     def offer(self, name: object, work: Callable[[], object], *, lasts: bool = True) -> None:
-        """Do something later; a name that is waiting already is not queued twice.
+        """Queue a task. If the queue is full, or closed, the task is dropped.
 
         Args:
-            lasts: what it does outlives the process, so that it is worth finishing at the end.
+            name: identifies the task; a name that is in the queue already is not added again.
+            work: the task.
+            lasts: its result outlives the process, so it is worth doing even when the engine is
+                being closed.
         """
         with self._changed:
             if self._is_stopped or name in self._known:
@@ -103,26 +107,32 @@ class WriteBack:
                 self._thread.start()
 
     def drain(self) -> None:
-        """Wait until everything offered so far is done."""
+        """Wait until all tasks that were offered so far are done."""
         with self._changed:
             self._changed.wait_for(lambda: not self._known)
 
     def close(self, finish_seconds: float | None = None) -> None:
-        """Finish what runs, then what waits, for so long at most; log how much is left.
+        """Finish the running task, then begin waiting ones until the time is over.
+
+        The rest is dropped, and its number is logged.
 
         Args:
-            finish_seconds: None for the setting's.
+            finish_seconds: None for the attribute's value.
 
         Raises:
-            KeyboardInterrupt: the user would not wait; what waited is dropped.
+            KeyboardInterrupt: the user pressed Ctrl-C; all waiting tasks are dropped.
         """
         seconds = self.finish_seconds if finish_seconds is None else finish_seconds
         self.finish(time.monotonic() + seconds)
 
     def finish(self, deadline: float) -> None:
-        """As `close`; no task is begun after `deadline`, by `time.monotonic`.
+        """As `close`, up to a point in time.
 
-        Done by the caller, for threads cannot be started any more when the interpreter ends.
+        The tasks are done on the caller's thread: no thread can be started while the interpreter
+        ends.
+
+        Args:
+            deadline: no task is begun later, by `time.monotonic`.
         """
         try:
             self._stop()
@@ -135,13 +145,14 @@ class WriteBack:
                 left += 1
             if left and self.finish_seconds:
                 _log.warning(
-                    "%d known texts are left without KV at the end, for want of time (see "
-                    "StoreConfig.finish_seconds); prompts that contain them offer them again",
+                    "%d chunk(s) were not encoded, because there was no time left (see "
+                    "StoreConfig.finish_seconds); the next prompts that contain them will have "
+                    "them encoded",
                     left,
                 )
 
     def _stop(self) -> None:
-        """Let the thread end its task, and itself."""
+        """Take no more tasks, and wait until the thread has finished the one it does."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
@@ -151,7 +162,7 @@ class WriteBack:
             thread.join()
 
     def _next(self) -> _Task | None:
-        """The next task that is worth finishing."""
+        """The next task whose result lasts; the others before it are dropped."""
         while self._tasks:
             task = self._tasks.popleft()
             if task.lasts:
@@ -165,7 +176,7 @@ class WriteBack:
             del task
 
     def _taken(self) -> _Task | None:
-        """The next task, as soon as nobody asks; None if there is none for a while, or no more."""
+        """The next task, once no request is under way; None if the thread is to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._tasks or self._is_stopped, _IDLE_SECONDS)
             if not self._tasks:
@@ -176,14 +187,14 @@ class WriteBack:
             return None if self._is_ending() else self._tasks.popleft()
 
     def _is_ending(self) -> bool:
-        """Whether what waits is left to `finish`, which comes when the main thread is over."""
+        """Whether waiting tasks are left to `finish`, as when the main thread has ended."""
         return self._is_stopped or not threading.main_thread().is_alive()
 
     def _do(self, task: _Task) -> None:
         try:
             task.work()
-        except Exception as error:  # the thread must outlive a full disk or a bad module
-            _log.warning("a missed module could not be written back: %s", error)
+        except Exception as error:  # such as a full disk; the thread must go on with other tasks
+            _log.warning("a chunk could not be encoded in the background: %s", error)
         finally:
             self._over(task)
 
@@ -197,7 +208,7 @@ _OPEN: WeakSet[WriteBack] = WeakSet()
 
 
 def _finish_all() -> None:
-    """At the interpreter's end: all of them, their bounds counted from now."""
+    """At the interpreter's end, finish every queue, each for its own `finish_seconds` from now."""
     found, now = list(_OPEN), time.monotonic()
     try:
         for one in found:
@@ -208,5 +219,5 @@ def _finish_all() -> None:
 
 
 before_end(_finish_all)
-if hasattr(os, "register_at_fork"):  # a child has neither the threads nor the locks' owners
+if hasattr(os, "register_at_fork"):  # a child has not the threads, and locks may be held forever
     os.register_at_fork(after_in_child=_OPEN.clear)

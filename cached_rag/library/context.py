@@ -1,8 +1,9 @@
-"""What stands between the prefix and a module while the module is encoded.
+"""Contexts: texts that stand between the prefix and a chunk while the chunk is encoded.
 
-A module read right behind the prefix takes itself for the first text of a prompt; in use it rarely
-is. Text before it, any text, brings its KV nearer to what it will be (docs/quality.md); nearest
-neighbours are FusionRAG's offline step. Knows texts only.
+A chunk that is encoded right behind the prefix gets the KV of a prompt's first text, which it
+rarely is when it is used. With any other text before it, its KV is nearer to what full prefill
+would compute (docs/quality.md). FusionRAG takes the chunk's nearest neighbours as this text. Knows
+texts only.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from cached_rag.kv.fingerprint import digest
 
 @dataclass(frozen=True)
 class Context:
-    """Texts that stand before modules while they are encoded, and are not kept.
+    """Passages that stand before a chunk while it is encoded. Their own KV is not kept with it.
 
     Attributes:
-        name: part of the encoded modules' identity; contexts that differ need different names.
-        before: from a module's text to the passages before it, the nearest to it last. Those
-            that have no room in the model's context are left out, the farthest first.
+        name: part of the KV's identity, so different contexts need different names.
+        before: gives the passages for a chunk's text; the last one stands right before the chunk.
+            If the model's context has no room for all, the first ones are left out.
     """
 
     name: str
@@ -29,7 +30,7 @@ class Context:
 
     @classmethod
     def fixed(cls, *passages: str) -> Context:
-        """The same passages before every module."""
+        """A context with the same passages before every chunk."""
         return cls(f"fixed:{digest(*passages)}", lambda _: passages)
 
 
@@ -38,6 +39,6 @@ def _primer() -> Context:
     return Context.fixed(*text.strip().split("\n\n"))
 
 
-# Four short passages about nothing in particular, the same for every index, so that modules have
-# text before them and encoding them costs no more than without.
+# Four short passages about nothing in particular. They are the same for all chunks, so their KV is
+# computed once, and encoding costs no more than without them.
 PRIMER = _primer()

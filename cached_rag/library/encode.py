@@ -1,4 +1,4 @@
-"""Prefills modules ahead of time, in batches, each behind a prefix.
+"""Prefills chunks ahead of time, in batches, behind a prefix. Takes token ids, gives KV.
 
 Knows no prompt, no method and no store.
 """
@@ -16,7 +16,8 @@ from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.positions import PositionRule
 
-# A batch is large enough to keep the cores busy and small enough to stay in their caches.
+# Tokens in a batch, padding included: enough to keep the cores busy, and few enough that the batch
+# stays in their caches.
 BATCH_TOKENS = 2048
 _IN_PLACE = PositionRule()
 Progress = Callable[[int, int], object]
@@ -24,14 +25,14 @@ Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True)
 class EncodeSummary:
-    """What an encoding run did.
+    """What a call of `Engine.encode` did.
 
     Attributes:
-        encoded: modules prefilled now.
-        present: modules whose KV was there already.
-        skipped: (text, reason) of those that cannot be modules.
-        tokens: prefilled now.
-        seconds: it took.
+        encoded: number of chunks that were prefilled.
+        present: number of chunks whose KV was kept already.
+        skipped: (text, reason) of each text that cannot be a chunk.
+        tokens: number of tokens that were prefilled.
+        seconds: how long it took.
     """
 
     encoded: int
@@ -42,48 +43,58 @@ class EncodeSummary:
 
 
 def encode_prefix(model: Backend, prefix_ids: Sequence[int]) -> ModuleKV:
-    """KV of a prefix at the start of a prompt."""
+    """KV of a prefix that starts at position 0.
+
+    Args:
+        prefix_ids: its tokens.
+    """
     ids = tuple(prefix_ids)
     buffer = KVBuffer.like(model.shapes, len(ids))
     model.prefill(buffer, torch.tensor([ids]), num_logits=0)
     return buffer.read(0, len(ids), ids)
 
 
-def join(model: Backend, base: ModuleKV | None, module: ModuleKV) -> ModuleKV:
-    """A KV and, moved right behind it, another: what a prompt of both would be assembled to.
-
-    Raises:
-        RelocationError: the module has to be moved and the model's keys cannot be.
-    """
-    if base is None:
-        return module
-    length = base.seq_len + module.seq_len
-    model.rule.check(base.seq_len - module.start, length)
-    buffer = KVBuffer.like(model.shapes, length)
-    buffer.place(base, 0, _IN_PLACE)
-    buffer.place(module, base.seq_len, model.rule)
-    return buffer.read(0, length, base.token_ids + module.token_ids)
-
-
-def encode_modules(
-    model: Backend,
-    prefix: ModuleKV | None,
-    modules: Sequence[tuple[int, ...]],
-    progress: Progress = lambda *_: None,
-) -> Iterator[ModuleKV]:
-    """KV of each module behind the prefix, longest modules first.
+def join(model: Backend, base: ModuleKV | None, chunk: ModuleKV) -> ModuleKV:
+    """One KV made of two: `base`, and the chunk's KV moved to right behind it.
 
     Args:
-        prefix: KV of the prefix, starting at 0; None for none.
-        modules: token ids of each.
-        progress: called after each batch with its number of modules, and of their tokens.
+        base: starts at position 0; None for nothing before the chunk.
 
     Raises:
-        ContextOverflowError: a module and the prefix exceed the model's context.
-        RelocationError: they exceed the length at which the model's frequencies switch.
+        RelocationError: the chunk has to be moved, and the model's keys cannot be.
+    """
+    if base is None:
+        return chunk
+    length = base.seq_len + chunk.seq_len
+    model.rule.check(base.seq_len - chunk.start, length)
+    buffer = KVBuffer.like(model.shapes, length)
+    buffer.place(base, 0, _IN_PLACE)
+    buffer.place(chunk, base.seq_len, model.rule)
+    return buffer.read(0, length, base.token_ids + chunk.token_ids)
+
+
+def encode_chunks(
+    model: Backend,
+    prefix: ModuleKV | None,
+    chunks: Sequence[tuple[int, ...]],
+    progress: Progress = lambda *_: None,
+) -> Iterator[ModuleKV]:
+    """Prefill chunks, each alone behind the prefix.
+
+    Args:
+        prefix: the prefix's KV, which starts at position 0; None for no prefix.
+        chunks: the token ids of each.
+        progress: called after each batch with the numbers of its chunks and of their tokens.
+
+    Yields:
+        The KV of each chunk, without the prefix's; the longest chunk first.
+
+    Raises:
+        ContextOverflowError: prefix and chunk exceed the model's context.
+        RelocationError: they exceed the length at which the model switches to other frequencies.
     """
     start = prefix.seq_len if prefix else 0
-    for batch in _batches(modules):
+    for batch in _batches(chunks):
         check_fits(model, start, len(batch[0]))
         model.rule.check(0, start + len(batch[0]))
         yield from _encode_batch(model, prefix, batch)
@@ -91,14 +102,14 @@ def encode_modules(
 
 
 def check_fits(model: Backend, start: int, length: int) -> None:
-    """Whether a module of so many tokens can be encoded behind a prefix of `start` tokens.
+    """Check that a chunk of `length` tokens fits behind a prefix of `start` tokens.
 
     Raises:
         ContextOverflowError: they exceed the model's context.
     """
     if start + length > model.context_length:
         raise ContextOverflowError(
-            f"a module of {length} tokens behind a prefix of {start} exceeds the model's context "
+            f"a chunk of {length} tokens behind a prefix of {start} exceeds the model's context "
             f"of {model.context_length}; split it into smaller chunks"
         )
 
@@ -106,7 +117,10 @@ def check_fits(model: Backend, start: int, length: int) -> None:
 def _encode_batch(
     model: Backend, prefix: ModuleKV | None, batch: list[tuple[int, ...]]
 ) -> Iterator[ModuleKV]:
-    """One forward pass; padding stands behind each module, where causal attention ignores it."""
+    """KV of a batch, by one forward pass. The first chunk is the longest.
+
+    Shorter ones are padded behind their end, where causal attention keeps the padding out.
+    """
     start = prefix.seq_len if prefix else 0
     length = start + len(batch[0])
     buffer = KVBuffer.like(model.shapes, length, batch=len(batch))
@@ -120,10 +134,10 @@ def _encode_batch(
         yield buffer.read(start, start + len(ids), ids, row)
 
 
-def _batches(modules: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-    """Modules of like length together, longest first."""
+def _batches(chunks: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    """Batches of chunks of similar length, longest first."""
     batch: list[tuple[int, ...]] = []
-    for ids in sorted(modules, key=len, reverse=True):
+    for ids in sorted(chunks, key=len, reverse=True):
         if batch and (len(batch) + 1) * len(batch[0]) > BATCH_TOKENS:
             yield batch
             batch = []

@@ -1,7 +1,7 @@
-"""From texts to modules in the library: what is missing is prefilled, the rest costs nothing.
+"""Encodes texts into the library. Only texts without KV are prefilled.
 
-Knows prefixes and contexts; knows no request. Not locked: the engine sees to it that the model
-does one thing at a time.
+Knows prefixes and contexts; knows no request. Takes no lock: the engine holds the model's lock
+around `encode`, `learn` and `recover`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cached_rag.library.encode import (
     EncodeSummary,
     Progress,
     check_fits,
-    encode_modules,
+    encode_chunks,
     encode_prefix,
     join,
 )
@@ -32,11 +32,12 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Order:
-    """Texts that are to be encoded, and behind what.
+    """Texts that are to be encoded.
 
     Attributes:
-        records: each text's record, with the text.
-        skipped: (text, reason) of those that cannot be modules.
+        behind: what will stand before each of them.
+        records: (record, text) of each text that can be a chunk.
+        skipped: (text, reason) of each text that cannot.
     """
 
     behind: EncodedAfter
@@ -49,7 +50,7 @@ class Encoder:
     """Encodes texts with one model into one library.
 
     Attributes:
-        contexts: by name, those that can be had again: the primer, and what `encode` was given.
+        contexts: the known contexts, by name: the primer, and those that `encode` was given.
     """
 
     model: Backend
@@ -61,7 +62,10 @@ class Encoder:
     )
 
     def read(self, texts: Sequence[str], prefix: Rendered | None, context: Context | None) -> Order:
-        """Tokenise what is to be encoded. On any thread, for it needs no model.
+        """Tokenise texts that are to be encoded. On any thread: it needs no model.
+
+        Args:
+            prefix, context: see `Engine.encode`.
 
         Raises:
             ContextOverflowError, StoreError: see `Engine.encode`.
@@ -78,7 +82,7 @@ class Encoder:
         return Order(behind, tuple(records), tuple(skipped))
 
     def encode(self, order: Order, progress: Progress) -> EncodeSummary:
-        """See `Engine.encode`."""
+        """Prefill the texts of an order that have no KV; see `Engine.encode`."""
         started = time.perf_counter()
         behind = order.behind
         wanted, num_present = self._sorted_out(behind, order.records)
@@ -105,26 +109,30 @@ class Encoder:
         return sum(len(record.token_ids) for record, _ in records)
 
     def let_go(self) -> None:
-        """Drop what is kept of texts for the next batch; any thread may do that."""
+        """Drop the KV that is kept between batches, as a removed text may be in it.
+
+        On any thread.
+        """
         self._last.clear()
 
     def learn(self, behind: EncodedAfter) -> None:
-        """Reuse a prefix from now on, and let what is missing be encoded behind it."""
+        """Encode a prefix and make it known, so that prompts reuse it."""
         self.library.add_encoded_after(behind)
         self._ensure_prefix(behind)
 
-    def recover(self, module: ChunkRecord, text: str, behind: EncodedAfter) -> None:
-        """Encode one module that has no KV; no-op if it has by now, or was forgotten meanwhile.
+    def recover(self, chunk: ChunkRecord, text: str, behind: EncodedAfter) -> None:
+        """Encode one chunk that a request missed.
 
-        Behind a context that this process does not know it is encoded without one.
+        Does nothing if the chunk has KV by now, or was removed meanwhile. If this process does
+        not know the context that `behind` names, the chunk is encoded without a context.
         """
         self.library.refresh()
         if self.library.table.get(text) is None:
             return
         if behind.context and behind.context not in self.contexts:
             behind = EncodedAfter(behind.prefix_ids)
-        if not self.library.holds(behind, module.token_ids):
-            self._encode_wanted(behind, {module.token_ids: (module, text)}, lambda *_: None)
+        if not self.library.holds(behind, chunk.token_ids):
+            self._encode_wanted(behind, {chunk.token_ids: (chunk, text)}, lambda *_: None)
 
     def _encode_wanted(
         self,
@@ -132,14 +140,22 @@ class Encoder:
         wanted: dict[Ids, tuple[ChunkRecord, str]],
         progress: Progress,
     ) -> None:
-        self.library.add_encoded_after(behind)  # first, for KV of what nobody knows is pruned
+        # First of all: KV that stands behind something unknown may be pruned.
+        self.library.add_encoded_after(behind)
         head = self._ensure_prefix(behind)
         context = self.contexts[behind.context] if behind.context else None
         for kv in self._encoded(behind, head, context, wanted, progress):
             self.library.put(behind, kv, wanted[kv.token_ids][0].text_digest)
 
     def prefix_ids(self, prefix: Rendered | None, following: str) -> Ids:
-        """The prefix's tokens where a module follows: its last characters may merge differently."""
+        """The prefix's tokens as they are when a text follows.
+
+        Its last characters may merge with the text into one token; such a token is left out.
+
+        Args:
+            prefix: None for what chunks encoded alone stand behind.
+            following: a text that may stand behind the prefix.
+        """
         if prefix is None:
             return self.tokenization.sink_ids
         whole = Rendered(prefix.text + following[:ANCHOR], prefix.literal, prefix.is_chat)
@@ -150,7 +166,7 @@ class Encoder:
     def _records(
         self, texts: Sequence[str]
     ) -> tuple[list[tuple[ChunkRecord, str]], list[tuple[str, str]]]:
-        """Each text's record, with the text; and (text, reason) of those that cannot be modules."""
+        """(record, text) of each text that can be a chunk, and (text, reason) of the others."""
         records: dict[str, tuple[ChunkRecord, str]] = {}
         skipped = []
         for text in (text.strip() for text in texts):
@@ -163,24 +179,28 @@ class Encoder:
         return list(records.values()), skipped
 
     def _check_length(self, text: str) -> None:
-        """Refuse what cannot fit before it is tokenised, which takes as long as it is long."""
+        """Refuse a text that cannot fit before it is tokenised, which would take long.
+
+        Raises:
+            ContextOverflowError: it has too many characters for the model's context.
+        """
         room = self.model.context_length
         if (least := self.tokenization.least_tokens(text, room)) is not None:
             raise ContextOverflowError(
-                f"a module of {len(text)} characters has {least} tokens at least and exceeds the "
+                f"a chunk of {len(text)} characters has {least} tokens at least and exceeds the "
                 f"model's context of {room}; split it into smaller chunks"
             )
 
     def _sorted_out(
         self, behind: EncodedAfter, records: Sequence[tuple[ChunkRecord, str]]
     ) -> tuple[dict[Ids, tuple[ChunkRecord, str]], int]:
-        """What has no KV behind that, by token ids; and how many have."""
+        """The records that have no KV behind `behind`, by token ids; and how many have it."""
         holds = {r.token_ids: self.library.holds(behind, r.token_ids) for r, _ in records}
         wanted = {r.token_ids: (r, text) for r, text in records if not holds[r.token_ids]}
         return wanted, sum(holds[r.token_ids] for r, _ in records)
 
     def _ensure_prefix(self, behind: EncodedAfter) -> ModuleKV | None:
-        """The prefix's own KV, computed if need be."""
+        """The prefix's own KV, from the library or computed now; None if there is no prefix."""
         if not behind.prefix_ids:
             return None
         kv = self.library.fetch(EncodedAfter(()), behind.prefix_ids)
@@ -197,29 +217,29 @@ class Encoder:
         wanted: dict[Ids, tuple[ChunkRecord, str]],
         progress: Progress,
     ) -> Iterator[ModuleKV]:
-        """KV of what is wanted, those with the same texts before them together."""
+        """KV of the wanted chunks. Those with the same passages before them are one group."""
         groups: dict[tuple[Ids, ...], list[Ids]] = {}
         for ids, (_, text) in wanted.items():
             before = context.before(text) if context else ()
             texts = [tuple(self.tokenization.literal(p).ids) for p in before if p != text]
             room = self._room - len(behind.prefix_ids) - len(ids)
             groups.setdefault(_fitting(texts, room), []).append(ids)
-        for passages, modules in groups.items():
+        for passages, chunks in groups.items():
             base = self._standing_before(behind, head, passages)
-            yield from encode_modules(self.model, base, modules, progress)
+            yield from encode_chunks(self.model, base, chunks, progress)
 
     @property
     def _room(self) -> int:
-        """Tokens that a module and all before it may have."""
+        """Most tokens that a chunk and all before it may have together."""
         limit = self.model.rule.limit
         return min(self.model.context_length, self.model.context_length if limit is None else limit)
 
     def _standing_before(
         self, behind: EncodedAfter, head: ModuleKV | None, passages: tuple[Ids, ...]
     ) -> ModuleKV | None:
-        """Prefix and passages as one KV; a passage known as a module is moved, not computed.
+        """The KV of prefix and passages together. A passage that is a chunk with KV is only moved.
 
-        The last one is kept: batch after batch of an index stands behind the same.
+        The last result is kept, because all batches of an index have the same before them.
         """
         if last := self._last.get((behind, passages)):
             return last[0]
@@ -227,7 +247,7 @@ class Encoder:
         for ids in passages:
             kv = self.library.fetch(EncodedAfter(behind.prefix_ids), ids)
             if kv is None:
-                (kv,) = encode_modules(self.model, base, [ids])
+                (kv,) = encode_chunks(self.model, base, [ids])
             base = join(self.model, base, kv)
         self._last.clear()
         self._last[behind, passages] = (base,)
@@ -235,7 +255,7 @@ class Encoder:
 
 
 def _fitting(passages: Sequence[Ids], room: int) -> tuple[Ids, ...]:
-    """The last passages that have room together."""
+    """As many of the last passages as have at most `room` tokens together."""
     fitting: list[Ids] = []
     for ids in reversed(passages):
         room -= len(ids)

@@ -1,6 +1,7 @@
-"""Work that a request leaves for the background: what it missed is encoded, what recurs is learned.
+"""Decides what is encoded in the background after a request.
 
-Knows tokens and plans; knows no prompt text and no method.
+Chunks without KV are encoded, heads of prompts that recur are learned, and KV that was read from
+disk is brought into memory. Knows tokens and plans; knows no prompt text and no method.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from cached_rag.library.prompt_heads import Heads
 
 
 class Learning:
-    """Encodes what requests missed, and brings what they read from disk into memory."""
+    """Offers work to the background queue of one library.
+
+    Attributes:
+        write_back: the queue; None if `StoreConfig.write_back` is off.
+        heads: the heads of prompts that recur; None if they are not to be learned.
+    """
 
     def __init__(
         self,
@@ -48,27 +54,32 @@ class Learning:
         self._lock = lock
 
     def close(self, finish_seconds: float | None = None) -> None:
-        """Finish what runs in the background, and what waits; see `StoreConfig.finish_seconds`."""
+        """Finish the work in the background; see `WriteBack.close`."""
         if self.write_back is not None:
             self.write_back.close(finish_seconds)
 
     def forgotten(self, plan: Plan) -> list[str]:
-        """Modules of a prompt that are none any more."""
+        """Digests of a prompt's chunks that were removed since it was planned."""
         names = [name for name, _ in plan.chunks]
         return [name for name in names if self.library.table.by_digest(name) is None]
 
     def see_to(self, tokens: Tokens, plan: Plan) -> None:
-        """Encode in the background what a prompt missed, and bring what it read into memory."""
+        """Offer what follows from a prompt: encode its missed chunks, keep in memory what it read.
+
+        Args:
+            tokens: the prompt's.
+            plan: with the chunks that the prompt contains and the KV it used.
+        """
         if self.write_back is None:
             return
-        self._offer_modules(tokens, plan)
+        self._offer_chunks(tokens, plan)
         for place in plan.placements:
             if place.source is not None and not isinstance(place.kv, ModuleKV):
                 fetch = partial(self.library.fetch, *place.source)
                 self.write_back.offer(place.source, fetch, lasts=False)
 
-    def _offer_modules(self, tokens: Tokens, plan: Plan) -> None:
-        """Encode what had no KV, and the prompt's head if it has recurred."""
+    def _offer_chunks(self, tokens: Tokens, plan: Plan) -> None:
+        """Offer to encode the chunks that had no KV, and the prompt's head if it recurs."""
         if not plan.matches:
             return
         first = plan.matches[0]
@@ -86,12 +97,20 @@ class Learning:
         is_kept = self.library.disk is not None
         self.write_back.offer(name, partial(self._encode, task), lasts=is_kept)
 
-    def _best(self, head: tuple[int, ...], module: str) -> EncodedAfter:
-        """What a module that stood behind `head` is encoded behind: the head, if that recurs."""
+    def _best(self, head: tuple[int, ...], chunk: str) -> EncodedAfter:
+        """What the missed chunks of a prompt are best encoded behind.
+
+        That is the prompt's own head, if it recurs; else a known prefix that the head begins with;
+        else what chunks encoded alone stand behind.
+
+        Args:
+            head: the prompt's tokens before its first chunk.
+            chunk: the digest of that chunk.
+        """
         known = [b for b in self.library.encoded_after() if is_before(b.prefix_ids, head)]
         is_long = len(head) > len(self._sink_ids)
         is_new = not any(is_before(head, behind.prefix_ids) for behind in known)
-        if self.heads is not None and is_long and is_new and self.heads.learn(head, module):
+        if self.heads is not None and is_long and is_new and self.heads.learn(head, chunk):
             return EncodedAfter(head, PRIMER.name)
         return known[0] if known else EncodedAfter(self._sink_ids, PRIMER.name)
 

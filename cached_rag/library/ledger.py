@@ -1,6 +1,8 @@
-"""Which document of a vector store has which text, so that KV goes with the last one that has it.
+"""The ledger of a vector store: which of its documents has which text.
 
-Knows rows; knows no vector store and no KV. It serves the integrations with frameworks.
+It serves the integrations with frameworks. Several documents may have the same text, whose KV is
+kept once. By the ledger the KV is deleted when the last of these documents is. Knows no vector
+store and no KV.
 """
 
 from __future__ import annotations
@@ -24,17 +26,20 @@ Forget = Callable[[list[str]], object]
 
 
 class Ledger:
-    """The texts of chunks by the chunks' ids. Safe for several threads and processes.
+    """The texts of chunks, by the chunks' ids. Safe for several threads and processes.
 
-    Texts are kept as KV is found by: without white space around them. What `forget` is called with
-    goes before the row that names it does, so what fails, or is killed between, can be done again.
+    White space around a text is not kept, as its KV is found without it. `forget` is called before
+    the ledger's own entry is deleted, so a removal that fails half-way can be repeated.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
-        """Open a file, or make it; None for memory.
+        """Open a file, or make it.
+
+        Args:
+            path: None keeps the ledger in memory only.
 
         Raises:
-            StoreError: the file is damaged or out of reach; all methods raise it, too.
+            StoreError: the file is damaged or cannot be opened. All methods may raise it, too.
         """
         self._database = Database(Path(path or ":memory:"), _SCHEMA)
 
@@ -43,10 +48,10 @@ class Ledger:
         self._database.close()
 
     def put(self, chunks: Iterable[tuple[str, str, str]], forget: Forget) -> None:
-        """Add (id, document, text) rows, or replace those with the same ids.
+        """Add chunks, or replace those with the same ids.
 
         Args:
-            document: what the chunk is a piece of.
+            chunks: (id, id of the document that the chunk is a piece of, text) each.
             forget: called with the replaced texts that no chunk has any more, if there are any.
         """
         rows = [(name, document, text.strip()) for name, document, text in chunks]
@@ -57,7 +62,11 @@ class Ledger:
             connection.executemany("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?)", rows)
 
     def remove(self, ids: Iterable[str], forget: Forget) -> None:
-        """Drop chunks; `forget` as in `put`."""
+        """Delete chunks; unknown ids are ignored.
+
+        Args:
+            forget: called with the texts that no chunk has any more, if there are any.
+        """
         ids = list(ids)
         _forget(self._only(ids), forget)
         with self._database.transaction() as connection:
@@ -65,26 +74,26 @@ class Ledger:
         self._database.scrub()
 
     def ids(self, document: str | None = None) -> list[str]:
-        """The chunks there are, None for those of all documents."""
+        """Ids of the chunks of a document; None for those of all documents."""
         if document is None:
             return self._database.read(str, "SELECT id FROM nodes")
         return self._database.read(str, "SELECT id FROM nodes WHERE document = ?", document)
 
     def alike(self, ids: Iterable[str]) -> list[str]:
-        """Chunks with a text that one of these has; they are among them."""
+        """Ids of all chunks that have the same text as one of these, with these among them."""
         texts = f"SELECT text FROM nodes WHERE {_THESE}"
         query = f"SELECT id FROM nodes WHERE text IN ({texts})"
         return self._database.read(str, query, json.dumps(list(ids)))
 
     def texts(self, ids: Iterable[str]) -> dict[str, str]:
-        """The texts of those chunks that are there, by id."""
+        """The texts of chunks, by id; unknown ids are left out."""
         rows = self._database.rows(
             f"SELECT id, text FROM nodes WHERE {_THESE}", json.dumps(list(ids))
         )
         return {str(name): str(text) for name, text in rows}
 
     def _only(self, ids: Iterable[str]) -> list[str]:
-        """Texts that these chunks have and no others."""
+        """Texts that no other chunks have than these."""
         these = json.dumps(list(ids))
         others = f"SELECT 1 FROM nodes o WHERE o.text = nodes.text AND NOT o.{_THESE}"
         query = f"SELECT DISTINCT text FROM nodes WHERE {_THESE} AND NOT EXISTS ({others})"

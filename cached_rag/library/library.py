@@ -1,7 +1,7 @@
-"""The modules an engine knows: their texts, the prefixes they may stand behind, and their KV.
+"""The library: the chunks that an engine knows, what they were encoded behind, and their KV.
 
-Joins the catalog (what text is a module), the table (finding it in a prompt) and the store (its
-KV). Knows no model beyond a fingerprint.
+Three parts are joined here. The catalog on disk says which texts are chunks, the table finds them
+in prompts, and the store has their KV. Of the model it knows only the fingerprint.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Library:
-    """Modules of one model and one tenant. Safe for several threads."""
+    """The chunks of one model and one tenant. Safe for several threads."""
 
     def __init__(
         self,
@@ -46,11 +46,15 @@ class Library:
         memory: Sequence[MemoryStore] | None = None,
         forgotten: Callable[[Sequence[ChunkRecord]], object] = lambda _: None,
     ) -> None:
-        """Open what the configuration names, and end removals that were interrupted.
+        """Open the files that the configuration names, and finish interrupted removals.
 
         Args:
-            memory: another tenant's tiers in memory, to be used together; None for new ones.
-            forgotten: given the modules that are none any more, whoever removed them.
+            maker: the model, as KV in the store is marked with it.
+            device: where the model computes; None for the CPU.
+            memory: the tiers in memory of another tenant, to be shared with it; None for new ones.
+            forgotten: called with chunks that were removed, by this process or another.
+
+        Files that cannot be opened are logged, and nothing is kept on disk; see `check_kept`.
         """
         self.maker, self.fingerprint = maker, maker.model
         self.namespace = config.namespace
@@ -94,28 +98,28 @@ class Library:
 
     @contextmanager
     def spared(self) -> Iterator[None]:
-        """What a question does with the cache: where that fails, it goes on without, and says so.
+        """Log a `StoreError` instead of raising it, for a question can be answered without a cache.
 
-        Said once, however many questions meet the same.
+        The same message is logged once only.
         """
         try:
             yield
         except StoreError as error:
             if str(error) not in self._told:
                 self._told.add(str(error))
-                _log.warning("what a cache would have spared is computed anew: %s", error)
+                _log.warning("KV is computed anew, because the cache failed: %s", error)
 
     def check_kept(self) -> None:
-        """See that what is encoded, or deleted, is so on disk too, where that is wanted.
+        """Check that the files are open, if there are to be any, before encoding or deleting.
 
         Raises:
-            StoreError: the files could not be opened.
+            StoreError: they could not be opened.
         """
         if self._lost is not None:
             raise self._lost
 
     def close(self) -> None:
-        """Write what is pending and release files."""
+        """Finish reading ahead, and release files."""
         self._prefetcher.close()
         if self._catalog is not None:
             self._catalog.close()
@@ -123,7 +127,11 @@ class Library:
             self.disk.close()
 
     def refresh(self, *, force: bool = False) -> None:
-        """Learn what other processes added or removed; costs next to nothing if they did not."""
+        """Take over what other processes added or removed. Cheap if there is nothing new.
+
+        Args:
+            force: read the catalog even if it has not changed.
+        """
         if self._catalog is None:
             return
         gone: list[ChunkRecord] = []
@@ -134,119 +142,134 @@ class Library:
         self._let_go(gone)
 
     def _read(self, catalog: Catalog) -> list[ChunkRecord]:
-        """Bring table and prefixes up to date; returns what is no module any more."""
+        """Bring the table and the prefixes up to date; returns the chunks that were removed."""
         gone: list[ChunkRecord] = []
         generation = catalog.generation()
         if generation != self._generation:
             known = catalog.text_digests() | self._unwritten.keys()
-            gone = [module for module in self.table if module.text_digest not in known]
+            gone = [chunk for chunk in self.table if chunk.text_digest not in known]
             self.table.discard(gone)
             self._generation = generation
-        for row, module in catalog.modules(after=self._last_row):
-            self.table.add(module)
+        for row, chunk in catalog.modules(after=self._last_row):
+            self.table.add(chunk)
             self._last_row = row
         self._encoded_after = _longest_first(EncodedAfter(*row) for row in catalog.prefixes())
         return gone
 
-    def _let_go(self, modules: Sequence[ChunkRecord]) -> None:
-        """Drop what is in memory of modules that are none any more."""
-        for key in self._keys(modules):
+    def _let_go(self, chunks: Sequence[ChunkRecord]) -> None:
+        """Delete the KV of removed chunks from memory, and tell the engine."""
+        for key in self._keys(chunks):
             for tier in self.memory:
                 tier.delete(key)
-        if modules:
-            self._forgotten(modules)
+        if chunks:
+            self._forgotten(chunks)
 
     def encoded_after(self) -> list[EncodedAfter]:
-        """What modules may stand behind: longest prefix first, with a context before without."""
+        """All that chunks were encoded behind.
+
+        The longest prefix comes first; of two with the same prefix, the one with a context.
+        """
         return self._encoded_after
 
     def add_encoded_after(self, behind: EncodedAfter) -> None:
-        """Know one more thing that modules may stand behind."""
+        """Make known what chunks will be encoded behind."""
         with self._lock:
             self._encoded_after = _longest_first({*self._encoded_after, behind})
         if self._catalog is not None:
             self._catalog.add_prefix(behind.prefix_ids, behind.context)
 
-    def add_chunks(self, modules: Sequence[ChunkRecord]) -> None:
-        """Know texts as modules, so that they are found in prompts."""
-        if self._catalog is not None:  # first, for `refresh` takes out what is not there
-            self._catalog.add_chunks(modules)
-        self._know(modules)
+    def add_chunks(self, chunks: Sequence[ChunkRecord]) -> None:
+        """Make chunks known, so that they are found in prompts.
 
-    def register(self, modules: Sequence[ChunkRecord]) -> None:
-        """As `add_chunks`; what cannot be written down at once is when its KV is there."""
+        Raises:
+            StoreError: the catalog cannot be written.
+        """
+        if self._catalog is not None:  # first: `refresh` removes chunks that are not in the catalog
+            self._catalog.add_chunks(chunks)
+        self._know(chunks)
+
+    def register(self, chunks: Sequence[ChunkRecord]) -> None:
+        """As `add_chunks`, but never waits long, and never fails.
+
+        Chunks that cannot be written to the catalog now are written when they have KV.
+        """
         if self._catalog is not None:
             is_written = False
             with self.spared():
-                self._catalog.add_chunks(modules, BRIEFLY_S)
+                self._catalog.add_chunks(chunks, BRIEFLY_S)
                 is_written = True
             if not is_written:
-                self._unwritten |= {module.text_digest: module for module in modules}
-        self._know(modules)
+                self._unwritten |= {chunk.text_digest: chunk for chunk in chunks}
+        self._know(chunks)
 
-    def _know(self, modules: Sequence[ChunkRecord]) -> None:
+    def _know(self, chunks: Sequence[ChunkRecord]) -> None:
         with self._lock:
-            for module in modules:
-                self.table.add(module)
+            for chunk in chunks:
+                self.table.add(chunk)
 
     def remove(self, text_digests: Collection[str]) -> int:
-        """Forget texts and all their KV, whoever encoded them; says how many KVs went.
+        """Forget texts, and delete all their KV, whichever process encoded it.
+
+        Returns:
+            How many KVs were deleted.
 
         Raises:
-            StoreError: the files cannot be opened or written, so they would stay there.
+            StoreError: the files cannot be opened or written, so KV would stay there.
         """
         self.check_kept()
         with self._lock:
-            modules = [m for m in map(self.table.by_digest, text_digests) if m is not None]
+            chunks = [m for m in map(self.table.by_digest, text_digests) if m is not None]
             for text_digest in text_digests:
                 self._unwritten.pop(text_digest, None)
-            self.table.discard(modules)
+            self.table.discard(chunks)
         if self._catalog is None:
-            gone = sum(map(self.store.delete, self._keys(modules)))
+            gone = sum(map(self.store.delete, self._keys(chunks)))
         else:
             gone = self._catalog.remove(self.store, text_digests)
         self.refresh(force=True)
-        self._let_go(modules)
+        self._let_go(chunks)
         return gone
 
     def knows(self, text_digest: str) -> bool:
-        """Whether a text is a module, as far as any process says."""
+        """Whether a text is a chunk, by the catalog, which may know more than this process."""
         if self._catalog is None:
             return self.table.by_digest(text_digest) is not None
         if text_digest in self._unwritten:
             self._catalog.add_chunks([self._unwritten.pop(text_digest)])
         return bool(self._catalog.find([text_digest]))
 
-    def _keys(self, modules: Iterable[ChunkRecord]) -> list[str]:
-        """All keys that modules' KV may have."""
+    def _keys(self, chunks: Iterable[ChunkRecord]) -> list[str]:
+        """All keys under which the store may have KV of chunks."""
         behinds = {EncodedAfter(()), *self._encoded_after}
-        return [self.key(behind, module.token_ids) for module in modules for behind in behinds]
+        return [self.key(behind, chunk.token_ids) for chunk in chunks for behind in behinds]
 
-    def other_makers(self, modules: Iterable[ChunkRecord]) -> list[Maker]:
-        """Other models, or this one in other dtypes, that encoded some of these in this store."""
+    def other_makers(self, chunks: Iterable[ChunkRecord]) -> list[Maker]:
+        """Other models, or other dtypes of this one, that have KV of these chunks in the store."""
         found: list[Maker] = []
         if self._catalog is not None:
             with self.spared():
-                found = self._catalog.makers_of(module.text_digest for module in modules)
+                found = self._catalog.makers_of(chunk.text_digest for chunk in chunks)
         return found
 
     def key(self, behind: EncodedAfter, token_ids: Sequence[int]) -> str:
-        """The store key of a module in one encoding."""
+        """The key under which the store has the KV of these tokens, encoded behind that."""
         return module_key(
             self.fingerprint, behind.prefix_ids, token_ids, self.namespace, behind.context
         )
 
     def holds(self, behind: EncodedAfter, token_ids: Sequence[int]) -> bool:
-        """Whether there is KV for a module behind that."""
+        """Whether there is KV of these tokens, encoded behind that; False if the store fails."""
         with self.spared():
             return self.key(behind, token_ids) in self.store
         return False
 
     def put(self, behind: EncodedAfter, kv: ModuleKV, text_digest: str | None = None) -> None:
-        """Keep the KV of a module, of a prefix, or of a part of a schema.
+        """Keep KV of a chunk, of a prefix, or of a part of a schema.
 
         Args:
-            text_digest: of the module's text; if that was removed since, nothing is kept.
+            behind: what stood before it while it was encoded.
+            text_digest: the digest of a chunk's text; None if the KV is not a chunk's. If the
+                chunk was removed while it was encoded, its KV is not kept.
 
         Raises:
             StoreFullError: there is no room.
@@ -259,21 +282,24 @@ class Library:
             self.store.delete(key)
 
     def memory_bytes(self) -> int:
-        """Bytes of KV in memory, the host's and a device's."""
+        """Bytes of KV in memory: the host's and a CUDA device's together."""
         return sum(tier.nbytes for tier in self.memory)
 
     def store_bytes(self) -> int:
-        """Bytes of KV in the last tier; 0 where its index cannot be read (which is logged)."""
+        """Bytes of KV in the slowest tier; 0 if its index cannot be read (which is logged)."""
         with self.spared():
             return self.store.nbytes
         return 0
 
     def memory_tokens(self) -> int:
-        """Tokens whose KV is there; one that is in two tiers counts twice, as its bytes do."""
+        """Number of tokens whose KV is in memory; a token in two tiers counts twice."""
         return sum(tier.num_tokens for tier in self.memory)
 
     def fetch(self, behind: EncodedAfter, token_ids: Sequence[int]) -> ModuleKV | None:
-        """A module's KV, or None if there is none or it cannot be had (which is logged)."""
+        """KV of these tokens; None if there is none, or it cannot be read (which is logged).
+
+        If `prefetch` is reading it already, this waits for that.
+        """
         self._prefetcher.wait(self.key(behind, token_ids))
         return self._fetch(behind, token_ids)
 
@@ -283,18 +309,18 @@ class Library:
         return None
 
     def prefetch(self, texts: Iterable[str]) -> None:
-        """Begin to bring texts' KV into memory, each behind the longest prefix that has it."""
+        """Begin to read the KV of texts into memory, in the encoding with the longest prefix."""
         if not isinstance(self.store, TieredStore):
             return
-        for module in filter(None, (self.table.get(text.strip()) for text in texts)):
+        for chunk in filter(None, (self.table.get(text.strip()) for text in texts)):
             for behind in self._encoded_after:
-                if self.holds(behind, module.token_ids):
-                    fetch = partial(self._fetch, behind, module.token_ids)
-                    self._prefetcher.start(self.key(behind, module.token_ids), fetch)
+                if self.holds(behind, chunk.token_ids):
+                    fetch = partial(self._fetch, behind, chunk.token_ids)
+                    self._prefetcher.start(self.key(behind, chunk.token_ids), fetch)
                     break
 
     def open(self, behind: EncodedAfter, token_ids: Sequence[int]) -> LayerSource | None:
-        """As `fetch`, but what is on disk is read layer by layer, when it is used."""
+        """As `fetch`, but KV on disk is only opened, and read layer by layer when it is used."""
         with self.spared():
             return self.store.open(self.key(behind, token_ids), token_ids)
         return None
@@ -302,7 +328,12 @@ class Library:
     def best_encoding(
         self, behinds: Sequence[EncodedAfter], token_ids: Sequence[int], *, lazy: bool
     ) -> tuple[EncodedAfter, LayerSource] | None:
-        """The module's KV behind the first of `behinds` for which there is any; read, or opened."""
+        """The first of several encodings of a chunk that has KV, with this KV.
+
+        Args:
+            behinds: what the chunk may have been encoded behind, best first.
+            lazy: as `open`, else as `fetch`.
+        """
         for behind in behinds:
             kv = self.open(behind, token_ids) if lazy else self.fetch(behind, token_ids)
             if kv is not None:
@@ -311,7 +342,7 @@ class Library:
 
 
 def memory_tiers(config: StoreConfig, device: torch.device | None) -> Iterator[MemoryStore]:
-    """The stores in memory, fastest first: a CUDA device's if it may be used, and the host's."""
+    """The stores in memory, fastest first: a CUDA device's, if it may be used, and the host's."""
     if device is None or device.type != "cuda":
         yield MemoryStore(config.memory_bytes)
         return

@@ -1,7 +1,7 @@
-"""Finds known chunks in a rendered prompt by exact text, and their tokens in its tokens.
+"""Finds known chunks in a rendered prompt by their exact text, then their tokens in its tokens.
 
-Knows text, offsets and ids; knows no KV and no model. No match is never an error: it means
-ordinary prefill.
+A chunk that is not found is no error: its text is prefilled as any other. Knows text, offsets and
+token ids; knows no KV and no model.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from cached_rag.backends.tokenizer import Tokens
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.store.catalog import ChunkRecord
 
+# Characters at the beginning of a text by which it is looked up; shorter texts are no chunks.
 ANCHOR = 32
-# A neighbour's characters can merge with a module's outermost tokens, not further in.
+# The tokens at a chunk's borders may differ in a prompt, because characters merge with those of the
+# neighbours. So many tokens at each end may be missing in a match.
 _MAX_TRIM = 4
-# What a search may digest, in characters: at most a tenth of a second, plus a little for each
-# character of the prompt. A digest costs as much as so many characters before it reads the first.
-# An index with 300 lengths behind one anchor needs some 400 for each character of its own texts
-# (it has them all in a prompt of 150,000).
+# A bound on the time of a search, as documents may be made to slow it down: the characters that it
+# may digest. That is a tenth of a second at most, plus a little for each character of the prompt.
+# One digest costs as much as reading _DIGEST_COST characters, in addition to its own. An index with
+# 300 different lengths behind one anchor needs some 400 for each character of its own texts, so
+# all of them are found in a prompt of 150,000 characters.
 _ALLOWED = 1 << 26
 _ALLOWED_PER_CHARACTER = 64
 _DIGEST_COST = 500
@@ -29,7 +32,12 @@ _DIGEST_COST = 500
 
 @dataclass(frozen=True)
 class EncodedAfter:
-    """What chunks were encoded after: a prefix, and the name of a context that followed it."""
+    """What stood before a chunk while it was encoded.
+
+    Attributes:
+        prefix_ids: tokens of the prefix, from position 0.
+        context: name of the context between prefix and chunk; empty for none.
+    """
 
     prefix_ids: tuple[int, ...]
     context: str = ""
@@ -37,14 +45,19 @@ class EncodedAfter:
 
 @dataclass(frozen=True)
 class Match:
-    """A chunk in a prompt: by its text as `find` gives it, by its tokens once they are aligned.
+    """A chunk that was found in a prompt.
+
+    `ChunkTable.find` fills in the first three attributes, `align` the tokens.
 
     Attributes:
-        text: as it stands in the prompt.
-        at: the character where it begins.
-        begin, end: the prompt's tokens (`end` exclusive) that are the chunk's own, from its token
-            `offset` on; the others, at its borders, merged with their neighbours.
-        encoded_after: what the KV used for it was encoded after; None if it has none.
+        chunk: the record of the chunk.
+        text: the chunk's text, as it stands in the prompt.
+        at: index of its first character in the prompt.
+        begin, end: tokens of the prompt (`end` exclusive) that are the chunk's own tokens. Tokens
+            at the chunk's borders that merged with neighbours are not among them.
+        offset: which of the chunk's tokens the one at `begin` is.
+        encoded_after: what stood before the chunk when the KV that is used was encoded; None if
+            the chunk has no KV.
     """
 
     chunk: ChunkRecord
@@ -57,21 +70,20 @@ class Match:
 
     @property
     def first(self) -> int:
-        """Where the chunk's first token would stand."""
+        """The slot where the chunk's own first token would stand."""
         return self.begin - self.offset
 
 
-def inner_ids(module: ChunkRecord) -> tuple[int, ...]:
-    """A module's tokens that any prompt has that contains it."""
-    return module.token_ids[_MAX_TRIM:-_MAX_TRIM] or module.token_ids
+def inner_ids(chunk: ChunkRecord) -> tuple[int, ...]:
+    """The tokens of a chunk without its borders: every prompt that contains it has them."""
+    return chunk.token_ids[_MAX_TRIM:-_MAX_TRIM] or chunk.token_ids
 
 
 class ChunkTable:
-    """All known modules, found by their first 32 characters.
+    """All known chunks, found in a text by their first 32 characters, the anchor.
 
-    Keeps no text: an anchor, a length and a digest say what to compare with. One thread at a time
-    may change it, while any number of others read; a search that has begun goes on with what it
-    began with.
+    No whole text is kept: the anchor, the length and a digest are enough to compare with. One
+    thread at a time may change the table, while any number of others search it.
     """
 
     def __init__(self) -> None:
@@ -92,29 +104,29 @@ class ChunkTable:
         """The record of the text that has this digest."""
         return self._by_digest.get(text_digest)
 
-    def add(self, module: ChunkRecord) -> None:
-        """Know one more module; one that is known already changes nothing."""
-        if module.text_digest in self._by_digest:
+    def add(self, chunk: ChunkRecord) -> None:
+        """Add a chunk; one that is known already changes nothing."""
+        if chunk.text_digest in self._by_digest:
             return
-        self._by_digest[module.text_digest] = module
-        self._by_anchor.setdefault(module.anchor, _Lengths()).add(module.length)
+        self._by_digest[chunk.text_digest] = chunk
+        self._by_anchor.setdefault(chunk.anchor, _Lengths()).add(chunk.length)
 
-    def discard(self, modules: Iterable[ChunkRecord]) -> None:
-        """Forget some."""
-        for module in modules:
-            if self._by_digest.pop(module.text_digest, None) is not None:
-                lengths = self._by_anchor[module.anchor]
-                lengths.discard(module.length)
+    def discard(self, chunks: Iterable[ChunkRecord]) -> None:
+        """Remove chunks; unknown ones are ignored."""
+        for chunk in chunks:
+            if self._by_digest.pop(chunk.text_digest, None) is not None:
+                lengths = self._by_anchor[chunk.anchor]
+                lengths.discard(chunk.length)
                 if not lengths:
-                    del self._by_anchor[module.anchor]
+                    del self._by_anchor[chunk.anchor]
 
     def find(self, text: str) -> Iterator[Match]:
-        """Modules in `text`, leftmost first, the longest at each place, without overlaps.
+        """Find the chunks in a text: leftmost first, the longest at each place, without overlaps.
 
-        Linear in the text: one dictionary look-up a character, and where an anchor hits a digest
-        for each length that modules with it have, as long as what all digests have cost stays
-        within a constant and so much a character. Texts made to begin alike can use that up;
-        what is then not found is prefilled as any text.
+        The time is linear in the text's length. Every character costs a look-up of an anchor. If
+        one is found, a digest is computed for each length of its chunks. All digests together
+        have a bound, which texts that were made to begin alike can use up; chunks that are not
+        found because of it are prefilled as ordinary text.
         """
         begin, last, spent = 0, len(text) - ANCHOR, 0
         anchors, chunks = self._by_anchor, self._by_digest
@@ -135,7 +147,7 @@ class ChunkTable:
 
 
 class _Lengths:
-    """The lengths of the modules that begin with one anchor, each once."""
+    """The lengths, in characters, of the chunks that begin with the same anchor."""
 
     __slots__ = ("_ascending", "_counts")
 
@@ -147,18 +159,18 @@ class _Lengths:
         return len(self._ascending)
 
     def up_to(self, room: int) -> Iterator[int]:
-        """Those that are no more than `room`, the longest first."""
+        """The lengths up to `room`, longest first."""
         ascending = self._ascending
         return (ascending[i] for i in range(bisect_right(ascending, room) - 1, -1, -1))
 
     def add(self, length: int) -> None:
-        """One more module has it."""
+        """Count one more chunk of this length."""
         self._counts[length] += 1
         if self._counts[length] == 1:
             self._ascending = tuple(sorted(self._counts))
 
     def discard(self, length: int) -> None:
-        """One module less has it."""
+        """Count one chunk less of this length."""
         self._counts[length] -= 1
         if not self._counts[length]:
             del self._counts[length]
@@ -166,7 +178,11 @@ class _Lengths:
 
 
 def record_of(text: str, tokens: Tokens) -> ChunkRecord:
-    """The record by which a text is found; `tokens` are its own, tokenised by itself."""
+    """The record by which a text is found in prompts.
+
+    Args:
+        tokens: those of the text alone.
+    """
     return ChunkRecord(
         text_digest=digest(text),
         anchor=text[:ANCHOR],
@@ -177,10 +193,11 @@ def record_of(text: str, tokens: Tokens) -> ChunkRecord:
 
 
 def align(match: Match, prompt: Tokens) -> Match | None:
-    """A match with the longest run of the prompt's tokens in it that are the chunk's own.
+    """Find the tokens of a matched chunk in the prompt's tokens.
 
     Returns:
-        None if more than a few outermost tokens differ (the chunk then is prefilled as text).
+        The match with `begin`, `end` and `offset`. None if more tokens than a few at the borders
+        differ; the chunk is then prefilled as ordinary text.
     """
     ids, starts = match.chunk.token_ids, match.chunk.token_starts
     last = match.at + len(match.text)

@@ -1,8 +1,9 @@
-"""Decides, for one tokenised prompt, which tokens come from which cached module.
+"""Decides which tokens of a prompt come from which cached KV.
 
-Knows tokens and the library; computes nothing. Exact reuse first: the longest known prefix of the
-prompt, and the module right behind it if it was encoded behind just that. Then approximate reuse
-of the other modules. What is left is computed, and so is always the text after the last module.
+The prompt's beginning is reused exactly: the longest known prefix, and the chunk right behind it,
+if it was encoded behind this prefix and nothing else. All other chunks are reused approximately.
+The rest is computed, and so is the prompt's last token in any case. Knows tokens and the library;
+computes nothing.
 """
 
 from __future__ import annotations
@@ -18,33 +19,37 @@ from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter, Match, align
 from cached_rag.methods import Layout, Takes
 
-# A template head can share all but its last tokens with a prompt (they merged with what follows).
+# The last tokens of a known prefix may differ in a prompt, where they merged with what follows.
 _HEAD_SLACK = 4
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Cached KV for prompt tokens from `begin` on.
+    """Cached KV that is used for some tokens of a prompt.
 
     Attributes:
-        is_exact: never recomputed: what full prefill would compute, or repaired before.
-        is_module: else it is the prompt's prefix.
-        source: what it was encoded behind, and its tokens, by which the library has it.
+        begin: the first of these tokens.
+        kv: in memory, or a source that is read layer by layer.
+        is_exact: no method recomputes it. It is what full prefill would compute, or was repaired
+            for an earlier prompt.
+        is_chunk: it counts as a chunk that was hit; False for KV of the prompt's beginning.
+        source: (what the KV was encoded after, its token ids), by which the library finds it; None
+            if it is not the library's.
     """
 
     begin: int
     kv: LayerSource
     is_exact: bool
-    is_module: bool = True
+    is_chunk: bool = True
     source: tuple[EncodedAfter, tuple[int, ...]] | None = None
 
     @property
     def end(self) -> int:
-        """The token after the last."""
+        """The token after the last one."""
         return self.begin + self.kv.seq_len
 
     def after(self, slot: int) -> Placement:
-        """What of it stands from a token on; there must be something."""
+        """The part of it from token `slot` on; it must end later than that."""
         if self.begin >= slot:
             return self
         return replace(self, begin=slot, kv=self.kv.slice(slot - self.begin, self.kv.seq_len))
@@ -52,14 +57,14 @@ class Placement:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to assemble, and what to compute.
+    """Which tokens of a prompt come from which KV. All others are computed.
 
     Attributes:
-        placements: ascending, without overlaps.
-        matches: the known chunks that the prompt contains.
-        num_tokens: of the prompt.
-        chunks: (digest, end) of the chunks whose KV is used, in order.
-        positions: where the tokens stand; None if token i stands at i.
+        placements: in ascending order, without overlaps.
+        matches: the known chunks that the prompt contains, with and without KV.
+        num_tokens: number of the prompt's tokens.
+        chunks: (digest, token after the last) of each chunk whose KV is used, in order.
+        positions: of the tokens; None if token i stands at position i.
     """
 
     placements: tuple[Placement, ...]
@@ -70,21 +75,21 @@ class Plan:
 
     @property
     def length(self) -> int:
-        """Positions up to the last token's, and one more."""
+        """The number of positions from 0 to the last token's."""
         return self.positions[-1] + 1 if self.positions else self.num_tokens
 
     def delta(self, place: Placement) -> int:
-        """How far a placement's keys have to be moved."""
+        """By how many positions a placement's keys have to be moved."""
         at = place.begin if self.positions is None else self.positions[place.begin]
         return at - place.kv.start
 
     @property
     def missed(self) -> tuple[Match, ...]:
-        """The chunks that have no KV."""
+        """Chunks in the prompt that have no KV."""
         return tuple(match for match in self.matches if match.encoded_after is None)
 
     def taking(self, what: Takes) -> Plan:
-        """The plan with only so much of the cached KV."""
+        """The plan with only that cached KV that a method takes."""
         if what is Takes.NOTHING:
             return Plan((), (), self.num_tokens)
         if what is Takes.ALL:
@@ -93,21 +98,25 @@ class Plan:
         return replace(self, placements=exact)
 
     @property
-    def num_modules(self) -> int:
-        """Placements that are modules."""
-        return sum(place.is_module for place in self.placements)
+    def num_chunks(self) -> int:
+        """The number of placements that are chunks."""
+        return sum(place.is_chunk for place in self.placements)
 
     def starting_from(self, pieces: Sequence[ModuleKV]) -> Plan:
-        """The plan with its beginning replaced by KV that a prompt like this one left."""
+        """The plan with its beginning replaced by KV that another prompt has computed.
+
+        Args:
+            pieces: one behind the other, the first at token 0; empty changes nothing.
+        """
         if not pieces:
             return self
         end = pieces[-1].start + pieces[-1].seq_len
-        ahead = tuple(Placement(kv.start, kv, is_exact=True, is_module=False) for kv in pieces)
+        ahead = tuple(Placement(kv.start, kv, is_exact=True, is_chunk=False) for kv in pieces)
         later = (place.after(end) for place in self.placements if place.end > end)
         return replace(self, placements=(*ahead, *later))
 
     def layout(self, num_layers: int) -> Layout:
-        """The plan as masks over tokens."""
+        """The plan as masks over the prompt's tokens, for the methods."""
         fresh = torch.ones(self.num_tokens, dtype=torch.bool)
         exact = torch.zeros(self.num_tokens, dtype=torch.bool)
         for place in self.placements:
@@ -126,35 +135,35 @@ def make_plan(
     *,
     lazy: bool = False,
 ) -> Plan:
-    """Choose the best KV for everything the prompt contains.
+    """Choose the best KV for all chunks in a prompt, and for its beginning.
 
     Args:
-        tokens: the prompt.
-        matches: the chunks whose text was found in it.
-        sink_ids: what chunks encoded alone stand behind.
-        lazy: leave what is on disk unread.
+        tokens: the prompt's.
+        matches: the chunks whose text was found in the prompt.
+        sink_ids: the tokens before chunks that were encoded without a prefix.
+        lazy: KV on disk is only opened, and read when it is used.
     """
     ids = tuple(tokens.ids)
     known = library.encoded_after()
-    ahead = [one for one in known if is_before(one.prefix_ids, ids)]
-    placements = _head(library, [one.prefix_ids for one in ahead], ids)
-    # What was encoded alone serves anywhere, also in prompts that do not begin with BOS.
+    usable = [one for one in known if is_before(one.prefix_ids, ids)]
+    placements = _head(library, [one.prefix_ids for one in usable], ids)
+    # KV that was encoded without a prefix serves anywhere, also in prompts without BOS.
     alone = [one for one in known if one.prefix_ids in (sink_ids, ())]
     alone += [EncodedAfter(sink_ids), EncodedAfter(())]
-    ahead += [one for one in alone if one not in ahead]
+    usable += [one for one in alone if one not in usable]
     found, chunks = [], []
     for match in (aligned for one in matches if (aligned := align(one, tokens))):
-        # Right behind its own prefix a chunk without context is exact, which beats all else.
+        # Best is KV that was encoded behind exactly what stands before the chunk here: it is exact.
         in_place = EncodedAfter(ids[: match.begin])
-        first = [in_place] if in_place in ahead and not match.offset else []
-        best = library.best_encoding([*first, *ahead], match.chunk.token_ids, lazy=lazy)
+        first = [in_place] if in_place in usable and not match.offset else []
+        best = library.best_encoding([*first, *usable], match.chunk.token_ids, lazy=lazy)
         if best is None:
             found.append(match)
             continue
         encoded_after, kv = best
         found.append(replace(match, encoded_after=encoded_after))
         begin = max(match.begin, placements[-1].end if placements else 0)
-        # The last token's logits are wanted, so it is always computed.
+        # The prompt's last token is always computed, for its logits.
         end = min(match.end, len(ids) - 1)
         if end <= begin:
             continue
@@ -170,17 +179,20 @@ def make_plan(
 def _head(
     library: Library, prefixes: Sequence[tuple[int, ...]], ids: tuple[int, ...]
 ) -> list[Placement]:
-    """The longest known prefix's own KV: exact, also where only its beginning is shared."""
+    """A placement of the longest known prefix's own KV, as far as the prompt begins with it.
+
+    It is exact also if the prompt has only a part of the prefix.
+    """
     for prefix_ids in prefixes:
         length = min(_shared(prefix_ids, ids), len(ids) - 1)
         kv = library.fetch(EncodedAfter(()), prefix_ids) if length else None
         if kv is not None:
-            return [Placement(0, kv.slice(0, length), is_exact=True, is_module=False)]
+            return [Placement(0, kv.slice(0, length), is_exact=True, is_chunk=False)]
     return []
 
 
 def is_before(prefix_ids: Sequence[int], ids: Sequence[int]) -> bool:
-    """Whether a prompt begins with a prefix, but for tokens that merged with what follows."""
+    """Whether a prompt begins with a prefix; its last tokens may have merged with what follows."""
     return _shared(prefix_ids, ids) >= max(1, len(prefix_ids) - _HEAD_SLACK)
 
 

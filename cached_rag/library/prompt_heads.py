@@ -1,7 +1,7 @@
-"""Learns what prompts say before their first module, so that it is reused without loss.
+"""Finds heads of prompts that are worth keeping: beginnings that recur before different chunks.
 
-A template's head recurs before ever other modules; a conversation's history does not. Knows token
-ids and names; encodes nothing.
+The head of a template recurs before ever different chunks, the history of a conversation does not.
+Knows token ids and digests; encodes nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ _LEARNED = 8
 
 
 class Heads:
-    """The beginnings of recent prompts, and those that recurred. Safe for several threads.
+    """The heads of recent prompts, and those that recurred. Safe for several threads.
 
-    Only so many are learned in a process: each is one more to look for in every prompt.
+    Args:
+        learned: how many heads may be learned. There is a bound because every prompt is compared
+            with each of them.
+        remembered: how many heads of recent prompts are kept for comparison.
     """
 
     def __init__(self, learned: int = _LEARNED, remembered: int = _REMEMBERED) -> None:
@@ -26,12 +29,20 @@ class Heads:
         self._first: LRUCache[tuple[int, ...], str] = LRUCache(remembered)
         self._lock = threading.RLock()  # as in `WriteBack`
 
-    def learn(self, head: tuple[int, ...], module: str) -> bool:
-        """Whether a beginning that now stood before a module has stood before another one."""
+    def learn(self, head: tuple[int, ...], chunk: str) -> bool:
+        """Note that a head stood before a chunk.
+
+        Args:
+            head: the head's tokens.
+            chunk: the digest of the first chunk behind it.
+
+        Returns:
+            Whether the head is learned: it has stood before two different chunks.
+        """
         with self._lock:
             if head in self._learned:
                 return True
-            if self._first.setdefault(head, module) == module or len(self._learned) >= self._room:
+            if self._first.setdefault(head, chunk) == chunk or len(self._learned) >= self._room:
                 return False
             self._learned.add(head)
             return True

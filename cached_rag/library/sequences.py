@@ -1,9 +1,10 @@
-"""KV that prompts left, for those to come that begin alike: one cache, under one bound.
+"""A cache of the KV that finished prompts left, for prompts that begin as they did.
 
-What full prefill would have computed serves every prompt, token by token. What a method repaired is
-marked with that method and serves only its own. Sequences with the same beginning share its KV. No
-buffer holds parts of two chunks, so a chunk that is forgotten goes, with all that has read it, and
-what stood before it stays. Knows tokens and KV; knows no model.
+KV that is what full prefill computes serves every prompt, as far as the tokens are the same. KV
+that a method repaired is marked with the method, and serves only prompts of the same method.
+Sequences with the same beginning share its KV. No buffer holds parts of two chunks. So when a chunk
+is forgotten, its KV can be dropped with all KV behind it, which depends on it, while the KV before
+it stays. Knows tokens and KV; knows no model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import numpy.typing as npt
 
 from cached_rag.kv.rows import RowKV, Run
 
-# Each run that is read for itself costs a kernel call a layer; shorter ones are copied.
+# Fewest tokens of KV that are shared. Every shared run costs a kernel call in each layer,
+# so shorter ones are copied instead.
 MIN_SHARED = 128
 
 Ids = npt.NDArray[np.int64]
@@ -25,15 +27,15 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class PromptKV:
-    """The KV of a prompt, and of what was answered, from its first token on.
+    """The KV of a prompt, and maybe of its answer, from the first token on.
 
     Attributes:
-        namespace: its tenant's; tenants share nothing.
-        ids: (seq_len,) tokens that it stands for.
-        runs: where it lies, each run a whole buffer.
-        exact_length: tokens from the first whose KV is what full prefill computes.
-        repair: the method that repaired the others; empty if there are none.
-        chunks: (digest, end) of the chunks in it, in order.
+        namespace: the tenant; tenants share nothing.
+        ids: (seq_len,) int64, the tokens whose KV this is.
+        runs: where the KV lies; each run is a whole buffer.
+        exact_length: number of tokens, from the first, whose KV is what full prefill computes.
+        repair: mark of the method that repaired the other tokens; empty if there are none.
+        chunks: (digest, token after the last) of the chunks in it, in order.
     """
 
     namespace: str
@@ -44,17 +46,22 @@ class PromptKV:
     chunks: tuple[tuple[str, int], ...] = ()
 
     def usable(self, ids: Ids, repair: str) -> int:
-        """How many tokens of a prompt, from the first, may take their KV from here."""
+        """How many tokens of a prompt, from the first, may use this KV.
+
+        Args:
+            ids: the prompt's tokens.
+            repair: mark of the method that will repair the prompt; empty for exact KV only.
+        """
         length = common(ids, self.ids)
         return length if repair and repair == self.repair else min(length, self.exact_length)
 
     def cut(self, length: int) -> tuple[Run, ...]:
-        """The runs of its first tokens."""
+        """The runs of its first `length` tokens."""
         found = (run.cut(0, length) for run in self.runs)
         return tuple(run for run in found if run is not None)
 
     def until(self, slot: int) -> PromptKV:
-        """As much of its beginning as lies in buffers without anything behind a slot."""
+        """The beginning of it, in those buffers that end at or before a slot."""
         runs = tuple(run for run in self.runs if run.slot + len(run) <= slot)
         end = sum(map(len, runs))
         return replace(
@@ -66,7 +73,10 @@ class PromptKV:
         )
 
     def find(self, text_digest: str, token_ids: Ids) -> int | None:
-        """Where a text begins in it, as a chunk or as any tokens; None if it does not."""
+        """The first slot of a text in it, by its digest or by its tokens; None if it is not there.
+
+        The slot may be earlier than the text's first token, but never later.
+        """
         begins = (0, *(end for _, end in self.chunks))
         named = (
             b for b, (name, _) in zip(begins, self.chunks, strict=False) if name == text_digest
@@ -76,17 +86,15 @@ class PromptKV:
 
 
 class Sequences:
-    """At most `max_bytes` of KV, least recently used sequences out first; 0 keeps nothing.
-
-    Safe for several threads.
-    """
+    """The cache. The least recently used sequences are dropped first. Safe for several threads."""
 
     def __init__(self, max_bytes: int, *, keeps_repaired: bool = True) -> None:
-        """Begin with nothing.
+        """Make an empty cache.
 
         Args:
-            keeps_repaired: else only what is exact is kept, so that no answer depends on prompts
-                that were asked before.
+            max_bytes: most bytes of KV; 0 keeps nothing.
+            keeps_repaired: keep KV that a method repaired, too. If not, only exact KV is kept, and
+                no answer depends on prompts that were asked before.
         """
         self.keeps_repaired = keeps_repaired
         self._max_bytes = max_bytes
@@ -95,15 +103,19 @@ class Sequences:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now, what sequences share counted once."""
+        """Bytes of the KV that is kept; KV that sequences share counts once."""
         with self._lock:
             return _nbytes(self._kept)
 
     def beginning(self, namespace: str, ids: Ids, repair: str = "") -> tuple[PromptKV | None, int]:
-        """The sequence that has most of a prompt's beginning, and how many tokens of it.
+        """The sequence with the longest usable beginning of a prompt, and its number of tokens.
 
         Args:
-            repair: the method by which the prompt will be repaired; empty for what is exact.
+            ids: the prompt's tokens.
+            repair: mark of the method that will repair the prompt; empty for exact KV only.
+
+        Returns:
+            (None, 0) if there is nothing worth using.
         """
         with self._lock:
             best, most = None, 0
@@ -117,11 +129,11 @@ class Sequences:
             return best, most
 
     def add(self, sequence: PromptKV, kv: RowKV) -> None:
-        """Keep a copy of a prompt's KV, as far as it may serve others.
+        """Keep a copy of a prompt's KV, as far as it may serve other prompts.
 
         Args:
-            sequence: what it stands for; it has no runs.
-            kv: where it lies now.
+            sequence: the description of this KV, without runs.
+            kv: the KV.
         """
         length = min(sequence.exact_length, kv.length)
         if self.keeps_repaired and sequence.repair and sequence.chunks:
@@ -138,7 +150,7 @@ class Sequences:
                 self._kept.pop(0)
 
     def _copied(self, sequence: PromptKV, kv: RowKV, length: int) -> PromptKV:
-        """The beginning of a sequence: what is here already, and copies of the rest."""
+        """A sequence's first tokens: runs that are kept here already, and copies of the rest."""
         there, same = self.beginning(sequence.namespace, sequence.ids[:length], sequence.repair)
         runs = list(there.until(same).runs) if there else []
         ends = sorted({*(end for _, end in sequence.chunks if end < length), length})
@@ -150,13 +162,16 @@ class Sequences:
         return replace(sequence, runs=tuple(runs)).until(length)
 
     def order(self, namespace: str, names: Sequence[str]) -> list[int]:
-        """Indices of chunks so that they follow a known sequence as far as one goes.
+        """Order chunks so that a prompt with them begins as a kept sequence does.
 
-        Where several go on, the chunk that comes first in `names` is taken; what is in no sequence
-        keeps its order behind the others.
+        If several chunks continue a sequence, the one that comes first in `names` is taken. Chunks
+        that continue none keep their order, behind the others.
 
         Args:
             names: the chunks' digests.
+
+        Returns:
+            Indices into `names`.
         """
         with self._lock:
             known = {
@@ -175,10 +190,11 @@ class Sequences:
         return [*taken, *left]
 
     def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> None:
-        """Drop the KV of a text, and of what stood behind it, for that has read it.
+        """Drop the KV of a text, and of all that stood behind it, which depends on it.
 
         Args:
-            token_ids: tokens that every prompt has that contains it.
+            token_ids: tokens that every prompt with this text contains; empty if only the digest
+                is to be looked for.
         """
         wanted = np.asarray(token_ids, dtype=np.int64)
         with self._lock:
@@ -192,7 +208,7 @@ class Sequences:
 
 
 def is_worth(length: int, chunks: Iterable[tuple[str, int]]) -> bool:
-    """Whether the first tokens of a prompt are worth keeping: a whole chunk, or many."""
+    """Whether a prompt's first `length` tokens are worth keeping: many, or with a whole chunk."""
     return length >= MIN_SHARED or any(end <= length for _, end in chunks)
 
 
@@ -204,7 +220,7 @@ def common(first: Ids, second: Ids) -> int:
 
 
 def where(ids: Ids, wanted: Ids) -> list[int]:
-    """Where `wanted` begins in `ids`."""
+    """All slots of `ids` at which `wanted` begins."""
     if not len(wanted) or len(wanted) > len(ids):
         return []
     places = np.flatnonzero(ids[: len(ids) - len(wanted) + 1] == wanted[0])
@@ -212,7 +228,7 @@ def where(ids: Ids, wanted: Ids) -> list[int]:
 
 
 def _has_all(new: PromptKV, old: PromptKV) -> bool:
-    """Whether one sequence makes another superfluous."""
+    """Whether the new sequence can serve all prompts that the old one can."""
     is_same = new.namespace == old.namespace and new.exact_length >= old.exact_length
     return is_same and new.usable(old.ids, old.repair) == len(old.ids)
 

@@ -120,7 +120,7 @@ class SchemaPlanner:
                     begin,
                     kv.slice(0, end - begin),
                     is_exact=recipe.seen == seen,
-                    is_module=bool(piece.run.unit) and piece.run.unit not in counted,
+                    is_chunk=bool(piece.run.unit) and piece.run.unit not in counted,
                     source=recipe.source,
                 )
                 counted.add(piece.run.unit)

@@ -238,7 +238,7 @@ def test_reports_reach_handlers_in_every_way_of_running(llm, retriever, capsys):
     events = asyncio.run(main())
     assert len(handler.reports) == 7
     assert {report.modules_hit for report in handler.reports} == {3}
-    assert capsys.readouterr().err.count("3 modules hit") == 7
+    assert capsys.readouterr().err.count("3 chunks hit") == 7
     tokens = [e for e in events if e["event"] == "on_chat_model_stream"]
     assert len(tokens) > 2
     (end,) = [e for e in events if e["event"] == "on_chat_model_end"]

@@ -87,7 +87,7 @@ def kept(engine, prompt):
     """What a schema's modules are, and where a prompt's tokens come from."""
     names = prompt.schema.missing(engine)
     tokens, plan = engine.plan(prompt, "reuse", Report("reuse"))
-    places = [(place.begin, place.is_exact, place.is_module) for place in plan.placements]
+    places = [(place.begin, place.is_exact, place.is_chunk) for place in plan.placements]
     sources = [(place.source[0].context, place.source[1]) for place in plan.placements]
     return names, [tokens.ids, plan.positions, places, sources]
 
