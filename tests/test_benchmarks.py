@@ -115,7 +115,7 @@ def test_relayed_and_copied_attention_give_the_same(shared, batch):
     ],
 )
 def test_the_kernels_named_are_those_of_the_scheduler(dtype, shared, relay, copied, monkeypatch):
-    monkeypatch.setattr(lse_attention, "_FLASH_KEYS", ((1, LONGEST),))
+    monkeypatch.setattr(lse_attention, "FLASH_KEYS", ((1, LONGEST),))
     steps = make_steps(shapes(dtype), HEADS, 4, shared, private=7)
     assert (steps["relay"].kernels(), steps["copied"].kernels()) == (relay, copied)
 

@@ -19,14 +19,20 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# A thread that ends takes its team with it.
-_IDLE_SECONDS = 1.0
-
 
 class ModelThread:
-    """One thread that takes one task after the other, and ends when there are none for a while."""
+    """One thread that does one task after the other, and ends once it has been idle for a while.
 
-    def __init__(self) -> None:
+    A thread that ends takes its team of torch workers with it.
+    """
+
+    def __init__(self, idle_seconds: float = 1.0) -> None:
+        """Start no thread yet.
+
+        Args:
+            idle_seconds: how long the thread waits for another task before it ends.
+        """
+        self._idle_seconds = idle_seconds
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closing = False
@@ -78,12 +84,12 @@ class ModelThread:
 
     def forget(self) -> None:
         """Begin anew, in a forked child: the thread is the parent's, and maybe what the lock is."""
-        self.__dict__.update(ModelThread().__dict__)
+        self.__dict__.update(ModelThread(self._idle_seconds).__dict__)
 
     def _serve(self) -> None:
         while not self._is_closing:
             try:
-                work, done = self._tasks.get(timeout=_IDLE_SECONDS)
+                work, done = self._tasks.get(timeout=self._idle_seconds)
             except queue.Empty:
                 with self._lock:
                     if self._tasks.empty():

@@ -22,12 +22,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import modeling_gguf_pytorch_utils as loader
 from transformers.integrations.gguf import is_gguf_arch_supported
 
-_SHARD_BYTES = 512 << 20
+# A shard is written once it holds this many bytes.
+SHARD_BYTES = 512 << 20
 # Unpacking takes several times the memory of what it gives, so it is done by so many elements.
 _UNPACKED = 1 << 24
 
 
-def convert(source: Path, folder: Path) -> None:
+def convert(source: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Write a GGUF's configuration, tokenizer and weights into an existing folder.
 
     Raises:
@@ -35,7 +36,7 @@ def convert(source: Path, folder: Path) -> None:
         ValueError: the file is damaged, or of an unknown kind.
     """
     try:
-        _convert(source, folder)
+        _convert(source, folder, shard_bytes)
     except (LookupError, RuntimeError, TypeError) as error:  # whatever readers make of damage
         raise ValueError(f"{source} is damaged ({type(error).__name__}: {error})") from error
 
@@ -58,7 +59,7 @@ def put_together(pieces: Sequence[Path], target: Path, sha256: str) -> Path:
     return target
 
 
-def _convert(source: Path, folder: Path) -> None:
+def _convert(source: Path, folder: Path, shard_bytes: int) -> None:
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     with _read_once(source) as reader:
         AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
@@ -70,7 +71,7 @@ def _convert(source: Path, folder: Path) -> None:
     config.architectures = [type(_empty(config)).__name__]
     config.dtype = torch.bfloat16
     reader.fields.clear()  # the vocabulary, as a million small arrays
-    _write(_tensors(reader, config, kind), folder)
+    _write(_tensors(reader, config, kind), folder, shard_bytes)
     config.save_pretrained(folder)  # last: a folder with a configuration is complete
 
 
@@ -128,7 +129,7 @@ def _unpacked(tensor: Any) -> Any:
     return values
 
 
-def _write(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
+def _write(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int) -> None:
     """Shards of a bounded size, and an index of them."""
     shard: dict[str, torch.Tensor] = {}
     places: dict[str, str] = {}
@@ -143,7 +144,7 @@ def _write(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
     for name, weights in tensors:
         shard[name] = weights
         total += weights.nbytes
-        if sum(kept.nbytes for kept in shard.values()) >= _SHARD_BYTES:
+        if sum(kept.nbytes for kept in shard.values()) >= shard_bytes:
             flush()
     if shard:
         flush()

@@ -19,7 +19,7 @@ _OPS = torch.ops.aten
 # In bf16 the CPU's flash kernel loses to plain products once keys no longer fit the cache. (rows,
 # keys), ascending: from so many rows on (each head of a group is one), up to so many keys flash is
 # taken. `cached-rag bench kernels` times both.
-_FLASH_KEYS = ((1, 16384), (48, 8192), (96, 3072), (192, 2048), (384, 1024))
+FLASH_KEYS = ((1, 16384), (48, 8192), (96, 3072), (192, 2048), (384, 1024))
 _SMALL = (torch.bfloat16, torch.float16)
 
 Attended = tuple[torch.Tensor, torch.Tensor]
@@ -59,7 +59,7 @@ def kernel_of(rows: int, keys: torch.Tensor, values: torch.Tensor) -> str:
 
 def prefers_flash(rows: int, keys: int) -> bool:
     """Whether the flash kernel is the faster one in bf16 on a CPU."""
-    return keys <= [most for least, most in _FLASH_KEYS if least <= rows][-1]
+    return keys <= [most for least, most in FLASH_KEYS if least <= rows][-1]
 
 
 def attend_padded(
@@ -184,18 +184,27 @@ def _cuda(
 def _on_cuda(keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether CUDA's kernels take these."""
     same_width = keys.shape[3] == values.shape[3]
-    return (
-        keys.device.type == "cuda" and same_width and _cuda_kernel_works(keys.dtype, keys.shape[3])
-    )
+    return keys.device.type == "cuda" and same_width and _cuda_works(keys.dtype, keys.shape[3])
 
 
 @functools.cache
-def _cuda_kernel_works(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernel does what the reference does; torch may change it between versions."""
-    query, keys, values = torch.randn(3, 1, 2, 33, head_dim, device="cuda").to(dtype)
+def _cuda_works(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether torch's CUDA kernel may be used; torch may change it between versions."""
+    return gives_the_reference(_cuda, dtype, head_dim, "cuda")
+
+
+def gives_the_reference(
+    kernel: Callable[..., Attended], dtype: torch.dtype, head_dim: int, device: str
+) -> bool:
+    """Whether a kernel gives what `reference` gives, tried on random tensors; warns if not.
+
+    Args:
+        kernel: called with query, keys, values, scale and `causal=True`.
+    """
+    query, keys, values = torch.randn(3, 1, 2, 33, head_dim, device=device).to(dtype)
     expected = reference(query, keys, values, 0.2, causal=True)
     try:
-        found = _cuda(query, keys, values, 0.2, causal=True)
+        found = kernel(query, keys, values, 0.2, causal=True)
         good = all(
             torch.allclose(a.float(), b.float(), atol=0.03)
             for a, b in zip(found, expected, strict=True)
