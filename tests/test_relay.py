@@ -10,7 +10,7 @@ import torch
 from conftest import FAMILIES, plain_logits, random_ids, tiny_model
 
 from cached_rag.backends.base import StepInput
-from cached_rag.backends.transformers.attention import kernels as lse_attention
+from cached_rag.backends.transformers.attention import kernels
 from cached_rag.backends.transformers.attention.kernels import (
     KERNELS,
     attend,
@@ -52,7 +52,7 @@ def test_kernels_give_output_and_lse_of_the_reference(dtype, count):
 
 def test_the_kernel_is_chosen_by_rows_and_keys(monkeypatch):
     """All give the same; the table decides, and only in bf16 on a CPU."""
-    monkeypatch.setattr(lse_attention, "FLASH_KEYS", ((1, 40), (6, 10)))
+    monkeypatch.setattr(kernels, "FLASH_KEYS", ((1, 40), (6, 10)))
     taken = []
     for name, kernel in list(KERNELS.items()):
         spy = partial(lambda name, kernel, *given: taken.append(name) or kernel(*given), name)

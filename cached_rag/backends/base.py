@@ -22,9 +22,9 @@ from cached_rag.methods.base import Layout, Selector
 
 @dataclass(frozen=True)
 class StepInput:
-    """New tokens of one row: they come after the tokens whose KV is in `kv`.
+    """One row of a batch, that is, one running request, and its new tokens.
 
-    `Backend.step` computes them and appends their KV to `kv`.
+    The new tokens follow those whose KV is in `kv`. `Backend.step` appends their KV to it.
     """
 
     kv: RowKV
@@ -38,7 +38,7 @@ class StepInput:
 
 @dataclass
 class Prefilled:
-    """The result of a prefill. A row is one token of the prompt, a slot its index in the buffer.
+    """The result of a prefill, in which a row is one token of the prompt, a slot its place in KV.
 
     Attributes:
         tail: (batch, num_logits, vocab_size) logits of the last rows.
