@@ -110,7 +110,6 @@ async def test_who_stops_asking_stops_the_generation(rag):
 
 def test_several_first_questions_load_one_engine(rag, monkeypatch):
     made, engine = [], rag.engine
-    rag._engine = None
     both, is_second = threading.Barrier(2), threading.Event()
 
     def load(*_, **__):
@@ -122,14 +121,15 @@ def test_several_first_questions_load_one_engine(rag, monkeypatch):
 
     def ask():
         both.wait(60)
-        rag.ask(QUESTION, **GREEDY)
+        unloaded.ask(QUESTION, **GREEDY)
 
     monkeypatch.setattr(Engine, "load", load)
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with CachedRAG.open(rag.path, embedding=WordEmbedding()) as unloaded:
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert len(made) == 1
 
 

@@ -11,7 +11,7 @@ import torch
 from conftest import tiny_model
 
 from cached_rag import ConfigError, GenerationConfig, benchmarks
-from cached_rag.backends.transformers.attention import kernels as lse_attention
+from cached_rag.backends.transformers.attention import kernels
 from cached_rag.backends.transformers.attention.kernels import reference
 from cached_rag.benchmarks.attention import make_steps, theory
 from cached_rag.benchmarks.loop import cold_ms, medians, take_turns
@@ -115,7 +115,7 @@ def test_relayed_and_copied_attention_give_the_same(shared, batch):
     ],
 )
 def test_the_kernels_named_are_those_of_the_scheduler(dtype, shared, relay, copied, monkeypatch):
-    monkeypatch.setattr(lse_attention, "_FLASH_KEYS", ((1, LONGEST),))
+    monkeypatch.setattr(kernels, "FLASH_KEYS", ((1, LONGEST),))
     steps = make_steps(shapes(dtype), HEADS, 4, shared, private=7)
     assert (steps["relay"].kernels(), steps["copied"].kernels()) == (relay, copied)
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from cached_rag import ConfigError, DocumentError
 from cached_rag.cli import main as cli
-from cached_rag.cli.terminal import plain
+from cached_rag.cli.terminal import plain, sooner
 from cached_rag.rag import Embedder
 from cached_rag.rag.settings import SYSTEM
 
@@ -51,13 +51,21 @@ def test_ask_prints_one_object_with_text_sources_and_report(index):
     assert answer["report"]["modules_hit"] == 2
     assert answer["full"]["report"]["method"] == "full"
     shown = run(cli.app, [*arguments, "--dtype", "float32", "--compare"])
-    assert "sooner than full prefill" in shown.stdout
+    assert "than full prefill" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"), [(2.5, "2.5x sooner"), (1.0, "1.0x sooner"), (0.5, "2.0x later")]
+)
+def test_sooner_says_later_below_one(ratio, said):
+    assert sooner(ratio) == said
 
 
 def test_store_commands_count_verify_and_prune(index):
     where = ["--index", str(index), "--json"]
     stats = json.loads(run(cli.app, ["store", "stats", *where]).stdout)
-    assert stats["modules"] == 4  # three chunks and their prefix
+    assert stats["texts"] == stats["modules"] == 4  # three chunks and their prefix
+    assert "4 texts, " in run(cli.app, ["store", "stats", "--index", str(index)]).stdout
     assert run(cli.app, ["store", "verify", *where]).exit_code == 0
     victim = next((index / "kv" / "blobs").glob("*/*"))
     victim.write_bytes(victim.read_bytes()[:-1])
@@ -164,6 +172,7 @@ def test_doctor_reports_the_rule_and_passes_its_self_test(model_folder):
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
     assert "half rotary" in facts["position_rule"]
+    assert facts["texts"] == facts["modules"] == 0
     assert facts["prefill_tokens_per_s_512"] >= facts["prefill_tokens_per_s_1024"] > 0
     assert "2 chunks loaded" in facts["loading_from_memory"]
     assert all(test["passed"] for test in facts["self_test"])
@@ -287,7 +296,7 @@ def test_bench_says_which_numbers_are_none(arguments, model_folder):
 
 
 def test_bench_takes_methods_with_several_options(model_folder):
-    sizes = ["--modules", "2", "--module-tokens", "32", "--question-tokens", "8", "--repeats", "1"]
+    sizes = ["--chunks", "2", "--chunk-tokens", "32", "--question-tokens", "8", "--repeats", "1"]
     methods = "cacheblend:score=kv,gradual=true,reuse"
     rows = bench("--model", model_folder, *sizes, "--methods", methods)
     names = ["transformers", "full", "cacheblend:score=kv,gradual=true", "reuse"]

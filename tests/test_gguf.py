@@ -76,9 +76,8 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("CACHED_RAG_CACHE", str(tmp_path / "cache"))
 
 
-def test_weights_and_tokenizer_are_those_that_transformers_reads(file, tmp_path, monkeypatch):
-    monkeypatch.setattr("cached_rag.backends.transformers.gguf._SHARD_BYTES", 20_000)
-    convert(file, tmp_path)
+def test_weights_and_tokenizer_are_those_that_transformers_reads(file, tmp_path):
+    convert(file, tmp_path, shard_bytes=20_000)
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     slow = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16).state_dict()
     fast = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -112,7 +111,7 @@ def test_a_damaged_file_is_refused_and_leaves_nothing(file, tmp_path):
 @pytest.mark.usefixtures("_own_cache")
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(file, monkeypatch):
     load_model(str(file), dtype="bfloat16", device="cpu")
-    monkeypatch.setattr(memory, "free_bytes", lambda _: memory._OVERHEAD + 200_000)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: memory.OVERHEAD_BYTES + 200_000)
     with pytest.raises(ModelError, match=r'does not fit: .* in float32 .*"bfloat16"'):
         load_model(str(file), dtype="float32", device="cpu")
 
@@ -143,7 +142,7 @@ def test_a_file_in_pieces_is_put_together_and_checked(file, tmp_path, monkeypatc
 
 
 def test_a_containers_limit_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("max\n")
     unbounded = memory.free_bytes("cpu")
     (tmp_path / "memory.max").write_text("3000000\n")

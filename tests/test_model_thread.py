@@ -25,9 +25,8 @@ def test_model_thread_is_one_for_all_but_the_main_thread():
         thread.submit(lambda: 1 // 0).result()
 
 
-def test_model_thread_ends_when_idle(monkeypatch):
-    monkeypatch.setattr("cached_rag.backends.thread._IDLE_SECONDS", 0.01)
-    thread = ModelThread()
+def test_model_thread_ends_when_idle():
+    thread = ModelThread(idle_seconds=0.01)
     first = thread.submit(threading.current_thread).result()
     deadline = time.monotonic() + 5
     while first.is_alive() and time.monotonic() < deadline:

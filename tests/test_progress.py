@@ -66,8 +66,8 @@ def test_prefilling_counts_tokens_and_moves_within_a_document(rag, bars, long_fi
 
 
 def test_reading_counts_bytes_and_moves_within_a_document(rag, bars, long_file, monkeypatch):
-    monkeypatch.setattr(progress, "_LONG_BYTES", 100)
-    monkeypatch.setattr(ingest, "_EMBED_CHUNKS", 20)
+    monkeypatch.setattr(progress, "LONG_BYTES", 100)
+    monkeypatch.setattr(ingest, "EMBED_CHUNKS", 20)
     rag.ingest(long_file)
     bar, size = bars["reading"], long_file.stat().st_size
     assert bar.n == bar.total == size

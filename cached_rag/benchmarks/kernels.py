@@ -1,6 +1,6 @@
-"""The kernels that attention over shared keys chooses from, beside each other in a model's shapes.
+"""Times the attention kernels over shared keys beside each other, in a model's shapes.
 
-The choice between them (`lse_attention.prefers_flash`) is read off these figures.
+`prefers_flash` in `attention/kernels.py` chooses between them; its table comes from these figures.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class KernelRow:
     """One layer's attention of some tokens over keys that all of them see.
 
     Attributes:
-        rows: of the kernel: tokens times the heads of a group.
-        flash_ms, matmul_ms: medians.
-        ratio: flash over matmul; above 1 flash is the slower one.
-        taken: what `lse_attention.attend` takes.
+        rows: the kernel's rows: tokens times the query heads that share a KV head.
+        flash_ms, matmul_ms: median milliseconds.
+        ratio: `flash_ms` over `matmul_ms`; above 1, flash is slower.
+        taken: the kernel that `attend` uses.
     """
 
     tokens: int
@@ -47,7 +47,7 @@ def bench_kernels(
     keys: Sequence[int] = (256, 512, 1024, 1536, 2048, 3072, 4096, 8192),
     repeats: int = 15,
 ) -> list[KernelRow]:
-    """Random queries, keys and values, the kernels in turn.
+    """Time the kernels in turn on random queries, keys and values.
 
     Raises:
         ConfigError: a count below 1, or a model whose keys and values differ in width.

@@ -1,5 +1,7 @@
-"""Time to first token with KV in memory, a CUDA device's and the host's, and on disk, read first or
-layer by layer."""
+"""Time to first token with KV on the CUDA device, in the host's memory and on disk.
+
+From disk, KV is read either completely before the prefill or layer by layer during it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ _METHODS, _QUESTION_TOKENS = ("reuse", "auto"), 32
 
 @dataclass(frozen=True)
 class LoadingRow:
-    """One way of loading: medians, milliseconds."""
+    """Median milliseconds of one method with one way of loading, as in `Report`."""
 
     method: str
     loading: str
@@ -38,9 +40,10 @@ def bench_loading(
     module_tokens: int = 512,
     repeats: int = 5,
 ) -> list[LoadingRow]:
-    """Every request in an engine of its own, so that nothing is verified or in memory before.
+    """Time requests with every method and way of loading, in turn.
 
-    Before each the files' pages are dropped where the system lets us (Linux).
+    Every request has a new engine, so that no KV is in memory or verified before it. The files'
+    pages are dropped from the system's cache first, where the system allows it (Linux).
     """
     settings = StoreConfig(path=str(folder), write_back=False)
     with Engine(model, settings) as engine:
@@ -66,14 +69,14 @@ def bench_loading(
 
 
 def _fetch(engine: Engine, texts: list[str]) -> None:
-    """Bring the texts' KV from disk to memory."""
+    """Read the texts' KV from disk into memory."""
     for behind in engine.library.encoded_after():
         for text in texts:
             engine.library.fetch(behind, engine.tokenization.literal(text).ids)
 
 
 def _ways(device: str) -> dict[str, dict[str, Any]]:
-    """Where KV is before a request, and the store's settings for it."""
+    """Where KV is before a request, with the store's settings that keep it there."""
     ways: dict[str, dict[str, Any]] = {"device": {"pipelined": True}} if device == "cuda" else {}
     return ways | {
         "memory": {"pipelined": True, "device_bytes": 0},

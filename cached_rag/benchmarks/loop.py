@@ -1,7 +1,7 @@
 """The loop of all benchmarks: variants take turns, and their medians are compared.
 
-What slows a machine down for a while slows all variants down, so their ratios within one run hold
-where their times do not. Knows callables and numbers; knows no model.
+When a machine is slow for a while, all variants are slow. So the ratios of their times within one
+run can be trusted where the times cannot. Knows functions and numbers; knows no model.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def take_turns(
     warm_up: int = 1,
     on_round: Callable[[], object] = lambda: None,
 ) -> dict[Name, list[Sample]]:
-    """Call every variant once a round, and collect what each returns.
+    """Call every variant once in each round, and collect what it returns.
 
-    A round begins one variant later than the round before, so that none has its place for good.
+    Each round begins with the next variant, so that none always runs in the same place.
 
     Args:
-        rounds: how many count.
-        warm_up: how many come first and do not count.
-        on_round: called after every round, those to warm up too; for a progress bar.
+        rounds: how many rounds are kept.
+        warm_up: how many rounds come before these and are discarded.
+        on_round: called after every round, also of the warm-up; for a progress bar.
 
     Raises:
-        ConfigError: no variants, or no rounds that count.
+        ConfigError: there is no variant, or no round to keep.
     """
     if not variants or rounds < 1:
         raise ConfigError("there is nothing to measure: give at least one variant and one round")
@@ -62,7 +62,7 @@ def medians(
     warm_up: int = 1,
     on_round: Callable[[], object] = lambda: None,
 ) -> dict[Name, dict[str, float]]:
-    """As `take_turns`, of variants that return figures by name: the median of every figure."""
+    """As `take_turns`, for variants that return figures by name: the median of each figure."""
     samples = take_turns(variants, rounds, warm_up=warm_up, on_round=on_round)
     return {
         name: {figure: statistics.median(one[figure] for one in found) for figure in found[0]}
@@ -73,8 +73,10 @@ def medians(
 def cold_ms(
     variants: Mapping[Name, Callable[[], object]], rounds: int, device: torch.device
 ) -> dict[Name, float]:
-    """Median milliseconds of short calls, none of which finds in a processor's cache what the one
-    before it read; after two rounds to warm up."""
+    """Median milliseconds of short calls, with the processor's caches emptied before each.
+
+    Two rounds to warm up come first.
+    """
     other = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
 
     def timed(work: Callable[[], object]) -> dict[str, float]:
@@ -87,7 +89,7 @@ def cold_ms(
 
 
 def milliseconds(work: Callable[[], object], device: torch.device) -> float:
-    """How long a call takes, until its device has done what it was told."""
+    """How long a call takes, until its device has finished the work."""
     _wait(device)
     began = time.perf_counter()
     work()

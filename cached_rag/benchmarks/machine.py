@@ -1,4 +1,4 @@
-"""What machine a figure was measured on."""
+"""Facts about the machine that a figure was measured on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What models of one's own take and can do: loading, memory, decoding, methods. For docs/models.md.
+"""Loading time, memory, decoding speed and methods of models. For docs/models.md.
 
-Each is measured in a process of its own, so that its peak memory is its own. Knows transformers,
-since it is their loading that is measured.
+Each model is measured in its own process, so that the process's peak memory is the model's. Knows
+transformers, since it measures how its models load.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ class ModelRow:
     """One model on this machine.
 
     Attributes:
-        load_s: from its name to the first prompt: reading, and the examination, `examine_s` of it.
-        weights_bytes: of its parameters, in the dtype it computes in.
-        overhead_bytes: most memory that the process held while it loaded, above the weights and
-            what it held before.
-        position_rule, methods: how its keys are moved, and what follows.
-        decode_ms: median of one token of an answer behind a prompt.
-        kv_bytes_per_token: of its KV.
-        full_ms, auto_ms: median times to the first token of a prompt of `prompt_tokens`.
+        load_s: seconds from the name to a model that is ready, the examination included.
+        examine_s: seconds of the examination.
+        weights_bytes: bytes of the weights, in the dtype the model computes in.
+        overhead_bytes: most memory that the process held while the model loaded, less the weights
+            and what the process held before.
+        position_rule: how the model's keys depend on position.
+        methods: the methods that it can have, in words.
+        decode_ms: median milliseconds of one token of an answer, after the first.
+        full_ms, auto_ms: median milliseconds to the first token after `prompt_tokens`, with full
+            prefill and with `auto`.
     """
 
     name: str
@@ -61,7 +63,7 @@ class ModelRow:
 def bench_model(
     name: str, *, dtype: str | None = None, device: str | None = None, repeats: int = 3
 ) -> ModelRow:
-    """Load a model, time it, and look what its process took; for a fresh process."""
+    """Load a model and measure it; right only in a process that has done nothing else."""
     before, began = psutil.Process().memory_info().rss, time.perf_counter()
     model = load_model(name, dtype, device)
     loaded, peak = time.perf_counter() - began, peak_bytes()
@@ -96,7 +98,7 @@ def bench_model(
 def bench_models(
     names: Sequence[str], *, dtype: str | None = None, device: str | None = None, repeats: int = 3
 ) -> list[ModelRow]:
-    """`bench_model` of each, one after the other, each in a fresh process.
+    """Call `bench_model` for each model, one after another, each in a fresh process.
 
     Raises:
         CachedRAGError: one of them fails.
@@ -126,7 +128,7 @@ def _in_a_process(name: str, options: dict[str, Any]) -> ModelRow:
 
 
 def _decode(engine: Engine) -> dict[str, float]:
-    """Milliseconds a token after the first, behind a short prompt."""
+    """Milliseconds per token of an answer to a short prompt, the first token left out."""
     config = GenerationConfig(method="full", max_tokens=_DECODED, ignore_eos=True)
     report = engine.generate("Once upon a time", config).report
     return {"token_ms": (report.total_ms - report.ttft_ms) / (report.output_tokens - 1)}

@@ -1,4 +1,4 @@
-"""Figures with matplotlib, where it is installed. Knows no data."""
+"""Makes and saves matplotlib figures. Knows no data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts of schemas against full prefill: one prompt by several methods, and growing prompts."""
+"""Prompts of PML schemas against full prefill: one prompt by several methods; growing prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ _MODULE_TOKENS = 512
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One method on one prompt: the median time to first token, and the answer."""
+    """One method on one prompt.
+
+    Attributes:
+        ttft_ms: median milliseconds to the first token.
+        speedup: the first method's `ttft_ms` over this one's.
+        text: the answer.
+    """
 
     method: str
     prompt_tokens: int
@@ -36,7 +42,7 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class LengthRow:
-    """One length: medians, milliseconds; KV in the host's memory, and on disk."""
+    """Median milliseconds to the first token of a prompt: full prefill, KV in memory, on disk."""
 
     prompt_tokens: int
     full_ms: float
@@ -46,7 +52,7 @@ class LengthRow:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of KV a token: by the formula (Prompt Cache, table 2), in memory, in files."""
+    """Bytes of KV per token: by formula (Prompt Cache, table 2), in memory, and in files."""
 
     formula: int
     memory: float
@@ -61,7 +67,7 @@ def bench_prompt(
     max_tokens: int = 48,
     repeats: int = 3,
 ) -> list[PromptRow]:
-    """Answer once by each method, which warms up; then time first tokens in turns."""
+    """Answer a prompt by each method, which warms up; then time their first tokens in turn."""
     prompt.schema.encode(engine)
     answers = {m: engine.generate(prompt, method=m, max_tokens=max_tokens) for m in methods}
     variants = {method: partial(_first_token, engine, prompt, method) for method in methods}
@@ -80,10 +86,10 @@ def _first_token(engine: Engine, prompt: SchemaPrompt, method: str) -> dict[str,
 
 
 def footprint(engine: Engine) -> Footprint:
-    """What an engine's KV takes, a token; all of it is in memory, and in files if it has any.
+    """Bytes per token of an engine's KV, all of which must be in memory.
 
     Raises:
-        ConfigError: there is none in memory.
+        ConfigError: no KV is in memory.
     """
     library = engine.library
     held = library.memory_tokens()
@@ -102,13 +108,13 @@ def bench_lengths(
     repeats: int = 3,
     on_round: Callable[[], object] = lambda: None,
 ) -> list[LengthRow]:
-    """Time prompts all of whose text is cached but the question (Prompt Cache, figure 5).
+    """Time prompts of several lengths, cached except for the question (Prompt Cache, figure 5).
 
-    Lengths take turns with full prefill within one run. From disk, every request has an engine of
-    its own and the files' pages are dropped first, where the system lets us (Linux).
+    All lengths and ways take turns within one run. With KV on disk, every request has a new engine,
+    and the files' pages are dropped from the system's cache first, where it allows that (Linux).
 
     Raises:
-        ConfigError: a length that the model's context cannot hold.
+        ConfigError: a length is below 64 tokens, or exceeds the model's context.
     """
     if not lengths or min(lengths) < 64 or max(lengths) >= model.context_length:
         raise ConfigError(
@@ -142,7 +148,7 @@ def _from_disk(
 
 
 def _prompt_of(engine: Engine, length: int) -> SchemaPrompt:
-    """A prompt of about so many tokens, in modules of equal size."""
+    """A prompt of about `length` tokens, in modules of equal size."""
     count = -(-length // _MODULE_TOKENS)
     *texts, question = make_texts(engine, *[(length - 24) // count] * count, 16)
     modules = "\n".join(

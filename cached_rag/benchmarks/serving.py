@@ -1,10 +1,11 @@
-"""Many requests over one shared beginning: relayed, over copies, recomputed, one after another.
+"""Serves requests whose prompts have one beginning, in four ways (RelayAttention, section 4.1).
 
-"recomputed" is the RelayAttention paper's vLLM (section 4.1): nothing is shared or stored, so each
-request prefills the beginning itself. The other three find its KV in the store. "relay" is vLLM-RA:
-kept once and read once for all rows. "copied" lies between the paper's vLLM and vLLM-PS: nothing is
-computed twice, as in vLLM-PS, but every row keeps the beginning for itself (there, once for all),
-and every row reads it for itself (as there). "sequential" is "copied", a request at a time.
+- "recomputed": nothing is shared or stored, so each request prefills the beginning. The paper's
+  vLLM.
+- "copied": the beginning's KV comes from the store and is copied for each row. The paper's vLLM-PS
+  computes it once, too, but keeps one copy for all rows; in both, each row reads it for itself.
+- "relay": the beginning's KV is kept once and read once for all rows. The paper's vLLM-RA.
+- "sequential": as "copied", one request after another.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class ServingRow:
     """One way of serving all requests at once.
 
     Attributes:
-        tokens_per_s: median over rounds of answer tokens a second, prefill included.
-        speedup: over "copied", plain batched decoding with the shared KV copied for every row.
-        step_ms: median time of an answer's later tokens, each.
-        kv_bytes: most KV of running answers at a time.
-        computed_tokens: of all prompts, those that were prefilled.
+        tokens_per_s: answer tokens per second, prefill included; median over rounds.
+        speedup: `tokens_per_s` over that of "copied", or of the first method without it.
+        step_ms: median milliseconds per token of an answer, after the first.
+        kv_bytes: most bytes of KV that running answers held at a time.
+        computed_tokens: tokens of all prompts that were prefilled.
     """
 
     method: str
@@ -54,12 +55,13 @@ class ServingRow:
 
 @dataclass(frozen=True)
 class ArrivalRow:
-    """One way of serving requests that arrive by chance (section 4.3).
+    """One way of serving requests that arrive at random times (RelayAttention, section 4.3).
 
     Attributes:
-        rate: requests a second that arrive, on average.
-        requests_per_s: that were answered.
-        latency_ms: mean over requests of time from arrival to last token, a token.
+        rate: requests per second that arrive, on average.
+        requests_per_s: requests per second that were answered.
+        latency_ms: milliseconds from arrival to last token, divided by the answer's tokens; mean
+            over requests.
     """
 
     method: str
@@ -69,7 +71,7 @@ class ArrivalRow:
 
 
 class Workload:
-    """Prompts that share a beginning, and an engine for each way to serve them."""
+    """Prompts with one beginning, and an engine for each way to serve them."""
 
     def __init__(
         self,
@@ -79,10 +81,10 @@ class Workload:
         requests: int,
         max_rows: int | None = None,
     ) -> None:
-        """Encode the shared beginning.
+        """Make prompts and engines, and encode the shared beginning.
 
         Args:
-            max_rows: most answers at a time; None for all.
+            max_rows: most answers at a time; None for all at once.
 
         Raises:
             ConfigError: a count below 1.
@@ -117,7 +119,7 @@ def bench_serving(
     repeats: int = 3,
     methods: Sequence[str] = METHODS,
 ) -> list[ServingRow]:
-    """Ask all at once, in every way in turn.
+    """Ask all requests at once, by every method in turn.
 
     Raises:
         ConfigError: a count below 1, or an unknown method.
@@ -150,7 +152,7 @@ def _check(methods: Sequence[str], new_tokens: int) -> None:
 
 
 def _timed(engine: Engine, prompts: Sequence[str], config: GenerationConfig) -> dict[str, float]:
-    """One round's figures, named as in `ServingRow`."""
+    """The figures of one round, named as in `ServingRow`."""
     streams = [engine.stream(prompt, config) for prompt in prompts]
     began = time.perf_counter()
     held = 0
@@ -187,13 +189,13 @@ def bench_arrivals(
     max_rows: int = 16,
     methods: Sequence[str] = ("relay", "copied"),
 ) -> list[ArrivalRow]:
-    """Ask at random moments (Poisson), the same ones for every way, for each rate.
+    """Ask at random times (a Poisson process), the same ones for every method, for each rate.
 
     Raises:
         ConfigError: as `bench_serving`.
     """
     _check(methods, new_tokens)
-    # In the model's thread, where requests are answered (see `model_thread`).
+    # In the model's thread, where requests are answered (see `backends/thread.py`).
     sizes = shared_tokens, private_tokens, requests, max_rows
     made = submit(partial(Workload, model, *sizes)).result()
     config = GenerationConfig(method="prefix", max_tokens=new_tokens, ignore_eos=True)
@@ -211,7 +213,7 @@ def bench_arrivals(
 async def _arriving(
     engine: Engine, prompts: Sequence[str], config: GenerationConfig, rate: float
 ) -> tuple[float, float]:
-    """Requests answered a second, and mean milliseconds a token."""
+    """Requests answered per second, and mean milliseconds per token."""
     draw = random.Random(0)
     latencies: list[float] = []
 

@@ -1,4 +1,4 @@
-"""Prompts to time: texts of plain words, since tokens are counted and what they say is not read."""
+"""Texts and prompts to time: random words, since only the number of their tokens matters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORDS = (
 
 
 def make_texts(engine: Engine, *sizes: int) -> list[str]:
-    """Distinct texts of so many tokens each, to within a word; the same ones every time.
+    """Distinct texts of about `sizes` tokens each; the same ones every time.
 
     Raises:
         ConfigError: a size below 1.
@@ -34,7 +34,10 @@ def make_texts(engine: Engine, *sizes: int) -> list[str]:
 def make_prompt(
     engine: Engine, texts: int, text_tokens: int, question_tokens: int
 ) -> tuple[str, list[str]]:
-    """Encode texts behind `PREFIX`; a prompt of these, in their order, and a question; the texts.
+    """Encode random texts behind `PREFIX`.
+
+    Returns:
+        A prompt of `PREFIX`, the texts and a question; and the texts.
 
     Raises:
         ConfigError: a count below 1.

@@ -1,6 +1,6 @@
-"""Questions over chunks that many of them share, as a stream of requests: throughput and waiting.
+"""A stream of questions over chunks that many of them share: throughput and waiting time.
 
-What an application sees: several clients, each asking its next question when it has its answer.
+Several clients ask at the same time, each its next question as soon as it has an answer.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class TrafficRow:
     """One method on one stream of questions.
 
     Attributes:
-        speedup: in requests a second, over the first method.
-        ttft_p50_ms, ttft_p95_ms: percentiles of the time from asking to the first token.
+        speedup: `requests_per_s` over that of the first method.
+        ttft_p50_ms, ttft_p95_ms: percentiles of the milliseconds from asking to the first token.
         cached: share of all prompt tokens that came from the cache.
     """
 
@@ -53,15 +53,15 @@ def bench_traffic(
     clients: int = 4,
     new_tokens: int = 32,
 ) -> list[TrafficRow]:
-    """Ask all questions with each method; their chunks are encoded before, and not timed.
+    """Ask all questions with each method; encoding their chunks is not timed.
 
     Args:
-        questions: chunks and question of each.
+        questions: (chunks, question) each.
     """
     texts = list(dict.fromkeys(chunk for chunks, _ in questions for chunk in chunks))
     asked = Prompts(engine, _SYSTEM)
     prompts = [asked.messages(question, chunks) for chunks, question in questions]
-    # In the model's thread, where requests are answered (see `model_thread`).
+    # In the model's thread, where requests are answered (see `backends/thread.py`).
     submit(partial(engine.encode, texts, asked.head(), context=PRIMER)).result()
     rows: list[TrafficRow] = []
     for method in methods:
@@ -93,7 +93,7 @@ async def _stream(
     config: GenerationConfig,
     clients: int,
 ) -> tuple[float, list[Report]]:
-    """Seconds for all, and every request's report."""
+    """Seconds until all are answered, and every request's report."""
     waiting = iter(prompts)
     reports: list[Report] = []
 

@@ -22,11 +22,11 @@ class TtftRow:
     """One method's medians.
 
     Attributes:
-        ttft_ms: time to first token.
-        speedup: full prefill's time over this one.
+        ttft_ms: milliseconds to the first token.
+        speedup: full prefill's `ttft_ms` over this one.
         charged_recompute, match_ms, load_ms, fuse_ms: as in `Report`.
-        overhead_ms: what is neither loading nor computing: rendering, tokenising, matching,
-            planning, sampling.
+        overhead_ms: milliseconds of `ttft_ms` that are neither loading nor computing: rendering,
+            tokenising, matching, planning, sampling.
     """
 
     method: str
@@ -50,10 +50,10 @@ def bench_ttft(
     ratio: float = 0.15,
     repeats: int = 5,
 ) -> list[TtftRow]:
-    """Encode modules once, then time every method on a prompt of them, in turn.
+    """Encode chunks once, then time every method in turn on a prompt of them.
 
-    `auto` keeps its own ratio. Rows come in the order `transformers` (the model's own forward pass
-    on the same ids), `full`, then `methods`. Speed-ups are against `full`.
+    The first row, `transformers`, is the model's own forward pass on the same ids; then come `full`
+    and `methods`. A method with a ratio of its own, such as `auto`, keeps it.
 
     Raises:
         ConfigError: a count below 1, or an unknown method.
@@ -85,7 +85,7 @@ def _asked(engine: Engine, prompt: str, config: GenerationConfig) -> dict[str, f
 
 
 def _plain(engine: Engine, ids: torch.Tensor) -> dict[str, float]:
-    """What the model's own forward pass takes."""
+    """Figures of the model's own forward pass."""
     with engine.lock:
         spent = milliseconds(lambda: engine.model.forward(ids).argmax(), engine.model.shapes.device)
     figures = {"ttft_ms": spent, "charged_recompute": 1.0, "match_ms": 0.0, "load_ms": 0.0}

@@ -1,4 +1,4 @@
-"""`cached-rag bench`: speed of one thing a command. Each calls one benchmark and prints it."""
+"""`cached-rag bench`: each command runs one benchmark and prints its figures."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from cached_rag.benchmarks.ttft import TtftRow
 
 bench_app = typer.Typer(
-    help="Speed, as ratios within one run. Without a command: time to first token of each method, "
-    "against full prefill."
+    help="Measure speed, as ratios within one run. Without a command: time to first token of each "
+    "method, against full prefill."
 )
 
 
@@ -45,14 +45,16 @@ bench_app = typer.Typer(
 def ttft(
     context: typer.Context,
     model: Model = DEFAULT_MODEL,
-    modules: Annotated[int, typer.Option(help="Chunks in the prompt.")] = 8,
-    module_tokens: Annotated[int, typer.Option(help="Tokens of each.")] = 512,
+    chunks: Annotated[int, typer.Option("--chunks", "--modules", help="Chunks in the prompt.")] = 8,
+    chunk_tokens: Annotated[
+        int, typer.Option("--chunk-tokens", "--module-tokens", help="Tokens of each chunk.")
+    ] = 512,
     question_tokens: Annotated[int, typer.Option(help="Tokens of the question.")] = 32,
     methods: Methods = "reuse,cacheblend",
     ratio: Annotated[float, typer.Option(help="Share of cached tokens to recompute.")] = 0.15,
     repeats: Repeats = 5,
     loading: Annotated[
-        bool, typer.Option(help="Also time KV on disk, in a folder made in this one.")
+        bool, typer.Option(help="Also time KV on disk, in a temporary folder below this one.")
     ] = False,
     dtype: Dtype = None,
     device: Device = None,
@@ -64,7 +66,7 @@ def ttft(
     from cached_rag import Engine
     from cached_rag.benchmarks import bench_ingest, bench_loading, bench_ttft, machine
 
-    sizes: dict[str, Any] = {"modules": modules, "module_tokens": module_tokens}
+    sizes: dict[str, Any] = {"modules": chunks, "module_tokens": chunk_tokens}
     stored = []
     with Engine.load(model, dtype=dtype, device=device) as engine:
         rows = bench_ttft(
@@ -111,20 +113,25 @@ def serving(
     model: Model = DEFAULT_MODEL,
     shared_tokens: Annotated[int, typer.Option(help="Tokens that all prompts begin with.")] = 2048,
     private_tokens: Annotated[int, typer.Option(help="Tokens of each prompt's own.")] = 128,
-    requests: Annotated[str, typer.Option(help="At once; several comma-separated.")] = "16",
+    requests: Annotated[
+        str, typer.Option(help="Requests at the same time, comma-separated.")
+    ] = "16",
     new_tokens: NewTokens = 32,
     methods: Annotated[
         str, typer.Option(help="Ways to serve, comma-separated.")
     ] = "relay,copied,recomputed,sequential",
     rates: Annotated[
-        str, typer.Option(help="Not at once, but by chance: requests a second, comma-separated.")
+        str,
+        typer.Option(
+            help="Send requests at random times instead: requests a second, comma-separated."
+        ),
     ] = "",
     repeats: Repeats = 3,
     dtype: Dtype = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Answers over a shared beginning: relayed, over copies, recomputed, one after another."""
+    """Many answers to prompts with one beginning: its KV shared, copied, recomputed, or in turn."""
     from cached_rag import load_model
     from cached_rag.backends.thread import submit
     from cached_rag.benchmarks import bench_arrivals, bench_serving, machine
@@ -155,7 +162,7 @@ def attention(
         str, typer.Option(help="Answers in a batch, comma-separated.")
     ] = "1,4,8,16,32",
     shared_tokens: Annotated[
-        str, typer.Option(help="Tokens that all share, comma-separated.")
+        str, typer.Option(help="Tokens that all answers share, comma-separated.")
     ] = "512,1024,2048,4096",
     private_tokens: Annotated[int, typer.Option(help="Tokens of each answer's own.")] = 128,
     plot: Plot = None,
@@ -163,7 +170,7 @@ def attention(
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """One layer's attention, relayed and over copies, beside equation 10 of RelayAttention."""
+    """One layer's attention, shared KV read once or copied; beside it RelayAttention's theory."""
     from cached_rag import load_model
     from cached_rag.benchmarks import bench_attention, machine, plot_attention, query_heads
 
@@ -221,7 +228,7 @@ def traffic(
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Questions over shared chunks as a stream: requests a second, time to first token."""
+    """Several clients with questions over shared chunks: requests a second, time to first token."""
     from cached_rag import Engine
     from cached_rag.benchmarks import bench_traffic, machine
     from cached_rag.evaluation import load_examples
@@ -253,7 +260,7 @@ def models(
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """What models take and can do, each in a process of its own: the table of docs/models.md."""
+    """Loading, memory, speed and methods of models, each in its own process (docs/models.md)."""
     from cached_rag.benchmarks import bench_models, machine
 
     rows = bench_models(models, dtype=dtype, device=device, repeats=repeats)
@@ -262,7 +269,7 @@ def models(
 
 @bench_app.command()
 def architectures(as_json: Json = False) -> None:
-    """By architecture, what works and what is refused and why, from tiny random models."""
+    """Which methods each architecture has, or why it is refused; tried on tiny random models."""
     from cached_rag.benchmarks import bench_architectures, machine
 
     print_markdown(bench_architectures(), machine(), as_json=as_json)

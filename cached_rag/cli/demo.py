@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from cached_rag.cli.options import Codec, Index, IndexModel
-from cached_rag.cli.terminal import out
+from cached_rag.cli.terminal import out, sooner
 
 if TYPE_CHECKING:
     from cached_rag import Answer, CachedRAG, Report
@@ -52,7 +52,7 @@ def demo_command(
 
 
 def _compared(rag: CachedRAG) -> Table:
-    """Ask everything twice, showing the default's answers; the times."""
+    """Ask each question with `auto` and with full prefill; prints answers, returns the times."""
     table = Table("question", "prompt", "", "first token", "whole answer")
     ratios: list[tuple[float, float]] = []
     for number, question in enumerate(QUESTIONS, 1):
@@ -65,7 +65,7 @@ def _compared(rag: CachedRAG) -> Table:
         table.add_row(str(number), size, "full prefill", *_times(whole))
         said = "same answer" if full.text == cached.text else "other words"
         table.add_row("", said, "cached (auto)", *_times(own), end_section=True)
-    medians = (f"{statistics.median(column):.1f}x sooner" for column in zip(*ratios, strict=True))
+    medians = (sooner(statistics.median(column)) for column in zip(*ratios, strict=True))
     table.add_row("median", "", "", *medians)
     return table
 

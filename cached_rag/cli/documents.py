@@ -12,7 +12,7 @@ from cached_rag.cli.terminal import Json, out, print_json, print_table
 
 
 def list_command(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
-    """The documents of an index, by the names that answers and `delete` call them by."""
+    """List the documents of an index, by the names that answers show and `delete` takes."""
     from cached_rag import CachedRAG
 
     require_index(index)
@@ -39,7 +39,7 @@ def delete_command(
     index: Index = DEFAULT_INDEX,
     as_json: Json = False,
 ) -> None:
-    """Drop documents, with their chunks and KV; none, if one of them is unknown."""
+    """Delete documents with their chunks and KV; if one is unknown, nothing is deleted."""
     from cached_rag import CachedRAG
 
     require_index(index)

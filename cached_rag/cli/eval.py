@@ -41,8 +41,8 @@ def evaluate_command(
     journal: Annotated[
         Path | None,
         typer.Option(
-            help="File of what was measured; an interrupted run goes on from it. Without "
-            "it, one in the cache directory, by model and settings."
+            help="File that keeps every measurement, from which an interrupted run goes on. "
+            "Default: one in the cache directory, named by model and settings."
         ),
     ] = None,
     csv_file: Annotated[

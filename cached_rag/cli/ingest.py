@@ -24,13 +24,15 @@ def ingest_command(
     context: Annotated[
         str | None, typer.Option(help="Encode chunks behind: primer, none, both, neighbours:N.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Call PATH so, not by its own name.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of PATH in the index; its own by default.")
+    ] = None,
     delete_missing: Annotated[bool, typer.Option(help="Drop documents gone from PATH.")] = False,
     dtype: Dtype = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Read, split, embed, index and prefill documents; again does only what is new."""
+    """Read, split, embed, index and prefill documents; what the index has already is skipped."""
     from cached_rag import CachedRAG
 
     options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "codec": codec, "context": context}
@@ -49,7 +51,7 @@ def ingest_command(
 
 
 def _print_left_out(summary: IngestSummary) -> None:
-    """What could not be read, and what is of no known kind."""
+    """Print which files could not be read, and which are of no known kind."""
     from cached_rag.rag import READERS
 
     for _, reason in summary.skipped:

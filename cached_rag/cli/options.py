@@ -35,7 +35,7 @@ Codec = Annotated[
 ]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
 NewTokens = Annotated[int, typer.Option(help="Tokens of an answer.")]
-Repeats = Annotated[int, typer.Option(help="Rounds that count, after those to warm up.")]
+Repeats = Annotated[int, typer.Option(help="Rounds that are measured, after a round to warm up.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw the figures to this file (.png, .svg, ...).")]
 
 

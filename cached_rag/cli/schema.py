@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 schema_app = typer.Typer(help="Prompts made of modules, in PML.", no_args_is_help=True)
 File = Annotated[Path, typer.Argument(help="A <schema>.")]
 PromptIn = Annotated[str, typer.Argument(help="A file with a <prompt>, or the <prompt> itself.")]
-Store = Annotated[str | None, typer.Option(help="Folder for KV; none keeps it in memory.")]
+Store = Annotated[str | None, typer.Option(help="Folder for KV; without it, KV is kept in memory.")]
 Layout = Annotated[str, typer.Option(help="auto, compact or schema.")]
 Behind = Annotated[str, typer.Option(help="Encode behind: schema, head or nothing.")]
 
@@ -109,7 +109,7 @@ def encode(
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Prefill all modules now; what is there already costs nothing."""
+    """Prefill all modules now; those that have KV are not computed again."""
     from cached_rag import Engine
     from cached_rag.pml import Schema
 
@@ -188,7 +188,7 @@ def evaluate(
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """What layouts, encodings and methods cost in quality, on random prompts of a schema."""
+    """What each layout, encoding and method costs in quality, on random prompts of a schema."""
     from cached_rag import Engine
     from cached_rag.evaluation.schemas import evaluate_schema, schema_trials
     from cached_rag.pml import Schema
@@ -222,7 +222,8 @@ def evaluate(
 @schema_app.command()
 def demo(
     examples: Annotated[
-        list[str] | None, typer.Argument(metavar="NAMES", help="code, learner, trip; all.")
+        list[str] | None,
+        typer.Argument(metavar="NAMES", help="code, learner or trip; all by default."),
     ] = None,
     model: Model = DEFAULT_MODEL,
     max_tokens: MaxTokens = 48,
@@ -273,7 +274,7 @@ def bench(
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Time to first token against length: full prefill, KV in memory, KV on this folder's disk."""
+    """Time to first token by prompt length: full prefill, KV in memory, KV on this disk."""
     from cached_rag.backends.transformers.loading import load_model
     from cached_rag.benchmarks import bench_lengths, machine, plot_lengths
 

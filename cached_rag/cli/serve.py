@@ -1,4 +1,4 @@
-"""`cached-rag serve`: parses, builds the server, runs it. Holds no logic of its own."""
+"""`cached-rag serve`: parses the options, builds the server and runs it."""
 
 from __future__ import annotations
 
@@ -39,25 +39,33 @@ def serve_command(
     ] = "auto",
     max_rows: Annotated[int, typer.Option(help="Most answers made at once.")] = 16,
     max_waiting: Annotated[int, typer.Option(help="Most requests that wait.")] = 256,
-    kv_bytes: Annotated[int | None, typer.Option(help="Most KV of running answers.")] = None,
+    kv_bytes: Annotated[
+        int | None, typer.Option(help="Most bytes of KV of running answers.")
+    ] = None,
     sequence_bytes: Annotated[
-        int, typer.Option(help="Most KV of finished conversations, for their next turn.")
+        int,
+        typer.Option(help="Most bytes of KV kept of finished conversations, for their next turn."),
     ] = 1 << 30,
-    memory_bytes: Annotated[int, typer.Option(help="Most KV of texts in memory.")] = 2 << 30,
+    memory_bytes: Annotated[int, typer.Option(help="Most bytes of chunks' KV in memory.")] = 2
+    << 30,
     disk_bytes: Annotated[
         int | None,
-        typer.Option(help="Most KV on disk. Default: what is there, and half of what is free."),
+        typer.Option(
+            help="Most bytes of KV on disk. Default: those in use, and half of what is free."
+        ),
     ] = None,
-    max_body_bytes: Annotated[int, typer.Option(help="Largest request.")] = 16 << 20,
+    max_body_bytes: Annotated[int, typer.Option(help="Most bytes of a request.")] = 16 << 20,
     max_connections: Annotated[int, typer.Option(help="Most connections.")] = 1000,
     client_seconds: Annotated[
-        int, typer.Option(help="Time clients have to send a request, or to read on.")
+        int, typer.Option(help="Seconds a client has to send a request, or to read on.")
     ] = 60,
-    drain_seconds: Annotated[int, typer.Option(help="Time to finish when stopped.")] = 30,
+    drain_seconds: Annotated[
+        int, typer.Option(help="Seconds for running answers to finish when stopped.")
+    ] = 30,
     dtype: Dtype = None,
     device: Device = None,
 ) -> None:
-    """Serve a model over OpenAI's protocol, with cached texts wherever they occur in prompts."""
+    """Serve a model over OpenAI's protocol, reusing chunks' KV wherever they occur in prompts."""
     with needs_extra("serve", "the server"):
         from cached_rag.server.app import create_app
         from cached_rag.server.gate import LOCAL_HOSTS

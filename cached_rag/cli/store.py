@@ -19,10 +19,10 @@ from cached_rag.rag import DocumentIndex
 
 
 class Checked(Protocol):
-    """What can be looked through for damage."""
+    """A database or a store that can look for damage in itself."""
 
     def check(self) -> list[Problem]:
-        """What is wrong with it."""
+        """Every damage found; empty if there is none."""
         ...
 
     def close(self) -> None:
@@ -40,15 +40,15 @@ def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
         facts = {
             "path": str(store.path),
             "codec": store.codec.name,
-            "modules": len(store),
+            "texts": len(store),
             "bytes": store.nbytes,
         }
     if as_json:
-        print_json(facts)
+        print_json(facts | {"modules": facts["texts"]})  # the count's earlier name
     else:
         gib = int(str(facts["bytes"])) / 2**30
         out.print(
-            f"{facts['modules']} modules, {gib:.2f} GiB, codec {facts['codec']}, in {facts['path']}"
+            f"{facts['texts']} texts, {gib:.2f} GiB, codec {facts['codec']}, in {facts['path']}"
         )
 
 
@@ -62,7 +62,7 @@ def verify(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
         *_problems(folder / holdings.CATALOG, lambda path: Catalog(path, "")),
         *_problems(folder / "index.sqlite", lambda path: DiskStore(path.parent)),
     ]
-    if not problems:  # else nobody can tell
+    if not problems:  # what documents need is known only from undamaged databases
         problems = _needless(index)
     if as_json:
         print_json({"problems": [dataclasses.asdict(problem) for problem in problems]})
@@ -86,7 +86,7 @@ def prune(
     dry_run: Annotated[bool, typer.Option(help="With --unused: only say what would go.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove litter, KV that no document needs, and the oldest beyond a bound."""
+    """Remove litter, KV that no document needs and, beyond a bound, KV used longest ago."""
     if not unused and (dtype or dry_run):
         raise ConfigError("--dtype and --dry-run belong to --unused")
     dropped = _drop_unused(index, dtype, dry_run=dry_run) if unused else []
@@ -107,7 +107,7 @@ def prune(
 
 
 def _prune(index: Path, max_bytes: int | None) -> tuple[int, int]:
-    """How many files went, and their bytes."""
+    """Remove what is not needed; returns how many files went, and their bytes."""
     folder, codec = index / "kv", _settings(index).get("codec", "raw")
     with _disk_store(index) as store:
         size = store.nbytes
@@ -119,7 +119,7 @@ def _prune(index: Path, max_bytes: int | None) -> tuple[int, int]:
 
 
 def _needless(index: Path) -> list[Problem]:
-    """KV that no document needs."""
+    """A problem for each KV that no document needs."""
     folder, codec = index / "kv", _settings(index).get("codec", "raw")
     texts = "KV of a text that no document has; `prune` drops it"
     strays = "KV of a text that nothing knows of; `prune` drops it"
@@ -130,13 +130,13 @@ def _needless(index: Path) -> list[Problem]:
 
 
 def _unneeded(index: Path) -> set[str]:
-    """Digests of texts that are known to the KV store, and that no document has."""
+    """Digests of texts that the KV store knows and no document contains."""
     with closing(DocumentIndex(index / "documents.sqlite")) as documents:
         return holdings.unneeded(index / "kv", documents.all_texts)
 
 
 def _drop_unused(index: Path, dtypes: list[str] | None, *, dry_run: bool) -> list[Holding]:
-    """What the index's model has no use for in these dtypes; dropped, if this is no trial."""
+    """KV that the index's model cannot use in these dtypes; deleted, unless this is a dry run."""
     from cached_rag.backends.transformers.loading import best_device, fastest_dtype, parse_dtype
 
     wanted = map(parse_dtype, dtypes) if dtypes else [fastest_dtype(best_device())]
@@ -158,7 +158,7 @@ def _settings(index: Path) -> dict[str, str]:
 
 
 def _problems(path: Path, opened: Callable[[Path], Checked]) -> list[Problem]:
-    """What is wrong with a file, if there is one."""
+    """What is wrong with a file; nothing if there is no file."""
     if not path.exists():
         return []
     try:

@@ -1,4 +1,4 @@
-"""The terminal: how commands print tables, JSON and reports."""
+"""How commands print tables, JSON and reports on the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-# Into a pipe or a file tables go whole, as on a wide screen.
+# A pipe or a file has no width: tables are written as on a wide screen, and nothing is cut off.
 _WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200
 out, err = Console(width=_WIDTH), Console(stderr=True)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -27,7 +27,7 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def print_table(rows: Sequence[Mapping[str, object]]) -> None:
-    """Rows, their keys above; without any, that there are none."""
+    """A table of rows with their keys as its head; "none" without any row."""
     if not rows:
         out.print("none")
         return
@@ -38,12 +38,12 @@ def print_table(rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def print_machine(facts: Mapping[str, object]) -> None:
-    """What figures were measured on, below them."""
+    """Print the machine that figures were measured on, as one dim line below them."""
     out.print(json.dumps(facts), style="dim", markup=False)
 
 
 def plain(row: Any) -> dict[str, Any]:
-    """A dataclass as plain values by their names, floats rounded to four figures."""
+    """A dataclass as a dictionary, its floats rounded to four significant digits."""
     return {name: _rounded(value) for name, value in dataclasses.asdict(row).items()}
 
 
@@ -54,7 +54,7 @@ def _rounded(value: Any) -> Any:
 
 
 def print_rows(rows: Sequence[Any], facts: Mapping[str, object], *, as_json: bool) -> None:
-    """Figures of one kind (dataclasses) and the machine, as a table or as JSON."""
+    """Print dataclasses of one type and the machine of their figures, as a table or as JSON."""
     found = [plain(row) for row in rows]
     if as_json:
         print_json({"rows": found, "machine": facts})
@@ -74,7 +74,7 @@ def print_markdown(rows: Sequence[Any], facts: Mapping[str, object], *, as_json:
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The lines of a Markdown table, as the docs have it; what ends in `_bytes` in MB."""
+    """The lines of a Markdown table, as the docs show it; columns named `..._bytes` are in MB."""
     titles = list(rows[0])
     lines = [titles, ["---"] * len(titles)]
     for row in rows:
@@ -84,7 +84,11 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def print_reports(rows: Sequence[tuple[str, Any]]) -> None:
-    """Named reports as a table; of two, how much sooner the first one's first token came."""
+    """Named reports as a table; of two, how much sooner or later the first one's first token came.
+
+    Args:
+        rows: a name and a `Report` each; where there are two, the second is full prefill's.
+    """
     print_table(
         [
             {
@@ -101,4 +105,9 @@ def print_reports(rows: Sequence[tuple[str, Any]]) -> None:
     )
     if len(rows) == 2:
         ratio = rows[1][1].ttft_ms / rows[0][1].ttft_ms
-        out.print(f"first token {ratio:.1f}x sooner than full prefill")
+        out.print(f"first token {sooner(ratio)} than full prefill")
+
+
+def sooner(ratio: float) -> str:
+    """In words, what a time is against one that is `ratio` times as long."""
+    return f"{ratio:.1f}x sooner" if ratio >= 1 else f"{1 / ratio:.1f}x later"

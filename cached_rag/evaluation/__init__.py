@@ -1,4 +1,4 @@
-"""Quality of every method against full prefill, on question-answering sets."""
+"""Quality and speed of every method against full prefill, on question-answering data sets."""
 
 from cached_rag.evaluation.comparison import ComparisonRow, compare, summarise_comparison
 from cached_rag.evaluation.data import Example, load_examples

@@ -1,6 +1,6 @@
-"""Whole applications side by side: the same questions, in one run, timed from outside.
+"""Compares whole applications: the same questions to each, in one run, timed from outside.
 
-Knows applications as functions from an example to pieces of text; knows no framework.
+An application is a function from an example to pieces of text. Knows no framework.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ class ComparisonRow:
     """An application's medians over all questions.
 
     Attributes:
-        ttft_ms, total_ms: from the question to the first piece of text, and to the last.
-        ttft_speedup, total_speedup: medians of the ratios to the first application.
-        f1: mean over the questions; None where they have no answers.
-        f1_difference: to the first application, paired, with a 95 % interval.
+        ttft_ms, total_ms: milliseconds from the question to the first and the last piece of text.
+        ttft_speedup, total_speedup: the first application's time over this one's, median over
+            questions.
+        f1: mean over the questions; None if some question has no reference answer.
+        f1_difference: this application's F1 less the first one's, paired by question, with a 95 %
+            interval; None as `f1`.
     """
 
     name: str
@@ -60,30 +62,31 @@ def compare(
 ) -> list[ComparisonRow]:
     """Ask every application every question, in turn, in an order that rotates.
 
-    The first question is asked once more beforehand, to warm up. Everything runs in one thread of
-    its own, as behind a server: with a main thread that computed, all others would be slower.
+    The first question is asked an extra time before all others, to warm up. Everything runs in one
+    thread that is not the main one, as in a server: once the main thread has computed with torch,
+    other threads are slower.
 
     Args:
         applications: the first one is what the others are compared with.
-        pause: seconds before each answer, for what the one before left running.
-        on_answer: told of each answer.
+        pause: seconds to wait before each question, for background work of the last answer to end.
+        on_answer: called with application, example and text of each answer.
 
     Raises:
-        EvaluationError: nothing to compare.
+        EvaluationError: there is no application or no example.
     """
     if not applications or not examples:
         raise EvaluationError("a comparison needs applications and questions")
     questions = [examples[0], *examples]
 
     def asks(name: str) -> Callable[[], _Answer]:
-        """Asks the next question each time."""
+        """A function that asks the next question at each call."""
         numbered = enumerate(questions)
 
         def ask() -> _Answer:
             number, example = next(numbered)
             time.sleep(pause)
             answer = _timed(applications[name], example)
-            if number:  # the first one is to warm up
+            if number:  # number 0 is the warm-up
                 on_answer(name, example, answer.text)
             return answer
 
@@ -102,15 +105,15 @@ def summarise_comparison(
     outside_ms: Sequence[float],
     encoded: EncodeSummary,
 ) -> dict[str, Any]:
-    """What a framework's benchmark prints: `rows`, and medians of what was reused for them.
+    """What a framework's benchmark prints: the rows, and medians over the requests behind them.
 
     Args:
-        reports: of all requests; those with full prefill do not count.
-        outside_ms: what each call spent outside the engine.
-        encoded: what encoding the documents took.
+        reports: of all requests; those with full prefill are left out.
+        outside_ms: milliseconds that each request spent outside the engine.
+        encoded: the result of encoding the documents.
 
     Returns:
-        "rows", "overhead_ms", "prompt_tokens", "charged_recompute", and "encoded".
+        A dictionary with "rows", "overhead_ms", "prompt_tokens", "charged_recompute", "encoded".
     """
     used = [report for report in reports if report.method != "full"]
     return {
@@ -152,7 +155,7 @@ def _row(
 
 
 def _scores(answers: list[_Answer], examples: Sequence[Example]) -> list[float]:
-    """F1 of each answer; none if any question has no reference."""
+    """F1 of each answer; an empty list if some question has no reference answer."""
     if not all(example.answers for example in examples):
         return []
     return [f1(one.text, e.answers) for one, e in zip(answers, examples, strict=True)]

@@ -1,4 +1,4 @@
-"""Question-answering sets: one JSON object a line. Knows files; knows no model."""
+"""Question-answering data sets: .jsonl files, one JSON object per line. Knows no model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Example:
 
     Attributes:
         id: unique in its set.
-        answers: acceptable ones; may be empty.
-        chunks: texts, each headed by its title where it has one, in the set's order.
+        answers: acceptable answers; may be empty.
+        chunks: texts in the set's order, each below its title if it has one.
     """
 
     id: str
@@ -29,10 +29,10 @@ class Example:
 
     @property
     def reference(self) -> str | None:
-        """The first answer, in the letter case in which the chunks have it; None without answers.
+        """The first answer, in the letter case of the chunks; None without answers.
 
-        Several sets lower-case their answers or their texts. What a model would not write down
-        that way has a likelihood that says nothing about what it knows.
+        Some sets have their answers or texts in lower case. A model is unlikely to write an answer
+        in another letter case than the chunks', so that answer's likelihood would say nothing.
         """
         if not self.answers:
             return None
@@ -48,7 +48,8 @@ def load_examples(path: Path, limit: int | None = None) -> list[Example]:
     """The first `limit` examples of a .jsonl file.
 
     Raises:
-        EvaluationError: no such file, no example in it, or a line that is none (with its number).
+        EvaluationError: there is no such file, it has no example, or a line (named by its number)
+            is not an example.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -1,6 +1,6 @@
-"""An engine for each way of encoding modules, all of one model, so that they do not mix.
+"""One engine for each way of encoding chunks, so that their KV is kept apart.
 
-Knows what stands before a module; knows no method.
+The ways differ in the text that stands before a chunk while it is encoded. Knows no method.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MARK = "the first chunk"
 
 
 class Encodings:
-    """Engines by encoding, for one set of examples."""
+    """The engines of one model and one data set, made when they are first needed."""
 
     def __init__(self, model: Backend, examples: Sequence[Example], *, long: bool) -> None:
         self._model, self._long = model, long
@@ -32,7 +32,11 @@ class Encodings:
         self._engines: dict[str, Engine] = {}
 
     def engine(self, encoding: str, chunks: Sequence[str]) -> Engine:
-        """The engine for an encoding (empty: none), with these chunks encoded."""
+        """The engine for an encoding, with these chunks encoded.
+
+        Args:
+            encoding: as in `Trial.encoding`; empty to encode nothing.
+        """
         if encoding not in self._engines:
             self._engines[encoding] = Engine(self._model, StoreConfig(learn_prefixes=False))
         engine = self._engines[encoding]
@@ -42,7 +46,7 @@ class Encodings:
         if encoding not in ("alone", "alone-primer"):
             head = engine.head(messages([_MARK], "?", long=self._long), _MARK)
         kind, _, count = encoding.partition(":")
-        if kind in ("both", "neighbours"):  # the prompt's first chunk is exact then
+        if kind in ("both", "neighbours"):  # so that KV of a prompt's first chunk is exact
             engine.encode(chunks, head)
         engine.encode(chunks, head, context=self._context(kind, int(count or 1)))
         return engine
@@ -57,12 +61,12 @@ class Encodings:
         return None
 
     def _strangers(self, text: str, count: int) -> list[str]:
-        """Chunks of the same set, drawn at random; the same ones every time."""
+        """Random chunks of the same set; the same ones for a text every time."""
         others = [chunk for chunk in self._pool if chunk != text]
         return random.Random(text).sample(others, min(count, len(others)))
 
     def _nearest(self, text: str, count: int) -> list[str]:
-        """Chunks of the same set, the nearest last."""
+        """The chunks of the same set that are most similar to a text, the nearest one last."""
         own = self._pool.index(text)
         similarity = self._vectors @ self._vectors[own]
         similarity[own] = -np.inf
@@ -71,6 +75,6 @@ class Encodings:
 
     @cached_property
     def _vectors(self) -> Any:
-        """(num_chunks, dim) float32, each of length 1."""
+        """(num_chunks, dim) float32 embeddings, each of length 1."""
         vectors = np.asarray(Embedder(DEFAULT_EMBEDDING).embed(self._pool), dtype=np.float32)
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)

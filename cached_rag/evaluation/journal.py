@@ -1,7 +1,7 @@
-"""What was measured so far, so that an interrupted evaluation goes on where it stopped.
+"""A file of all measurements, from which an interrupted evaluation goes on where it stopped.
 
-One JSON object a line, appended as it is measured. The first line says of which run; a journal of
-another run is refused, not mixed in. Knows no metric.
+Each measurement is appended at once, as one line of JSON. The first line names the run's model and
+settings; a journal of another run is refused. Knows no metric.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Key = tuple[str, str, str, float]
 
 
 class Journal:
-    """Measurements by (data, example, method, ratio)."""
+    """Measurements by (data set, example id, method, ratio)."""
 
     def __init__(self, path: Path, run: Mapping[str, Any]) -> None:
         self.path = path
@@ -52,11 +52,11 @@ class Journal:
         return key in self._rows
 
     def add(self, row: dict[str, Any]) -> None:
-        """Keep one measurement, on disk too."""
+        """Add one measurement, and write it to the file."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         self._keep(row)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """All measurements, in the order they were made."""
+        """All measurements, oldest first."""
         yield from self._rows.values()

@@ -1,4 +1,4 @@
-"""One example, one method: the answer, its likelihood, and what it cost. Knows the engine."""
+"""Measures one prompt with one method: the answer, its likelihood, and what it cost."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from cached_rag.pml import SchemaPrompt
 
 @dataclass(frozen=True)
 class Reading:
-    """What a method makes of one prompt.
+    """One measurement.
 
     Attributes:
-        text: the answer it generates; None if none was asked for.
-        nll: mean negative log likelihood of the reference answer's tokens; None without one.
-        own_nll: the same of the answer it generated; None without one.
-        log_probs: (vocab_size,) float32 of the first token.
-        charged_recompute, ttft_ms, total_ms: as in the report.
+        text: the generated answer; None if no answer was wanted.
+        nll: mean negative log likelihood of the reference answer's tokens; None without reference.
+        own_nll: the same of the generated answer; None without one.
+        log_probs: (vocab_size,) float32, log probabilities of the answer's first token.
+        charged_recompute, ttft_ms, total_ms: as in `Report`.
     """
 
     text: str | None
@@ -46,7 +46,12 @@ def read(
     *,
     generates: bool = True,
 ) -> Reading:
-    """Prefill a prompt, generate an answer, and score the reference under teacher forcing."""
+    """Prefill a prompt, generate an answer, and compute the likelihood of the reference.
+
+    Args:
+        reference: the reference answer; None for none.
+        generates: keep the generated answer; else only likelihoods and times are measured.
+    """
     return read_on(
         engine, lambda: engine.prefill(prompt, config), config, reference, generates=generates
     )
@@ -60,7 +65,7 @@ def read_on(
     *,
     generates: bool = True,
 ) -> Reading:
-    """As `read`, for a prompt that is prefilled in another way."""
+    """As `read`, for a prompt that `prefill_prompt` prefills."""
     shown = config if generates else config.replace(max_tokens=1)
     clock = Clock()
     prefill = prefill_prompt()
@@ -77,7 +82,7 @@ def score(
     reference: str | None,
     text: str,
 ) -> Reading:
-    """As `read`, of an answer that was generated elsewhere; without times."""
+    """As `read`, for an answer `text` that was generated elsewhere; times are not measured."""
     return _scored(engine, engine.prefill(prompt, config), config, reference, text)
 
 
@@ -103,7 +108,11 @@ def _scored(
 def answer_nll(
     engine: Engine, prefill: Prefilled, reference: str, config: GenerationConfig
 ) -> float | None:
-    """Mean NLL per token of a reference answer behind a prompt, cut to `max_tokens`."""
+    """Mean negative log likelihood per token of an answer to a prefilled prompt.
+
+    The answer is given to the model token by token (teacher forcing), at most `max_tokens` of it.
+    None for an empty answer.
+    """
     answer = engine.tokenization.literal(reference.strip()).ids[: config.max_tokens]
     if not answer:
         return None
@@ -121,10 +130,12 @@ def answer_nll(
 
 
 def figures(reading: Reading, full: Reading, answers: Sequence[str]) -> dict[str, float | None]:
-    """A reading as numbers, against full prefill's of the same prompt.
+    """A measurement as numbers, compared with full prefill of the same prompt.
 
-    Keys: f1, em, rouge_l, nll, kl, agreement, charged_recompute, ttft_ms; None where there is no
-    reference or no answer.
+    Returns:
+        f1, em, rouge_l (None without an answer or a reference), nll (None without a reference),
+        kl (divergence of the first token's distribution from full prefill's), agreement (1 if the
+        likeliest first token is full prefill's, else 0), charged_recompute, ttft_ms.
     """
     scored = reading.text is not None and bool(answers)
     text = reading.text or ""

@@ -1,6 +1,7 @@
 """Scores of answers, and intervals of paired differences. Knows strings and numbers only.
 
-F1 and EM are SQuAD's (v1.1): lower case, no punctuation, no articles, best over the references.
+F1 and EM (exact match) are those of SQuAD v1.1: texts are compared in lower case, without
+punctuation and articles, and the best score over the references counts.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Interval:
 
 
 def bootstrap(differences: Sequence[float], seed: int = 0) -> Interval:
-    """Mean of paired differences with a percentile bootstrap interval; the same every time."""
+    """Mean of paired differences with a 95 % bootstrap interval (percentiles); deterministic."""
     values = np.asarray(differences, dtype=np.float64)
     draws = np.random.default_rng(seed).integers(0, len(values), (_RESAMPLES, len(values)))
     low, high = np.quantile(values[draws].mean(axis=1), (0.025, 0.975))

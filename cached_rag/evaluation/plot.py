@@ -1,4 +1,4 @@
-"""The frontier: quality lost against time saved, one point a method and ratio."""
+"""Plots quality lost against time to first token: one line per method, one point per ratio."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def plot_frontier(rows: Sequence[dict[str, Any]], path: Path, loss: str = "kl") 
 
     Args:
         rows: from `summarise`.
-        path: an image file; its suffix says which format.
+        path: an image file; its suffix names the format.
+        loss: name of the figure to draw, e.g. "kl" or "nll_diff".
 
     Raises:
         EvaluationError: matplotlib is missing, or does not know the format.
@@ -35,7 +36,7 @@ def plot_frontier(rows: Sequence[dict[str, Any]], path: Path, loss: str = "kl") 
 
 
 def _points(rows: Sequence[dict[str, Any]], loss: str) -> list[tuple[float, float, float]]:
-    """(time, loss, ratio) of one method, each ratio's data sets averaged."""
+    """(time, loss, ratio) of one method at each ratio, averaged over the data sets."""
     return [
         (
             statistics.fmean(1 / row["speedup"] for row in rows if row["ratio"] == ratio),

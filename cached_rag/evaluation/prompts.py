@@ -1,4 +1,4 @@
-"""What the model is asked. Knows messages; knows no model and no method."""
+"""The prompts of the evaluation. Knows messages; knows no model and no method."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LONG_ANSWER_WORDS = 15
 
 
 def is_long(examples: Sequence[Example]) -> bool:
-    """Whether a set's answers are sentences rather than names."""
+    """Whether a set's answers are sentences rather than a few words, by their median length."""
     lengths = sorted(len(e.answers[0].split()) for e in examples if e.answers)
     return bool(lengths) and lengths[len(lengths) // 2] > _LONG_ANSWER_WORDS
 
 
 def messages(chunks: Sequence[str], question: str, *, long: bool) -> list[Message]:
-    """The documents, then the question, under a system prompt."""
+    """A chat of a system prompt and one user message: the documents, then the question."""
     context = "\n\n".join(chunks)
     return [
         {"role": "system", "content": _LONG if long else _BRIEF},
@@ -31,7 +31,7 @@ def messages(chunks: Sequence[str], question: str, *, long: bool) -> list[Messag
 
 
 def summarise(chunk: str, question: str) -> list[Message]:
-    """MapReduce's first step: what a single document says with regard to the question."""
+    """The prompt of MapReduce's first step: summarise one document with regard to the question."""
     return [
         {"role": "system", "content": _SUMMARISE},
         {"role": "user", "content": f"{chunk}\n\nQuestion: {question.strip()}"},

@@ -1,9 +1,9 @@
-"""CacheBlend as its authors' released scripts run it, faults included, to put a price on them.
+"""CacheBlend as its authors' released scripts compute it, with two errors, to measure their cost.
 
-Three of the four scripts compute only the prompt's last token for certain: the question's KV comes,
-like a module's, from a pass of its own and is repaired only where its values deviate most. And the
-rows' mask is aligned to the bottom right: m scattered rows see what the last m rows would. Nothing
-else in the library does either.
+First, three of the four scripts always compute only the prompt's last token. The question's KV
+comes, like a chunk's, from a pass of its own, and only its tokens that deviate most are recomputed.
+Second, the mask of the recomputed rows is aligned to the bottom right: m scattered rows see what
+the last m rows of the prompt should see. The library itself does neither.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from cached_rag.methods import CacheBlend, Layout
 
 
 class BottomRightRows(Rows):
-    """Rows that see as if they were the prompt's last ones."""
+    """Rows with the wrong mask: each sees what one of the prompt's last rows should see."""
 
     def visible(self) -> torch.Tensor:
-        """(num_rows,) the last slot that each row sees; only the last row should see that far."""
+        """(num_rows,) the last slot that each row sees, too far for all rows but the last."""
         first = self.length - len(self.slots)
         return torch.arange(first, self.length, device=self.slots.device)
 
 
 @dataclass(frozen=True)
 class Released:
-    """A prompt prefilled in that way; see `Prefilled`."""
+    """A prompt prefilled by the released scripts' way; see `engine.decoding.Prefilled`."""
 
     tokens: Tokens
     logits: torch.Tensor
@@ -47,7 +47,7 @@ class Released:
     report: Report
 
     def release(self) -> None:
-        """The buffer is nobody else's."""
+        """Nothing to do: no other request uses the buffer."""
 
 
 def read_released(
@@ -58,7 +58,7 @@ def read_released(
     reference: str | None,
     generates: bool,
 ) -> Reading:
-    """What CacheBlend makes of a prompt in that way; modules as the engine has them encoded."""
+    """Measure a prompt with the released scripts' CacheBlend, over the engine's encoded chunks."""
     tokens, plan = engine.plan(prompt, "cacheblend", Report("cacheblend"))
     live = plan.layout(engine.model.shapes.num_layers).fresh
     places = [*plan.placements, *_stale(engine, tokens, live)]
@@ -71,7 +71,7 @@ def read_released(
 
 
 def _stale(engine: Engine, tokens: Tokens, live: torch.Tensor) -> list[Placement]:
-    """KV of the runs between and behind modules, each from a pass of its own."""
+    """KV of the text between and after chunks, each run of it from a pass of its own."""
     sink = engine.tokenization.sink_ids
     head = encode_prefix(engine.model, sink) if sink else None
     wanted = live.clone()

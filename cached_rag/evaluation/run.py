@@ -1,7 +1,7 @@
 """The evaluation: every trial on every example, against full prefill of the same prompt.
 
-Examples come one after another, all trials of one before the next, so that what disturbs timing
-disturbs all alike and an interrupted run has complete examples. Knows the order of things only.
+All trials of an example run before the next example. So a disturbance of the timing affects all
+trials alike, and an interrupted run has complete examples. Knows no metric and no method.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Settings:
         data: .jsonl files.
         trials: from `make_trials`.
         limit: most examples of a file; None for all.
-        generates: answers too (F1, EM, ROUGE-L); else likelihoods alone, in a third of the time.
+        generates: generate answers (for F1, EM and ROUGE-L); else only likelihoods are measured,
+            in a third of the time.
     """
 
     data: tuple[Path, ...]
@@ -45,7 +46,7 @@ class Settings:
     generates: bool = True
 
     def facts(self, engine: Engine) -> dict[str, Any]:
-        """What a journal's measurements have in common. Limits and methods may grow."""
+        """What all measurements of a journal have in common; limits and methods may differ."""
         return {
             "model": engine.model.fingerprint,
             "name": engine.model.name,
@@ -58,11 +59,11 @@ class Settings:
         }
 
     def digest(self, engine: Engine) -> str:
-        """Names the journal that fits, where the user names none."""
+        """Names the default journal of these settings."""
         return digest(json.dumps(self.facts(engine), sort_keys=True))
 
     def chosen(self, journal: Journal) -> Iterator[dict[str, Any]]:
-        """The journal's measurements of these sets, up to the limit."""
+        """The journal's measurements of these data sets' examples, up to the limit."""
         wanted = {
             (path.stem, example.id)
             for path in self.data
@@ -77,14 +78,15 @@ def evaluate(
     journal: Journal,
     progress: Callable[[str, int, int], object] = lambda *_: None,
 ) -> None:
-    """Measure what the journal does not have yet; results are in the journal.
+    """Measure what the journal does not have yet, and add it to the journal.
 
     Args:
-        engine: its model is used; its store is not.
-        progress: called with (data, examples done, examples) after each example.
+        engine: its model is used, its store is not.
+        progress: called after each example with the data set's name, the number of examples done
+            and the number of all.
 
     Raises:
-        EvaluationError: a data file is no set of examples.
+        EvaluationError: a data file has no examples, or a line that is none.
         ContextOverflowError: an example exceeds the model's context.
     """
     sets = {path: load_examples(path, settings.limit) for path in settings.data}
@@ -126,14 +128,14 @@ def _evaluate_example(
 
 @dataclass(frozen=True)
 class _Asked:
-    """One example's question, ready to be put."""
+    """One example, and how it is asked."""
 
     example: Example
     long: bool
     generates: bool
 
     def read(self, engine: Engine, trial: Trial) -> Reading:
-        """What a trial makes of it."""
+        """Measure the example with one trial."""
         example = self.example
         tokens = _LONG_ANSWER_TOKENS if self.long else _ANSWER_TOKENS
         reference = example.reference

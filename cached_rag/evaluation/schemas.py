@@ -1,7 +1,7 @@
 """What a schema's layouts, encodings and methods cost in quality, against full prefill.
 
-Prompts are drawn at random from a schema; each is prefilled in full, as plain text would be, and
-answered; then every trial is scored on that answer. Knows no file.
+Prompts are drawn at random from a schema. Each is prefilled in full, as plain text would be, and
+answered; then every trial is scored by the likelihood of that answer. Knows no file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _QUESTIONS = (
 
 @dataclass(frozen=True)
 class SchemaTrial:
-    """One way to serve a schema's prompts."""
+    """One way to serve a schema's prompts: `layout` and `behind` as in `Schema`, and a method."""
 
     layout: str
     behind: str
@@ -42,11 +42,11 @@ class SchemaRow:
     """One trial's figures over all prompts.
 
     Attributes:
-        kl: of the first token, from full prefill's distribution.
+        kl: divergence of the first token's distribution from full prefill's.
         agreement: share of prompts whose first token is full prefill's.
-        nll: per token of full prefill's answer, less full prefill's own.
-        speedup: full prefill's median time to first token over this one's.
-        charged: (token, layer) pairs computed over all.
+        nll: negative log likelihood per token of full prefill's answer, less full prefill's own.
+        speedup: full prefill's median time to first token over this trial's.
+        charged: share of all (token, layer) pairs that was computed.
     """
 
     trial: SchemaTrial
@@ -58,7 +58,7 @@ class SchemaRow:
 
 
 def schema_trials(methods: Sequence[str]) -> list[SchemaTrial]:
-    """Every layout with every encoding and method."""
+    """All combinations of a layout, an encoding and one of the methods."""
     layouts = [layout for layout in LAYOUTS if layout != "auto"]
     return [SchemaTrial(la, b, m) for la in layouts for b in BEHIND for m in methods]
 
@@ -73,7 +73,7 @@ def evaluate_schema(
     seed: int = 0,
     progress: Callable[[], object] = lambda: None,
 ) -> list[SchemaRow]:
-    """Serve random prompts by every trial, each in turn on each prompt.
+    """Serve random prompts of a schema by every trial.
 
     Raises:
         RelocationError: a compact layout on a model whose keys cannot be moved.
@@ -133,5 +133,5 @@ def _import(module: Module, rng: random.Random) -> Import:
 
 
 def _arguments(children: tuple[Node, ...]) -> dict[str, str]:
-    """One word each, which is one token in most vocabularies."""
+    """An argument for every parameter: one word, which is one token in most vocabularies."""
     return {name: "it" if param.lead else " it" for name, param in params(children).items()}

@@ -1,8 +1,9 @@
-"""MapReduce and MapRerank: the ways of the CacheBlend paper's section 7 to ask without one prompt.
+"""MapReduce and MapRerank, which ask about each document by itself (CacheBlend, section 7).
 
-Each document is asked about by itself, all at the same time; then their summaries become one more
-prompt, or the best answer is taken (LangChain's chains of these names). Not KV methods: each prompt
-is prefilled in full, but for what prompts of one batch begin with alike.
+All documents are asked about at the same time, a prompt each. MapReduce summarises each of them and
+asks one more prompt about the summaries; MapRerank takes the best answer (LangChain's chains of
+these names). They are not KV methods: each prompt is prefilled in full, except for the beginning
+that all prompts of a batch have in common.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SUMMARY_TOKENS = 64
 def map_reduce(
     engine: Engine, example: Example, config: GenerationConfig, reference: str | None, long: bool
 ) -> Reading:
-    """Summaries of single documents, and one more prompt that makes an answer of them."""
+    """Summarise each document, and answer from the summaries."""
     prompts = [summarise(chunk, example.question) for chunk in example.chunks]
     summaries, spent = _mapped(engine, prompts, config.replace(max_tokens=_SUMMARY_TOKENS))
     reduced = messages([s.text.strip() for s in summaries], example.question, long=long)
@@ -42,10 +43,10 @@ def map_reduce(
 def map_rerank(
     engine: Engine, example: Example, config: GenerationConfig, reference: str | None, long: bool
 ) -> Reading:
-    """Of the answers to single documents, the one that its own document makes likeliest.
+    """Answer from each document alone, and take the answer that is likeliest given its document.
 
-    In the paper the model rates its answers in words, which models this small cannot: the mean log
-    likelihood of an answer stands in for its score, and costs nothing but the answer.
+    In the paper the model rates its answers in words, which small models cannot do. Here the score
+    of an answer is its mean log likelihood, which needs no further prompt.
     """
     prompts = [messages([chunk], example.question, long=long) for chunk in example.chunks]
     answers, spent = _mapped(engine, prompts, config)
@@ -63,19 +64,19 @@ def map_rerank(
 def _mapped(
     engine: Engine, prompts: Sequence[Sequence[Message]], config: GenerationConfig
 ) -> tuple[list[Generation], float]:
-    """What each document gives, and the milliseconds until the last of them is complete."""
+    """The answers to all prompts, and the milliseconds until the last one is complete."""
     clock = Clock()
     found = engine.generate_batch(prompts, config)
     return found, clock.total()
 
 
 def _computed(reports: Iterable[Report]) -> float:
-    """Tokens of prompts that were computed in all layers."""
+    """Prompt tokens computed, in tokens computed in all layers."""
     return sum(report.charged_recompute * report.prompt_tokens for report in reports)
 
 
 def _plain(engine: Engine, example: Example, long: bool) -> int:
-    """Tokens of the prompt that these ways do without."""
+    """Tokens of the one prompt with all documents, which these ways replace."""
     return engine.count_tokens(messages(example.chunks, example.question, long=long))
 
 

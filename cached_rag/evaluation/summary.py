@@ -1,4 +1,4 @@
-"""From measurements to the table: means, paired differences to full prefill, medians of times.
+"""Makes a table of measurements: means, paired differences to full prefill, median times.
 
 Knows numbers; knows no model.
 """
@@ -11,18 +11,18 @@ from typing import Any
 
 from cached_rag.evaluation.metrics import bootstrap
 
-# Below this many questions a set shows large differences only.
+# With fewer questions than this, a set shows large differences only.
 SMALL = 30
-# What several sets together are called.
+# Name of the row over all data sets.
 POOLED = "all"
 Row = dict[str, Any]
 
 
 def summarise(measurements: Iterable[Row], wanted: Iterable[tuple[str, float]]) -> list[Row]:
-    """One row a data set, method and ratio, in the order of `wanted` (method, ratio) pairs.
+    """One row per data set and `wanted` (method, ratio) pair, in that order.
 
-    Of several sets, their questions together are one more, `POOLED`. Only examples that `full` was
-    measured on count. Intervals are paired bootstraps, 95 %.
+    With several data sets, the questions of all are one more set, `POOLED`. An example counts only
+    if `full` was measured on it, too. Intervals are 95 % bootstrap intervals of paired differences.
     """
     groups: dict[tuple[str, str, float], dict[str, Row]] = {}
     kept = list(measurements)

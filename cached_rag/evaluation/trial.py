@@ -1,7 +1,6 @@
-"""What is compared: methods as they are written, with their encodings and ratios.
+"""The trials of an evaluation: a method, how chunks are encoded for it, and a recompute ratio.
 
-`method@encoding`: how modules were encoded stands behind an @; without it, as `auto` has them.
-Knows names; knows no model.
+A trial is written `method@encoding`, or `method` for the encoding that `auto` uses. Knows no model.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from cached_rag.methods import has_own_ratio
 
 ENCODINGS = ("alone", "alone-primer", "prefix", "primer", "both", "neighbours", "strangers")
 DEFAULT_ENCODING = "primer"
-# Not methods of the engine: ways to ask, run through it (CacheBlend paper, section 7), and the
-# authors' released code with its faults.
+# No methods of the engine, but measured through it: other ways to ask (CacheBlend, section 7), and
+# CacheBlend with the errors of its released code.
 ASKED_OTHERWISE = ("mapreduce", "maprerank")
 RELEASED = "cacheblend-released"
 _WITHOUT_RATIO = {"full": 1.0, "prefix": 1.0, "reuse": 0.0, "mapreduce": 1.0, "maprerank": 1.0}
@@ -27,10 +26,10 @@ class Trial:
     """One method at one ratio.
 
     Attributes:
-        name: as written.
-        method: what the engine is told; empty for those it does not know.
-        encoding: one of `ENCODINGS`, with a number behind a colon where it takes one.
-        ratio: recompute ratio.
+        name: as written by the user.
+        method: the method's part of the name.
+        encoding: one of `ENCODINGS`, some with a number after a colon; empty to encode nothing.
+        ratio: share of cached tokens to recompute.
     """
 
     name: str
@@ -39,17 +38,17 @@ class Trial:
     ratio: float
 
     def config(self, max_tokens: int) -> GenerationConfig:
-        """The engine's settings for it: greedy, at its ratio unless its name says another."""
+        """The engine's settings: greedy, at `ratio` unless the method has a ratio of its own."""
         ratio = None if has_own_ratio(self.method) else self.ratio
         return GenerationConfig(method=self.method, recompute_ratio=ratio, max_tokens=max_tokens)
 
 
-# What all others are compared with.
+# The trial that all others are compared with.
 BASELINE = Trial("full", "full", "", 1.0)
 
 
 def make_trials(names: Sequence[str], ratios: Sequence[float]) -> list[Trial]:
-    """Every method at every ratio, `full` first; methods without a ratio once.
+    """A trial for every method and ratio, `full` first; methods without a ratio have one trial.
 
     Raises:
         ConfigError: an unknown method, option or encoding, or a ratio out of range.

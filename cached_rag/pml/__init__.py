@@ -1,9 +1,13 @@
-"""Prompt Markup Language: prompts made of modules that are prefilled once (Prompt Cache).
+"""Prompt Markup Language: prompts made of named modules that are prefilled once (Prompt Cache).
 
-In the order in which they build on each other: `nodes`, `markup`, `whitespace` and `parse` know
-schemas; `prompt` and `parse_prompt` what a prompt takes of one; `frames`, `layout` and `assembly`
-tokens; `units`, `recipes`, `encode`, `planner` and `known` KV; `syntax` and `program` Python.
-`schema`, `function` and `template` are what users see, `outline` what they are shown.
+The files, in the order in which they build on each other:
+
+- `nodes`, `markup`, `whitespace`, `parse`: a schema, from XML to a checked tree;
+- `prompt`, `parse_prompt`: a prompt, and what it takes from its schema;
+- `frames`, `layout`, `assembly`: tokens and positions of a schema and of a prompt;
+- `units`, `recipes`, `encode`, `planner`, `known`: which KV is made, kept and reused;
+- `syntax`, `program`: a Python function read as a schema;
+- `schema`, `function`, `template`: what users import; `outline`: a schema drawn as a tree.
 """
 
 from cached_rag.pml.function import PromptFunction, assistant, prompt_function, system, user

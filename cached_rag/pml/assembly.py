@@ -1,8 +1,9 @@
 """One prompt's tokens and their positions. Knows layouts and tokens; knows no KV.
 
-Prompt Cache, section 3.4: what is imported stands where the schema has it; new text takes the gap
-behind its predecessor, and where it is longer than the gap, all behind it moves on. Or everything
-stands without gaps, as it would in a prompt written by hand.
+In the "schema" layout (Prompt Cache, section 3.4), an imported module has the positions that the
+schema gives it. New text takes positions in the gap before the next module; if it is longer than
+the gap, everything after it moves on. In the "compact" layout there are no gaps, as in a prompt
+written by hand.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Piece:
     """Tokens that follow each other in the prompt.
 
     Attributes:
-        run: which of the schema's they are; None for new text.
-        start: the schema's position for them; None for new text.
+        run: the schema's run with these tokens; None for new text.
+        start: the first token's position in the schema; None for new text.
     """
 
     ids: Ids
@@ -43,7 +44,7 @@ class Assembler:
         self._markup = cache(partial(markup_ids, tokenization))
 
     def pieces(self, bits: Sequence[Bit]) -> list[Piece]:
-        """A prompt's tokens, up to the header of its answer.
+        """A prompt's tokens, the header of the answer included.
 
         Raises:
             PMLError: an argument has more tokens than its parameter admits.
@@ -67,12 +68,12 @@ class Assembler:
                 found.append(self._piece(bit))
             elif bit.is_begin:
                 found += next(frames)
-        # Behind the question stands nothing but what it is answered by: methods that ask it look
-        # at the last text that was computed.
+        # The pieces after the question are new text without a run, so that they are computed: some
+        # methods take the last computed text for the question.
         return [*found, *(Piece(piece.ids) for piece in last)]
 
     def positions(self, pieces: Sequence[Piece]) -> list[int] | None:
-        """Where the tokens stand; None if that is where they are."""
+        """The tokens' positions; None if there are no gaps, so that each is the token's index."""
         if self._is_compact:
             return None
         found: list[int] = []
@@ -104,7 +105,7 @@ class Assembler:
         return Piece(ids, start=self._layout.texts[bit.param.number].start)
 
     def _framed(self, roles: tuple[str, ...]) -> list[list[Piece]]:
-        """The template around turns: the schema's own as far as it says the same."""
+        """The template's text around messages, as the schema's runs where the text is theirs."""
         found = []
         known = list(zip(self._layout.frames, self._layout.frame_texts, strict=True))
         for index, text in enumerate(frames(self._tokenization, roles, open_answer=True)):

@@ -1,4 +1,4 @@
-"""KV of a schema's runs: taken from the library, or computed and kept there.
+"""Computes the KV of a schema's runs and keeps it in the library.
 
 Knows a model and a library; knows no prompt.
 """
@@ -23,13 +23,14 @@ from cached_rag.pml.units import Unit
 
 @dataclass
 class Encoded:
-    """What encoding did.
+    """The result of encoding.
 
     Attributes:
-        units: encoded now.
-        tokens: of them.
-        kv: theirs, by `Recipe.source`; only what could not be kept, unless all was wanted.
-        problem: why something could not be kept; None if all was.
+        units: the units that were encoded.
+        tokens: how many tokens they have.
+        kv: KV by `Recipe.source`: all of the units' KV if it was asked for, else only what the
+            library could not keep.
+        problem: why the library could not keep some KV; None if it kept all.
     """
 
     units: set[Unit] = field(default_factory=set)
@@ -47,7 +48,7 @@ class RunEncoder:
     recipes: Recipes
 
     def missing(self, units: Iterable[Unit]) -> list[Unit]:
-        """Those of which some run has no KV."""
+        """The units of which some run has no KV."""
         return [unit for unit in units if not all(map(self._holds, self.recipes.of[unit].values()))]
 
     def _holds(self, recipe: Recipe) -> bool:
@@ -63,11 +64,11 @@ class RunEncoder:
         """Compute the KV of units, and keep it.
 
         Args:
-            at_hand: give all of it back, too.
+            at_hand: also return all the KV.
 
         Raises:
-            ContextOverflowError: a unit stands beyond the model's context.
-            RelocationError: it stands where the model's keys change.
+            ContextOverflowError: a unit's positions exceed the model's context.
+            RelocationError: a unit reaches positions at which the model's frequencies change.
         """
         done = Encoded()
         for unit in units:
@@ -91,7 +92,7 @@ class RunEncoder:
         done.tokens += sum(run.length for run in unit.runs)
 
     def _context(self, run: Run, done: Encoded) -> ModuleKV:
-        """KV of a run that stands before a unit; made first, if there is none."""
+        """KV of a run that a unit is encoded behind; computed first if there is none."""
         recipe = self.recipes.single[run]
         found = done.kv.get(recipe.source) or self.library.fetch(*recipe.source)
         if found is None:
@@ -100,7 +101,7 @@ class RunEncoder:
         return found
 
     def _compute(self, unit: Unit, context: dict[Run, ModuleKV]) -> dict[Run, ModuleKV]:
-        """KV of a unit's runs: one forward pass over them, behind what stands before them."""
+        """KV of a unit's runs, computed in one forward pass over the KV of their context."""
         at = self.recipes.positions(unit)
         every = (*unit.context, *unit.runs)
         ids = [token for run in every for token in run.fill]

@@ -1,6 +1,7 @@
-"""The model's chat template around a schema's messages. Knows templates; knows no schema.
+"""The text that the model's chat template puts around messages, called frames. Knows no schema.
 
-<system>, <user> and <assistant> become what the model was trained on (Prompt Cache, section 3.2).
+With it, <system>, <user> and <assistant> become the markup that the model was trained on (Prompt
+Cache, section 3.2).
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from cached_rag.backends.tokenizer import Rendered, Tokenization
 from cached_rag.errors import ConfigError
 
 _MARK = "\ue000content {}\ue001"
-# Between a system prompt and the user's first words, for templates that know no system role.
+# Between a system prompt and the user's first message, for templates without a system role.
 _FOLDED = "\n\n"
 
 
 def frames(tokenization: Tokenization, roles: Sequence[str], *, open_answer: bool) -> list[str]:
-    """What the template puts before each message, and after the last: one more than there are.
+    """The template's text before each message and after the last one: `len(roles) + 1` texts.
 
     Args:
-        open_answer: end with the header of the assistant's answer.
+        open_answer: end with the template's header of the assistant's answer.
 
     Raises:
         ConfigError: the model has no chat template, or it refuses these roles in this order.
@@ -46,10 +47,10 @@ def frames(tokenization: Tokenization, roles: Sequence[str], *, open_answer: boo
 
 
 def role_marks(tokenization: Tokenization, role: str) -> tuple[str, str]:
-    """What the template puts before and after a message of a role, whatever stands around it.
+    """The template's text before and after a message of a role, the same beside any messages.
 
     Raises:
-        ConfigError: as `frames`, or what it puts there depends on what stands around it.
+        ConfigError: as `frames`, or that text depends on the messages beside it.
     """
 
     def around(*roles: str) -> list[str]:
@@ -71,7 +72,7 @@ def role_marks(tokenization: Tokenization, role: str) -> tuple[str, str]:
 
 
 def answer_header(tokenization: Tokenization) -> str:
-    """What the template puts between a user's message and its answer.
+    """The template's text between a user's message and its answer.
 
     Raises:
         ConfigError: as `role_marks`.
@@ -81,7 +82,7 @@ def answer_header(tokenization: Tokenization) -> str:
 
 
 def _behind(end: str, frame: str, role: str) -> str:
-    """A frame without the end of the message before it."""
+    """A frame without `end`, the text after the message before it."""
     if not frame.startswith(end):
         raise _depends(role)
     return frame.removeprefix(end)
@@ -95,7 +96,11 @@ def _depends(role: str) -> ConfigError:
 
 
 def markup_ids(tokenization: Tokenization, role: str, is_begin: bool) -> tuple[int, ...]:
-    """Tokens before or after a message, wherever it stands; without a role, those before an answer.
+    """Tokens of the template's text before or after a message of a role, or before an answer.
+
+    Args:
+        role: the message's; empty for the header of an answer.
+        is_begin: before the message, else after it.
 
     Raises:
         ConfigError: as `role_marks`.
@@ -105,10 +110,10 @@ def markup_ids(tokenization: Tokenization, role: str, is_begin: bool) -> tuple[i
 
 
 def frame_ids(tokenization: Tokenization, frame: str, *, is_first: bool) -> tuple[int, ...]:
-    """Tokens of a frame, its control tokens obeyed; BOS is in it where the template wants one."""
+    """Tokens of a frame, with its control tokens obeyed. BOS is added only by the template."""
     if not frame:
         return ()
-    if not is_first:  # so that SentencePiece begins it as it does behind other text
+    if not is_first:  # behind a character, or SentencePiece would add a space before it
         tokens = tokenization.tokenize(Rendered("a" + frame, is_chat=True))
         if tokens.ends[0] == 1:
             return tuple(tokens.ids[1:])

@@ -1,4 +1,4 @@
-"""`prompt_function`: a decorated Python function is a schema, and a call of it a prompt."""
+"""`prompt_function`: a decorated Python function is a schema, and a call of it is a prompt."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class PromptFunction:
     """A function whose yielded strings are a prompt.
 
     Attributes:
-        name: the function's; its schema's, too.
-        program: what was read.
-        schema: all that it may say.
+        name: the function's name, and the schema's.
+        program: the function as it was read.
+        schema: all that the function may yield.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PromptFunction:
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """Names of the parameters that have one."""
+        """Names of the parameters that have a default."""
         return tuple(p.name for p in self._parameters if p.default is not p.empty)
 
     @property
@@ -62,14 +62,14 @@ class PromptFunction:
         return [p for p in inspect.signature(self).parameters.values() if p.kind not in kinds]
 
     def fill(self, /, **values: object) -> SchemaPrompt:
-        """As a call, by keywords."""
+        """As a call with keyword arguments."""
         return self(**values)
 
     def __get__(self, instance: object, owner: type | None = None) -> PromptFunction:
-        """Refuse to be a method.
+        """Refuse to be a method, since a prompt has no `self`.
 
         Raises:
-            PMLError: it was called on an object, whose `self` a prompt does not have.
+            PMLError: it was looked up on an object.
         """
         if instance is not None:
             raise PMLError(f"{self.name!r} is a method; a prompt function stands by itself")
@@ -93,7 +93,7 @@ def prompt_function(
 
 
 def system() -> AbstractContextManager[None]:
-    """`with system():` in a prompt function: what is yielded inside is the system's message."""
+    """`with system():` in a prompt function: the text yielded inside is the system message."""
     return nullcontext()
 
 
@@ -103,5 +103,5 @@ def user() -> AbstractContextManager[None]:
 
 
 def assistant() -> AbstractContextManager[None]:
-    """As `system`, for an answer shown to the model."""
+    """As `system`, for an earlier answer of the assistant."""
     return nullcontext()

@@ -1,4 +1,4 @@
-"""The schemas that each engine knows, laid out once. Knows no schema."""
+"""Keeps each engine's planners, so that a schema is laid out once per engine. Knows no schema."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REMEMBERED = 64
 
 @dataclass(frozen=True)
 class _Known:
-    """One engine's."""
+    """The planners of one engine."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     planners: LRUCache[str, SchemaPlanner] = field(default_factory=lambda: LRUCache(_REMEMBERED))
@@ -28,7 +28,7 @@ _LOOKING = threading.Lock()
 
 
 def known_planner(engine: Engine, key: str, make: Callable[[], SchemaPlanner]) -> SchemaPlanner:
-    """What was made for a key on an engine; made now, if it was not. Safe for several threads.
+    """The planner of a key on an engine; made now, if there is none. Safe for several threads.
 
     Raises:
         ClosedError: the engine was closed.

@@ -1,8 +1,9 @@
-"""Positions of everything in a schema, for one tokenizer. Knows tokens; knows no KV and no prompt.
+"""The positions of all tokens of a schema, for one tokenizer. Knows no KV and no prompt.
 
-Prompt Cache, section 3.3: a module begins where all before it in the schema ends; a union is as
-long as its longest child, and its children begin together; a parameter takes as many positions as
-its argument may have tokens. Other than in the paper, chat templates have positions too.
+Prompt Cache, section 3.3: a module begins after everything before it in the schema. All modules of
+a union begin at the same position, and the union is as long as its longest module. A parameter
+takes as many positions as its argument may have tokens. Unlike in the paper, the tokens of the chat
+template have positions, too.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Tokens that stand together, and belong to one module or to every prompt.
+    """Neighbouring tokens that belong to one module, or to every prompt.
 
     Attributes:
-        ids: empty where an argument will stand.
-        start: position of the first.
-        length: positions taken.
-        unit: path of the module whose own they are; empty for what every prompt contains.
-        fill: what stands there while the module is encoded: the ids themselves, or a parameter's
-            placeholder, which may leave positions empty.
+        ids: token ids; empty for a parameter.
+        start: position of the first token.
+        length: number of positions.
+        unit: path of the module that contains the tokens directly; empty if every prompt does.
+        fill: tokens that are encoded there: `ids`, or a parameter's placeholder, which may have
+            fewer tokens than there are positions.
+        is_cached: whether KV of these tokens is kept.
     """
 
     ids: Ids
@@ -42,12 +44,12 @@ class Run:
 
     @property
     def end(self) -> int:
-        """The position behind the last."""
+        """The position after the last one."""
         return self.start + self.length
 
     @property
     def is_param(self) -> bool:
-        """Whether an argument stands there."""
+        """Whether this is the place of a parameter's argument."""
         return not self.ids
 
 
@@ -56,12 +58,12 @@ class Layout:
     """A schema's runs.
 
     Attributes:
-        texts: of texts, parameters and marks, by their number in the schema.
-        frames: of the chat template around messages: one before each, one after the last.
-        frame_texts: what those say.
-        begin: tokens every prompt begins with that no text has (BOS); empty in chats, whose
-            template has it.
-        size: positions in all.
+        texts: runs of texts, parameters and marks, by their number in the schema.
+        frames: runs of the chat template: one before each message, one after the last.
+        frame_texts: the text of each of `frames`.
+        begin: the run of BOS, with which every prompt begins; None in a chat, whose template
+            writes BOS.
+        size: number of all positions.
         order: all runs in document order.
     """
 
@@ -75,10 +77,12 @@ class Layout:
 
 @dataclass
 class _Setter:
-    """Sets runs one behind the other, as a typesetter does.
+    """Gives runs their positions, one run after another.
 
     Attributes:
-        markup: of a role's message, at its begin or end.
+        unknown: id of the unknown token that stands for an argument; None for none.
+        markup: called with a role and whether its message begins; gives the template's token ids.
+        position: of the next run.
     """
 
     tokenization: Tokenization
@@ -165,10 +169,10 @@ def lay_out(schema: SchemaNode, tokenization: Tokenization) -> Layout:
 
 
 def _unknown(tokenization: Tokenization) -> int | None:
-    """The unknown token, as which the paper encodes parameters; None if the vocabulary has none.
+    """The unknown token's id, which the paper puts in a parameter's place; None if there is none.
 
-    To a byte-level vocabulary nothing is unknown. What its tokenizer names so is a control token,
-    most often the end of a document, behind which a module would be read as another document.
+    A byte-level vocabulary has no unknown text. The token that its tokenizer calls unknown is a
+    control token, mostly the end of a document; a module behind it would be read as a new document.
     """
     known = tokenization.tokenizer
     is_byte_level = isinstance(known.backend_tokenizer.decoder, ByteLevel)

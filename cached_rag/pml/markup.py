@@ -1,6 +1,6 @@
-"""PML as a tree of elements that know where they stand. Knows XML; knows no schema.
+"""Parses PML's XML to a tree of elements with their places in the file. Knows no schema.
 
-Read by Python's expat. Document types are refused, and with them all entities but XML's own.
+Uses Python's expat. Document types are refused, and with them all entities except XML's own five.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from cached_rag.errors import PMLError
 from cached_rag.pml.nodes import Where
 
 _DEPTH = 64
-# Comparing names takes time with the product of their lengths.
+# Longer names get no "did you mean": comparing takes the product of the lengths in time.
 _COMPARED = 100
 
 
 @dataclass
 class Element:
-    """A tag with its content: elements, and strings with where they begin."""
+    """A tag with its attributes and content, in document order."""
 
     tag: str
     attributes: Mapping[str, str]
@@ -33,7 +33,7 @@ class Chars:
     """Text between tags.
 
     Attributes:
-        is_code: some of it was CDATA, whose lines keep their indentation.
+        is_code: some of it is CDATA, whose lines keep their indentation.
     """
 
     text: str
@@ -42,10 +42,10 @@ class Chars:
 
 
 def parse_markup(source: str, file: str | None = None) -> Element:
-    """The root element.
+    """The root element of an XML text.
 
     Raises:
-        PMLError: not well-formed, or it holds what a prompt has no use for.
+        PMLError: it is not well-formed, has a document type, or is nested too deeply.
     """
     try:
         encoded = source.encode("utf-8")
@@ -59,7 +59,7 @@ def parse_markup(source: str, file: str | None = None) -> Element:
 
 
 def _explained(message: str, source: str, where: Where) -> str:
-    """The XML parser's words, and a remedy for the mistake that is most likely."""
+    """The XML parser's message, with a remedy for the most likely mistake."""
     line = source.splitlines()[where.line - 1 : where.line]
     around = line[0][max(0, where.column - 12) : where.column + 12].strip() if line else ""
     return (
@@ -69,14 +69,14 @@ def _explained(message: str, source: str, where: Where) -> str:
 
 
 class _Builder:
-    """Builds elements; joins text that comments or the parser have torn apart."""
+    """Builds elements from expat's events, and joins text that comments or expat have split."""
 
     def __init__(self, file: str | None) -> None:
         self._file = file
         self._open = [Element("", {}, Where())]
         self._pieces: list[str] = []
         self._is_code = False
-        # The encoding is the string's, whatever a declaration says of the file it was read from.
+        # The source is a string encoded here, so its XML declaration of an encoding does not count.
         self._parser = ParserCreate("utf-8")
         self._parser.StartDoctypeDeclHandler = self._refuse_doctype
         self._parser.StartElementHandler = self._begin
@@ -95,7 +95,9 @@ class _Builder:
         raise PMLError("document types and entities are not allowed", self._where(), self._file)
 
     def _begin(self, tag: str, attributes: dict[str, str]) -> None:
-        if len(self._open) > _DEPTH:  # made to exhaust the stack of whoever walks the tree
+        if (
+            len(self._open) > _DEPTH
+        ):  # hostile: it would exhaust the stack of code that walks the tree
             raise PMLError(f"tags nested deeper than {_DEPTH}", self._where(), self._file)
         self._end_chars()
         element = Element(tag, attributes, self._where())
@@ -114,7 +116,7 @@ class _Builder:
             self._last_chars().is_code = True
 
     def _end_chars(self) -> None:
-        """Join the pieces at once: the parser may bring one a line."""
+        """Join the pieces only here: the parser may give one per line."""
         if self._pieces:
             self._last_chars().text = "".join(self._pieces)
             self._pieces = []
@@ -132,10 +134,10 @@ class _Builder:
 
 
 def check_attributes(element: Element, known: Iterable[str], file: str | None) -> None:
-    """Refuse attributes that mean nothing here.
+    """Refuse unknown attributes.
 
     Raises:
-        PMLError: an attribute that is not in `known`.
+        PMLError: the element has an attribute that is not in `known`.
     """
     for name in element.attributes.keys() - set(known):
         message = f"<{element.tag}> has no attribute {name!r}{nearest(name, known)}"
@@ -143,7 +145,7 @@ def check_attributes(element: Element, known: Iterable[str], file: str | None) -
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint at what may have been meant; with nothing near, at what there is."""
+    """A hint for an error: the known name nearest to `name`, or all names if none is near."""
     known = sorted(known)
     if len(name) <= _COMPARED and (close := get_close_matches(name, known, n=1)):
         return f"; did you mean {close[0]!r}?"

@@ -1,6 +1,6 @@
-"""What a schema is made of. Knows no XML, no tokenizer and no model.
+"""The nodes of a schema's tree. Knows no XML, no tokenizer and no model.
 
-A text's white space is settled here already: see `parse.py`.
+White space in the texts is final; `parse.py` has settled it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ROLES = ("system", "user", "assistant")
 
 
 class Where(NamedTuple):
-    """A place in a file; lines and columns count from 1, and 0 means there is no such place."""
+    """A place in a file. Lines and columns count from 1; 0 means that the place is unknown."""
 
     line: int = 0
     column: int = 0
@@ -25,10 +25,10 @@ class Text:
     """A run of text between tags.
 
     Attributes:
-        number: of texts and parameters in the schema, in document order.
-        text: verbatim, with the white space before it.
-        unit: path of the module whose own text it is; empty for what every prompt contains.
-        is_cached: its KV is kept.
+        number: a count of the schema's texts, parameters, marks and unions in document order.
+        text: the text with the white space before it.
+        unit: path of the module that contains it directly; empty for text in every prompt.
+        is_cached: whether its KV is kept.
     """
 
     number: int
@@ -42,9 +42,9 @@ class Param:
     """A place for an argument of at most `length` tokens.
 
     Attributes:
-        lead: white space between what is before it and the argument.
-        placeholder: what stands there while the module is encoded; empty for unknown tokens, or
-            for empty positions where the vocabulary has none.
+        lead: white space before the argument.
+        placeholder: text in the argument's place while the module is encoded. If empty, unknown
+            tokens stand there, or nothing if the vocabulary has no unknown token.
     """
 
     number: int
@@ -61,7 +61,7 @@ class Module:
     """A named part that prompts import.
 
     Attributes:
-        union: number of the union that it is in; None for none.
+        union: number of the union that contains it; None for none.
     """
 
     name: str
@@ -73,10 +73,11 @@ class Module:
 
 @dataclass(frozen=True)
 class Union:
-    """Modules of which a prompt imports one at most; they begin at the same position.
+    """Modules of which a prompt imports at most one; all begin at the same position.
 
     Attributes:
-        stand_in: the child that stands there while later modules are encoded; None for nothing.
+        stand_in: name of the module that stands there while later modules are encoded; None for
+            none.
     """
 
     children: tuple[Module, ...]
@@ -85,10 +86,10 @@ class Union:
 
 @dataclass(frozen=True)
 class Message:
-    """A turn of a chat, for the model's own template.
+    """A message of a chat, to be framed by the model's chat template.
 
     Attributes:
-        children: the first and the last are its marks.
+        children: the first and the last are the message's marks.
     """
 
     role: str
@@ -97,11 +98,11 @@ class Message:
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a message begins or ends, and the chat template's markup stands.
+    """The beginning or end of a message, where the chat template's markup is put.
 
     Attributes:
-        number: as of a text; None for a message that a prompt adds.
-        text: nothing; what stands there is for the model's template to say.
+        number: as in `Text`; None for a message that a prompt adds.
+        text: empty, since the markup depends on the model.
     """
 
     number: int | None
@@ -130,8 +131,8 @@ class SchemaNode:
     """A whole schema.
 
     Attributes:
-        is_chat: it holds messages only, and the chat template is that of all of them; else the
-            markup of messages in it is text of the modules that hold them.
+        is_chat: the schema consists of messages only, framed by one chat template. Otherwise
+            messages may stand in modules, whose text then includes the template's markup.
     """
 
     name: str
@@ -141,13 +142,13 @@ class SchemaNode:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """Its turns; empty for a schema that is no chat."""
+        """The messages of a chat; empty for a schema that is none."""
         turns = self.children if self.is_chat else ()
         return tuple(child for child in turns if isinstance(child, Message))
 
     @property
     def has_messages(self) -> bool:
-        """Whether there are any, in modules or out of them."""
+        """Whether the schema has any message, inside or outside of modules."""
         return any(isinstance(node, Message) for node in walk(self.children))
 
 
@@ -160,7 +161,7 @@ def walk(children: tuple[Node, ...]) -> Iterator[Node]:
 
 
 def scope(children: tuple[Node, ...]) -> Iterator[Module | Param]:
-    """What a prompt can name in one scope, in document order: not what is in another module."""
+    """The modules and parameters that a prompt can name here, without those inside modules."""
     for child in children:
         if isinstance(child, Module | Param):
             yield child

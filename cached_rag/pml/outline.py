@@ -1,4 +1,4 @@
-"""A schema's tree with its tokens and positions, for people and for JSON. Knows layouts."""
+"""A schema's tree with token counts and positions, to be printed or written as JSON."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Outline:
 
     Attributes:
         kind: schema, system, user, assistant, module, union, param, text or template.
-        label: its name, or how its text begins.
-        tokens: that it adds to a prompt that has all of it; of a union, its longest child's.
-        start, end: its positions in the schema's own layout, end exclusive.
+        label: its name, or the beginning of its text.
+        tokens: number of its tokens; for a union, those of its longest module.
+        start, end: its positions in the "schema" layout, end exclusive.
     """
 
     kind: str
@@ -33,12 +33,12 @@ class Outline:
     children: tuple[Outline, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """As nested dictionaries."""
         return asdict(self)
 
 
 def outline(schema: Schema, tokenization: Tokenization) -> Outline:
-    """The whole schema, its chat template's tokens included.
+    """The tree of a whole schema, with the chat template's tokens.
 
     Raises:
         ConfigError: the model's chat template does not admit the schema's messages.
@@ -61,7 +61,7 @@ class _Drawn:
         return Outline("schema", schema.name, layout.size, 0, layout.size, tuple(children))
 
     def _shown(self, children: Sequence[Node]) -> Iterator[Node]:
-        """Without marks where the template says nothing."""
+        """The nodes, without marks for which the template has no text."""
         for child in children:
             if not isinstance(child, Mark) or self._run(child).length:
                 yield child

@@ -1,7 +1,8 @@
-"""From elements to a checked schema. Knows PML's grammar; knows no prompt and no tokenizer.
+"""From XML elements to a checked schema: PML's grammar. Knows no prompt and no tokenizer.
 
-Sources: Prompt Cache, section 3.2 (both versions), and the authors' schema files, whose spellings
-(`parameter`, `length`, `cache`, `scaffold` of unions and parameters) are understood too.
+The grammar is that of Prompt Cache, section 3.2 (both versions of the paper). The spellings in the
+authors' schema files (`parameter`, `length`, `cache`, `scaffold` of unions and parameters) are
+accepted, too.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ _KINDS = {Module: "module", Param: "parameter", Scaffold: "scaffold"}
 
 
 class _Around(NamedTuple):
-    """What the elements around one say of it.
+    """What an element inherits from the elements around it.
 
     Attributes:
-        unit: path of the module that it is in.
-        is_cached: that module's KV is kept.
-        keep: its white space, as it stands.
-        role: of the message that it is in; empty outside of messages.
+        unit: path of the module around it.
+        is_cached: whether that module's KV is kept.
+        keep: whether white space is kept as it is written.
+        role: role of the message around it; empty outside of messages.
     """
 
     unit: Path = ()
@@ -58,15 +59,16 @@ def parse_schema(root: Element, file: str | None = None) -> SchemaNode:
     """A schema from its element.
 
     Raises:
-        PMLError: anything that is not as PML wants it, with its place.
+        PMLError: the element is not a valid schema; the error names the place.
     """
     return _Parser(file).schema(root)
 
 
 class _Parser:
-    """Walks elements in document order; remembers the white space that the next text begins with.
+    """Walks elements in document order.
 
-    `_separator` is None where a prompt or a message begins: no white space stands there.
+    `_separator` is the white space that the next text begins with; None at the beginning of a
+    prompt or message, where white space is dropped.
     """
 
     def __init__(self, file: str | None) -> None:
@@ -97,7 +99,7 @@ class _Parser:
         return SchemaNode(name, children, found, is_chat)
 
     def _messages(self, content: Sequence[Element | Chars]) -> Iterator[Element]:
-        """The same, if it is messages and nothing else."""
+        """The content's messages; refuses anything else beside them."""
         for part in content:
             if isinstance(part, Element) and part.tag in ROLES:
                 yield part
@@ -145,7 +147,7 @@ class _Parser:
         return Message(role, (begin, *said, end))
 
     def _text(self, chars: Chars, *, keep: bool) -> str:
-        """A text with the white space before it; empty if it is white space alone."""
+        """A text with the white space before it; empty if there is only white space."""
         if keep:
             before, self._separator = self._separator or "", ""
             return before + chars.text
@@ -263,7 +265,7 @@ class _Parser:
         return name
 
     def _within(self, element: Element, around: _Around) -> _Around:
-        """What is around an element's content, as far as its white space goes."""
+        """What an element's content inherits, with the element's own xml:space."""
         wanted = element.attributes.get(_SPACE)
         if wanted not in (None, "preserve", "default"):
             raise self.fail('xml:space is "preserve" or "default"', element.where)
@@ -275,7 +277,7 @@ class _Parser:
 
 
 def _holds_messages(element: Element) -> bool:
-    """Whether messages stand in a module, or in what is no message itself."""
+    """Whether an element that is no message itself contains messages."""
     inside = [part for part in element.content if isinstance(part, Element)]
     return element.tag not in ROLES and any(
         part.tag in ROLES or _holds_messages(part) for part in inside

@@ -1,4 +1,4 @@
-"""From a <prompt> element to the parts of a prompt. Knows PML; knows no schema."""
+"""From a <prompt> element to a prompt's parts. Does not check them against a schema."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cached_rag.pml.whitespace import separator, split
 
 
 def parse_prompt(root: Element, file: str | None = None) -> tuple[list[Part], dict[str, str]]:
-    """The parts of a <prompt> element, and the arguments it gives to the schema itself.
+    """The parts of a <prompt> element, and arguments of parameters outside all modules.
 
     Raises:
-        PMLError: it is no prompt.
+        PMLError: the element is no prompt.
     """
     if root.tag != "prompt":
         raise PMLError(f"a prompt's root is <prompt>, not <{root.tag}>", root.where, file)

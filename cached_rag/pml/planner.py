@@ -1,7 +1,7 @@
-"""Which tokens of a schema's prompt come from which KV; what lacks KV is encoded first.
+"""Plans which tokens of a schema's prompt come from which KV; encodes first what has no KV.
 
-The counterpart of `plan.py` for prompts that say themselves what their modules are. Knows no
-method.
+`library/plan.py` finds chunks in plain prompts; the prompts here name their modules themselves.
+Knows no method.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class SchemaPlanner:
     """Plans prompts of one schema on one model.
 
     Attributes:
-        scaffolds: those of many runs first.
-        units: all that can be encoded.
+        scaffolds: the units of scaffolds, those of most runs first.
+        units: all units that can be encoded.
     """
 
     model: Backend
@@ -49,7 +49,7 @@ class SchemaPlanner:
     units: Sequence[Unit]
 
     def missing(self) -> list[Unit]:
-        """What of it has no KV."""
+        """The units of which some run has no KV."""
         return self.encoder.missing(self.units)
 
     def encode(self, progress: Callable[[str], object]) -> EncodeSummary:
@@ -68,17 +68,18 @@ class SchemaPlanner:
         return EncodeSummary(count, present, (), done.tokens, seconds)
 
     def count_tokens(self, bits: Sequence[Bit]) -> int:
-        """How many tokens a prompt has."""
+        """The number of a prompt's tokens."""
         return sum(len(piece.ids) for piece in self.assembler.pieces(bits))
 
     def plan(
         self, pieces: Sequence[Piece], takes: Takes, report: Report, *, lazy: bool
     ) -> tuple[Tokens, Plan]:
-        """A prompt's tokens, and where each comes from. Encodes what is not there yet.
+        """A prompt's tokens, and the KV that each comes from. Encodes units that have no KV.
 
         Raises:
             ContextOverflowError: a module that has no KV stands beyond the model's context.
-            RelocationError: new text pushes modules on, and the model's keys cannot be moved.
+            RelocationError: new text moves a module to other positions, and the model's keys cannot
+                be moved.
         """
         pieces = [piece for piece in pieces if piece.ids]
         ids = [token for piece in pieces for token in piece.ids]
@@ -132,7 +133,7 @@ class SchemaPlanner:
         recipes: dict[Run, Recipe],
         report: Report,
     ) -> None:
-        """Fill the gaps in what was found."""
+        """Encode the runs for which no KV was found, and add it to `found`."""
         missing = [run for run, kv in found.items() if kv is None]
         units = dict.fromkeys(recipes[run].unit for run in missing)
         done = self.encoder.encode(units, at_hand=True)
@@ -144,7 +145,7 @@ class SchemaPlanner:
             report.notes.append(f"{done.problem} It is computed anew next time.")
 
     def _recipes(self, pieces: Sequence[Piece]) -> dict[Run, Recipe]:
-        """By which KV each run is reused: a scaffold's, if the prompt has all of it."""
+        """The recipe of each run's KV: a scaffold's, if the prompt has all runs of the scaffold."""
         single = self.encoder.recipes.single
         there = {piece.run for piece in pieces if piece.run is not None}
         chosen = {run: single[run] for run in there if run.is_cached}
@@ -160,10 +161,13 @@ class SchemaPlanner:
     def _where_they_are(
         self, pieces: Sequence[Piece], positions: Sequence[int] | None
     ) -> list[Piece]:
-        """The pieces for a model whose keys cannot be moved: template pushed on is new text.
+        """The pieces for a model whose keys cannot be moved.
+
+        A part of the chat template at another position than the schema's becomes new text, which
+        is computed.
 
         Raises:
-            RelocationError: a module, or text of the schema, is pushed on.
+            RelocationError: a module, or other text of the schema, is at another position.
         """
         found, begin = [], 0
         for piece in pieces:
@@ -192,28 +196,30 @@ class PromptPlanner:
 
     @property
     def text(self) -> str:
-        """What in it is not the schema's."""
+        """The prompt's arguments and new text, which are not the schema's."""
         return "".join(bit.text for bit in self.bits if isinstance(bit, New | Argument))
 
     def read(self, takes: Takes) -> Callable[..., tuple[Tokens, Plan]]:
-        """Its tokens; what comes from where is for the model's thread to say.
+        """Tokenise the prompt; returns the rest of `SchemaPlanner.plan`, to be called later.
+
+        That part runs in the model's thread, since it may encode units.
 
         Raises:
-            PMLError: an argument is too long.
+            PMLError: an argument has more tokens than its parameter admits.
         """
         return partial(self.planner.plan, self.planner.assembler.pieces(self.bits), takes)
 
 
 def planner_of(node: SchemaNode, engine: Engine, *, layout: str, behind: str) -> SchemaPlanner:
-    """All that can be settled before the first prompt.
+    """Lay out a schema on an engine, before its first prompt.
 
     Args:
-        layout, behind: as `Schema` has them.
+        layout, behind: as in `Schema`.
 
     Raises:
         ConfigError: the model's chat template does not admit the schema's messages.
     """
-    # Not the engine itself, by which what is made here is found as long as it lives.
+    # The planner must not hold the engine: planners are kept by weak references to engines.
     model, tokenization = engine.model, engine.tokenization
     is_movable = model.rule.is_movable
     is_compact = layout == "compact" or (layout == "auto" and is_movable)

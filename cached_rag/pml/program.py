@@ -1,8 +1,8 @@
-"""A Python function as a prompt program: all that it may say, and what it says for its arguments.
+"""A Python function as a prompt program: its schema, and what a call of it imports.
 
-The schema is read off the syntax tree, so it knows every branch (`syntax.py`). Which branches a
-call takes, the function's own conditions decide: the tree is compiled anew, with every branch
-saying its name, and run.
+The schema is read off the function's syntax tree, so it has every branch (`syntax.py`). For a call,
+the tree is rewritten so that each branch yields its module's name, compiled again, and run with the
+call's arguments: so the function's own conditions decide which modules the prompt imports.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from cached_rag.pml.nodes import Where
 from cached_rag.pml.prompt import Import
 from cached_rag.pml.syntax import KEEP_SPACE, Content, Reader, where_of
 
-# The name of a module that begins, None where it ends, arguments of the one that is open.
+# What a rewritten function yields: the name of a module that begins, None where it ends, or
+# arguments of the module that is open.
 Event = str | dict[str, object] | None
 
 
 @dataclass(frozen=True)
 class MaxTokens:
-    """Marks a function's parameter as a prompt's: `days: Annotated[str, MaxTokens(5)]`."""
+    """Marks a parameter that is put into the prompt: `days: Annotated[str, MaxTokens(5)]`."""
 
     length: int
 
 
 @dataclass(frozen=True)
 class Program:
-    """A function that was read.
+    """A prompt function as it was read.
 
     Attributes:
-        where: of its definition.
-        content: all that it may say.
-        events: of the function's own parameters; what a call imports, see `Event`.
+        where: the place of its definition.
+        content: all that it may yield, as PML.
+        events: the rewritten function, with the function's own parameters; see `Event`.
     """
 
     name: str
@@ -48,11 +49,11 @@ class Program:
     events: Callable[..., Iterator[Event]]
 
     def element(self, tag: str, name: str, where: Where) -> Element:
-        """The function as a <schema>, or as a <module> for those who call it."""
+        """The function as a <schema>, or as a <module> in a function that calls it."""
         return Element(tag, {"name": name, **KEEP_SPACE}, where, self.content)
 
     def call(self, /, *args: Any, **kwargs: Any) -> Import:
-        """What a call says, as if the whole schema were a module.
+        """What a call imports, as one import that stands for the whole schema.
 
         Raises:
             TypeError: the arguments are not the function's.
@@ -61,7 +62,7 @@ class Program:
 
 
 def _imported(name: str, events: Iterator[Event]) -> Import:
-    """A module from its events, up to its end."""
+    """The import of a module, from its events up to the one that ends it."""
     parts: list[Import | str] = []
     arguments: dict[str, object] = {}
     for event in events:
@@ -75,18 +76,18 @@ def _imported(name: str, events: Iterator[Event]) -> Import:
 
 
 def read_function(function: Callable[..., Any]) -> Program:
-    """Read a function; its statements are not run.
+    """Read a function without running it.
 
     Raises:
-        PMLError: its source cannot be had (typed at a prompt), it is no plain function, or it does
-            what a schema cannot say; the error names file and line.
+        PMLError: its source cannot be read (it was typed at a prompt), it is no plain function, or
+            it does what a schema cannot express; the error names file and line.
     """
     try:
         file = inspect.getsourcefile(function) or "<unknown>"
         lines, first = inspect.getsourcelines(function)
     except (OSError, TypeError) as error:
         raise PMLError(f"the source of {function!r} cannot be read: {error}") from error
-    # In a block of its own, so that neither its indentation nor that of its strings is touched.
+    # An indented function is parsed inside a block: dedenting it would change its strings, too.
     is_inside = lines[0][:1].isspace()
     block: Any = ast.parse("".join(["if True:\n" if is_inside else "", *lines])).body[0]
     tree = block.body[0] if is_inside else block
@@ -111,7 +112,7 @@ def read_function(function: Callable[..., Any]) -> Program:
 
 
 def _marks(hint: Any) -> Iterator[MaxTokens]:
-    """MaxTokens anywhere in an annotation, as in `Annotated[str, MaxTokens(3)] | None`."""
+    """Every MaxTokens in an annotation, also in `Annotated[str, MaxTokens(3)] | None`."""
     for part in get_args(hint):
         if isinstance(part, MaxTokens):
             yield part
@@ -120,7 +121,7 @@ def _marks(hint: Any) -> Iterator[MaxTokens]:
 
 
 def _scope(function: Callable[..., Any]) -> dict[str, Any]:
-    """Globals, and what a function closes over, as far as it is bound yet."""
+    """A function's globals, and the variables that it closes over as far as they are bound."""
     found = dict(function.__globals__)
     cells = function.__closure__ or ()
     for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
@@ -133,13 +134,15 @@ def _compiled(
     function: Callable[..., Any], tree: ast.FunctionDef, file: str
 ) -> Callable[..., Iterator[Event]]:
     """A generator of events with the function's parameters, from its rewritten syntax tree."""
-    tree.body.append(ast.Expr(ast.Yield(ast.Dict([], []))))  # a generator, whatever it says
+    tree.body.append(
+        ast.Expr(ast.Yield(ast.Dict([], [])))
+    )  # makes it a generator, even without text
     tree.decorator_list, tree.returns = [], None
     spec = tree.args
     for arg in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs, spec.vararg, spec.kwarg):
         if arg is not None:
             arg.annotation = None
-    # Defaults are the original's, bound before the call.
+    # `events` binds the original's defaults; these constants only keep the signature.
     spec.defaults = [ast.Constant(None) for _ in spec.defaults]
     spec.kw_defaults = [d and ast.Constant(None) for d in spec.kw_defaults]
     code = compile(ast.fix_missing_locations(ast.Module([tree], [])), file, "exec")
@@ -148,9 +151,9 @@ def _compiled(
     def events(*args: Any, **kwargs: Any) -> Iterator[Event]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        # Names are looked up now, as in any function: what it calls may be defined below it.
+        # Globals are looked up at the call, as in any function: they may be defined below it.
         scope = _scope(function)
-        exec(code, scope)  # the user's own code, once more
+        exec(code, scope)  # the user's own code, rewritten
         found: Iterator[Event] = scope[tree.name](*bound.args, **bound.kwargs)
         return found
 

@@ -1,6 +1,6 @@
-"""Prompts derived from a schema: what they import, with which arguments, and what they add.
+"""A prompt of a schema: the modules it imports, with which arguments, and the text it adds.
 
-`select` checks a prompt against its schema and lays both out as one run of texts. Knows no
+`select` checks a prompt against its schema and joins both to one sequence of texts. Knows no
 tokenizer and no model.
 """
 
@@ -29,7 +29,7 @@ from cached_rag.pml.nodes import (
 )
 
 _NOWHERE = Where()
-_END: Path = ("",)  # no module is called so: where text behind all imports goes
+_END: Path = ("",)  # no module's path: stands for the end, where text after all imports goes
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Import:
     """A module that a prompt takes from its schema.
 
     Attributes:
-        parts: imports of the modules inside it, and new text between them.
-        arguments: of its parameters, by name.
+        parts: imports of modules inside it, and new text between them.
+        arguments: arguments of its parameters, by name.
     """
 
     name: str
@@ -54,14 +54,14 @@ class Import:
         object.__setattr__(self, "where", _NOWHERE)
 
     def at(self, where: Where) -> Import:
-        """The same, of which errors say where it stands."""
+        """The same import with its place, which errors name."""
         object.__setattr__(self, "where", where)
         return self
 
 
 @dataclass(frozen=True)
 class Said:
-    """A new turn behind the schema's own."""
+    """A new message after the schema's own."""
 
     role: str
     text: str
@@ -92,7 +92,7 @@ Bit = Text | Mark | Argument | New
 
 
 def messages(bits: Sequence[Bit]) -> list[tuple[str, str]]:
-    """(role, text) of the messages that bits make; text outside of all is the user's."""
+    """(role, text) of each message; text outside of all messages is the user's."""
     found = [("", "")]
     for bit in bits:
         if isinstance(bit, Mark):
@@ -105,7 +105,14 @@ def messages(bits: Sequence[Bit]) -> list[tuple[str, str]]:
 
 @dataclass
 class _Choice:
-    """What a prompt imports and adds, found by one walk over its parts."""
+    """What a prompt imports and adds, collected by `read` from its parts.
+
+    Attributes:
+        imports: by the module's path.
+        of_unions: the name of the module imported from each union, by the union's number.
+        before, after: new text before or after a module, by its path; or at `_END`.
+        said: new messages.
+    """
 
     file: str | None
     imports: dict[Path, Import] = field(default_factory=dict)
@@ -115,7 +122,7 @@ class _Choice:
     said: list[Said] = field(default_factory=list)
 
     def read(self, parts: Sequence[Part], children: tuple[Node, ...], scope: Path) -> None:
-        """Take in the parts of one scope."""
+        """Collect parts that stand directly in the schema, or in the module at path `scope`."""
         known = modules(children)
         last: Path | None = None
         waiting: list[str] = []
@@ -185,17 +192,18 @@ def select(
     where: Where | None = None,
     file: str | None = None,
 ) -> tuple[Bit, ...]:
-    """The prompt: the schema's texts that it has, arguments and new text in their places.
+    """All of a prompt in order: the schema's texts that it has, arguments and new text.
 
-    New text stands right behind the import before it, or before the first one; behind the last one
-    it stands at the end of the schema, in a message of the user's where a message stands before it.
+    New text stands after the import before it, or before the first import. New text after the last
+    import stands at the end of the schema; in a chat, it goes into a message of the user.
 
     Args:
-        arguments: of parameters outside all modules.
-        where: of the prompt itself, for errors.
+        arguments: arguments of parameters outside all modules.
+        where: the prompt's place, for errors.
 
     Raises:
-        PMLError: what the prompt asks for is not in the schema, or excludes itself.
+        PMLError: the prompt imports or sets what the schema does not have, or imports two modules
+            of a union.
     """
     root = Import(schema.name, **arguments).at(where or Where())
     choice = _Choice(file, imports={(): root})
@@ -219,7 +227,7 @@ def select(
 
 
 def _add(bits: list[Bit], texts: Sequence[str], *, is_chat: bool) -> None:
-    """Put new text behind everything."""
+    """Put new text at the end."""
     last = bits[-1] if bits else None
     if not isinstance(last, Mark):
         bits += map(New, texts)
@@ -230,7 +238,7 @@ def _add(bits: list[Bit], texts: Sequence[str], *, is_chat: bool) -> None:
 
 
 def _framed(role: str, texts: Sequence[str]) -> list[Bit]:
-    """A message that the schema does not have."""
+    """A new message as bits."""
     return [Mark(None, role, True), *map(New, texts), Mark(None, role, False)]
 
 
@@ -251,7 +259,7 @@ def _bits(children: tuple[Node, ...], choice: _Choice) -> Iterator[Bit]:
 
 
 def _spaced(bits: Sequence[Bit]) -> tuple[Bit, ...]:
-    """New text not set off from what is before it begins on a line of its own."""
+    """The bits, with a line break before new text that does not begin with white space."""
     spaced: list[Bit] = []
     for bit in bits:
         if isinstance(bit, New):

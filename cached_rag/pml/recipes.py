@@ -1,4 +1,4 @@
-"""How a run's KV is made, and the name under which it is kept. Knows units; computes no KV."""
+"""How each run's KV is made, and the name it is kept under. Knows units; computes no KV."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cached_rag.pml.units import Unit, Units
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one run's KV is made, as far as its identity needs it.
+    """How one run's KV is made.
 
     Attributes:
-        unit: encoding it gives the KV.
-        name: differs wherever the KV would.
-        ids: the run's.
-        seen: digest of the tokens and positions up to the run's end, if its KV is what prefill of
-            exactly these would compute; else None.
+        unit: the unit with which the run is encoded.
+        name: a digest of everything that the KV depends on: other KV has another name.
+        ids: the run's token ids.
+        seen: digest of all tokens and positions up to the run's end, if the KV equals what a
+            prefill of exactly these would compute; None if it does not.
     """
 
     unit: Unit
@@ -32,22 +32,22 @@ class Recipe:
 
     @property
     def source(self) -> tuple[EncodedAfter, Ids]:
-        """By what the library has the KV."""
+        """The key of the KV in the library."""
         return EncodedAfter((), f"pml:{self.name}"), self.ids
 
 
 class Trail:
-    """A digest of tokens and where they stand, that grows token by token."""
+    """A digest of a sequence of tokens and their positions, to which tokens can be added.
+
+    If keys can be moved, it depends on the distances between tokens only, not on where they begin.
+    """
 
     def __init__(self, *, is_movable: bool) -> None:
         self._hash = hashlib.blake2b(digest_size=20)
         self._origin: int | None = None if is_movable else 0
 
     def add(self, ids: Sequence[int], start: int) -> str:
-        """Append tokens at positions `start...`; the digest of all there are now.
-
-        Of keys that can be moved only distances count.
-        """
+        """Add tokens at positions from `start` on; returns the digest of all tokens so far."""
         if self._origin is None:
             self._origin = start
         pairs = array("q", bytes(16 * len(ids)))
@@ -59,22 +59,21 @@ class Trail:
 
 
 class Recipes:
-    """The recipe of every run, whatever a prompt imports.
+    """The recipes of all runs of a schema, the same for all its prompts.
 
     Attributes:
-        of: the recipes of a unit's runs.
-        single: of all runs, as their modules' own units have them.
+        of: by unit, the recipes of its runs.
+        single: each run's recipe when it is encoded with its module, not with a scaffold.
     """
 
     def __init__(self, units: Units, *, is_compact: bool, is_movable: bool, room: int) -> None:
-        """Settle all names.
+        """Make all recipes.
 
         Args:
-            is_compact: prompts have no gaps; a scaffold is encoded without them, too, so that it is
-                what full prefill would compute.
-            is_movable: keys can be moved, so that it matters not where, but how far apart tokens
-                stand.
-            room: positions that the model has, before its frequencies change.
+            is_compact: prompts have no gaps. Scaffolds are then encoded without gaps, too, so that
+                their KV is what full prefill would compute.
+            is_movable: keys can be moved, so that only distances between tokens matter.
+            room: how many positions the model has before its rotary frequencies change.
         """
         self._is_compact, self._is_movable, self._room = is_compact, is_movable, room
         self.single: dict[Run, Recipe] = {}
@@ -104,7 +103,7 @@ class Recipes:
         return found
 
     def positions(self, unit: Unit) -> dict[Run, int]:
-        """Where a unit and its context stand while it is encoded."""
+        """First position of each run of a unit and its context, while the unit is encoded."""
         every = (*unit.context, *unit.runs)
         is_beyond = unit.runs[-1].end > self._room
         is_closed = is_beyond or (self._is_compact and unit.is_scaffold)

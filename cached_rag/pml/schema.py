@@ -1,6 +1,6 @@
-"""`Schema`, a language for reusable prompts (Prompt Cache), and the prompts derived from it.
+"""`Schema`, a set of reusable prompt modules (Prompt Cache), and `SchemaPrompt`, a prompt of it.
 
-What users see of it; how one is laid out and encoded on an engine is others' work.
+These are the classes that users see. `planner.py` lays out and encodes a schema on an engine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from cached_rag.pml.program import Program, read_function
 from cached_rag.pml.prompt import Bit, Part, Said, messages, select
 from cached_rag.pml.units import BEHIND
 
-# Prompts on their way through a framework that carries text only; found again by that text.
+# Prompts that were handed to a framework as plain text, by that text, so that the LLM at its other
+# end finds the prompt again (`SchemaPrompt.sent`, `receive`).
 _REMEMBERED = 256
 _SENT: LRUCache[str, SchemaPrompt] = LRUCache(_REMEMBERED)
 _SENDING = threading.Lock()
@@ -38,17 +39,18 @@ LAYOUTS = ("auto", "compact", "schema")
 
 @dataclass(frozen=True, eq=False)
 class Schema:
-    """Named modules, parameters and unions, of which prompts are made.
+    """Named modules, parameters and unions, from which prompts are made.
 
     Attributes:
-        node: what it says.
-        layout: "schema" puts modules where the schema has them, with gaps for what a prompt leaves
-            out (the paper's); "compact" moves what is imported together; "auto" is compact where
-            the model's keys can be moved.
-        behind: what modules are encoded behind: "nothing" (the paper), the schema's "head", or all
-            of the "schema" that is in every prompt.
-        file: where it was read from, for errors.
-        source: as it was read; of a function, a digest of what it may yield.
+        node: the schema's tree.
+        source: the text that it was parsed from; for a function, a digest of what it may yield.
+        layout: "schema" gives a module the positions it has in the schema, with gaps for what a
+            prompt leaves out (as in the paper); "compact" leaves no gaps; "auto" is "compact" if
+            the model's keys can be moved, else "schema".
+        behind: the text before a module while it is encoded: "nothing" (as in the paper), the
+            schema's "head" before all modules, or all text of the "schema" before the module that
+            every prompt has.
+        file: the file that it was read from, for errors.
     """
 
     node: SchemaNode
@@ -71,7 +73,7 @@ class Schema:
         """Parse a <schema>.
 
         Raises:
-            PMLError: it is wrong; with line, column and what was probably meant.
+            PMLError: it is not valid; the error names line, column and the likely remedy.
         """
         return cls(parse_schema(parse_markup(source, file), file), source, layout, behind, file)
 
@@ -80,7 +82,7 @@ class Schema:
         """As `from_string`, from a UTF-8 file.
 
         Raises:
-            PMLError: it cannot be read, or is wrong.
+            PMLError: it cannot be read, or is not valid.
         """
         source = read_source(path)
         return cls.from_string(source, layout=layout, behind=behind, file=str(path))
@@ -93,13 +95,14 @@ class Schema:
         layout: str | None = None,
         behind: str | None = None,
     ) -> Schema:
-        """All that a function may yield; see `prompt_function`, whose calls are prompts.
+        """The schema of all that a function may yield; see `prompt_function`.
 
         Args:
-            layout, behind: None for the decorator's, if it is decorated, else for the defaults.
+            layout, behind: None for those of the function's decorator, or for the defaults if it
+                has none.
 
         Raises:
-            PMLError: it does what a schema cannot say; the error names file and line.
+            PMLError: it does what a schema cannot express; the error names file and line.
         """
         found = getattr(function, "schema", None)
         if not isinstance(found, Schema):
@@ -115,32 +118,31 @@ class Schema:
 
     @property
     def name(self) -> str:
-        """What prompts call it."""
+        """The schema's name, by which prompts refer to it."""
         return self.node.name
 
     @property
     def digest(self) -> str:
-        """Equal for schemas that say the same and are laid out in the same way."""
+        """Equal for schemas with the same source, layout and encoding."""
         return digest(self.source, self.layout, self.behind)
 
     def prompt(self, /, *parts: Part, **arguments: str) -> SchemaPrompt:
-        """A prompt from Python: imports, new text between and behind them, new messages at the end.
+        """Make a prompt of imports, new text between and after them, and new messages at the end.
 
         Args:
-            parts: `Import`s, strings and `Said`s. Strings are text and nothing else, whatever they
-                hold.
-            arguments: of the schema's own parameters.
+            parts: `Import`s, strings and `Said`s. Strings are never parsed as PML.
+            arguments: arguments of the schema's parameters outside all modules.
 
         Raises:
-            PMLError: it asks for what the schema does not have.
+            PMLError: it imports or sets what the schema does not have.
         """
         return SchemaPrompt(self, parts, arguments)
 
     def prompt_from_string(self, source: str, *, file: str | None = None) -> SchemaPrompt:
-        """A prompt from a <prompt>.
+        """Parse a <prompt>.
 
         Raises:
-            PMLError: it is wrong, or of another schema.
+            PMLError: it is not valid, or of another schema.
         """
         root = parse_markup(source, file)
         parts, arguments = parse_prompt(root, file)
@@ -158,24 +160,24 @@ class Schema:
     def encode(
         self, engine: Engine, progress: Callable[[str], object] = lambda _: None
     ) -> EncodeSummary:
-        """Prefill all modules now; else each is, when a prompt first needs it.
+        """Prefill all modules now; otherwise each is prefilled when a prompt first needs it.
 
         Args:
-            progress: called with each module's name when it is there.
+            progress: called with each module's name once its KV is kept.
 
         Raises:
-            ContextOverflowError: a module stands beyond the model's context.
-            RelocationError: one stands where the model's rotary frequencies change.
-            StoreFullError: no room left; what was encoded before is kept.
+            ContextOverflowError: a module reaches beyond the model's context.
+            RelocationError: a module reaches positions at which the model's frequencies change.
+            StoreFullError: the store is full; what was encoded before is kept.
         """
         return self.planner(engine).encode(progress)
 
     def missing(self, engine: Engine) -> list[str]:
-        """Names of what `encode` would prefill; empty for text that is in every prompt."""
+        """Names of the modules that `encode` would prefill; "" for text that every prompt has."""
         return [unit.name for unit in self.planner(engine).missing()]
 
     def planner(self, engine: Engine) -> SchemaPlanner:
-        """Its layout and encodings on an engine, for all its prompts; made once.
+        """The planner of all the schema's prompts on an engine; made once.
 
         Raises:
             ClosedError: the engine was closed.
@@ -190,12 +192,12 @@ class SchemaPrompt:
     """A prompt derived from a schema, for `Engine.generate`.
 
     Attributes:
-        parts, arguments: as `Schema.prompt` takes them.
+        parts, arguments: as in `Schema.prompt`.
         where, file: where it was read, for errors.
-        bits: all of it, in its order.
+        bits: the whole prompt in order, see `select`.
 
     Raises:
-        PMLError: it asks for what the schema does not have.
+        PMLError: it imports or sets what the schema does not have.
     """
 
     schema: Schema
@@ -210,25 +212,25 @@ class SchemaPrompt:
         object.__setattr__(self, "bits", bits)
 
     def then(self, *parts: str | Said) -> SchemaPrompt:
-        """The prompt with more at its end: text, or messages."""
+        """The prompt with text or messages added at its end."""
         return replace(self, parts=(*self.parts, *parts))
 
     def plain(self) -> str | list[dict[str, str]]:
-        """The same for any model: a string, or chat messages."""
+        """The prompt without PML, for any model: a string, or chat messages."""
         if not self.schema.node.has_messages:
             return "".join(bit.text for bit in self.bits)
         return [{"role": role, "content": text} for role, text in messages(self.bits)]
 
     def planner(self, engine: Engine) -> Planner:
-        """See `Planned`: how an engine answers it."""
+        """The prompt's planner on an engine, which calls this; see `engine.planner.Planned`."""
         return PromptPlanner(self.schema.planner(engine), self.bits)
 
     def count_tokens(self, engine: Engine) -> int:
-        """How many tokens it has on an engine."""
+        """The number of the prompt's tokens, with an engine's tokenizer."""
         return self.schema.planner(engine).count_tokens(self.bits)
 
     def sent(self) -> str | list[dict[str, str]]:
-        """As `plain`, remembered for a while, so that who gets it can `receive` it whole."""
+        """As `plain`; remembers the prompt, so that `receive` finds it by the plain text."""
         plain = self.plain()
         with _SENDING:
             _SENT[_key(plain)] = self
@@ -236,7 +238,7 @@ class SchemaPrompt:
 
     @staticmethod
     def receive(plain: str | Sequence[Mapping[str, str]]) -> SchemaPrompt | None:
-        """The prompt that was lately `sent` in this process as exactly this, if there is one."""
+        """The prompt that was `sent` as exactly this text in this process, if it is remembered."""
         with _SENDING:
             return _SENT.get(_key(plain)) if _SENT else None
 

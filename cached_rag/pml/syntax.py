@@ -1,11 +1,11 @@
-"""Python statements as PML: what they may yield becomes modules, unions and parameters.
+"""Python statements as PML: what they may yield becomes texts, modules, unions and parameters.
 
 `if` becomes a module, `if`/`elif`/`else` and `match` become unions, a call of another prompt
 function a nested module (Prompt Cache, MLSys version, section 3.2.4). Knows syntax; runs nothing.
 
-The statements are rewritten on the way. Run, they do not yield texts, which the schema has, but
-say which modules a call imports: a name where a module begins, None where it ends, and a dictionary
-for the arguments of the module that is open.
+The statements are also rewritten. The texts are in the schema, so the rewritten statements do not
+yield them. They yield which modules a call imports: a name where a module begins, None where it
+ends, and a dictionary of arguments for the module that is open.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEEP_SPACE = {"xml:space": "preserve"}
 _OTHERWISE = "otherwise"
 
 Content = list[Element | Chars]
-# What a statement may say, and what stands in its place when the function is run.
+# What a statement may yield, as PML, and the statements that replace it.
 Read = tuple[Content, list[ast.stmt]]
 
 
@@ -34,8 +34,8 @@ class Reader:
     """Reads and rewrites the statements of one function.
 
     Attributes:
-        lengths: of its prompt parameters, by name.
-        scope: what its names mean, as far as is known before it runs.
+        lengths: most tokens of each parameter marked with MaxTokens, by name.
+        scope: values of names that are known before the function runs.
     """
 
     file: str
@@ -44,7 +44,7 @@ class Reader:
     _taken: set[str] = field(default_factory=set)
 
     def block(self, body: list[ast.stmt]) -> Content:
-        """What a list of statements may say; the list is rewritten."""
+        """The PML of a list of statements; replaces the statements in the list."""
         found: Content = []
         rewritten: list[ast.stmt] = []
         for statement in body:
@@ -134,7 +134,7 @@ class Reader:
         return arms[0] if len(arms) == 1 else _union(arms, node)
 
     def _arms(self, node: ast.If) -> Iterator[tuple[str, list[ast.stmt]]]:
-        """What `if`, every `elif` and `else` say, and their statements."""
+        """The condition of `if`, each `elif` and `else`, as source text, with its statements."""
         self._refuse_yields(node.test)
         yield ast.unparse(node.test), node.body
         if len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If):
@@ -153,7 +153,7 @@ class Reader:
         return _union(arms, node)
 
     def _arm(self, shown: str, body: list[ast.stmt]) -> Element:
-        """One branch as a module, whose statements say when it begins and ends."""
+        """One branch as a module; its rewritten statements yield the module's begin and end."""
         name, where = self._name(shown), where_of(body[0])
         outer, self._taken = self._taken, set()
         content = self.block(body)
@@ -184,7 +184,7 @@ class Reader:
         return Element(role, KEEP_SPACE, where_of(node), self.block(node.body))
 
     def _name(self, shown: str) -> str:
-        """A module's name after what it says in the source, unlike those beside it."""
+        """A valid module name made of source text, different from the names beside it."""
         base = re.sub(r"[^\w.\-]+", "-", shown).strip("-.") or "branch"
         is_name = (base[0].isalpha() or base[0] == "_") and base not in RESERVED
         base = base if is_name else f"case-{base}"
@@ -200,7 +200,7 @@ class Reader:
 
 
 def where_of(node: ast.AST) -> Where:
-    """Where a piece of syntax stands."""
+    """The place of a syntax node in its file."""
     return Where(getattr(node, "lineno", 0), getattr(node, "col_offset", -1) + 1)
 
 
@@ -209,7 +209,7 @@ def _union(arms: list[Element], node: ast.AST) -> Element:
 
 
 def _called(node: ast.expr) -> str:
-    """The name of what is called; empty if it is no call of a name."""
+    """The name of the function that is called; empty if `node` is no call by name."""
     is_named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     return node.func.id if is_named else ""  # type: ignore[attr-defined]
 

@@ -1,6 +1,6 @@
-"""Prompts with blanks, for frameworks: the same schema, texts and arguments filled in per call.
+"""Prompt templates for frameworks: a prompt whose texts and arguments have variables.
 
-Knows strings. Values become text and nothing else, for they are put in after parsing.
+Values are put in after the prompt is parsed, so they are text and cannot become PML.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FORMATTER = string.Formatter()
 
 
 class Fillable(Protocol):
-    """What makes prompts from named values: a template, or a prompt function."""
+    """Makes prompts from named values: a `SchemaTemplate` or a `PromptFunction`."""
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -28,7 +28,7 @@ class Fillable(Protocol):
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """Names of those that may be."""
+        """Names of the values that may be given."""
         ...
 
     def fill(self, /, **values: object) -> SchemaPrompt:
@@ -38,7 +38,7 @@ class Fillable(Protocol):
 
 @dataclass(frozen=True)
 class SchemaTemplate:
-    """A prompt with `{variables}` in its texts and arguments; `{{` and `}}` are braces."""
+    """A prompt with `{variables}` in its texts and arguments; braces are written `{{` and `}}`."""
 
     schema: Schema
     parts: tuple[Part, ...]
@@ -47,19 +47,21 @@ class SchemaTemplate:
 
     @classmethod
     def from_string(cls, schema: Schema, source: str) -> SchemaTemplate:
-        """From a <prompt>.
+        """Parse a <prompt> with variables.
 
         Raises:
-            PMLError: it is wrong, or not of this schema.
+            PMLError: it is not valid, or of another schema.
         """
         prompt = schema.prompt_from_string(source)
         found = cls(schema, prompt.parts, prompt.arguments)
-        found.fill(**dict.fromkeys(found.variables, ""))  # so that mistakes show here
+        found.fill(
+            **dict.fromkeys(found.variables, "")
+        )  # finds mistakes now, not at the first call
         return found
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Names in braces, in order."""
+        """Names of the variables, in order of appearance."""
         texts = [*self.arguments.values(), *_texts(self.parts)]
         return tuple(dict.fromkeys(name for text in texts for name in _names(text)))
 
@@ -67,7 +69,7 @@ class SchemaTemplate:
         """The prompt for these values.
 
         Raises:
-            PMLError: a value is missing, or an argument has more tokens than its place.
+            PMLError: a value is missing.
         """
         for name in self.variables:
             if name not in values:

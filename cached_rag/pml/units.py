@@ -1,9 +1,9 @@
-"""What of a schema is encoded together, and behind what. Knows layouts; knows no model and no KV.
+"""Divides a schema into units that are encoded together. Knows layouts; knows no model and no KV.
 
-A unit is a module's own text, without that of the modules inside it, or text that every prompt
-has (an anonymous module, Prompt Cache, section 3.2.1). The paper encodes each by itself. A prompt
-has more before it, some of it always: encoding a unit behind that costs nothing later, for only
-its own slice is kept.
+A unit is the text directly in a module, without the modules inside it; or text that every prompt
+has (an anonymous module: Prompt Cache, section 3.2.1). The paper encodes each unit by itself. But
+some text stands before a unit in every prompt; encoded behind that text, its context, a unit's KV
+is nearer to full prefill's. It costs nothing later, since only the unit's own KV is kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from cached_rag.pml.nodes import (
     walk,
 )
 
-# What units are encoded behind: nothing, what the schema begins with, or all that is always there.
+# The context of a unit: nothing, the text that the schema begins with, or all text before the unit
+# that every prompt with it has.
 BEHIND = ("nothing", "head", "schema")
 
 
@@ -35,10 +36,11 @@ class Unit:
     """Runs that are encoded together, parameters among them.
 
     Attributes:
-        name: the module's, or the scaffold's; empty for text that every prompt has.
-        runs: in document order.
-        context: runs whose KV stands before them meanwhile.
-        is_scaffold: several modules, and all that is between them in prompts that have all.
+        name: name of the module or scaffold; empty for text that every prompt has.
+        runs: the unit's runs, in document order.
+        context: runs whose KV stands before the unit while it is encoded.
+        is_scaffold: the unit is several modules, with the text between them in every prompt that
+            imports all of them.
     """
 
     name: str
@@ -48,11 +50,12 @@ class Unit:
 
 
 class Units:
-    """All that can be encoded of a schema by itself.
+    """All units of a schema.
 
     Attributes:
-        single: in document order; contexts are of runs of those before.
-        scaffolds: those of many runs first.
+        single: units that are no scaffolds, in document order. A context has only runs of units
+            before it.
+        scaffolds: units of scaffolds, those of most runs first.
     """
 
     def __init__(self, schema: SchemaNode, layout: Layout, behind: str) -> None:
@@ -63,7 +66,7 @@ class Units:
             self._own[run.unit].append(run)
         self._order = {run: index for index, run in enumerate(layout.order)}
         self._contexts: dict[Path, tuple[Run, ...]] = {}
-        # Text outside modules that nothing has interrupted yet, and its context.
+        # Text outside modules that will be one unit, until something interrupts it; its context.
         self._text: list[Run] = []
         self._text_context: tuple[Run, ...] = ()
         self.single: list[Unit] = []
@@ -82,7 +85,12 @@ class Units:
         self._end_text()
 
     def _nodes(self, children: Sequence[Node], before: list[Run]) -> None:
-        """Find units; `before` is what every prompt with these nodes has before them, and grows."""
+        """Find units among nodes.
+
+        Args:
+            before: cached runs that every prompt with these nodes has before them; those of the
+                nodes that every such prompt has are added.
+        """
         for child in children:
             if isinstance(child, Module):
                 self._nodes(child.children, [*before])
@@ -119,7 +127,10 @@ class Units:
         self._text = []
 
     def _stand_in(self, union: Union) -> list[Run]:
-        """What is in a union's place for all behind it; what has parameters is not known before."""
+        """Runs that stand for a union in the contexts after it: those of its stand-in module.
+
+        A module with parameters cannot stand in, since its arguments are not known.
+        """
         for module in union.children:
             is_known = not any(isinstance(node, Param) for node in walk(module.children))
             if module.name == union.stand_in and is_known:
@@ -127,7 +138,7 @@ class Units:
         return []
 
     def _scaffold(self, scaffold: Scaffold) -> Unit:
-        """A scaffold's modules with all that stands between them in every such prompt."""
+        """A scaffold's unit: its modules, and the text between them in prompts that import all."""
         held = [self._order[run] for path in scaffold.paths for run in self._own[path]]
         around = {path[:depth] for path in scaffold.paths for depth in range(len(path) + 1)}
         span = range(min(held), max(held) + 1) if held else ()

@@ -1,8 +1,8 @@
-"""White space of PML texts: the file's indentation goes, what separates words and lines stays.
+"""White space of PML texts: removes the file's indentation, keeps what separates words and lines.
 
-A text run owns the white space before it, reduced to a space, a line break or a blank line; so a
-run's tokens do not depend on what follows. Most tokenizers split there, and then the tokens of the
-runs are the tokens of the whole text. Knows strings only.
+The white space between two texts belongs to the second one. It is reduced to a space, a line break
+or a blank line. So a text's tokens do not depend on what follows it. Most tokenizers split before
+white space, and then the texts' tokens are those of the whole prompt. Knows strings only.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ _WEIGHT = ("", " ", "\n", "\n\n")
 
 
 def separator(space: str) -> str:
-    """What is left of white space between two texts."""
+    """White space between two texts, reduced to a space, a line break or a blank line."""
     return _WEIGHT[min(3, 1 + space.count("\n"))] if space else ""
 
 
 def wider(first: str, second: str) -> str:
-    """The stronger of two separators."""
+    """The wider of two separators."""
     return max(first, second, key=_WEIGHT.index)
 
 
 def split(text: str, *, is_code: bool = False) -> tuple[str, str, str]:
     """(white space before, the text without common indentation, white space after).
 
-    Of code, the indentation stays.
+    The indentation of code is kept.
     """
     body = text.strip()
     if not body:
@@ -36,7 +36,7 @@ def split(text: str, *, is_code: bool = False) -> tuple[str, str, str]:
         before, newline, indent = before.rpartition("\n")
         return before + newline, indent + body, after
     if "\n" in before:
-        # The first line's own indentation counts: it stands on a line of its own.
+        # The text begins on a line of its own, so that line's indentation counts as well.
         indent = before.rpartition("\n")[2]
         return before, textwrap.dedent(indent + body).strip(), after
     first, newline, rest = body.partition("\n")

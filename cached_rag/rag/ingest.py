@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 # Documents are encoded together until their chunks fill a few batches.
 _GROUP_CHUNKS = 32
-_EMBED_CHUNKS = 128
+# Chunks embedded at a time; the bar moves after each batch.
+EMBED_CHUNKS = 128
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,9 @@ class Ingestion:
     def _embedded(self, texts: Sequence[str], say: Say) -> NDArray[np.float32]:
         """(len(texts), dim) float32; part by part, so that the bar moves in long documents."""
         parts = []
-        for begin in range(0, max(1, len(texts)), _EMBED_CHUNKS):
+        for begin in range(0, max(1, len(texts)), EMBED_CHUNKS):
             say(f"embedding {len(texts)} chunks", begin / max(1, len(texts)))
-            parts.append(self.embedder.embed(texts[begin : begin + _EMBED_CHUNKS]))
+            parts.append(self.embedder.embed(texts[begin : begin + EMBED_CHUNKS]))
         return np.concatenate(parts)
 
     def _delete_missing(self, base: str, present: Iterable[str]) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 # The bar does not say what is done with smaller files: that would change too fast to be read.
-_LONG_BYTES = 1 << 18
+LONG_BYTES = 1 << 18
 
 # Called by whoever works on a file with what is being done, and the share that is done, 0 to 1.
 Say = Callable[[str, float], None]
@@ -32,7 +32,7 @@ def reading(files: Iterable[Path], *, is_shown: bool) -> Iterator[Iterator[tuple
 
                 def say(what: str, done: float, begin: int = begin, size: int = size) -> None:
                     bar.update(begin + int(done * size) - bar.n)
-                    if size >= _LONG_BYTES:
+                    if size >= LONG_BYTES:
                         bar.set_postfix_str(what)
 
                 yield file, say

@@ -20,8 +20,9 @@ from cached_rag.server.tenants import Keys
 
 # Paths that need no key and no body.
 _OPEN_PATHS = ("/health",)
-# Bytes of the bodies of all requests that are being sent or answered, in largest bodies.
-_BODIES = 16
+# Most bytes of the bodies of all requests that are being sent or answered, as a multiple of the
+# largest body that one request may have.
+MAX_BODIES = 16
 _TOO_LARGE = "the requests that are being sent or answered are too large; ask again later"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
@@ -118,7 +119,7 @@ class Gate:
 
         So clients who send slowly cannot keep others out.
         """
-        while self._held_bytes > _BODIES * self._max_bytes:
+        while self._held_bytes > MAX_BODIES * self._max_bytes:
             oldest = next(one for one in self._reading if not one.is_evicted)
             if oldest is sent:
                 raise BusyError(_TOO_LARGE)

@@ -15,9 +15,10 @@ from cached_rag.backends.thread import submit
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import BusyError, ConfigError
 
-# Engines that are kept open: each has a table of texts and two databases, but no memory of its own.
-_OPEN = 64
-_OPEN_SALTS = 16
+# Most engines that are kept open while nobody uses them, of all tenants and of one tenant's salts.
+# Each has a table of texts and two databases, but no memory of its own.
+MAX_IDLE = 64
+MAX_IDLE_SALTS = 16
 
 
 class Keys:
@@ -70,7 +71,7 @@ class Tenants:
             most: most engines that may be open, used or not.
         """
         self._first = engine
-        self._kept = min(_OPEN, most // 2)
+        self._kept = min(MAX_IDLE, most // 2)
         self._most = max(2, most - self._kept)
         self._num_closing = 0
         self._engines: OrderedDict[str, Engine] = OrderedDict()
@@ -134,7 +135,7 @@ class Tenants:
         """Take out the unused engines that are too many: of this tenant's salts, then of all."""
         own = [name for name in self._engines if name.startswith(f"{tenant}:")]
         found = []
-        for names, most in ((own, _OPEN_SALTS), (list(self._engines), self._kept)):
+        for names, most in ((own, MAX_IDLE_SALTS), (list(self._engines), self._kept)):
             held = [name for name in names if name in self._engines]
             idle = [name for name in held if name not in self._uses]
             found += [self._engines.pop(name) for name in idle[: max(0, len(held) - most)]]

@@ -15,6 +15,7 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from cached_rag import Engine, StoreConfig
+from cached_rag.kv.store import Prefetcher
 
 PROMPT = ChatPromptTemplate.from_messages(
     [
@@ -125,13 +126,13 @@ def test_off_leaves_the_model_alone(llm, inner):
     assert held(llm, document.page_content) is None
 
 
-def test_kv_on_disk_is_fetched_ahead(inner, tmp_path):
+def test_kv_on_disk_is_fetched_ahead(inner, tmp_path, monkeypatch):
     store = StoreConfig(path=str(tmp_path))
     with Engine(tiny_model("llama"), store) as engine:
         engine.encode(CHUNKS)
     with Engine(tiny_model("llama"), store) as engine:
         fetched = []
-        engine.library._prefetcher.start = lambda key, fetch: fetched.append(key)
+        monkeypatch.setattr(Prefetcher, "start", lambda _, key, fetch: fetched.append(key))
         CachedRetriever(retriever=inner, llm=ChatCachedRAG(engine=engine)).invoke("copper")
         assert len(fetched) == 2
 

@@ -16,6 +16,7 @@ from langchain_qdrant import QdrantVectorStore
 from qdrant_client import QdrantClient, models
 
 from cached_rag import ConfigError, Engine, StoreConfig
+from cached_rag.kv.store import Prefetcher
 
 FAKE = DeterministicFakeEmbedding(size=6)
 IDS = [str(UUID(int=number)) for number in range(1, 4)]
@@ -118,13 +119,13 @@ def test_relevance_scores_are_those_of_the_store_inside(store, inner):
     assert len(retriever.invoke("copper")) == 2
 
 
-def test_what_a_search_finds_is_fetched_ahead(tmp_path, inner):
+def test_what_a_search_finds_is_fetched_ahead(tmp_path, inner, monkeypatch):
     config = StoreConfig(path=str(tmp_path))
     with Engine(tiny_model("llama"), config) as engine:
         CachedRAGVectorStore(inner, ChatCachedRAG(engine=engine)).add_documents(documents())
     with Engine(tiny_model("llama"), config) as engine:
         fetched = []
-        engine.library._prefetcher.start = lambda key, fetch: fetched.append(key)
+        monkeypatch.setattr(Prefetcher, "start", lambda _, key, fetch: fetched.append(key))
         store = CachedRAGVectorStore(inner, ChatCachedRAG(engine=engine))
         store.similarity_search_with_score("copper", k=2)
         assert len(fetched) == 2

@@ -18,6 +18,7 @@ from llama_index.retrievers.cached_rag import CachedRetriever
 from llama_index.vector_stores.cached_rag import CachedVectorStore
 
 from cached_rag import Engine, StoreConfig
+from cached_rag.kv.store import Prefetcher
 
 
 @pytest.fixture(autouse=True)
@@ -82,13 +83,13 @@ def test_nodes_become_modules_with_and_without_metadata(llm, encode, known, held
     assert has_kv(llm, shown) is held
 
 
-def test_kv_on_disk_is_fetched_ahead(tmp_path):
+def test_kv_on_disk_is_fetched_ahead(tmp_path, monkeypatch):
     store = StoreConfig(path=str(tmp_path))
     with Engine(tiny_model("llama"), store) as engine:
         CachedRAGLLM(engine=engine).encode_nodes(nodes())
     with Engine(tiny_model("llama"), store) as engine:
         fetched = []
-        engine.library._prefetcher.start = lambda key, fetch: fetched.append(key)
+        monkeypatch.setattr(Prefetcher, "start", lambda _, key, fetch: fetched.append(key))
         CachedRetriever(Everything(), CachedRAGLLM(engine=engine)).retrieve("copper")
         assert len(fetched) == 3
 

@@ -57,7 +57,7 @@ def test_a_body_without_a_length_is_read_up_to_the_bound_and_no_further(engine):
 
 def test_half_sent_bodies_keep_nobody_out(engine, monkeypatch):
     """Those that have been coming for longest are given up."""
-    monkeypatch.setattr("cached_rag.server.gate._BODIES", 2)
+    monkeypatch.setattr("cached_rag.server.gate.MAX_BODIES", 2)
     half_sent = head(length="Content-Length: 1000") + b" " * 999
     with (
         serving(engine, max_body_bytes=1000, max_requests=1) as (address, _),

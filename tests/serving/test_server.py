@@ -388,8 +388,8 @@ def test_a_server_that_must_stop_says_what_it_cut_off(caplog):
 
 
 def test_tenants_that_nobody_uses_are_closed(monkeypatch):
-    monkeypatch.setattr("cached_rag.server.tenants._OPEN", 3)
-    monkeypatch.setattr("cached_rag.server.tenants._OPEN_SALTS", 1)
+    monkeypatch.setattr("cached_rag.server.tenants.MAX_IDLE", 3)
+    monkeypatch.setattr("cached_rag.server.tenants.MAX_IDLE_SALTS", 1)
     engine = Engine(tiny_model("llama"))
     tenants = Tenants(engine)
     with tenants.using("", None) as first:

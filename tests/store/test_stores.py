@@ -302,7 +302,7 @@ def test_int8_errs_by_half_a_step_and_halves_bf16(tmp_path):
 
 def test_uses_are_written_in_batches(disk, monkeypatch):
     writes = []
-    monkeypatch.setattr(disk._entries.database, "transaction", lambda *_: writes.append(1))
+    monkeypatch.setattr(Database, "transaction", lambda *_: writes.append(1))
     for _ in range(20):
         disk.get(key(1), module(1).token_ids)
     assert not writes

@@ -1,8 +1,8 @@
-"""ALiBi biases over positions that jump. Knows tensors; knows no model.
+"""ALiBi biases for prompts whose positions have gaps. Knows tensors; knows no model.
 
-MPT, BLOOM and Falcon build a bias linear in the key's index and hand it to their layers. Where
-tokens stand further apart than their slots, the same slopes are laid over the positions instead
-(Prompt Cache, section 4.2).
+MPT, BLOOM and Falcon add a bias to the scores that is linear in the key's index. Where positions
+have gaps, a key's index is not its position: the bias is then computed from the position, with the
+same slope (Prompt Cache, section 4.2).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _BIASES = ("alibi", "position_bias")
 
 
 def with_gaps(inputs: dict[str, Any], positions: torch.Tensor) -> dict[str, Any]:
-    """A layer's inputs with its biases, if it has any, by position.
+    """A layer's inputs, its ALiBi biases (if any) computed from positions instead of indices.
 
     Args:
-        positions: (num_keys,) int64, ascending.
+        positions: (num_keys,) int64, ascending, the position of each key.
     """
     biases = [name for name in _BIASES if inputs.get(name) is not None]
     mask = inputs.get("attention_mask")
@@ -28,9 +28,10 @@ def with_gaps(inputs: dict[str, Any], positions: torch.Tensor) -> dict[str, Any]
 
 
 def stretched(bias: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """A (..., rows, keys) bias linear in the key's index, as linear in its position.
+    """Turn a (..., rows, keys) bias that is linear in the key's index into one linear in position.
 
-    Its last row must see all keys; of a bias over more keys than there are, the last ones count.
+    The bias's last row must see all keys. If the bias has more keys than there are positions, only
+    its last keys are used.
     """
     count = len(positions)
     bias = bias[..., -count:]

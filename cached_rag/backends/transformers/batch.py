@@ -1,8 +1,9 @@
-"""One forward pass for several prompts at once: each appends some tokens to its own KV.
+"""One forward pass for several rows at once; each row appends some tokens to its own KV.
 
-One token each is a decoding step, many are a piece of prefill; both go together. The linear layers
-read the weights once for all tokens, attention reads what rows share once for all rows. Rows need
-neither the same length nor a common buffer. Knows nothing of sampling, and not whose rows they are.
+A row with one new token is a decoding step, a row with many is a piece of a prefill; one pass may
+have both. Linear layers read the weights once for all tokens, and attention reads a run of KV that
+rows share once for all these rows. Rows may differ in length and lie in different buffers. Knows
+nothing of sampling or of requests.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from cached_rag.kv.slab import Slab, SlabRow, mask_of
 
 
 class _Layers:
-    """A run of a buffer, one view a layer."""
+    """A run of a buffer, one view per layer, and the batch's tokens that see it; None for all."""
 
     def __init__(self, piece: Piece, tokens: slice | torch.Tensor | None) -> None:
         there = slice(piece.begin, piece.end)
@@ -38,19 +39,19 @@ class _Layers:
         return Part(self.keys[layer], self.values[layer], self.tokens)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put the run's tokens of (1, num_kv_heads, num_tokens, dim) in."""
+        """Copy the run's tokens from the batch's (1, num_kv_heads, num_tokens, dim) KV."""
         self.keys[layer].copy_(keys[:, :, self.tokens])
         self.values[layer].copy_(values[:, :, self.tokens])
 
 
 class _SlabLayers:
-    """Rows of one slab that have a token each, one view a layer."""
+    """Rows of one slab with one new token each, as one view per layer."""
 
     def __init__(self, slab: Slab, members: Sequence[tuple[SlabRow, Piece, int]]) -> None:
-        """Look up where they lie.
+        """Look up where the rows lie in the slab.
 
         Args:
-            members: row, its piece and its token's number, of each.
+            members: for each row: the row, its piece of KV, and its token's index in the batch.
         """
         spans = {row.row: (piece.begin, piece.end) for row, piece, _ in members}
         first, last = min(spans), max(spans)
@@ -68,15 +69,16 @@ class _SlabLayers:
         return Padded(self.keys[layer], self.values[layer], self.mask, self.tokens, self.rows)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put the members' tokens of (1, num_kv_heads, num_tokens, dim) in."""
+        """Copy the rows' tokens from the batch's (1, num_kv_heads, num_tokens, dim) KV."""
         self.keys[layer][self.rows, :, self._at] = keys[0, :, self.tokens].transpose(0, 1)
         self.values[layer][self.rows, :, self._at] = values[0, :, self.tokens].transpose(0, 1)
 
 
 class BatchCache(Cache):  # type: ignore[misc]
-    """Writes each row's keys and values to its own buffer, and attends there.
+    """A transformers cache that writes each row's KV to the row's buffer, and attends there.
 
-    It is the cache and the rows of `attending` in one: attention follows update layer by layer.
+    It is the model's cache and also the `rows` of `attending`: in every layer, the model calls
+    `update` first and then, through the attention function, `attend`.
     """
 
     def __init__(self, batch: Sequence[StepInput], windows: tuple[int | None, ...]) -> None:
@@ -93,11 +95,11 @@ class BatchCache(Cache):  # type: ignore[misc]
 
     @property
     def rows(self) -> BatchCache:
-        """What attends: this."""
+        """The object whose `attend` is called: this one."""
         return self
 
     def _divide(self) -> None:
-        """Find what several tokens see whole, and for each row what ends with its own tokens."""
+        """Divide the KV into runs that are seen whole, and runs that end with new tokens."""
         slabs: dict[Slab, list[tuple[SlabRow, Piece, int]]] = {}
         for piece in pieces([ahead.kv.every_run(ahead.end) for ahead in self._batch]):
             row = self._ends_with(piece)
@@ -115,7 +117,7 @@ class BatchCache(Cache):  # type: ignore[misc]
         self._fresh += together
 
     def _ends_with(self, piece: Piece) -> int | None:
-        """The row whose new tokens are a piece's last."""
+        """The row whose new tokens end a piece; None if there is none."""
         if len(piece.rows) > 1:
             return None
         ahead = self._batch[piece.rows[0]]
@@ -123,7 +125,7 @@ class BatchCache(Cache):  # type: ignore[misc]
         return piece.rows[0] if is_own else None
 
     def _seeing(self, piece: Piece) -> slice | torch.Tensor | None:
-        """The tokens of a piece's rows."""
+        """The batch's tokens that belong to a piece's rows; None for all."""
         if len(piece.rows) == len(self._batch):
             return None
         if len(piece.rows) == 1:
@@ -139,7 +141,7 @@ class BatchCache(Cache):  # type: ignore[misc]
         *_: Any,
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write (1, num_kv_heads, num_tokens, dim), each row's tokens to its buffer."""
+        """Write each row's part of (1, num_kv_heads, num_tokens, dim) to the row's buffer."""
         self._layer = layer_idx
         for fresh in self._fresh:
             fresh.write(layer_idx, key_states, value_states)
@@ -163,14 +165,14 @@ class BatchCache(Cache):  # type: ignore[misc]
         return found.transpose(0, 1)[None]
 
     def parts(self, layer: int) -> tuple[list[Part], list[Part | Padded]]:
-        """One layer's keys and values: what several tokens see whole, and what is rows' own."""
+        """One layer's keys and values: runs that their tokens see whole, and the rows' own."""
         shared = [part.part(layer) for part in self._shared]
         return shared, [part.part(layer) for part in self._private]
 
     def _within(
         self, query: torch.Tensor, scale: float | None, window: int, softcap: float | None
     ) -> torch.Tensor:
-        """Attention of single tokens over their windows, row by row: nothing is read in common."""
+        """Attention of single tokens over their sliding windows, row by row; no run is shared."""
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         found = []
         for index, ahead in enumerate(self._batch):
@@ -183,19 +185,19 @@ class BatchCache(Cache):  # type: ignore[misc]
         return torch.stack(found)
 
     def observe(self, *_: Any) -> None:
-        """Nobody watches."""
+        """Do nothing: batches are not observed."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Slots of the longest row."""
+        """The number of slots of the longest row."""
         return self._longest
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Masks are not used."""
+        """Sizes that transformers asks for; `attend` uses no mask of its making."""
         return self._longest + query_length, 0
 
 
 def _joined(parts: Sequence[tuple[torch.Tensor, Run]]) -> torch.Tensor:
-    """Runs of one layer's (1, num_kv_heads, capacity, dim) buffers, one behind the other."""
+    """Runs of one layer's (1, num_kv_heads, capacity, dim) buffers, concatenated."""
     return torch.cat([side[:, :, run.begin : run.end] for side, run in parts], dim=2)
 
 
@@ -212,16 +214,16 @@ def _numbers(tokens: slice) -> range:
 
 
 def _fresh(ahead: StepInput, tokens: slice) -> _Layers:
-    """Where a row's tokens are written."""
+    """The slots that a row's new tokens are written to."""
     kv = ahead.kv
     return _Layers(Piece(kv.own, kv.at(kv.length), kv.at(ahead.end), ()), tokens)
 
 
 def can_batch(decoder: Decoder, rule: PositionRule) -> bool:
-    """Whether rows of different lengths go through the model in one pass.
+    """Whether the model can compute rows of different lengths in one pass.
 
-    Not where its attention is its own (biases by position), nor where its frequencies depend on
-    the longest row.
+    It cannot if it needs its own attention (biases by position), or if its rotary frequencies
+    depend on the length of the longest row.
     """
     return decoder.is_fast and rule.limit is None
 
@@ -231,7 +233,7 @@ def step_batch(decoder: Decoder, batch: Sequence[StepInput], *, together: bool) 
     """See `Backend.step`.
 
     Args:
-        together: in one pass; else one row after the other, a token each.
+        together: compute all rows in one pass; else one row after another, each with one token.
     """
     if not together or (len(batch) == 1 and _is_plain(batch[0])):
         logits = torch.cat([_step(decoder, row) for row in batch])
@@ -267,7 +269,7 @@ def _pass(decoder: Decoder, batch: Sequence[StepInput]) -> torch.Tensor:
 
 
 def _step(decoder: Decoder, row: StepInput) -> torch.Tensor:
-    """(1, vocab_size) logits after one more token of a row that has a buffer to itself."""
+    """(1, vocab_size) logits after one more token of a row without shared runs."""
     slot, device = row.kv.length, row.kv.own.keys.device
     ids = torch.zeros(1, slot + 1, dtype=torch.int64, device=device)
     ids[0, slot] = row.token_ids[-1]

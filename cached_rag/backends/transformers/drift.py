@@ -1,9 +1,9 @@
-"""What the recomputed tokens of a module tell about its other tokens.
+"""Corrects a chunk's reused KV by what its recomputed tokens show.
 
-Text before a module moves the keys and values of all its tokens, and much of that movement is one
-and the same vector for a whole module (docs/quality.md). So the mean movement of the tokens that
-are computed anyway is passed on to those that are not: no token is computed for it. Ours; knows
-slots, no method and no model.
+The text before a chunk moves the keys and values of all its tokens, and a large part of that
+movement is the same vector for the whole chunk (docs/quality.md). So the mean movement of the
+chunk's recomputed tokens is added to the others, which costs no further token. This is our own
+addition, from no paper. Knows slots; knows no method and no model.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ import torch
 from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.kv.buffer import KVBuffer
 
-# A module's first tokens move as the others do, but scatter more: the square of what is not common
-# falls about as one over the square root of the distance from the module's beginning. A sample
-# counts in proportion to that, a token at this distance as one.
+# A chunk's first tokens move like the others, but scatter more: the variance falls about as one
+# over the square root of the distance from the chunk's beginning. So a sample has the weight
+# sqrt(distance / _SETTLED), which is 1 at this distance.
 _SETTLED = 64
-# Few samples say little: n of them move the others by n / (n + this) of their mean.
+# Few samples say little: with a total weight of n, other tokens move by n / (n + _CAUTION) of the
+# mean.
 _CAUTION = 4
 
 
 @dataclass(frozen=True)
 class _Samples:
-    """Which rows speak for which modules.
+    """Which recomputed rows are samples of which chunks.
 
     Attributes:
-        rows: those of the pass that this was found out for.
-        picked: indices of rows that do.
-        weights: (modules, picked) fp32; times their movements it is what each module is moved by.
-        modules: (begin, end) of each.
+        rows: the rows of the pass that these samples were taken from.
+        picked: (num_picked,) indices of the rows that lie in a chunk.
+        weights: (num_modules, num_picked) fp32; multiplied by the picked rows' movements they give
+            each chunk's movement.
+        modules: (begin, end) slots of each chunk that has a sample.
     """
 
     rows: Rows
@@ -42,7 +44,7 @@ class _Samples:
 
 
 class Drift:
-    """Moves the reused keys and values of a request as their modules are seen to move."""
+    """Moves a request's reused keys and values by the mean movement of each chunk's samples."""
 
     def __init__(self, modules: Sequence[tuple[int, int]]) -> None:
         self._modules = tuple(modules)
@@ -56,14 +58,15 @@ class Drift:
         values: torch.Tensor,
         buffer: KVBuffer,
     ) -> None:
-        """Move what `buffer` holds of the modules that `rows` are of.
+        """Move one layer's KV of the chunks that some of `rows` lie in.
 
         Args:
             keys, values: (batch, num_kv_heads, num_rows, dim), computed for `rows`.
 
-        Effects: writes all slots of those modules, `rows` included; theirs are to be overwritten.
+        Effects: writes all slots of those chunks in `buffer`. That includes the slots of `rows`,
+            which the caller overwrites with `keys` and `values` afterwards.
         """
-        if layer == 0:  # it sees words and nothing before them
+        if layer == 0:  # its KV depends on the token alone, not on the text before it
             return
         samples = self._samples(rows)
         if not samples.modules:

@@ -1,8 +1,9 @@
-"""A model of any dtype computing in fp32, for as long as it is examined.
+"""Makes a model of any dtype compute in fp32 while it is examined.
 
-In bf16 two right computations of the same thing differ by more than a wrong one may; in fp32 they
-do not. One layer at a time has its weights copied, into memory that all layers share, so a model
-needs no more room than its largest layer does. Knows modules; knows not what is computed.
+In bf16, two correct computations of the same thing may differ by more than a wrong one does; in
+fp32 they do not. Only the layer that is running has fp32 copies of its weights, in memory that all
+layers share. So no more memory is needed than for the largest layer. Knows torch modules; does not
+know what is computed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class _Loan:
     """Lends a module fp32 copies of its tensors, and takes them back.
 
     Args:
-        scratch: copies of earlier modules by name, written over where they have the same shape.
-        exempt: ids of tensors that stay as they are.
+        scratch: copies made for earlier modules, by name; one of the right shape is reused.
+        exempt: `id`s of tensors that stay in their dtype.
     """
 
     def __init__(self, scratch: dict[str, torch.Tensor], exempt: frozenset[int]) -> None:
@@ -30,14 +31,14 @@ class _Loan:
         self._owed: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def lend(self, module: torch.nn.Module) -> None:
-        """The module's half-precision tensors are fp32 from now on."""
+        """Replace the data of a module's half-precision tensors by fp32 copies."""
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
             if tensor.dtype in _HALF and id(tensor) not in self._exempt:
                 self._owed.append((tensor, tensor.data))
                 tensor.data = self._copy(name, tensor.data)
 
     def settle(self) -> None:
-        """Every tensor is what it was."""
+        """Give all tensors their own data back."""
         while self._owed:
             tensor, data = self._owed.pop()
             tensor.data = data
@@ -51,10 +52,10 @@ class _Loan:
 
 @contextmanager
 def in_float32(model: Any, layers: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within, all between the embeddings and the head is computed in fp32.
+    """Inside this context, everything between embeddings and head is computed in fp32.
 
     Args:
-        model: a transformers causal LM; its weights are the same afterwards.
+        model: a transformers causal LM; afterwards its weights are as before.
         layers: its decoder layers.
     """
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()

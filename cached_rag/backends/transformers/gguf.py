@@ -1,8 +1,8 @@
-"""A GGUF file to a folder of bf16 safetensors, tensor by tensor. Knows files; loads no model.
+"""Converts a GGUF file to a folder of bf16 safetensors, one tensor at a time. Loads no model.
 
-Reading a GGUF takes ten times as long as reading what it is converted to. Names, permutations and
-the tokenizer are transformers' own; only the order is ours: a tensor is unpacked, written down and
-forgotten, so the conversion needs memory for the largest tensor and one shard, not for the model.
+Reading a GGUF file takes ten times as long as reading the converted folder. transformers' own code
+gives the names, the permutations and the tokenizer. Here each tensor is unpacked, written and
+released, so the conversion needs memory for the largest tensor and one shard, not for the model.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import modeling_gguf_pytorch_utils as loader
 from transformers.integrations.gguf import is_gguf_arch_supported
 
-_SHARD_BYTES = 512 << 20
-# Unpacking takes several times the memory of what it gives, so it is done by so many elements.
+# A shard is written once it holds this many bytes.
+SHARD_BYTES = 512 << 20
+# Elements unpacked at a time: unpacking needs several times the memory of its result.
 _UNPACKED = 1 << 24
 
 
-def convert(source: Path, folder: Path) -> None:
+def convert(source: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Write a GGUF's configuration, tokenizer and weights into an existing folder.
 
     Raises:
-        OSError: there is no room.
+        OSError: the disk is full, or the folder cannot be written.
         ValueError: the file is damaged, or of an unknown kind.
     """
     try:
-        _convert(source, folder)
-    except (LookupError, RuntimeError, TypeError) as error:  # whatever readers make of damage
+        _convert(source, folder, shard_bytes)
+    except (LookupError, RuntimeError, TypeError) as error:  # how readers fail on damaged files
         raise ValueError(f"{source} is damaged ({type(error).__name__}: {error})") from error
 
 
 def put_together(pieces: Sequence[Path], target: Path, sha256: str) -> Path:
-    """Write a file that comes in pieces.
+    """Join the pieces of a file and return `target`.
 
     Raises:
-        ValueError: the pieces are not those of the file with that digest.
+        ValueError: the joined file does not have that digest.
     """
     state = hashlib.sha256()
     with target.open("wb") as whole:
@@ -58,7 +59,7 @@ def put_together(pieces: Sequence[Path], target: Path, sha256: str) -> Path:
     return target
 
 
-def _convert(source: Path, folder: Path) -> None:
+def _convert(source: Path, folder: Path, shard_bytes: int) -> None:
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     with _read_once(source) as reader:
         AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
@@ -69,14 +70,14 @@ def _convert(source: Path, folder: Path) -> None:
         return
     config.architectures = [type(_empty(config)).__name__]
     config.dtype = torch.bfloat16
-    reader.fields.clear()  # the vocabulary, as a million small arrays
-    _write(_tensors(reader, config, kind), folder)
+    reader.fields.clear()  # frees the vocabulary, a million small arrays
+    _write(_tensors(reader, config, kind), folder, shard_bytes)
     config.save_pretrained(folder)  # last: a folder with a configuration is complete
 
 
 @contextmanager
 def _read_once(source: Path) -> Iterator[Any]:
-    """Within, whoever opens the file gets the one reader: its vocabulary takes seconds to read."""
+    """Inside this context the file is read once: reading its vocabulary takes seconds."""
     reader_type = gguf.GGUFReader
     reader = reader_type(source)
     gguf.GGUFReader = lambda path, *_: reader if Path(path) == source else reader_type(path)
@@ -87,7 +88,7 @@ def _read_once(source: Path) -> Iterator[Any]:
 
 
 def _empty(config: Any) -> Any:
-    """The model without weights."""
+    """The model on the meta device: its shapes and names without weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
@@ -96,7 +97,7 @@ def _tensors(reader: Any, config: Any, kind: str) -> Iterator[tuple[str, torch.T
     """Every weight by its name in transformers, in bf16."""
     processor = loader.TENSOR_PROCESSORS.get(kind, loader.TensorProcessor)(config.to_dict())
     names = loader.get_gguf_hf_weights_map(_empty(config), processor)
-    # Experts are put together from several tensors; they wait here for the last one.
+    # Experts are merged from several tensors; the processor collects them here.
     merged: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}
 
     def converted(tensor: Any) -> tuple[str, torch.Tensor] | None:
@@ -119,7 +120,9 @@ def _unpacked(tensor: Any) -> Any:
     """A tensor's values in fp32."""
     data, shape = tensor.data, tuple(int(n) for n in reversed(tensor.shape))
     if data.ndim < 2:
-        return gguf.dequantize(data, tensor.tensor_type).copy()  # of the mapped file
+        return gguf.dequantize(
+            data, tensor.tensor_type
+        ).copy()  # or it would keep the mapped file open
     values = np.empty(shape, np.float32)
     step = max(1, _UNPACKED // (values.size // len(values)))
     for begin in range(0, len(data), step):
@@ -128,8 +131,8 @@ def _unpacked(tensor: Any) -> Any:
     return values
 
 
-def _write(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
-    """Shards of a bounded size, and an index of them."""
+def _write(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int) -> None:
+    """Write tensors into shards of about `shard_bytes` each, and an index of the shards."""
     shard: dict[str, torch.Tensor] = {}
     places: dict[str, str] = {}
     total = 0
@@ -143,7 +146,7 @@ def _write(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
     for name, weights in tensors:
         shard[name] = weights
         total += weights.nbytes
-        if sum(kept.nbytes for kept in shard.values()) >= _SHARD_BYTES:
+        if sum(kept.nbytes for kept in shard.values()) >= shard_bytes:
             flush()
     if shard:
         flush()
@@ -152,7 +155,7 @@ def _write(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
 
 
 def _convert_whole(where: dict[str, str], folder: Path) -> None:
-    """As transformers does it, for the kinds whose tensors it converts itself while it loads."""
+    """Convert by loading the whole model, for kinds whose tensors only transformers can convert."""
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):

@@ -1,6 +1,6 @@
-"""What can be read off a model without running it: its layers, windows and frequencies.
+"""What can be read off a model without running it: its layers, windows and rotary frequencies.
 
-Nothing of it is believed: `probe.py` tries it. Knows transformers.
+These are candidates only: `probe.py` verifies them by running the model. Knows transformers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 from cached_rag.errors import ModelError
 
-# Rotary frequencies change with the sequence length in these, beyond the length they name.
+# Kinds of rotary scaling whose frequencies change once a sequence is longer than this setting.
 _SWITCHING = {
     "longrope": "original_max_position_embeddings",
     "dynamic": "original_max_position_embeddings",
@@ -19,7 +19,7 @@ _SWITCHING = {
 
 
 def frequencies(model: Any) -> list[tuple[float, ...]]:
-    """Distinct inverse-frequency vectors that the model's modules hold or its config implies."""
+    """Distinct vectors of inverse frequencies that the model holds or its configuration implies."""
     found = {
         tuple(buffer.double().tolist()): None
         for name, buffer in model.named_buffers()
@@ -33,14 +33,14 @@ def frequencies(model: Any) -> list[tuple[float, ...]]:
 
 
 def table_rounding(model: Any) -> float:
-    """What a model's own tables of sines are rounded by, where they are in half precision."""
+    """The rounding error of the model's tables of sines if they are in half precision; else 0."""
     tables = [table for table in model.buffers() if table.ndim > 1 and table.is_floating_point()]
     found = (torch.finfo(table.dtype).eps for table in tables if table.dtype != torch.float32)
     return max(found, default=0.0)
 
 
 def switch(config: Any) -> int | None:
-    """The length beyond which rotary frequencies change, if they do."""
+    """The length beyond which rotary frequencies change; None if they never do."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     name = _SWITCHING.get(rope.get("rope_type", ""))
@@ -51,7 +51,11 @@ def switch(config: Any) -> int | None:
 
 
 def decoder_layers(model: Any) -> tuple[torch.nn.Module, ...]:
-    """The decoder layers: the module list that has as many entries as the model has layers."""
+    """The decoder layers: the first module list with as many entries as the model has layers.
+
+    Raises:
+        ModelError: there is no such list.
+    """
     count = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
@@ -60,7 +64,7 @@ def decoder_layers(model: Any) -> tuple[torch.nn.Module, ...]:
 
 
 def windows_of(config: Any) -> tuple[int | None, ...]:
-    """Each layer's sliding window; empty where the configuration is not understood."""
+    """Each layer's sliding window, None for none; empty if the layer types are unknown here."""
     text = config.get_text_config()
     window: int | None = getattr(text, "sliding_window", None)
     types = getattr(text, "layer_types", None)

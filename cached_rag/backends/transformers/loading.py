@@ -1,6 +1,6 @@
-"""Loads a causal LM and finds out, by looking and by trying, what can be done with it.
+"""Loads a causal language model of transformers and examines what it can do: the first `Backend`.
 
-Knows transformers; knows no prompt, module or store.
+Knows transformers; knows no prompt, chunk or store.
 """
 
 from __future__ import annotations
@@ -34,25 +34,18 @@ from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.positions import PositionRule
 from cached_rag.methods.base import Layout, Selector
 
-# Bumped when the numbers this library writes into KV files would change.
+# Part of the fingerprint: raised when the same tokens would get other KV than before.
 _KV_VERSION = 1
 
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A loaded transformers model and what was found out about it. A `Backend`.
+    """A loaded transformers model and what was found out about it; implements `Backend`.
 
     Attributes:
-        name: as asked for.
-        decoder: the model, its layers and windows.
-        tokenizer: a fast transformers tokenizer.
-        shapes: sizes, dtype and device of its KV.
-        rule: how keys depend on position.
-        fingerprint: what its KV depends on besides tokens.
-        context_length: most tokens a prompt and its answer may have.
-        eos_ids: tokens that end an answer.
-        examined_s: seconds that finding out took.
-        lock: held by whoever uses the model; engines may share one.
+        decoder: the transformers model, its layers and windows.
+        examined_s: seconds that the examination took.
+        The others: see `Backend`.
     """
 
     name: str
@@ -68,17 +61,17 @@ class LanguageModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device that the model is on."""
         return self.shapes.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in."""
+        """The dtype that the model computes in."""
         return self.shapes.dtype
 
     @property
     def vocab_size(self) -> int:
-        """See `Backend`, as for all that follows."""
+        """See `Backend`."""
         return int(self.decoder.model.config.get_text_config().vocab_size)
 
     @property
@@ -103,7 +96,7 @@ class LanguageModel:
 
     @property
     def can_append(self) -> bool:
-        """See `Backend`. Not with sliding windows."""
+        """See `Backend`. False with sliding windows."""
         return self.can_batch and not any(self.decoder.windows)
 
     def prefill(
@@ -154,13 +147,13 @@ def load_model(
 
     Args:
         name: see `resolve`.
-        dtype: e.g. "float32"; None for the fastest this machine has.
-        device: "cpu", "cuda", "mps"; None for the best this machine has.
+        dtype: "float32", "bfloat16" or "float16"; None for the fastest one on this machine.
+        device: "cpu", "cuda" or "mps"; None for the best one of this machine.
 
     Raises:
-        ModelNotFoundError: no such model, or it cannot be fetched.
-        ModelError: it is not a causal LM with a fast tokenizer, partial prefill fails on it, or it
-            does not fit in memory.
+        ModelNotFoundError: there is no such model, or it cannot be downloaded.
+        ModelError: it is no causal LM with a fast tokenizer, partial prefill does not work with
+            it, or it does not fit in memory.
     """
     source = resolve(name)
     device = device or best_device()
@@ -182,10 +175,10 @@ def load_model(
 
 
 def load_tokenizer(name: str) -> Any:
-    """A model's tokenizer, without its weights (but a GGUF's are converted, the first time).
+    """Load a model's tokenizer, not its weights; a GGUF file is converted whole the first time.
 
     Raises:
-        ModelNotFoundError: no such model, or it cannot be fetched.
+        ModelNotFoundError: there is no such model, or it cannot be downloaded.
     """
     source = resolve(name)
     try:
@@ -195,19 +188,21 @@ def load_tokenizer(name: str) -> Any:
 
 
 def wrap_model(model: Any, tokenizer: Any, *, name: str, revision: str) -> LanguageModel:
-    """Examine a model that is already in memory; it is put in eval mode and its attention set.
+    """Make a backend of a model that is in memory already.
 
     Args:
         model: a transformers causal LM.
         tokenizer: its fast tokenizer.
-        revision: identifies the weights: two models with the same one share stored KV.
+        revision: identifies the weights: models with the same revision share stored KV.
 
     Raises:
         ModelError: as `load_model`.
+
+    Effects: puts the model in eval mode and replaces its attention function.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(
-            f"{name} has no fast tokenizer; modules are found in prompts by its character offsets. "
+            f"{name} has no fast tokenizer; chunks are found in prompts by its character offsets. "
             "Convert it with transformers, or use another model."
         )
     model.eval()
@@ -236,7 +231,7 @@ def wrap_model(model: Any, tokenizer: Any, *, name: str, revision: str) -> Langu
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """No bar for the second that reading local weights takes; downloads keep theirs."""
+    """Inside this context, transformers shows no progress bars."""
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -247,14 +242,14 @@ def _without_bars() -> Iterator[None]:
 
 
 def best_device() -> str:
-    """cuda, mps or cpu."""
+    """The best device of this machine: "cuda", else "mps", else "cpu"."""
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def fastest_dtype(device: str) -> torch.dtype:
-    """bf16 where hardware computes in it, fp16 on mps, else fp32."""
+    """The fastest dtype: bf16 if the hardware supports it, else fp16 on a GPU and fp32 on a CPU."""
     if device.startswith("cuda"):
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     if device.startswith("mps"):
@@ -266,7 +261,7 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """A torch dtype from its name.
 
     Raises:
-        ConfigError: not a floating-point dtype.
+        ConfigError: there is no such dtype, or it is not a floating-point one.
     """
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
@@ -287,7 +282,7 @@ def _context_length(config: Any) -> int:
         value = getattr(text, name, None)
         if isinstance(value, int):
             return value
-    return 1 << 20  # ALiBi models set no bound
+    return 1 << 20  # ALiBi models name no bound
 
 
 def _eos_ids(model: Any) -> frozenset[int]:
@@ -298,7 +293,7 @@ def _eos_ids(model: Any) -> frozenset[int]:
 
 
 def _converted(source: ModelSource) -> str:
-    """Folder with the GGUF's weights as bf16 safetensors, made once and keyed by its digest."""
+    """The folder with the GGUF's weights as bf16 safetensors, made once and named by digest."""
     folder = cache_dir() / "models" / source.digest
     if (folder / "config.json").is_file():
         return str(folder)
@@ -313,7 +308,7 @@ def _converted(source: ModelSource) -> str:
             path.unlink()
         os.replace(temporary, folder)
     except OSError:
-        if not (folder / "config.json").is_file():  # else another process was first
+        if not (folder / "config.json").is_file():  # another process has converted it meanwhile
             raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

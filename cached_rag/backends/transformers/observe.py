@@ -1,6 +1,6 @@
-"""Watches which keys the question attends to, layer by layer, while a pass runs.
+"""Watches which keys the question attends to, layer by layer, during a forward pass.
 
-Knows attention; what the weights mean is the method's business.
+Computes attention weights; the method turns them into scores.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from cached_rag.methods.question import QuestionSelector
 
 
 class Observed(Exception):  # noqa: N818 (a signal, not an error)
-    """Ends a pass once all that was to be seen was seen."""
+    """Ends a forward pass once every layer of interest has been observed."""
 
 
 class Observer:
-    """Collects a method's scores.
+    """Collects a method's scores of a prompt's tokens.
 
     Attributes:
-        layers: the layers it looks at, ascending.
-        scores: (seq_len,) float32, one a layer observed.
+        layers: the layers it observes, ascending.
+        scores: (seq_len,) float32 for each layer observed so far.
     """
 
     def __init__(self, selector: QuestionSelector, layout: Layout) -> None:
@@ -41,7 +41,7 @@ class Observer:
         window: int | None,
         softcap: float | None = None,
     ) -> None:
-        """Look at one layer's query and keys."""
+        """Score the tokens by the question's attention in one layer, if that layer is observed."""
         if layer not in self.layers:
             return
         asking = int((rows.slots < self._question).sum())
@@ -58,10 +58,10 @@ def head_mean(
     window: int | None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Attention weights, mean over heads.
+    """Attention weights of some rows over all keys, averaged over the heads.
 
     Args:
-        query: (num_heads, num_rows, head_dim), of the rows at `slots`.
+        query: (num_heads, num_rows, head_dim) of the rows at `slots`.
         keys: (num_kv_heads, length, head_dim).
 
     Returns:
@@ -69,7 +69,7 @@ def head_mean(
     """
     heads, count, head_dim = query.shape
     grouped = query.reshape(keys.shape[0], -1, head_dim)
-    # Keys before the first row's are hidden from no row, unless by a window.
+    # Without a window, every row sees all keys up to the first row's; only later ones need a mask.
     first = int(slots[0]) + 1 if window is None else 0
     positions = torch.arange(first, keys.shape[1], device=slots.device)
     hidden = positions > slots[:, None]
@@ -77,7 +77,7 @@ def head_mean(
         hidden |= positions <= slots[:, None] - window
     mean = query.new_zeros(count, keys.shape[1], dtype=torch.float32)
     factor = head_dim**-0.5 if scale is None else scale
-    # One head at a time: all heads' scores at once would not fit the cache.
+    # One KV head at a time: the scores of all heads at once would not fit the cache.
     for head_query, head_keys in zip(grouped, keys, strict=True):
         if softcap is None:
             head_keys = head_keys - centre_of(head_keys)

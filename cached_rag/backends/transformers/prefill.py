@@ -1,12 +1,13 @@
-"""Partial prefill: chosen rows of a prompt over a KV that already holds the others.
+"""Partial prefill: computes chosen rows (tokens) of a prompt over KV that holds the others.
 
-CacheBlend, section 4.2, and the methods after it. Knows when to run which rows; `row_pass.py` runs
+CacheBlend, section 4.2, and the methods after it. Decides when which rows run; `row_pass.py` runs
 them. Knows nothing of text or stores.
 
-Two ways through the model give the same numbers. In the fast one only the rows enter it, and
-attention is ours (`attention.py`). In the dense one all tokens enter, the model builds its own
-masks and biases, and every per-row input is narrowed before layer 0: slower, for families whose
-attention cannot be replaced, and the twin against which the fast one is tested.
+Two ways through the model give the same numbers. In the fast way only the chosen rows enter the
+model, and it attends through `attention/scattered.py`. In the dense way all tokens enter, the model
+builds its own masks and biases, and every per-row input is cut to the chosen rows before layer 0.
+The dense way is slower. It serves model families whose attention cannot be replaced, and tests
+compare the fast way with it.
 """
 
 from __future__ import annotations
@@ -35,15 +36,7 @@ def prefill_rows(
     *,
     num_logits: int = 1,
 ) -> Prefilled:
-    """Compute the rows at `slots` in every layer; the buffer must hold the others.
-
-    Args:
-        token_ids: (batch, seq_len) int64, the whole prompt.
-        slots: (num_rows,) ascending; None for all.
-        num_logits: of how many last rows logits are wanted; with 0 the head is skipped.
-
-    Effects: writes the rows' slots of `buffer`.
-    """
+    """See `Backend.prefill`. With `num_logits` 0 the model's head is not computed."""
     slots = torch.arange(token_ids.shape[1]) if slots is None else slots
     run = RowPass(decoder, buffer, token_ids, slots.to(token_ids.device), num_logits)
     with run.hooked():
@@ -60,16 +53,12 @@ def prefill_selected(
     rows_type: type[Rows] = Rows,
     ready: Callable[[int], object] | None = None,
 ) -> Prefilled:
-    """Compute the rows a method chooses, narrowing them at its check layers.
+    """See `Backend.repair`. At its check layers the method drops rows.
 
     Args:
-        token_ids: (1, seq_len) int64, the whole prompt.
-        layout: which slots of `buffer` hold reusable KV.
         selector: the method.
-        rows_type: what rows see; other than `Rows` only to reproduce others' faults.
-        ready: called with each layer before its cached KV is used, to wait for it.
-
-    Effects: writes the chosen rows' slots of `buffer`.
+        rows_type: decides which slots a row sees. Other than `Rows` only where a comparison
+            reproduces an error in published code (`evaluation/released.py`).
     """
     if isinstance(selector, QuestionSelector) and selector.observed_layers(layout):
         return _prefill_asked(decoder, buffer, token_ids, layout, selector, ready)
@@ -91,11 +80,12 @@ def _prefill_asked(
     selector: QuestionSelector,
     ready: Callable[[int], object] | None,
 ) -> Prefilled:
-    """The question over the stale KV, then the rows it points at, and the question again.
+    """Watch what the question attends to over the reused KV, then compute the rows it points at.
 
-    What the first pass computed stays where it is valid: live rows before the first chosen one
-    saw nothing that changes, and layer 0's output of the others depends on no stale KV, for keys
-    and values of layer 0 never are.
+    The first pass computes the live rows: those that have no KV, the question among them. The
+    second pass computes the rows that the method chose, and the live rows again. Two results of the
+    first pass stay valid and are not recomputed: live rows before the first chosen row, since
+    nothing that they see changes; and the output of layer 0, since reused KV of layer 0 is exact.
     """
     if not decoder.is_fast:
         raise ModelError(

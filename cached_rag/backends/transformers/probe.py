@@ -1,9 +1,9 @@
 """Experiments on a loaded model: cache shapes, which attention works, how keys depend on position.
 
-Every claim is tried on a few tokens before it is used, layer by layer and in fp32, whatever the
-model's dtype: each layer is given the model's own input, so an error is that of one layer, and
-depth, width and outlier channels do not raise it. What rounding does is then a thousandth of what
-a wrong mask does. Knows models; knows no prompt.
+Everything that the library assumes of a model is tried on a few tokens first, layer by layer and in
+fp32, whatever the model's dtype. Each layer gets the model's own input, so an error belongs to one
+layer, and depth, width and outlier channels do not increase it. Rounding errors are then a
+thousand times smaller than the error of a wrong mask. Knows models; knows no prompt.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from cached_rag.kv.positions import PositionRule, match_rule
 
 _PROBE_TOKENS = 12
 _PROBE_DELTA = 61
-# Windows are narrowed to this while the model is examined, so that some tokens are outside.
+# Sliding windows are set to this while the model is examined, so that some tokens are outside.
 _PROBE_WINDOW = 5
-# Largest error of a row, as a share of what the layer adds to it. In fp32 rounding makes some
-# 1e-6 of it, a key too many or too few 1e-2 at least (tests/test_probe.py holds both apart).
+# Largest error allowed of a row, as a share of what the layer adds to it. In fp32, rounding causes
+# about 1e-6, one key too many or too few at least 1e-2 (tests/test_probe.py tests both).
 TOLERANCE = 1e-3
-# The same between two places: angles are rounded too, and rounding grows with the scores.
+# The same between two places, where rotation angles are rounded, too.
 _PLACE_TOLERANCE = 1e-2
-# Of the logits, which are computed in the model's own dtype.
+# The same for the logits, which are computed in the model's own dtype.
 _HEAD_TOLERANCE = 2e-2
-# Errors of a sum's own rounding are not held against anybody.
+# An error up to this share of a row's size is rounding of the sum itself, and not counted.
 _ROUNDING = 16 * torch.finfo(torch.float32).eps
 _REMEDY = "Use a plain decoder-only transformer."
 
@@ -52,9 +52,9 @@ class Examined:
     """What was found out about a model.
 
     Attributes:
-        decoder: a way of partial prefill that was seen to equal the model's own prefill.
+        decoder: the fast or the dense way of partial prefill, verified against the model.
         shapes: sizes of its keys and values, read off a real cache.
-        rule: how its keys depend on position; never guessed.
+        rule: how its keys depend on position, verified at two places.
     """
 
     decoder: Decoder
@@ -64,10 +64,11 @@ class Examined:
 
 @torch.no_grad()
 def examine(model: Any) -> Examined:
-    """Find out how a model's KV can be reused; its attention is set to what was found.
+    """Find out how a model's KV can be reused, and set the attention that was found to work.
 
     Raises:
-        ModelError: partial prefill does not reproduce the model, or it caches something else.
+        ModelError: partial prefill does not reproduce the model's own prefill, or the model caches
+            something other than keys and values.
     """
     attention.register()
     layers = decoder_layers(model)
@@ -82,9 +83,10 @@ def examine(model: Any) -> Examined:
 
 
 def _find_decoder(dense: Decoder, seen: Recording) -> Decoder:
-    """The fast way where the family allows attention to be replaced and it is right; else dense.
+    """The fast way if the model's attention can be replaced and the results are right; else dense.
 
-    The dense way needs the model's masks, which its fast kernels may do without: then eager.
+    The dense way needs masks, which transformers may not build for its fast kernels; then the
+    model's eager attention is used.
     """
     model, windows, reasons = dense.model, windows_of(dense.model.config), []
     ways = [(dense, model.config._attn_implementation), (dense, "eager")]
@@ -106,10 +108,10 @@ def _find_decoder(dense: Decoder, seen: Recording) -> Decoder:
 
 @torch.no_grad()
 def deviation(decoder: Decoder, seen: Recording) -> tuple[float, str]:
-    """How far scattered rows over the model's own KV are from its own prefill.
+    """How much scattered rows over the model's own KV differ from the model's own prefill.
 
     Returns:
-        The largest error of a row, see `TOLERANCE`, infinite where the pass fails; and where.
+        The largest error of a row (see `TOLERANCE`), infinite if the pass fails; and where it is.
     """
     worst, where = 0.0, ""
     windows = tuple(_PROBE_WINDOW if window else None for window in decoder.windows)
@@ -127,7 +129,7 @@ def deviation(decoder: Decoder, seen: Recording) -> tuple[float, str]:
 
 
 class _Probe:
-    """Half the rows computed over the other half's KV, each layer given the model's own input."""
+    """Computes every second row over the KV of the others, each layer given the model's input."""
 
     def __init__(self, decoder: Decoder, seen: Recording) -> None:
         self.decoder, self.seen = decoder, seen
@@ -135,7 +137,7 @@ class _Probe:
         self.errors: list[float] = []
 
     def run(self) -> list[float]:
-        """Each layer's error, and that of the logits as a share of what half precision explains."""
+        """Each layer's error, then that of the logits, scaled so that `TOLERANCE` bounds it."""
         layers, buffer = self.decoder.layers, self._buffer()
         token_ids = _probe_ids(self.decoder.model)
         run = RowPass(self.decoder, buffer, token_ids, self.slots, num_logits=1)
@@ -148,7 +150,7 @@ class _Probe:
         return [*self.errors, head]
 
     def _buffer(self) -> KVBuffer:
-        """The model's own KV, spoilt where it is to be computed."""
+        """The model's own KV, with wrong values in the slots that are to be computed."""
         keys, values = (torch.stack(kv)[:, :1].clone() for kv in (self.seen.keys, self.seen.values))
         keys[:, :, :, self.slots] = values[:, :, :, self.slots] = 7.0
         return KVBuffer(keys, values)
@@ -174,13 +176,13 @@ class _Probe:
 
 
 def _share(error: torch.Tensor, whole: torch.Tensor, part: torch.Tensor) -> float:
-    """The largest row's error beyond the rounding of `whole`, as a share of `part`.
+    """The largest error of a row, less the rounding of `whole`, as a share of `part`.
 
     Args:
         error, whole, part: (..., num_rows, dim), or one row of (dim,); fp32.
 
     Returns:
-        Infinite where anything is not a number.
+        The share; infinite if it is not a number.
     """
     size = (error.norm(dim=-1) - _ROUNDING * whole.norm(dim=-1)).clamp(min=0)
     found = float((size / part.norm(dim=-1).clamp(min=1e-30)).max())
@@ -188,7 +190,7 @@ def _share(error: torch.Tensor, whole: torch.Tensor, part: torch.Tensor) -> floa
 
 
 def _recorded(decoder: Decoder, delta: int) -> Recording:
-    """The model's own pass over the probe's tokens, from position 0 on and from `delta` on.
+    """Record the model's own pass over the probe's tokens at positions from 0 and from `delta`.
 
     Raises:
         ModelError: its layers do not hand keys and values per token to a cache.
@@ -212,7 +214,7 @@ def _kv_shapes(model: Any, num_layers: int) -> KVShapes:
     """Sizes of the model's keys and values, read off a real cache.
 
     Raises:
-        ModelError: layers differ in shape, or the cache holds something else.
+        ModelError: layers differ in shape, or the cache holds something other than keys and values.
     """
     token_ids = _probe_ids(model)[:, :2]
     output = model(input_ids=token_ids, use_cache=True)
@@ -235,11 +237,16 @@ def _kv_shapes(model: Any, num_layers: int) -> KVShapes:
 
 
 def find_rule(model: Any, seen: Recording, delta: int, tolerance: float) -> PositionRule:
-    """How keys depend on position, from the same tokens at two places; never guessed.
+    """How each layer's keys depend on position, found out from the same tokens at two places.
 
-    One rule a layer. Where a model takes no positions (ALiBi), `delta` is 0: a bias linear in the
-    key's position is the same for a whole row up to a constant that softmax ignores, and keys and
-    values hold no position at all.
+    A model that takes no positions (ALiBi) has a `delta` of 0: its keys and values do not depend on
+    position, and moving a row and its keys changes all the row's biases by one constant, which the
+    softmax ignores.
+
+    Args:
+        seen: the model's own pass at both places.
+        delta: how many positions lie between the places.
+        tolerance: largest error allowed of a rotated key.
     """
     if _share(seen.given[1] - seen.given[0], seen.given[0], seen.given[0]) > TOLERANCE:
         return PositionRule(reason="positions are added to the embeddings (learned positions)")
@@ -259,7 +266,7 @@ def find_rule(model: Any, seen: Recording, delta: int, tolerance: float) -> Posi
 
 
 def _delta(decoder: Decoder) -> int:
-    """How far apart the two places are."""
+    """How many positions apart the two places are; 0 for a model that takes no positions."""
     if "position_ids" not in decoder.parameters:
         return 0
     limit = switch(decoder.model.config)
@@ -268,7 +275,7 @@ def _delta(decoder: Decoder) -> int:
 
 @contextmanager
 def _narrow_windows(config: Any) -> Iterator[None]:
-    """Within, the model's own masks have windows that the probe's few tokens exceed."""
+    """Inside this context, sliding windows are shorter than the probe's tokens."""
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None)
     is_wide = isinstance(window, int) and window > _PROBE_WINDOW
@@ -282,7 +289,7 @@ def _narrow_windows(config: Any) -> Iterator[None]:
 
 
 def _probe_ids(model: Any) -> torch.Tensor:
-    """(1, _PROBE_TOKENS) distinct-ish token ids that every vocabulary has."""
+    """(1, _PROBE_TOKENS) token ids that exist in every vocabulary, and differ if it is large."""
     size = model.config.get_text_config().vocab_size
     ids = [(37 * i + 11) % size for i in range(_PROBE_TOKENS)]
     return torch.tensor([ids], device=next(model.parameters()).device)

@@ -1,8 +1,9 @@
-"""What a model itself computes for a few tokens, layer by layer, at two places at once.
+"""Records what a model itself computes for a few tokens, layer by layer, at two places.
 
-The standard against which `probe.py` holds the ways of this library. Every layer is given the same
-input at both places, so that what a layer makes of the place shows in that layer, and rounding does
-not grow from layer to layer. Knows transformers; knows nothing of ours.
+`probe.py` compares this library's computations with these records. A batch of two has the same
+tokens at two places, that is, at different positions. Every layer gets the same input for both, so
+a difference between its outputs comes from this layer alone, and rounding does not accumulate.
+Knows transformers; knows nothing else of this library.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ Inputs = dict[str, Any]
 
 @dataclass
 class Recording:
-    """One entry a layer; the batch's rows are the places.
+    """What each layer computed, one entry per layer. The two rows of a batch are the two places.
 
     Attributes:
         inputs, outputs: (2, seq_len, hidden_size).
         keys, values: (2, num_kv_heads, seq_len, dim), keys rotated.
-        given: layer 0's input as it came, (2, seq_len, hidden_size): the same at both places
-            unless positions are added to embeddings.
+        given: (2, seq_len, hidden_size), layer 0's own input. It is the same at both places unless
+            the model adds positions to embeddings.
         logits: (2, vocab_size) of the last token.
     """
 
@@ -40,7 +41,7 @@ class Recording:
 
 
 class _Listening(DynamicCache):  # type: ignore[misc]
-    """Notes all keys and values on their way in: sliding layers drop old ones afterwards."""
+    """Keeps all keys and values given to it; a plain cache drops old ones of sliding layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,11 +60,11 @@ def record(
     token_ids: torch.Tensor,
     positions: torch.Tensor | None,
 ) -> Recording:
-    """One forward pass of the model's own.
+    """Run the unmodified model once and record every layer.
 
     Args:
         token_ids: (2, seq_len) int64, the same tokens twice.
-        positions: (2, seq_len) int64; None where the model takes none.
+        positions: (2, seq_len) int64; None if the model takes no positions.
     """
     found, cache = Recording(), _Listening()
 
@@ -90,7 +91,7 @@ def record(
 def entering(
     layers: Sequence[torch.nn.Module], change: Callable[[int, Inputs], Inputs]
 ) -> Iterator[None]:
-    """Within, `change` sees each layer's index and inputs by name, and says what to replace."""
+    """Inside this context, `change` gets each layer's index and named inputs, returns new ones."""
 
     def hook(index: int) -> Any:
         def before(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: Inputs) -> Any:
@@ -115,7 +116,7 @@ def entering(
 def leaving(
     layers: Sequence[torch.nn.Module], see: Callable[[int, torch.Tensor], object]
 ) -> Iterator[None]:
-    """Within, `see` is given each layer's index and output, (batch, num_rows, hidden_size)."""
+    """Inside this context, `see` gets each layer's index and (batch, num_rows, hidden) output."""
 
     def hook(index: int) -> Any:
         def after(_: torch.nn.Module, __: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""A transformers cache whose rows need not be at the end.
+"""A transformers cache for a forward pass over any rows of a prompt, not only the last ones.
 
 Knows buffers and slots; knows no method.
 """
@@ -17,14 +17,18 @@ from cached_rag.kv.buffer import KVBuffer
 
 
 class Peeked(Exception):  # noqa: N818 (a signal, not an error)
-    """Ends a layer's forward pass once its keys and values are known."""
+    """Ends a layer's forward pass once its keys and values are computed."""
 
 
 class RowCache(Cache):  # type: ignore[misc]
-    """A transformers cache over a `KVBuffer` whose rows need not be at the end.
+    """A transformers cache over a `KVBuffer` that holds a whole prompt.
 
-    Batch rows share the same slots. `length` slots exist; `rows` says which ones a forward pass
-    computes.
+    Attributes:
+        rows: the slots that the pass computes, the same for all prompts of a batch.
+        is_peeking: end the layer once keys and values are written, and keep them in `peeked`.
+        peeked: fresh keys and values of the rows, then those that the buffer held before.
+        observer: is shown every layer's query and keys; None for nobody.
+        drift: corrects reused KV by the rows computed; None for no correction.
     """
 
     def __init__(
@@ -48,7 +52,7 @@ class RowCache(Cache):  # type: ignore[misc]
         *_: Any,
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scatter (batch, num_kv_heads, num_rows, dim) into the buffer; return all slots."""
+        """Write (batch, num_kv_heads, num_rows, dim) to the rows' slots; returns all slots' KV."""
         index = self.rows.index
         keys, values = self.buffer.keys[layer_idx], self.buffer.values[layer_idx]
         if self.is_peeking:
@@ -70,10 +74,10 @@ class RowCache(Cache):  # type: ignore[misc]
         window: int | None,
         softcap: float | None,
     ) -> None:
-        """Pass on what a layer's attention is about to do.
+        """Show the observer a layer's query and keys before the layer attends.
 
         Raises:
-            Observed: this is the last layer, so there is nothing more to see.
+            Observed: this was the last layer, so the pass can end.
         """
         if self.observer is None:
             return
@@ -82,9 +86,9 @@ class RowCache(Cache):  # type: ignore[misc]
             raise Observed
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Slots before the tokens that enter the model, were they the last ones."""
+        """How many tokens the model takes to come before those that enter it."""
         return self.rows.length - self._entering
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """All slots, from the first."""
+        """Masks cover all slots, from the first one on."""
         return self.rows.length, 0

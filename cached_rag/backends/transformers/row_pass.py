@@ -1,8 +1,8 @@
-"""One forward pass of an unmodified transformers model over chosen rows of a prompt.
+"""One forward pass of an unmodified transformers model over chosen rows (tokens) of a prompt.
 
-A Cache subclass scatters the rows' keys and values into full-length ones; hooks on the decoder
-layers narrow the rows where a method says so, and are gone afterwards. Knows layers; knows neither
-why rows were chosen nor what comes before or after the pass.
+A subclass of transformers' `Cache` writes the rows' keys and values to their slots in a buffer that
+holds the whole prompt. Hooks on the decoder layers drop rows where a method decides so; they are
+removed after the pass. Knows layers; does not know why rows are chosen, nor other passes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from cached_rag.methods.base import LayerCheck, Layout, Selector
 
 @dataclass(frozen=True)
 class Decoder:
-    """What partial prefill must know of a model.
+    """What partial prefill needs to know of a model.
 
     Attributes:
         model: a transformers causal LM in eval mode.
         layers: its decoder layers, in order.
-        windows: each layer's sliding window, None where it sees everything.
-        is_fast: attention goes through `attention.py`; else the dense way is taken.
+        windows: each layer's sliding window; None for a layer that sees everything.
+        is_fast: the model attends through `attention/scattered.py`; if not, all tokens enter it
+            (see `prefill.py`).
+        parameters: names of the arguments of the model's forward method.
     """
 
     model: Any
@@ -48,12 +50,20 @@ class Decoder:
 
 
 class RowPass:
-    """One forward pass. `kept` are the rows still computed, as indices of what entered."""
+    """One forward pass.
+
+    Attributes:
+        entering: (batch, num_entering) token ids that enter the model.
+        kept: indices among these of the rows that are still computed; None for all.
+        checks: layers before which `selector` chooses rows.
+        final_slots: slots of the rows that are computed in every layer.
+        computed: (token, layer) pairs computed so far.
+    """
 
     layout: Layout
     selector: Selector
     checks: frozenset[int] = frozenset()
-    # Rows whose output of layer 0 is known: (which of those that enter, their hidden states).
+    # Rows whose output of layer 0 is known: a mask over the pass's rows, and their hidden states.
     resumed: tuple[torch.Tensor, torch.Tensor] | None = None
     observer: Observer | None = None
     first_output: torch.Tensor | None = None
@@ -74,7 +84,8 @@ class RowPass:
         positions = torch.arange(length) if self.gaps is None else self.gaps
         positions = positions.to(slots.device)
         rows = rows_type(slots, length)
-        # A model's own masks are right for the last rows of a prompt, so these alone may enter.
+        # Without our attention, only the last rows of a prompt may enter by themselves: the model's
+        # own masks are right for them.
         is_tail = rows.is_contiguous and rows.last == length - 1
         if decoder.is_fast or is_tail:
             self.entering, self.kept = token_ids[:, slots], None
@@ -86,7 +97,7 @@ class RowPass:
         self.computed = 0
 
     def forward(self) -> Prefilled:
-        """Run the model once."""
+        """Run the model once over the rows."""
         wanted = {
             "input_ids": self.entering,
             "position_ids": self.positions[None].expand(self.entering.shape),
@@ -109,17 +120,17 @@ class RowPass:
         return Prefilled(tail, self.computed, self.final_slots)
 
     def watch(self, observer: Observer) -> None:
-        """Run until the observer has seen enough; keep what layer 0 puts out."""
+        """Run until the observer has seen all its layers; keeps the output of layer 0."""
         self.observer = self.cache.observer = observer
         with self.hooked(), suppress(Observed):
             self.forward()
 
     def resume(self, is_known: torch.Tensor, first_output: torch.Tensor) -> Prefilled:
-        """Run, given what layer 0 puts out for some of the rows.
+        """Run the model, without recomputing layer 0 for rows whose output of it is known.
 
         Args:
-            is_known: (num_rows,) bool.
-            first_output: (batch, known rows, hidden_size).
+            is_known: (num_rows,) bool, these rows.
+            first_output: (batch, number of known rows, hidden_size), their output of layer 0.
         """
         self.resumed, self.all_rows = (is_known, first_output), self.cache.rows
         with self.hooked():
@@ -127,7 +138,7 @@ class RowPass:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Hooks from the first layer that narrows to the last; none if no layer does."""
+        """Inside this context, hooks are on all layers from the first that may drop rows."""
         layers, handles = self.decoder.layers, []
         first = self._first_narrowing()
         self.computed = first * len(self.cache.rows)
@@ -156,7 +167,7 @@ class RowPass:
     def before_layer(
         self, index: int, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Narrow a layer's inputs to the rows kept; at a check layer, choose them first."""
+        """Cut a layer's inputs to the rows kept; at a check layer, let the method choose them."""
         if self.ready is not None:
             self.ready(index)
         names = list(inspect.signature(layer.forward).parameters)
@@ -178,8 +189,8 @@ class RowPass:
         self.final_slots = self.cache.rows.slots
         count = len(self.cache.rows)
         if index == len(self.decoder.layers) - 1 and 0 < self.num_logits < count:
-            # Of the last layer's rows only those whose logits are wanted; the others leave their
-            # keys and values.
+            # The last layer computes only rows whose logits are wanted. Of the others it computes
+            # keys and values, which later tokens need.
             self._peek(layer, inputs)
             last = torch.arange(count, device=self.cache.rows.slots.device)
             last = last[-self.num_logits :]
@@ -189,7 +200,7 @@ class RowPass:
     def _resume(
         self, index: int, hidden: torch.Tensor, is_known: torch.Tensor, known: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Layer 0 without the rows whose output is known; from layer 1 on with them."""
+        """Drop the rows whose output is known before layer 0, and add them before layer 1."""
         every = self.all_rows
         if index == 0:
             self.kept = (~is_known).nonzero().squeeze(1)
@@ -202,7 +213,7 @@ class RowPass:
         return {"hidden_states": whole}
 
     def _peek(self, layer: torch.nn.Module, inputs: dict[str, Any]) -> None:
-        """Fresh keys and values of all current rows, for the price of norm and projections."""
+        """Compute only keys and values of the current rows, not the rest of the layer."""
         self.cache.is_peeking = True
         try:
             layer.forward(**inputs)
@@ -212,23 +223,23 @@ class RowPass:
             self.cache.is_peeking = False
 
     def _choose(self, index: int, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Ask the method which rows to go on with."""
+        """Let the method choose which rows to go on with; returns their hidden states."""
         rows = self.cache.rows
         reused = self.layout.reused.to(rows.slots.device)[rows.slots]
         check = LayerCheck(index, rows.slots, reused, *self.cache.peeked)
         keep = self.selector.narrow(check, self.layout).nonzero().squeeze(1)
-        self.computed += len(rows) - len(keep)  # peeked at, so charged in full
+        self.computed += len(rows) - len(keep)  # dropped rows count as computed in this layer
         return self._keep(keep, hidden)
 
     def _keep(self, keep: torch.Tensor, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Go on with some of the current rows; returns their hidden states."""
+        """Go on with the current rows at indices `keep`; returns their hidden states."""
         rows = self.cache.rows
         self.kept = keep if self.kept is None else self.kept[keep]
         self.cache.rows = rows.narrowed(keep)
         return {"hidden_states": hidden[:, keep]}
 
     def _narrowed(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Per-row tensors cut to the rows kept; what already has that many rows stays."""
+        """The inputs with per-row tensors cut to the rows kept, where they are not yet."""
         if self.kept is None:
             return inputs
         if not self.decoder.is_fast and inputs.get("attention_mask") is None:
@@ -250,7 +261,7 @@ class RowPass:
         return tensor.index_select(dim, self.kept)
 
     def _widen(self, _: torch.nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-        """Give the rest of the model the number of rows it expects; only kept ones are defined."""
+        """Give the model's head as many rows as entered; those that were dropped are zero."""
         hidden = output[0] if isinstance(output, tuple) else output
         if self.kept is None or hidden.shape[1] == self.num_entering:
             return output

@@ -1,6 +1,6 @@
-"""The three applications of Prompt Cache, section 5.6: schemas, and prompts of them.
+"""The three applications of Prompt Cache, section 5.6: a schema and some prompts of each.
 
-The source files that the first one reads are Python's own. Knows no engine.
+The source files in the first one are modules of Python's standard library. Knows no engine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def code() -> Example:
 
 
 def learner() -> Example:
-    """One trait of each of six unions."""
+    """A learner's profile: one module of each of six unions."""
     schema = Schema.from_file(_file("learner.xml"))
     traits = [
         ("middle-school", "newcomer", "last-term", "by-listening", "essay", "curious"),
@@ -51,7 +51,7 @@ def learner() -> Example:
 
 
 def trip() -> Example:
-    """A template with parameters, and nested destinations."""
+    """A travel plan with parameters and nested modules."""
     schema = Schema.from_file(_file("trip.xml"))
     task = Said("user", "Make a travel plan.")
     abroad = Import("abroad", Import("lisbon"))
@@ -70,7 +70,7 @@ def _file(name: str) -> Path:
 
 
 def _code_source() -> str:
-    """The schema around the source files, as anyone would generate it for a code base."""
+    """The schema's PML, made from source files as one would for a code base."""
     modules = []
     for name in _SOURCES:
         found = importlib.util.find_spec(name)

@@ -1,1 +1,1 @@
-"""Attention of scattered, few and shared rows."""
+"""Attention of rows that are scattered in a prompt, few, or share keys with other rows."""

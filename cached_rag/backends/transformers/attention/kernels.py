@@ -1,7 +1,8 @@
-"""Attention that also gives the logarithm of its sum of exponentials, by the device's best kernel.
+"""Attention that also returns each row's log-sum-exp, by the fastest kernel of the device.
 
-With it, attention over parts of the keys can be merged into attention over all of them
-(RelayAttention, equation 12). Knows tensors only; `reference` is the definition.
+The log-sum-exp (lse) of a row is the logarithm of its softmax's denominator. With it, the results
+over parts of the keys can be merged into the result over all keys (RelayAttention, equation 12).
+Knows tensors only; `reference` is the definition.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from cached_rag.backends.transformers.attention.matmul import capped, matmul_att
 
 _log = logging.getLogger(__name__)
 _OPS = torch.ops.aten
-# In bf16 the CPU's flash kernel loses to plain products once keys no longer fit the cache. (rows,
-# keys), ascending: from so many rows on (each head of a group is one), up to so many keys flash is
-# taken. `cached-rag bench kernels` times both.
-_FLASH_KEYS = ((1, 16384), (48, 8192), (96, 3072), (192, 2048), (384, 1024))
+# In bf16 on a CPU, matrix products are faster than torch's flash kernel once the keys no longer fit
+# the cache. Pairs (rows, keys), ascending: with at least this many rows, flash is used up to this
+# many keys. Each head of a group counts as a row. `cached-rag bench kernels` times both.
+FLASH_KEYS = ((1, 16384), (48, 8192), (96, 3072), (192, 2048), (384, 1024))
 _SMALL = (torch.bfloat16, torch.float16)
 
 Attended = tuple[torch.Tensor, torch.Tensor]
@@ -32,16 +33,16 @@ def attend(
     scale: float,
     softcap: float | None = None,
 ) -> Attended:
-    """Attention of rows that see all keys.
+    """Attention in which every row sees every key.
 
     Args:
-        query: (1, num_kv_heads, num_rows, head_dim), the heads of a group being rows.
+        query: (1, num_kv_heads, num_rows, head_dim); the query heads that share a KV head are rows.
         keys, values: (1, num_kv_heads, num_keys, dim); at least one key.
-        scale: softmax scale.
-        softcap: what scores are bent to stay below; only plain torch can do that.
+        scale: factor of the scores.
+        softcap: bound of the scores, see `capped`; with one, plain torch computes.
 
     Returns:
-        (1, num_kv_heads, num_rows, value_dim), and (1, num_kv_heads, num_rows) in fp32.
+        (1, num_kv_heads, num_rows, value_dim) output, and (1, num_kv_heads, num_rows) lse in fp32.
     """
     if softcap is not None:
         return reference(query, keys, values, scale, softcap=softcap)
@@ -49,7 +50,7 @@ def attend(
 
 
 def kernel_of(rows: int, keys: torch.Tensor, values: torch.Tensor) -> str:
-    """Which of `KERNELS` `attend` takes for so many rows, the heads of a group being rows."""
+    """The name in `KERNELS` of the kernel that `attend` uses for this many rows."""
     if keys.device.type == "cpu":
         if keys.dtype == torch.bfloat16 and not prefers_flash(rows, keys.shape[2]):
             return "matmul"
@@ -59,7 +60,7 @@ def kernel_of(rows: int, keys: torch.Tensor, values: torch.Tensor) -> str:
 
 def prefers_flash(rows: int, keys: int) -> bool:
     """Whether the flash kernel is the faster one in bf16 on a CPU."""
-    return keys <= [most for least, most in _FLASH_KEYS if least <= rows][-1]
+    return keys <= [most for least, most in FLASH_KEYS if least <= rows][-1]
 
 
 def attend_padded(
@@ -70,16 +71,16 @@ def attend_padded(
     scale: float,
     softcap: float | None = None,
 ) -> Attended:
-    """Attention of several rows, each over its own keys.
+    """Attention of several rows, each over its own keys, padded to one length.
 
     Args:
         query: (rows, num_kv_heads, group, head_dim).
         keys, values: (rows, num_kv_heads, num_keys, dim), finite also where they are masked.
-        mask: (rows, 1, 1, num_keys), additive, of the query's dtype. What rows that see nothing
-            give means nothing.
+        mask: (rows, 1, 1, num_keys), additive, of the query's dtype.
 
     Returns:
-        (rows, num_kv_heads, group, value_dim), and (rows, num_kv_heads, group) in fp32.
+        (rows, num_kv_heads, group, value_dim) output, and (rows, num_kv_heads, group) lse in fp32.
+        Both are undefined for a row whose keys are all masked.
     """
     is_even = keys.shape[3] == values.shape[3]
     if query.device.type == "cpu" and is_even and softcap is None:
@@ -96,14 +97,14 @@ def attend_causal(
     scale: float,
     softcap: float | None = None,
 ) -> Attended:
-    """Attention of as many rows as keys, row i seeing keys up to i.
+    """Causal attention of as many rows as keys: row i sees keys 0 to i.
 
     Args:
         query: (1, num_heads, num_rows, head_dim).
         keys, values: (1, num_kv_heads, num_rows, dim).
 
     Returns:
-        (1, num_heads, num_rows, value_dim), and (1, num_heads, num_rows) in fp32.
+        (1, num_heads, num_rows, value_dim) output, and (1, num_heads, num_rows) lse in fp32.
     """
     is_even = keys.shape[3] == values.shape[3]
     if query.device.type == "cpu" and is_even and softcap is None:
@@ -124,7 +125,11 @@ def reference(
     causal: bool = False,
     softcap: float | None = None,
 ) -> Attended:
-    """The same in plain torch, scores in fp32. A row that sees nothing gives 0 and -inf."""
+    """Attention and lse in plain torch, scores in fp32: the definition of this module's results.
+
+    Shapes are those of `attend`, or with `causal` those of `attend_causal` with as many KV heads as
+    heads. Without any key, the output is 0 and the lse is -inf.
+    """
     scores = capped((query.float() @ keys.float().transpose(2, 3)) * scale, softcap)
     if causal:
         hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
@@ -135,12 +140,12 @@ def reference(
 
 
 def _flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> Attended:
-    """The device's flash kernel; keys and values are equally wide."""
+    """The device's flash kernel, which needs keys and values of one width."""
     kernel = _cpu if query.device.type == "cpu" else _cuda
     return kernel(query, keys, values, scale, causal=False)
 
 
-# What `attend` chooses from.
+# The kernels that `attend` chooses from, by name.
 KERNELS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Attended]] = {
     "flash": _flash,
     "matmul": matmul_attention_lse,
@@ -157,9 +162,9 @@ def _cpu(
     causal: bool,
     mask: torch.Tensor | None = None,
 ) -> Attended:
-    """The kernel behind torch's own attention on CPUs; grouped heads are its own.
+    """The kernel behind torch's attention on CPUs; it takes fewer KV heads than heads.
 
-    Of a row that sees no key it gives 0, for the lse too.
+    For a row that sees no key, output and lse are 0.
     """
     output, lse = _OPS._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, 0.0, causal, attn_mask=mask, scale=scale
@@ -178,24 +183,33 @@ def _cuda(
         found = _OPS._scaled_dot_product_efficient_attention(
             query, keys, values, None, True, 0.0, causal, scale=scale
         )
-    return found[0], found[1][:, :, : query.shape[2]].float()  # some pad the rows of the lse
+    return found[0], found[1][:, :, : query.shape[2]].float()  # some kernels pad the lse's rows
 
 
 def _on_cuda(keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether CUDA's kernels take these."""
+    """Whether torch's CUDA kernels can be used for these keys and values."""
     same_width = keys.shape[3] == values.shape[3]
-    return (
-        keys.device.type == "cuda" and same_width and _cuda_kernel_works(keys.dtype, keys.shape[3])
-    )
+    return keys.device.type == "cuda" and same_width and _cuda_works(keys.dtype, keys.shape[3])
 
 
 @functools.cache
-def _cuda_kernel_works(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernel does what the reference does; torch may change it between versions."""
-    query, keys, values = torch.randn(3, 1, 2, 33, head_dim, device="cuda").to(dtype)
+def _cuda_works(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether torch's CUDA kernel may be used; torch may change it between versions."""
+    return gives_the_reference(_cuda, dtype, head_dim, "cuda")
+
+
+def gives_the_reference(
+    kernel: Callable[..., Attended], dtype: torch.dtype, head_dim: int, device: str
+) -> bool:
+    """Whether a kernel gives what `reference` gives, tried on random tensors; warns if not.
+
+    Args:
+        kernel: called with query, keys, values, scale and `causal=True`.
+    """
+    query, keys, values = torch.randn(3, 1, 2, 33, head_dim, device=device).to(dtype)
     expected = reference(query, keys, values, 0.2, causal=True)
     try:
-        found = _cuda(query, keys, values, 0.2, causal=True)
+        found = kernel(query, keys, values, 0.2, causal=True)
         good = all(
             torch.allclose(a.float(), b.float(), atol=0.03)
             for a, b in zip(found, expected, strict=True)

@@ -1,14 +1,15 @@
 """Attention of few rows over many keys on a CPU, as two matrix products. Knows tensors only.
 
-In bf16 the CPU's flash kernel of torch 2.13 reaches a third of the speed of the matrix product it
-is made of. For few rows the scores fit the cache, so the plain form is the faster one: products in
-bf16, softmax in fp32 inside. The memory for scores is kept: fresh memory would cost more in page
-faults than the arithmetic.
+In bf16 the CPU's flash kernel of torch 2.13 reaches a third of the speed of the matrix products it
+consists of. For few rows all scores fit the cache, so two plain products are faster: they are
+computed in bf16, the softmax between them in fp32. The memory for scores is kept between calls,
+since page faults of fresh memory would cost more than the arithmetic.
 
-Scores are rounded to bf16 before the softmax, so they must be small. Real keys are not: where
-projections have biases (Qwen 2) they lie around a far point, and scores of hundreds lose all that
-tells keys apart. What all keys have in common moves all of a row's scores alike, which the softmax
-ignores; it is taken off first (as in SageAttention, arXiv:2410.02367).
+The scores are rounded to bf16 before the softmax, so they must be small. Those of real keys are
+not: where the key projection has a bias (Qwen 2), all keys lie around a far point, and in scores of
+several hundred, rounding erases the differences between keys. A vector that all keys have in common
+shifts all scores of a row equally, which the softmax ignores. So it is subtracted first (as in
+SageAttention, arXiv:2410.02367).
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import threading
 
 import torch
 
-# So many rows' scores over some thousand keys stay in the cache.
+# Rows computed at a time: their scores over some thousand keys fit the cache.
 _LSE_ROWS = 384
-# Below this a weight has lost digits.
+# A smaller softmax weight has lost digits.
 _VANISHING = 1e-30
-# The common part of keys is their mean; of every so many of them, for it need not be exact.
+# The keys' common part is estimated by the mean of every eighth key; it need not be exact.
 _CENTRE_STEP = 8
 
 
 class _Scratch(threading.local):
-    """Memory for scores, one block a dtype and thread; grows, never shrinks."""
+    """Memory for scores: one block for each dtype and thread, which grows and never shrinks."""
 
     def __init__(self) -> None:
         self._blocks: dict[torch.dtype, torch.Tensor] = {}
@@ -39,7 +40,7 @@ class _Scratch(threading.local):
             count *= size
         block = self._blocks.get(dtype)
         if block is None or block.numel() < count:
-            with torch.inference_mode(False):  # else it could be written in inference mode alone
+            with torch.inference_mode(False):  # or only inference mode could write to it
                 block = self._blocks[dtype] = torch.empty(count, dtype=dtype)
         return block[:count].view(shape)
 
@@ -53,9 +54,10 @@ def prefers_matmul(query: torch.Tensor) -> bool:
 
 
 def centre_of(keys: torch.Tensor) -> torch.Tensor:
-    """(head_dim,) what (num_keys, head_dim) keys have in common, in their dtype.
+    """A (head_dim,) vector that (num_keys, head_dim) keys have in common, in their dtype.
 
-    Any vector is right; the nearer it is to the keys, the smaller are the scores of what is left.
+    Subtracting any vector from all keys leaves the attention unchanged; the nearer it is to the
+    keys, the smaller the remaining scores.
     """
     return keys[::_CENTRE_STEP].mean(dim=0, dtype=torch.float32).to(keys.dtype)
 
@@ -67,7 +69,7 @@ def matmul_attention(
     mask: torch.Tensor | None,
     scale: float | None,
 ) -> torch.Tensor:
-    """softmax(scale * query keys^T + mask) values, the heads of a group folded into the rows.
+    """softmax(scale * query keys^T + mask) values, for any number of heads per KV head.
 
     Args:
         query: (batch, num_heads, num_rows, head_dim).
@@ -104,9 +106,10 @@ def capped_attention(
     scale: float | None,
     softcap: float,
 ) -> torch.Tensor:
-    """As `matmul_attention`, scores bent below a bound, in fp32; for any device.
+    """As `matmul_attention`, with bounded scores (see `capped`); in fp32, on any device.
 
-    No kernel has this; and what keys have in common matters here, so it cannot be taken off.
+    No kernel of torch has such a bound. The keys' common part changes bounded scores, so it is not
+    subtracted here.
 
     Args:
         mask: additive or bool, broadcast to (batch, num_heads, num_rows, num_keys).
@@ -122,23 +125,24 @@ def capped_attention(
 
 
 def capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Scores bent to stay below a bound, as Gemma 2 does; None for none."""
+    """Scores squeezed into (-softcap, softcap) by a tanh (Gemma 2); unchanged if it is None."""
     return scores if softcap is None else (scores / softcap).tanh() * softcap
 
 
 def matmul_attention_lse(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `matmul_attention` for rows that see all keys, with the log of the sum of exponentials.
+    """As `matmul_attention` for rows that see all keys; also returns the rows' log-sum-exp.
 
-    The sum is read off one weight of a row and its score, so it is as exact as the dtype's weights.
+    A weight is exp(score - lse), so the lse follows from one score and its weight. It is as exact
+    as a weight in this dtype.
 
     Args:
-        query: (1, num_kv_heads, num_rows, head_dim), the heads of a group being rows.
+        query: (1, num_kv_heads, num_rows, head_dim); the query heads that share a KV head are rows.
         keys, values: (1, num_kv_heads, num_keys, dim).
 
     Returns:
-        (1, num_kv_heads, num_rows, value_dim), and (1, num_kv_heads, num_rows) in fp32.
+        (1, num_kv_heads, num_rows, value_dim) output, and (1, num_kv_heads, num_rows) lse in fp32.
     """
     scaled = query[0] * scale
     kv_heads, rows = scaled.shape[:2]
@@ -157,14 +161,14 @@ def matmul_attention_lse(
 
 
 def _weigh(query: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Fill (rows, keys) weights; returns their rows' log-sum-exp in fp32."""
+    """Write softmax weights to (rows, keys) `weights`; returns the rows' log-sum-exp in fp32."""
     torch.mm(query, keys, out=weights)
     first = weights[:, 0].float()
     torch.softmax(weights, dim=-1, out=weights)
     weight = weights[:, 0].float()
     if float(weight.min()) > _VANISHING:
         return first - weight.log()
-    # The first key's weight says nothing; the largest one always does, but takes two more passes.
+    # The first key's weight is too small. The largest is never, but finding it takes two passes.
     torch.mm(query, keys, out=weights)
     largest = weights.amax(-1).float()
     torch.softmax(weights, dim=-1, out=weights)

@@ -1,9 +1,10 @@
-"""Attention of many rows over keys that they share: read once for all of them.
+"""RelayAttention: rows of a batch share runs of keys, and each run is read once for all its rows.
 
-Softmax attention over several runs of keys is the average of the attention over each, weighted by
-the runs' sums of exponentials (RelayAttention, section 3.3; the sums travel as their logarithms,
-appendix A). There one system prompt is shared by a whole batch; here any run of keys by any of its
-rows, so that prefixes may form trees (appendix D). Knows tensors; knows no prompt.
+Attention over several runs of keys is the average of the attention over each run, weighted by the
+runs' sums of exponentials (RelayAttention, section 3.3; the sums are kept as logarithms, appendix
+A). In the paper, one system prompt is shared by the whole batch. Here any rows of a batch may share
+any run of keys, so that shared prefixes may form trees (appendix D). Knows tensors; knows no
+prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Part:
 
     Attributes:
         keys, values: (1, num_kv_heads, num_keys, dim).
-        tokens: which of the batch's tokens; None for all.
+        tokens: which of the batch's tokens see the keys; None for all.
     """
 
     keys: torch.Tensor
@@ -37,13 +38,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Padded:
-    """Single tokens of several rows, whose own keys lie in one tensor.
+    """Several rows with one token each, their own keys side by side in one padded tensor.
 
     Attributes:
         keys, values: (num_rows, num_kv_heads, num_keys, dim).
         mask: (num_rows, 1, 1, num_keys), see `attend_padded`.
-        tokens: (n,) which of the batch's tokens.
-        rows: (n,) whose keys they see.
+        tokens: (n,) which of the batch's tokens these are.
+        rows: (n,) for each of these tokens, the index of its row in `keys`.
     """
 
     keys: torch.Tensor
@@ -60,15 +61,15 @@ def relay_attention(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Attention of all tokens of a batch over what they share and over what is their row's own.
+    """Attention of a batch's tokens over the runs that rows share and over each row's own keys.
 
     Args:
-        query: (num_tokens, num_heads, head_dim), row after row.
-        shared: runs whose tokens see every key of them.
-        private: each token's row's own keys, once. Of a part, the last keys are its tokens' (a
-            slice), of which each sees those before it and itself.
-        scale: softmax scale; None for 1 / sqrt(head_dim).
-        softcap: what scores are bent to stay below; None for no bound.
+        query: (num_tokens, num_heads, head_dim), the tokens of one row after those of another.
+        shared: runs of keys; a token that sees a run sees all of it.
+        private: every row's own keys, each row in one entry. In a `Part`, `tokens` is a slice, and
+            the last keys are those of these tokens; each token sees its own key and all before it.
+        scale: factor of the scores; None for 1 / sqrt(head_dim).
+        softcap: bound of the scores (Gemma 2), see `capped`; None for no bound.
 
     Returns:
         (num_tokens, num_heads, value_dim).
@@ -87,7 +88,7 @@ def relay_attention(
 
 
 def merge(first: Attended, second: Attended) -> Attended:
-    """Attention over two runs of keys, from that over each (equations 7 and 11)."""
+    """Attention over two runs of keys, from the attention over each (equations 7 and 11)."""
     lse = torch.logaddexp(first[1], second[1])
     parts = [found * (own - lse).exp()[..., None] for found, own in (first, second)]
     return parts[0] + parts[1], lse
@@ -105,7 +106,7 @@ def _taken(query: torch.Tensor, tokens: slice | torch.Tensor | None) -> torch.Te
 
 
 def _padded(query: torch.Tensor, own: Padded, scale: float, softcap: float | None) -> Attended:
-    """As `_private`, for single tokens of several rows."""
+    """As `_private`, for several rows with one token each."""
     count, kv_heads = own.keys.shape[:2]
     _, heads, dim = query.shape
     asked = query.new_zeros(count, heads, dim)
@@ -118,7 +119,7 @@ def _padded(query: torch.Tensor, own: Padded, scale: float, softcap: float | Non
 def _private(
     query: torch.Tensor, part: Part | Padded, scale: float, softcap: float | None
 ) -> Attended:
-    """(tokens, num_heads, value_dim) and (tokens, num_heads) of one row over its own keys."""
+    """A row's tokens over its own keys: (tokens, num_heads, value_dim), (tokens, num_heads) lse."""
     if isinstance(part, Padded):
         return _padded(query, part, scale, softcap)
     asked = _taken(query, part.tokens)
@@ -141,13 +142,13 @@ def _seen_by_all(
     scale: float,
     softcap: float | None,
 ) -> Attended:
-    """As `_private`, every token seeing every key."""
+    """As `_private`, for keys all of which every token sees."""
     count, heads, dim = query.shape
     kv_heads = keys.shape[1]
     if count == 1:
         found, lse = attend(query.view(1, kv_heads, -1, dim), keys, values, scale, softcap)
         return found.reshape(1, heads, -1), lse.reshape(1, heads)
-    # Tokens and the heads of a group side by side: each key is read once for all of them.
+    # Tokens and the heads of a group become rows of one product, so each key is read once.
     folded = query.view(count, kv_heads, -1, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
     found, lse = attend(folded, keys, values, scale, softcap)
     found = found.view(kv_heads, count, -1, values.shape[3]).transpose(0, 1)

@@ -1,9 +1,9 @@
-"""Attention of scattered rows over a full-length cache, as an attention function of transformers.
+"""Attention of scattered rows of a prompt over all its keys: transformers' "cached_rag" attention.
 
-Knows masks: a row at slot p sees keys at slots <= p (and inside the layer's window), wherever its
-neighbours in the tensor lie. No mask of the whole prompt is ever built: rows are taken in blocks,
-each over the keys that its last row can see. Registered as "cached_rag"; outside `attending` it is
-transformers' own sdpa. Knows no method and no store.
+The rows of a pass need not be neighbours: a row at slot p sees the keys at slots <= p (within the
+layer's window), whichever rows are computed beside it. No mask of the whole prompt is built: rows
+are computed in blocks, each over the keys up to the block's last row. Outside of `attending`, a
+model set to this attention uses transformers' own sdpa. Knows no method and no store.
 """
 
 from __future__ import annotations
@@ -28,13 +28,18 @@ from cached_rag.backends.transformers.attention.matmul import (
 
 IMPLEMENTATION = "cached_rag"
 _BLOCK_ROWS = 128
-# Masks are kept for the layers to come only while they are small; else each layer builds its own.
+# Masks of up to this many bytes are kept for the other layers; larger ones are built in each layer.
 _MASK_BYTES_KEPT = 64 << 20
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows `rows` of the query over keys `keys`; `causal` if they start together."""
+    """A block of query rows and the keys that some of them see.
+
+    Attributes:
+        masked: a mask is needed, as the rows do not all see the same keys.
+        causal: rows and keys both begin at slot 0, so the kernel's own causal mask is right.
+    """
 
     rows: slice
     keys: slice
@@ -48,7 +53,7 @@ class Rows:
 
     Attributes:
         slots: (num_rows,) int64, strictly ascending.
-        length: number of key slots that exist (> the last slot).
+        length: how many key slots there are; more than the last of `slots`.
     """
 
     slots: torch.Tensor
@@ -62,11 +67,11 @@ class Rows:
         self.sees = self.visible()
 
     def visible(self) -> torch.Tensor:
-        """(num_rows,) the last slot that each row sees: its own."""
+        """(num_rows,) the last slot that each row sees, which is its own."""
         return self.slots
 
     def narrowed(self, keep: torch.Tensor) -> Rows:
-        """Some of the rows, by index or mask."""
+        """The rows at these indices, or where a bool mask is true."""
         return type(self)(self.slots[keep], self.length)
 
     def __len__(self) -> int:
@@ -74,7 +79,7 @@ class Rows:
 
     @property
     def index(self) -> slice | torch.Tensor:
-        """What selects these slots: a slice where possible."""
+        """An index of the rows' slots: a slice if they are contiguous, which copies nothing."""
         return slice(self.first, self.last + 1) if self.is_contiguous else self.slots
 
     def attend(
@@ -91,9 +96,9 @@ class Rows:
         Args:
             query: (batch, num_heads, num_rows, head_dim).
             keys, values: (batch, num_kv_heads, length, dim).
-            scale: softmax scale; None for 1 / sqrt(head_dim).
-            window: how many keys a row sees, itself included; None for all before it.
-            softcap: what scores are bent to stay below (Gemma 2); None for no bound.
+            scale: factor of the scores; None for 1 / sqrt(head_dim).
+            window: most keys that a row sees, its own included; None for no limit.
+            softcap: bound of the scores (Gemma 2), see `capped`; None for no bound.
 
         Returns:
             (batch, num_heads, num_rows, value_dim).
@@ -140,14 +145,14 @@ class Rows:
             return capped_attention(query, keys, values, mask, scale, softcap)
         mask = self._mask(block, window, query.dtype) if block.masked else None
         if prefers_matmul(query) and not block.causal:
-            if mask is not None and window is None:  # keys up to the first row's are seen by all
+            if mask is not None and window is None:  # all rows see the keys up to the first row's
                 mask = mask[:, int(self.sees[block.rows.start]) + 1 :]
             return matmul_attention(query, keys, values, mask, scale)
         groups = query.shape[1] // keys.shape[1]
         grouped = groups > 1 and query.device.type == "cpu"
         if groups > 1 and not grouped:
-            # Off the CPU only the unmasked kernels know grouped heads; the masked ones would
-            # fall back to a kernel that materialises all scores.
+            # On other devices only unmasked kernels take fewer KV heads than heads; with a mask,
+            # torch would use a kernel that writes all scores to memory.
             grouped = mask is None and query.device.type == "cuda"
         if groups > 1 and not grouped:
             keys, values = repeat_kv(keys, groups), repeat_kv(values, groups)
@@ -180,11 +185,11 @@ class Rows:
 
 
 class Attending(Protocol):
-    """What the attention function needs of the running pass."""
+    """What the attention function needs to know of the forward pass that is running."""
 
     @property
     def rows(self) -> Rows:
-        """The rows of the layer that runs now."""
+        """The rows that the current layer computes."""
         ...
 
     @property
@@ -201,7 +206,7 @@ class Attending(Protocol):
         window: int | None,
         softcap: float | None,
     ) -> None:
-        """Told of every layer's query and keys before they meet."""
+        """Called with each layer's query and keys before the layer attends."""
         ...
 
 
@@ -210,7 +215,7 @@ _ACTIVE: ContextVar[Attending | None] = ContextVar("cached_rag_attending", defau
 
 @contextmanager
 def attending(state: Attending) -> Iterator[None]:
-    """Within, models set to `IMPLEMENTATION` attend by `state.rows`."""
+    """Inside this context, models set to `IMPLEMENTATION` attend through `state.rows`."""
     token = _ACTIVE.set(state)
     try:
         yield
@@ -245,7 +250,7 @@ def _attention(
 
 
 def _causal_mask(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
-    """What transformers leaves out where its kernels mask by themselves."""
+    """An additive causal mask, which transformers leaves out if its own kernel would apply one."""
     if query.shape[2] == 1:
         return None
     mask = query.new_full((query.shape[2], keys.shape[2]), float("-inf"))
@@ -257,6 +262,6 @@ def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 
 
 def register() -> None:
-    """Make `IMPLEMENTATION` known to transformers; doing it again changes nothing."""
+    """Register `IMPLEMENTATION` with transformers; a second call changes nothing."""
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)
