@@ -57,12 +57,9 @@ def test_what_modules_are_encoded_behind_brings_them_nearer_to_full_prefill(engi
 
 def test_code_of_several_files_is_written_from_cache(engine):
     example = EXAMPLES["code"]()
-    rows = bench_prompt(engine, example.prompts[0], ("full", "reuse"), max_tokens=8, repeats=1)
-    full, reused = rows
-    assert full.cached_tokens == 0
+    (reused,) = bench_prompt(engine, example.prompts[0], ("reuse",), max_tokens=8, repeats=1)
     assert reused.cached_tokens > 0.97 * reused.prompt_tokens
     assert reused.text
-    assert full.text
     weight = footprint(engine)
     assert weight.memory == weight.formula == 2 * 30 * 3 * 64 * 4
 
