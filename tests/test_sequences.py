@@ -96,6 +96,31 @@ def test_sequences_that_begin_alike_keep_their_beginning_once(engine):
     assert engine.sequences.nbytes == again
 
 
+def test_sequences_are_exact_only_where_all_they_were_made_of_was(engine):
+    more = "Tin cans keep soup for years, as sailors found when the salted meat was gone."
+    engine.encode([more], prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]))
+    prefill(engine, *CHUNKS, method="epic")
+    prefill(engine, *CHUNKS[:2], method="cacheblend", recompute_ratio=1.0)
+    prefill(engine, *CHUNKS, method="epic")  # of the two the repaired one is now the newer
+    prefill(engine, *CHUNKS[:2], more, method="epic")  # and this begins with the exact one,
+    prefill(engine, *CHUNKS[:2], method="cacheblend", recompute_ratio=1.0)  # newer again now
+    after = prefill(engine, *CHUNKS[:2], more)
+    assert after.report.cached_tokens > 0
+    assert torch.allclose(
+        after.logits[0], plain_logits(engine.model, after.tokens.ids)[-1], atol=1e-4
+    )
+
+
+def test_sequences_too_long_for_the_bound_drive_nothing_out(engine):
+    prefill(engine, *CHUNKS[:1])
+    with Engine(tiny_model("llama"), StoreConfig(sequence_bytes=engine.sequences.nbytes)) as small:
+        small.encode(CHUNKS, prefix=small.head(ask(CHUNKS[0]), CHUNKS[0]))
+        prefill(small, *CHUNKS[:1])
+        held = small.sequences.nbytes
+        prefill(small, *CHUNKS[::-1])
+        assert small.sequences.nbytes == held > 0
+
+
 def test_order_follows_the_longest_known_sequence(engine):
     def order(*given):
         names = [digest(CHUNKS[index]) for index in given]

@@ -45,15 +45,19 @@ class PromptKV:
     repair: str = ""
     chunks: tuple[tuple[str, int], ...] = ()
 
-    def usable(self, ids: Ids, repair: str) -> int:
+    def usable(self, ids: Ids, repair: str, exact: int = 0) -> int:
         """How many tokens of a prompt, from the first, may use this KV.
 
         Args:
             ids: the prompt's tokens.
             repair: mark of the method that will repair the prompt; empty for exact KV only.
+            exact: how many of the tokens have to have exact KV.
         """
         length = common(ids, self.ids)
-        return length if repair and repair == self.repair else min(length, self.exact_length)
+        may_be_repaired = bool(repair) and repair == self.repair
+        if not may_be_repaired or min(length, exact) > self.exact_length:
+            return min(length, self.exact_length)
+        return length
 
     def cut(self, length: int) -> tuple[Run, ...]:
         """The runs of its first `length` tokens."""
@@ -107,26 +111,28 @@ class Sequences:
         with self._lock:
             return _nbytes(self._kept)
 
-    def beginning(self, namespace: str, ids: Ids, repair: str = "") -> tuple[PromptKV | None, int]:
+    def beginning(
+        self, namespace: str, ids: Ids, repair: str = "", exact: int = 0
+    ) -> tuple[PromptKV | None, int]:
         """The sequence with the longest usable beginning of a prompt, and its number of tokens.
 
-        Args:
-            ids: the prompt's tokens.
-            repair: mark of the method that will repair the prompt; empty for exact KV only.
+        Of equally long ones it is the one that is exact the farthest. Arguments as for
+        `PromptKV.usable`.
 
         Returns:
             (None, 0) if there is nothing worth using.
         """
         with self._lock:
-            best, most = None, 0
+            best, most = None, (0, 0)
             for one in self._kept:
-                length = one.usable(ids, repair) if one.namespace == namespace else 0
-                if length > most and is_worth(length, one.chunks):
-                    best, most = one, length
+                length = one.usable(ids, repair, exact) if one.namespace == namespace else 0
+                rank = (length, min(length, one.exact_length))
+                if rank > most and is_worth(length, one.chunks):
+                    best, most = one, rank
             if best is not None:
                 self._kept.remove(best)
                 self._kept.append(best)
-            return best, most
+            return best, most[0]
 
     def add(self, sequence: PromptKV, kv: RowKV) -> None:
         """Keep a copy of a prompt's KV, as far as it may serve other prompts.
@@ -137,21 +143,21 @@ class Sequences:
         """
         length = min(sequence.exact_length, kv.length)
         if self.keeps_repaired and sequence.repair and sequence.chunks:
-            length = max(length, sequence.chunks[-1][1])
-        is_fit = kv.positions is None and is_worth(length, sequence.chunks)
-        if not self._max_bytes or not is_fit:
+            length = max(length, min(sequence.chunks[-1][1], kv.length))
+        is_fit = length * kv.own.nbytes <= self._max_bytes * kv.own.capacity
+        if kv.positions is not None or not is_fit or not is_worth(length, sequence.chunks):
             return
         with self._lock:
             kept = self._copied(sequence, kv, length)
-            if _nbytes([kept]) > self._max_bytes:
-                return
             self._kept = [one for one in self._kept if not _has_all(kept, one)] + [kept]
             while self.nbytes > self._max_bytes:
                 self._kept.pop(0)
 
     def _copied(self, sequence: PromptKV, kv: RowKV, length: int) -> PromptKV:
         """A sequence's first tokens: runs that are kept here already, and copies of the rest."""
-        there, same = self.beginning(sequence.namespace, sequence.ids[:length], sequence.repair)
+        there, same = self.beginning(
+            sequence.namespace, sequence.ids[:length], sequence.repair, sequence.exact_length
+        )
         runs = list(there.until(same).runs) if there else []
         ends = sorted({*(end for _, end in sequence.chunks if end < length), length})
         done = sum(map(len, runs))
