@@ -331,6 +331,8 @@ def test_serve_refuses_what_cannot_be(model_folder, index):
 def test_serve_serves_an_index_until_it_is_stopped(index, monkeypatch):
     def asked_once(server, sockets):
         assert sockets[0].getsockname()[0] == "0.0.0.0"
+        settings = server.config.app.state.service.engine.settings
+        assert (settings.sequence_bytes, settings.keeps_repaired) == (5000, False)
         server._ready()
         with TestClient(server.config.app) as client:
             asked = [{"role": "system", "content": SYSTEM}]
@@ -345,7 +347,7 @@ def test_serve_serves_an_index_until_it_is_stopped(index, monkeypatch):
     refused = run(cli.app, ["serve", "--index", str(index), *options])
     assert isinstance(refused.exception, ConfigError)
     assert "--no-keys" in str(refused.exception)
-    options += ["--no-keys"]
+    options += ["--no-keys", "--recent-bytes", "5000"]
     result = run(cli.app, ["serve", "--index", str(index), *options])
     assert result.exit_code == 0, result.output
     assert answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

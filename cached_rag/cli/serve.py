@@ -44,7 +44,11 @@ def serve_command(
     ] = None,
     sequence_bytes: Annotated[
         int,
-        typer.Option(help="Most bytes of KV kept of finished conversations, for their next turn."),
+        typer.Option(
+            "--sequence-bytes",
+            "--recent-bytes",
+            help="Most bytes of KV kept of finished conversations, for their next turn.",
+        ),
     ] = 1 << 30,
     memory_bytes: Annotated[int, typer.Option(help="Most bytes of chunks' KV in memory.")] = 2
     << 30,
