@@ -10,6 +10,7 @@ from contextlib import closing
 
 import pytest
 from conftest import CHUNKS, tiny_model
+from doubles import Recording
 from test_rag import WordEmbedding
 from typer.testing import CliRunner
 
@@ -206,6 +207,16 @@ def test_answers_that_are_kept_do_not_serve_a_text_that_was_deleted(when):
     other = engine.generate("What was never forgotten is kept. " * 20, max_tokens=2)
     assert other.report.cached_tokens == 0
     assert engine.sequences.nbytes > 0
+
+
+def test_a_prompt_that_ends_while_its_text_is_deleted_leaves_nothing():
+    model = Recording(tiny_model("llama"), before=lambda batch: engine.forget([LONG]))
+    engine = Engine(model, StoreConfig(sequence_bytes=1 << 26))
+    engine.encode([LONG])
+    options = {"max_tokens": 2, "method": "full"}
+    assert engine.generate(f"{LONG} Why?", **options).report.output_tokens == 2
+    model.before = lambda batch: None
+    assert engine.generate(f"{LONG} Why?", **options).report.cached_tokens == 0
 
 
 def test_sequences_go_with_what_they_were_made_of():

@@ -71,13 +71,12 @@ class Decoding:
     """An answer that is being made.
 
     Attributes:
-        prompt_ids: the prompt's tokens; set before the first `take`.
         token_ids: the answer's tokens so far; others may watch the list grow.
         finish_reason: see `Generation`; None until it is complete.
     """
 
     def __init__(self, model: Backend, config: GenerationConfig) -> None:
-        self.prompt_ids: Sequence[int] = ()
+        self._ids: list[int] = []
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self._eos_ids = frozenset() if config.ignore_eos else model.eos_ids
@@ -85,13 +84,18 @@ class Decoding:
         self._sampler = Sampler(model, config)
         self._text = Detokenizer(model.tokenizer, config.stop)
 
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        """Set the prompt that is answered, before the first token is taken."""
+        self._ids = list(prompt_ids)
+
     def take(self, logits: torch.Tensor) -> str:
         """Pick the next token by (1, vocab_size) logits; returns the text that is now certain."""
-        token = self._sampler([*self.prompt_ids, *self.token_ids], logits)
+        token = self._sampler(self._ids, logits)
         if token in self._eos_ids:
             self.finish_reason = "stop"
             return self._text.flush()
         self.token_ids.append(token)
+        self._ids.append(token)
         piece = self._text.push(token)
         if self._text.is_stopped:
             self.finish_reason = "stop"
@@ -110,7 +114,7 @@ def answer_alone(model: Backend, prefill: Prefilled, config: GenerationConfig) -
     """
     clock = Clock()
     answer = Decoding(model, config)
-    answer.prompt_ids = prefill.tokens.ids
+    answer.begin(prefill.tokens.ids)
     assert prefill.buffer is not None
     kv = RowKV(prefill.buffer, len(prefill.tokens))
     text = answer.take(prefill.logits)

@@ -299,10 +299,9 @@ class Engine:
     def _let_go(self, chunks: Sequence[ChunkRecord]) -> None:
         """Drop all KV of removed chunks that is outside the library: in what prompts left."""
         self._encoder.let_go()
-        namespace = self.settings.namespace
         for chunk in chunks:
-            self.sequences.forget(namespace, chunk.text_digest, inner_ids(chunk))
-            self.scheduler.forget(namespace, inner_ids(chunk))
+            namespace, ids = self.settings.namespace, inner_ids(chunk)
+            self.scheduler.forget(self.sequences, namespace, chunk.text_digest, ids)
 
     def head(self, messages: Sequence[Message], before: str) -> Rendered:
         """What a chat prompt says before a text, to be used as the prefix of `encode`.

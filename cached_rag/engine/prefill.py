@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import torch
 
 from cached_rag.backends.base import Prefilled
 from cached_rag.engine.choice import check_fits, choose, repair_mark
 from cached_rag.engine.report import Clock
 from cached_rag.engine.request import Request, Resources
-from cached_rag.engine.sharing import NOTHING, Beginning, kept_beginning
+from cached_rag.engine.sharing import NOTHING, Beginning
 from cached_rag.errors import ContextOverflowError, CorruptBlobError, StoreError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.loader import LayerLoader
@@ -70,20 +71,21 @@ def prepare(request: Request) -> None:
         clock = Clock()
         lazy = config.adaptive or resources.library.is_pipelined
         request.tokens, plan = request.reading(report, lazy=lazy)
+        request.ids = np.asarray(request.tokens.ids, dtype=np.int64)
         report.prompt_tokens = len(request.tokens)
         check_fits(resources.model, len(request.tokens), plan, config.max_tokens)
         report.match_ms = request.read_ms + clock.lap() - report.load_ms
         choice = choose(resources.model, plan, config)
     request.plan, request.method = choice.plan, choice.method
     request.repair = repair_mark(choice.method)
-    request.exact_length = _exact_length(request, choice.plan, NOTHING)
+    request.exact_length = _exact_length(request, choice.plan)
     report.decision = choice.decision
     report.notes += [note for note in choice.notes if note not in report.notes]
     if choice.method != request.config.selector():
         report.method = name_of(choice.method)
 
 
-def _exact_length(request: Request, plan: Plan, beginning: Beginning) -> int:
+def _exact_length(request: Request, plan: Plan) -> int:
     """Number of tokens, from the first, whose KV is, or will be, what full prefill computes."""
     disk = request.resources.library.disk
     is_lossy = disk is not None and disk.codec.name != "raw"
@@ -91,10 +93,10 @@ def _exact_length(request: Request, plan: Plan, beginning: Beginning) -> int:
     inexact = [
         place.begin
         for place in plan.placements
-        if place.begin >= len(beginning) and (is_lossy if place.is_exact else not is_whole)
+        if place.begin >= len(request.beginning) and (is_lossy if place.is_exact else not is_whole)
     ]
-    if beginning.exact_length < len(beginning):
-        inexact.append(beginning.exact_length)
+    if request.beginning.exact_length < len(request.beginning):
+        inexact.append(request.beginning.exact_length)
     return min(inexact, default=plan.num_tokens)
 
 
@@ -119,6 +121,7 @@ def compute(request: Request, beginning: Beginning = NOTHING) -> int:
     with resources.model.lock, torch.inference_mode():
         # 2) Place cached KV at its positions, in one buffer.
         clock = Clock()
+        request.beginning = beginning
         plan = planned.starting_from(beginning.pieces(tokens.ids))
         buffer = resources.workspace.take(len(tokens) + request.config.max_tokens)
         buffer.lay_out(plan.positions)
@@ -136,7 +139,7 @@ def compute(request: Request, beginning: Beginning = NOTHING) -> int:
         _leave_out(request, loader, problem)
         return compute(request)
     request.report.modules_hit = planned.num_chunks
-    request.exact_length = _exact_length(request, plan, beginning)
+    request.exact_length = _exact_length(request, plan)
     request.buffer, request.logits, request.rows = buffer, done.logits, done.rows
     return done.computed // resources.model.shapes.num_layers
 
@@ -145,20 +148,11 @@ def alone(request: Request) -> Request:
     """Prefill a prompt that was read, without the scheduler. The caller releases the request."""
     try:
         prepare(request)
-        compute(request, _left(request))
+        compute(request, request.kept_beginning())
     except BaseException:
         request.release()
         raise
     return request
-
-
-def _left(request: Request) -> Beginning:
-    """KV of this prompt's beginning that finished prompts left."""
-    assert request.plan is not None
-    if request.plan.positions is not None:
-        return NOTHING
-    kept, ids = request.resources.sequences, request.tokens.ids
-    return kept_beginning(kept, request.namespace, ids, request.exact_length, request.repair)
 
 
 def follow(request: Request, beginning: Beginning) -> None:
@@ -168,7 +162,8 @@ def follow(request: Request, beginning: Beginning) -> None:
     """
     plan, report, done = request.plan, request.report, len(beginning)
     assert plan is not None
-    request.exact_length = _exact_length(request, plan, beginning)
+    request.beginning = beginning
+    request.exact_length = _exact_length(request, plan)
     request.pending = list(request.tokens.ids[done:])
     report.modules_hit = plan.num_chunks
     report.cached_tokens = done

@@ -20,15 +20,16 @@ from cached_rag.config import GenerationConfig
 from cached_rag.engine.decoding import Decoding
 from cached_rag.engine.planner import Planner, Reading
 from cached_rag.engine.report import Clock, Report
-from cached_rag.engine.sharing import RunningSequence
+from cached_rag.engine.sharing import NOTHING, Beginning, RunningSequence
 from cached_rag.errors import BusyError
 from cached_rag.kv.buffer import KVBuffer, Workspace
 from cached_rag.kv.rows import RowKV
 from cached_rag.library.background import Activity
 from cached_rag.library.learning import Learning
 from cached_rag.library.library import Library
+from cached_rag.library.matching import inner_ids
 from cached_rag.library.plan import Plan
-from cached_rag.library.sequences import PromptKV, Sequences
+from cached_rag.library.sequences import Ids, PromptKV, Sequences
 from cached_rag.methods import Selector
 
 # What a request delivers: a piece of text; at the end None, or the error that ended it.
@@ -86,11 +87,12 @@ class Request:
         reading: the result of reading the prompt; None before that.
         read_ms: milliseconds that reading took.
         plan: which tokens come from which KV; None before `prefill.prepare`.
-        tokens: the prompt's.
+        tokens, ids: the prompt's; `ids` is the (seq_len,) int64 array of them.
         method: the one that was asked for, or what replaces it on this model.
         repair: mark of KV that the method repaired; empty if all KV is what full prefill computes.
         exact_length: number of tokens, from the first, whose KV is, or will be, what full prefill
             computes.
+        beginning: the KV of the prompt's first tokens that was taken from other prompts.
         buffer: all of the prompt's KV, with room for the answer; None if the KV lies elsewhere.
         logits: (1, vocab_size) after the last prompt token.
         rows: (num_rows,) int64 slots of the tokens that were computed in every layer; the KV of
@@ -114,9 +116,11 @@ class Request:
     read_ms: float = 0.0
     plan: Plan | None = None
     tokens: Tokens = field(init=False)
+    ids: Ids = field(init=False)
     method: Selector = field(init=False)
     repair: str = ""
     exact_length: int = 0
+    beginning: Beginning = NOTHING
     buffer: KVBuffer | None = None
     logits: torch.Tensor = field(init=False)
     rows: torch.Tensor = field(init=False)
@@ -139,9 +143,22 @@ class Request:
         reasons = {Status.CANCELLED: "cancelled", Status.FAILED: "error"}
         return reasons.get(self.status, self.decoding.finish_reason)
 
+    def kept_beginning(self) -> Beginning:
+        """The KV that finished prompts left of this prompt's beginning."""
+        assert self.plan is not None
+        if self.plan.positions is not None:
+            return NOTHING
+        kept, wanted = self.resources.sequences, self.ids[:-1]  # the last token is computed
+        if not kept.keeps_repaired:  # then no answer depends on prompts before it
+            wanted = wanted[: self.exact_length]
+        sequence, length = kept.beginning(self.namespace, wanted, self.repair)
+        if sequence is None:
+            return NOTHING
+        return Beginning(sequence.cut(length), min(length, sequence.exact_length))
+
     def as_sequence(self) -> RunningSequence:
         """The prompt as others may share it; `Sharing` adds its KV."""
-        return RunningSequence(self.namespace, np.asarray(self.tokens.ids), self.exact_length)
+        return RunningSequence(self.namespace, self.ids, self.exact_length)
 
     def note_sharing(self) -> None:
         """Report how much KV is shared, and give the prompt's buffer back if it was replaced."""
@@ -178,19 +195,19 @@ class Request:
         elif self.buffer is not None:
             # `Sharing.forget` does not reach a prompt that is in no batch. So its KV is kept only
             # if the plan says which chunks are in it: they are checked below.
-            kv, is_private = RowKV(self.buffer, len(self.tokens)), not (plan and plan.chunks)
+            kv, is_private = RowKV(self.buffer, len(self.tokens)), not (plan and plan.matches)
         else:
             return
         assert plan is not None
         if not is_private:
             sequences.add(self._prompt_kv(plan, kv), kv)
-            for text_digest in learning.forgotten(plan):
-                sequences.forget(self.namespace, text_digest, ())
+            for chunk in learning.forgotten(plan):
+                sequences.forget(self.namespace, chunk.text_digest, inner_ids(chunk))
         learning.see_to(self.tokens, plan)
 
     def _prompt_kv(self, plan: Plan, kv: RowKV) -> PromptKV:
         """A description of this KV, to be kept. Behind an exact prompt the answer is exact too."""
-        ids, exact = np.asarray(self.tokens.ids, dtype=np.int64), self.exact_length
+        ids, exact = self.ids, self.exact_length
         if exact == len(ids):
             answer = np.asarray(self.decoding.token_ids, dtype=np.int64)
             ids = np.concatenate([ids, answer])[: kv.length]
@@ -198,9 +215,7 @@ class Request:
         return PromptKV(self.namespace, ids, (), exact, self.repair, plan.chunks)
 
     def finish(self, status: Status, last: BaseException | None) -> None:
-        """Complete the report, set the final status, and deliver None or the error."""
-        self.report.output_tokens = len(self.decoding.token_ids)
-        self.report.total_ms = self.clock.total()
+        """Set the final status, and deliver None or the error."""
         self.status = status
         self.deliver(last)
 

@@ -21,8 +21,9 @@ from cached_rag.backends.base import Backend, StepInput
 from cached_rag.config import BatchConfig
 from cached_rag.engine import prefill
 from cached_rag.engine.request import Request, Status, Waiting
-from cached_rag.engine.sharing import NOTHING, Beginning, Sharing
+from cached_rag.engine.sharing import Beginning, Sharing
 from cached_rag.errors import ContextOverflowError
+from cached_rag.library.sequences import Sequences
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class Scheduler:
         self._sharing = Sharing(model.shapes, shares=config.shares and model.can_batch)
         self._turning = threading.Lock()
         self._cancelled: deque[Request] = deque()
-        self._forgotten: deque[tuple[str, Sequence[int]]] = deque()
+        self._forgotten: deque[tuple[Sequences, str, str, Sequence[int]]] = deque()
         self._driver = threading.Lock()
         self._driven: set[Request] = set()
         self._is_driving = False
@@ -102,9 +103,17 @@ class Scheduler:
         self._cancelled.append(request)
         self._sweep_if_free()
 
-    def forget(self, namespace: str, token_ids: Sequence[int]) -> None:
-        """Share no more KV of those running prompts of a tenant that contain these tokens."""
-        self._forgotten.append((namespace, token_ids))
+    def forget(
+        self, kept: Sequences, namespace: str, text_digest: str, token_ids: Sequence[int]
+    ) -> None:
+        """Use no more KV of a tenant's prompts that contain a text, finished or running.
+
+        Args:
+            kept: what finished prompts left.
+            text_digest, token_ids: see `Sequences.forget`.
+        """
+        kept.forget(namespace, text_digest, token_ids)
+        self._forgotten.append((kept, namespace, text_digest, token_ids))
         self._sweep_if_free()
 
     def close(self) -> None:
@@ -206,6 +215,8 @@ class Scheduler:
         self._waiting.remove(request)
         if request in self._running:
             self._running.remove(request)
+        request.report.output_tokens = len(request.decoding.token_ids)
+        request.report.total_ms = request.clock.total()
         try:
             sequence = request.sequence
             is_free = sequence is None or self._sharing.leave(sequence)
@@ -220,15 +231,10 @@ class Scheduler:
     def _beginning(self, request: Request) -> Beginning:
         """The KV that finished and running prompts have of this prompt's beginning."""
         assert request.plan is not None
-        if request.plan.positions is not None:
-            return NOTHING
-        return self._sharing.beginning(
-            request.resources.sequences,
-            request.namespace,
-            request.tokens.ids,
-            request.exact_length,
-            request.repair,
-        )
+        # Slots alone do not say where the tokens of a prompt with gaps stand.
+        limit = request.exact_length if request.plan.positions is None else 0
+        finished = request.kept_beginning()
+        return self._sharing.beginning(finished, request.namespace, request.ids, limit)
 
     def _has_room(self, request: Request, beginning: Beginning) -> bool:
         """Whether `max_bytes` leaves room for the KV of a prompt and its answer now.
@@ -259,7 +265,7 @@ class Scheduler:
         plan, room = request.plan, request.config.max_tokens
         assert plan is not None
         request.status = Status.PREFILLING
-        request.decoding.prompt_ids = request.tokens.ids
+        request.decoding.begin(request.tokens.ids)
         is_covered = all(place.end <= len(beginning) for place in plan.placements)
         if is_covered and (beginning.runs or self._running) and self._model.can_append:
             prefill.follow(request, beginning)
@@ -272,7 +278,11 @@ class Scheduler:
         computed = prefill.compute(request, beginning)
         assert request.buffer is not None
         request.sequence = self._sharing.adopt(
-            request.as_sequence(), request.buffer, beginning, prefill.unrepaired(request), room
+            request.as_sequence(),
+            request.buffer,
+            request.beginning,
+            prefill.unrepaired(request),
+            room,
         )
         request.note_sharing()
         self._running.append(request)
@@ -341,7 +351,9 @@ class Scheduler:
     def _sweep(self) -> None:
         """Do what `forget` and `cancel` have asked for."""
         while self._forgotten:
-            self._sharing.forget(*self._forgotten.popleft())
+            kept, namespace, text_digest, token_ids = self._forgotten.popleft()
+            self._sharing.forget(namespace, token_ids)
+            kept.forget(namespace, text_digest, token_ids)  # prompts that ended in this turn
         while self._cancelled:
             self._finish(self._cancelled.popleft(), Status.CANCELLED)
 

@@ -18,7 +18,7 @@ from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.rows import RowKV, Run
 from cached_rag.kv.slab import Slabs
 from cached_rag.library.plan import Placement
-from cached_rag.library.sequences import MIN_SHARED, Ids, Sequences, common, where
+from cached_rag.library.sequences import MIN_SHARED, Ids, common, where
 
 _Name = tuple[int, int, int]
 
@@ -109,21 +109,16 @@ class Sharing:
         """Bytes of the KV of all running prompts; a buffer that several use counts once."""
         return sum(buffer.nbytes for buffer in _buffers(self._sequences).values())
 
-    def beginning(
-        self, kept: Sequences, namespace: str, ids: Sequence[int], limit: int, repair: str
-    ) -> Beginning:
+    def beginning(self, finished: Beginning, namespace: str, ids: Ids, limit: int) -> Beginning:
         """The longest KV of a prompt's beginning, from finished prompts or from a running one.
 
         Args:
-            kept: what finished prompts left.
-            ids: the prompt's tokens.
+            finished: what finished prompts left of it.
+            ids: (seq_len,) the prompt's tokens. The last one is always computed, for its logits.
             limit: number of tokens, from the first, that are exact without any help. No more is
                 taken from running prompts, so that an answer does not depend on what else runs.
-            repair: see `Sequences.beginning`.
         """
-        wanted = np.asarray(ids[:-1])  # the last token is always computed, for its logits
-        running, coming = self._running_beginning(namespace, wanted[:limit])
-        finished = kept_beginning(kept, namespace, ids, limit, repair)
+        running, coming = self._running_beginning(namespace, ids[:-1][:limit])
         best = finished if len(finished) > len(running) else running
         return replace(best, is_coming=coming - len(best) >= MIN_SHARED)
 
@@ -229,17 +224,6 @@ class Sharing:
                         _join(found, Run(run.buffer, run.begin, run.end, run.slot + moved))
                     break
         return [run for run in found if len(run) >= MIN_SHARED]
-
-
-def kept_beginning(
-    kept: Sequences, namespace: str, ids: Sequence[int], limit: int, repair: str
-) -> Beginning:
-    """The KV that finished prompts left of a prompt's beginning; see `Sharing.beginning`."""
-    most = len(ids) - 1 if kept.keeps_repaired else min(limit, len(ids) - 1)
-    sequence, length = kept.beginning(namespace, np.asarray(ids[:most]), repair)
-    if sequence is None:
-        return NOTHING
-    return Beginning(sequence.cut(length), min(length, sequence.exact_length))
 
 
 def _buffers(sequences: Sequence[RunningSequence]) -> dict[int, KVBuffer]:

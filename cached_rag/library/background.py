@@ -46,7 +46,8 @@ class Activity:
     def wait_idle(self, is_stopped: Callable[[], bool]) -> None:
         """Wait until no request is under way, or until `is_stopped` says so; see `wake`."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._under_way or is_stopped())
+            while self._under_way and not is_stopped():
+                self._changed.wait(_IDLE_SECONDS)  # nobody notifies of a request that is dropped
 
     def wake(self) -> None:
         """Have all threads in `wait_idle` ask `is_stopped` again."""

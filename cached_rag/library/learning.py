@@ -16,6 +16,7 @@ from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.tokenizer import Tokens
 from cached_rag.config import StoreConfig
 from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.store import ChunkRecord
 from cached_rag.library.background import Activity, WriteBack
 from cached_rag.library.context import PRIMER
 from cached_rag.library.encoder import Encoder
@@ -58,10 +59,10 @@ class Learning:
         if self.write_back is not None:
             self.write_back.close(finish_seconds)
 
-    def forgotten(self, plan: Plan) -> list[str]:
-        """Digests of a prompt's chunks that were removed since it was planned."""
-        names = [name for name, _ in plan.chunks]
-        return [name for name in names if self.library.table.by_digest(name) is None]
+    def forgotten(self, plan: Plan) -> list[ChunkRecord]:
+        """A prompt's chunks, with and without KV, that were removed since it was planned."""
+        chunks = [match.chunk for match in plan.matches]
+        return [one for one in chunks if self.library.table.by_digest(one.text_digest) is None]
 
     def see_to(self, tokens: Tokens, plan: Plan) -> None:
         """Offer what follows from a prompt: encode its missed chunks, keep in memory what it read.
