@@ -71,7 +71,7 @@ def seen_by(model):
     found = probe.examine(model)
     layers, own = found.decoder.layers, model.config._attn_implementation
     model.set_attn_implementation("eager")
-    dense = Decoder(model, layers, (None,) * len(layers), False)
+    dense = Decoder(model, model, layers, (None,) * len(layers), is_fast=False)
     with torch.no_grad(), probe.in_float32(model, layers), probe._narrow_windows(model.config):
         seen = probe._recorded(dense, probe._delta(dense))
     model.set_attn_implementation(own)

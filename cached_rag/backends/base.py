@@ -121,6 +121,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def details(self) -> dict[str, object]:
+        """What else is worth knowing of it, for `cached-rag doctor`, by name."""
+        ...
+
+    @property
     def lock(self) -> threading.Lock:
         """Callers hold it while they use the model, since several engines may share one."""
         ...

@@ -43,6 +43,7 @@ def examine(engine: Engine) -> dict[str, object]:
         "context_length": model.context_length,
         "position_rule": str(model.rule),
         "attention": "scattered rows" if model.can_watch else "the model's own, dense masks",
+        **model.details,
         "kv_bytes_per_token": model.shapes.bytes_per_token,
         "store": str(disk.path) if disk else "memory only",
         "store_bytes": engine.library.store_bytes(),

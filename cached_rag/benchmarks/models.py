@@ -61,11 +61,16 @@ class ModelRow:
 
 
 def bench_model(
-    name: str, *, dtype: str | None = None, device: str | None = None, repeats: int = 3
+    name: str,
+    *,
+    dtype: str | None = None,
+    device: str | None = None,
+    weights: str = "as stored",
+    repeats: int = 3,
 ) -> ModelRow:
     """Load a model and measure it; right only in a process that has done nothing else."""
     before, began = psutil.Process().memory_info().rss, time.perf_counter()
-    model = load_model(name, dtype, device)
+    model = load_model(name, dtype, device, weights)
     loaded, peak = time.perf_counter() - began, peak_bytes()
     with Engine(model) as engine:
         timed = bench_ttft(
@@ -96,14 +101,19 @@ def bench_model(
 
 
 def bench_models(
-    names: Sequence[str], *, dtype: str | None = None, device: str | None = None, repeats: int = 3
+    names: Sequence[str],
+    *,
+    dtype: str | None = None,
+    device: str | None = None,
+    weights: str = "as stored",
+    repeats: int = 3,
 ) -> list[ModelRow]:
     """Call `bench_model` for each model, one after another, each in a fresh process.
 
     Raises:
         CachedRAGError: one of them fails.
     """
-    options = {"dtype": dtype, "device": device, "repeats": repeats}
+    options = {"dtype": dtype, "device": device, "weights": weights, "repeats": repeats}
     return [_in_a_process(name, options) for name in names]
 
 

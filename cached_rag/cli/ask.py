@@ -14,6 +14,7 @@ from cached_rag.cli.options import (
     Index,
     MaxTokens,
     Method,
+    Weights,
     require_index,
 )
 from cached_rag.cli.terminal import Json, err, out, print_json, print_reports
@@ -42,6 +43,7 @@ def ask_command(
     ] = False,
     dtype: Dtype = None,
     device: Device = None,
+    weights: Weights = "as stored",
     as_json: Json = False,
 ) -> None:
     """Ask the documents of an index; the answer streams."""
@@ -56,7 +58,7 @@ def ask_command(
         temperature=temperature,
         seed=seed,
     )
-    with CachedRAG.open(index, dtype=dtype, device=device) as rag:
+    with CachedRAG.open(index, dtype=dtype, device=device, weights=weights) as rag:
         stream = rag.stream(question, k=k, config=config)
         for piece in stream:
             if not as_json:

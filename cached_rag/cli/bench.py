@@ -17,6 +17,7 @@ from cached_rag.cli.options import (
     NewTokens,
     Plot,
     Repeats,
+    Weights,
     names,
     numbers,
 )
@@ -58,6 +59,7 @@ def ttft(
     ] = False,
     dtype: Dtype = None,
     device: Device = None,
+    weights: Weights = "as stored",
     as_json: Json = False,
 ) -> None:
     """Time to first token of each method against full prefill, in one run."""
@@ -68,7 +70,7 @@ def ttft(
 
     sizes: dict[str, Any] = {"modules": chunks, "module_tokens": chunk_tokens}
     stored = []
-    with Engine.load(model, dtype=dtype, device=device) as engine:
+    with Engine.load(model, dtype=dtype, device=device, weights=weights) as engine:
         rows = bench_ttft(
             engine,
             **sizes,
@@ -129,6 +131,7 @@ def serving(
     repeats: Repeats = 3,
     dtype: Dtype = None,
     device: Device = None,
+    weights: Weights = "as stored",
     as_json: Json = False,
 ) -> None:
     """Many answers to prompts with one beginning: its KV shared, copied, recomputed, or in turn."""
@@ -136,7 +139,7 @@ def serving(
     from cached_rag.backends.thread import submit
     from cached_rag.benchmarks import bench_arrivals, bench_serving, machine
 
-    loaded = submit(lambda: load_model(model, dtype, device)).result()
+    loaded = submit(lambda: load_model(model, dtype, device, weights)).result()
     counts = numbers(requests, int, "requests are whole numbers")
     options: dict[str, Any] = {
         "shared_tokens": shared_tokens,
@@ -168,13 +171,14 @@ def attention(
     plot: Plot = None,
     dtype: Dtype = None,
     device: Device = None,
+    weights: Weights = "as stored",
     as_json: Json = False,
 ) -> None:
     """One layer's attention, shared KV read once or copied; beside it RelayAttention's theory."""
     from cached_rag import load_model
     from cached_rag.benchmarks import bench_attention, machine, plot_attention, query_heads
 
-    loaded = load_model(model, dtype, device)
+    loaded = load_model(model, dtype, device, weights)
     rows = bench_attention(
         loaded.shapes,
         query_heads(loaded),
@@ -199,13 +203,14 @@ def kernels(
     repeats: Repeats = 15,
     dtype: Dtype = None,
     device: Device = None,
+    weights: Weights = "as stored",
     as_json: Json = False,
 ) -> None:
     """Attention over keys that all tokens see: torch's flash kernel against matrix products."""
     from cached_rag import load_model
     from cached_rag.benchmarks import bench_kernels, machine, query_heads
 
-    loaded = load_model(model, dtype, device)
+    loaded = load_model(model, dtype, device, weights)
     rows = bench_kernels(
         loaded.shapes,
         query_heads(loaded),
@@ -226,6 +231,7 @@ def traffic(
     new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 32,
     dtype: Dtype = None,
     device: Device = None,
+    weights: Weights = "as stored",
     as_json: Json = False,
 ) -> None:
     """Several clients with questions over shared chunks: requests a second, time to first token."""
@@ -233,7 +239,7 @@ def traffic(
     from cached_rag.benchmarks import bench_traffic, machine
     from cached_rag.evaluation import load_examples
 
-    with Engine.load(model, dtype=dtype, device=device) as engine:
+    with Engine.load(model, dtype=dtype, device=device, weights=weights) as engine:
         rows = []
         for path in data:
             examples = [(e.chunks, e.question) for e in load_examples(path, limit)]
@@ -258,12 +264,13 @@ def models(
     repeats: Repeats = 3,
     dtype: Dtype = None,
     device: Device = None,
+    weights: Weights = "as stored",
     as_json: Json = False,
 ) -> None:
     """Loading, memory, speed and methods of models, each in its own process (docs/models.md)."""
     from cached_rag.benchmarks import bench_models, machine
 
-    rows = bench_models(models, dtype=dtype, device=device, repeats=repeats)
+    rows = bench_models(models, dtype=dtype, device=device, weights=weights, repeats=repeats)
     print_markdown(rows, machine(), as_json=as_json)
 
 

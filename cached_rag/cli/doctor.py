@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cached_rag.cli.options import Device, Dtype, IndexModel, require_index
+from cached_rag.cli.options import Device, Dtype, IndexModel, Weights, require_index
 from cached_rag.cli.terminal import Json, print_json, print_table
 from cached_rag.config import DEFAULT_MODEL
 
@@ -17,6 +17,7 @@ def doctor_command(
     index: Annotated[Path | None, typer.Option("--index", help="Also look at this index.")] = None,
     dtype: Dtype = None,
     device: Device = None,
+    weights: Weights = "as stored",
     as_json: Json = False,
 ) -> None:
     """What this machine and model can do, and whether reuse computes what the model would."""
@@ -25,10 +26,12 @@ def doctor_command(
 
     if index is not None:
         require_index(index)
-        with CachedRAG.open(index, model, dtype=dtype, device=device) as rag:
+        with CachedRAG.open(index, model, dtype=dtype, device=device, weights=weights) as rag:
             facts, tests = examine(rag.engine), self_test(rag.engine)
     else:
-        with Engine.load(model or DEFAULT_MODEL, dtype=dtype, device=device) as engine:
+        with Engine.load(
+            model or DEFAULT_MODEL, dtype=dtype, device=device, weights=weights
+        ) as engine:
             facts, tests = examine(engine), self_test(engine)
     if as_json:
         facts["modules"] = facts["texts"]  # the count's earlier name

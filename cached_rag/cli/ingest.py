@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cached_rag.cli.options import DEFAULT_INDEX, Codec, Device, Dtype, Index, IndexModel
+from cached_rag.cli.options import DEFAULT_INDEX, Codec, Device, Dtype, Index, IndexModel, Weights
 from cached_rag.cli.terminal import Json, err, out, print_json
 
 if TYPE_CHECKING:
@@ -30,13 +30,16 @@ def ingest_command(
     delete_missing: Annotated[bool, typer.Option(help="Drop documents gone from PATH.")] = False,
     dtype: Dtype = None,
     device: Device = None,
+    weights: Weights = "as stored",
     as_json: Json = False,
 ) -> None:
     """Read, split, embed, index and prefill documents; what the index has already is skipped."""
     from cached_rag import CachedRAG
 
     options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "codec": codec, "context": context}
-    with CachedRAG.open(index, model, dtype=dtype, device=device, **options) as rag:
+    with CachedRAG.open(
+        index, model, dtype=dtype, device=device, weights=weights, **options
+    ) as rag:
         summary = rag.ingest(path, name=name, delete_missing=delete_missing, progress=not as_json)
     if as_json:
         print_json(dataclasses.asdict(summary))

@@ -26,6 +26,10 @@ Dtype = Annotated[
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda or mps; without it, the best this machine has.")
 ]
+Weights = Annotated[
+    str,
+    typer.Option(help="How weights are kept for decoding: as stored, bf16, int8 or int4."),
+]
 Method = Annotated[
     str, typer.Option(help="How cached text is used: auto, full, prefix, reuse, cacheblend, ...")
 ]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cached_rag.cli.options import Device, Dtype, IndexModel, require_index
+from cached_rag.cli.options import Device, Dtype, IndexModel, Weights, require_index
 from cached_rag.cli.terminal import err
 from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError, needs_extra
@@ -68,6 +68,7 @@ def serve_command(
     ] = 30,
     dtype: Dtype = None,
     device: Device = None,
+    weights: Weights = "as stored",
 ) -> None:
     """Serve a model over OpenAI's protocol, reusing chunks' KV wherever they occur in prompts."""
     with needs_extra("serve", "the server"):
@@ -100,7 +101,7 @@ def serve_command(
         max_waiting=max_waiting,
         max_bytes=kv_bytes,
     )
-    where: dict[str, Any] = {"dtype": dtype, "device": device, "batch": batch}
+    where: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights, "batch": batch}
     kept: dict[str, Any] = {
         "memory_bytes": memory_bytes,
         "disk_bytes": disk_bytes,

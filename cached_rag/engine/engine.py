@@ -139,6 +139,7 @@ class Engine:
         batch: BatchConfig | None = None,
         dtype: torch.dtype | str | None = None,
         device: str | None = None,
+        weights: str = "as stored",
     ) -> Engine:
         """Load a model and open its library.
 
@@ -146,13 +147,15 @@ class Engine:
             model: alias, hub id, folder or GGUF file.
             store: a folder for KV, or all settings; None keeps KV in memory only.
             batch: bounds on what is answered at the same time.
-            dtype, device: see `load_model`.
+            dtype, device, weights: see `load_model`.
 
         Raises:
             ModelNotFoundError, ModelError: see `load_model`.
         """
         settings = StoreConfig(path=store) if isinstance(store, str) else store
-        return cls(submit(lambda: load_model(model, dtype, device)).result(), settings, batch)
+        return cls(
+            submit(lambda: load_model(model, dtype, device, weights)).result(), settings, batch
+        )
 
     @classmethod
     def shared(
@@ -162,14 +165,17 @@ class Engine:
         store: StoreConfig | None = None,
         dtype: str | None = None,
         device: str | None = None,
+        weights: str = "as stored",
     ) -> Engine:
         """As `load`, but the same arguments give the same engine everywhere in this process."""
         settings = store or StoreConfig()
         with _SHARING:
-            name = (model, settings, dtype, device)
+            name = (model, settings, dtype, device, weights)
             engine = _SHARED.get(name)
             if engine is None:
-                engine = cls.load(model, store=settings, dtype=dtype, device=device)
+                engine = cls.load(
+                    model, store=settings, dtype=dtype, device=device, weights=weights
+                )
                 _SHARED[name] = engine
             return engine
 

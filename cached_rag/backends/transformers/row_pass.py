@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from cached_rag.backends.base import Prefilled
 from cached_rag.backends.transformers.alibi import with_gaps
 from cached_rag.backends.transformers.attention.scattered import Rows, attending
+from cached_rag.backends.transformers.inspection import decoder_layers
 from cached_rag.backends.transformers.observe import Observed, Observer
 from cached_rag.backends.transformers.row_cache import Peeked, RowCache
 from cached_rag.errors import ModelError
@@ -31,22 +32,29 @@ class Decoder:
 
     Attributes:
         model: a transformers causal LM in eval mode.
-        layers: its decoder layers, in order.
+        network: what computes its passes: the model itself, or its lean form (see `lean`).
+        layers: the network's decoder layers, in order.
         windows: each layer's sliding window; None for a layer that sees everything.
         is_fast: the model attends through `attention/scattered.py`; if not, all tokens enter it
             (see `prefill.py`).
-        parameters: names of the arguments of the model's forward method.
+        parameters: names of the arguments of the network's forward method.
     """
 
     model: Any
+    network: Any
     layers: tuple[torch.nn.Module, ...]
     windows: tuple[int | None, ...]
     is_fast: bool
     parameters: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        names = inspect.signature(self.model.forward).parameters
+        names = inspect.signature(self.network.forward).parameters
         object.__setattr__(self, "parameters", frozenset(names))
+
+    @property
+    def own(self) -> Decoder:
+        """The same without a lean form: the model computes its passes itself."""
+        return replace(self, network=self.model, layers=decoder_layers(self.model))
 
 
 class RowPass:
@@ -105,14 +113,14 @@ class RowPass:
             "use_cache": True,
             "logits_to_keep": self.num_logits,
         }
-        model = self.decoder.model
+        network = self.decoder.network
         if not self.num_logits:
-            model = model.base_model
+            network = network.base_model
             del wanted["logits_to_keep"]
         known = self.decoder.parameters
         inputs = {k: v for k, v in wanted.items() if k in known or k == "past_key_values"}
         with attending(self.cache) if self.decoder.is_fast else ExitStack():
-            output = model(**inputs)
+            output = network(**inputs)
         if not self.num_logits:
             tail = torch.empty(len(self.entering), 0, 0)
         else:

@@ -223,7 +223,7 @@ def attending(state: Attending) -> Iterator[None]:
         _ACTIVE.reset(token)
 
 
-def _attention(
+def attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -233,6 +233,7 @@ def _attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
+    """Attend as transformers' attention functions do, whose arguments and result it has."""
     state = _ACTIVE.get()
     if state is None and softcap is not None:
         mask = _causal_mask(query, key) if attention_mask is None else attention_mask
@@ -263,5 +264,5 @@ def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 
 def register() -> None:
     """Register `IMPLEMENTATION` with transformers; a second call changes nothing."""
-    AttentionInterface.register(IMPLEMENTATION, _attention)
+    AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)

@@ -73,6 +73,7 @@ class CachedRAGLLM(CustomLLM):
     namespace: str = Field(default="", description="Tenants never share KV.")
     dtype: str | None = Field(default=None, description="None: the fastest this machine has.")
     device: str | None = Field(default=None, description="None: the best this machine has.")
+    weights: str = Field(default="as stored", description="as stored, bf16, int8 or int4.")
     context_window: int | None = Field(default=None, description="Less than the model's own.")
     method: str = Field(default="auto", description="How cached KV is used.")
     recompute_ratio: float | None = Field(default=None, description="Share to recompute.")
@@ -132,7 +133,7 @@ class CachedRAGLLM(CustomLLM):
         if self._engine is None:
             store = StoreConfig(path=self.store, namespace=self.namespace)
             self._engine = Engine.shared(
-                self.model, store=store, dtype=self.dtype, device=self.device
+                self.model, store=store, dtype=self.dtype, device=self.device, weights=self.weights
             )
         return self._engine
 

@@ -1,0 +1,146 @@
+"""Gives a loaded model's linear layers few-bit forms, for decoding.
+
+`densify` comes before the model's lean form is made, `pack` after it. Where memory is short a layer
+keeps nothing but its few bits; else it keeps dense weights, too, for passes with many rows. Both
+hold the same numbers, whatever computes them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from cached_rag.backends.transformers.weights.groups import Groups, fits_groups, grouped
+from cached_rag.backends.transformers.weights.linear import (
+    FewBitLinear,
+    Int4Linear,
+    Int8Linear,
+    in_bytes,
+)
+from cached_rag.backends.transformers.weights.stored import StoredLinear, form_of, keep
+
+Format = Literal["as stored", "bf16", "int8", "int4"]
+_HEAD = "lm_head"
+_LINEAR = (nn.Linear, StoredLinear)
+FORMATS: tuple[Format, ...] = ("as stored", "bf16", "int8", "int4")
+
+
+class Slice(nn.Module):
+    """Some outputs of a fused layer: it stands for one of the layers that were fused."""
+
+    def __init__(self, whole: nn.Module, outputs: slice) -> None:
+        super().__init__()
+        self.whole, self.outputs = whole, outputs
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., number of outputs) for (..., in_features)."""
+        return self.whole(hidden)[..., self.outputs]  # type: ignore[no-any-return]
+
+
+def densify(model: Any, dtype: torch.dtype) -> None:
+    """Make stored layers ordinary ones, which remember what they were as `stored`."""
+    stored = [name for name, part in model.named_modules() if isinstance(part, StoredLinear)]
+    for name in stored:
+        model.set_submodule(name, dense_of(model.get_submodule(name), dtype))
+
+
+def remember(model: Any) -> None:
+    """Have layers that came from five to eight bits know so, as `stored`."""
+    config = getattr(model.config, "quantization_config", None)
+    for name in getattr(config, "int8", ()):
+        keep(model.get_submodule(name), "int8")
+
+
+def dense_of(stored: StoredLinear, dtype: torch.dtype) -> nn.Linear:
+    """An ordinary layer with the same weights, which remembers its groups."""
+    found = nn.Linear(stored.in_features, stored.out_features, bias=False, device="meta")
+    found.weight = nn.Parameter(stored.groups.dense(dtype), requires_grad=False)
+    found.register_parameter("bias", stored.bias)
+    keep(found, stored.groups)
+    return found
+
+
+@torch.no_grad()
+def pack(
+    model: Any, network: nn.Module, weights: Format, dtype: torch.dtype, *, keeps_dense: bool
+) -> None:
+    """Give linear layers the form that `weights` names.
+
+    Args:
+        model: a transformers model.
+        network: its lean form, or the model itself.
+        dtype: of activations.
+        keeps_dense: keep dense weights beside the few bits, set to the same numbers; the model
+            goes on with them. If not, the model's layers become what the network's are.
+    """
+    if weights == "bf16":
+        return
+    places = {} if keeps_dense or model is network else _places(model)
+    for name in [name for name, part in network.named_modules() if isinstance(part, _LINEAR)]:
+        part = network.get_submodule(name)
+        assert isinstance(part, _LINEAR)
+        wanted = _form(name, part, weights)
+        if wanted is None:
+            continue
+        is_head = name == _HEAD
+        packed = _packed(part, wanted, dtype, keeps_dense=keeps_dense, is_head=is_head)
+        network.set_submodule(name, packed)
+        for place, outputs in places.pop(part, ()):
+            model.set_submodule(place, Slice(packed, outputs) if outputs else packed)
+
+
+def _places(model: Any) -> dict[nn.Module, list[tuple[str, slice | None]]]:
+    """For each linear layer of a model's lean form, where in the model it, or a part of it, is."""
+    found: dict[nn.Module, list[tuple[str, slice | None]]] = {}
+    for name, part in model.named_modules():
+        if isinstance(part, _LINEAR):
+            whole, outputs = vars(part).get("whole", (part, None))
+            found.setdefault(whole, []).append((name, outputs))
+    return found
+
+
+def formats(network: nn.Module) -> dict[str, int]:
+    """How many linear layers a network has of each format."""
+    found: dict[str, int] = {}
+    for part in network.modules():
+        if isinstance(part, (nn.Linear, FewBitLinear)):
+            kind = {Int4Linear: "int4", Int8Linear: "int8"}.get(type(part), "dense")
+            found[kind] = found.get(kind, 0) + 1
+    return found
+
+
+def _form(name: str, part: nn.Linear | StoredLinear, weights: Format) -> Groups | str | None:
+    """What a layer is to be kept as; None for as it is."""
+    stored = form_of(part)
+    if weights == "as stored":
+        return stored
+    if weights == "int8" or name == _HEAD:  # a head in 4 bits costs most and saves least
+        return "int8"
+    if isinstance(stored, Groups):
+        return stored
+    return "int4" if fits_groups(part.out_features, part.in_features) else "int8"
+
+
+def _packed(
+    part: nn.Linear | StoredLinear,
+    wanted: Groups | str,
+    dtype: torch.dtype,
+    *,
+    keeps_dense: bool,
+    is_head: bool,
+) -> FewBitLinear:
+    own = part.groups.dense(dtype) if isinstance(part, StoredLinear) else part.weight.data
+    kept = own if keeps_dense else None
+    if wanted == "int8":
+        levels, scales = in_bytes(own)
+        if kept is not None and not is_head:  # embeddings may share a head's weights
+            kept.copy_(levels * scales[:, None])
+        return Int8Linear(levels, scales, part.bias, kept)
+    if isinstance(wanted, Groups):
+        return Int4Linear(wanted, dtype, part.bias, kept)
+    groups = grouped(own)
+    if kept is not None:
+        kept.copy_(groups.dense(own.dtype))
+    return Int4Linear(groups, dtype, part.bias, kept)

@@ -1,0 +1,178 @@
+"""Weights in few bits compute what the same weights do when they are dense."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from conftest import tiny_model
+from gguf import GGMLQuantizationType as Kind
+from tiny_gguf import write_gguf
+from torch import nn
+
+from cached_rag import ConfigError, load_model
+from cached_rag.backends.base import StepInput
+from cached_rag.backends.transformers import memory
+from cached_rag.backends.transformers.loading import parse_format
+from cached_rag.backends.transformers.weights.groups import (
+    GROUP,
+    Groups,
+    from_blocks,
+    grouped,
+    joined,
+)
+from cached_rag.backends.transformers.weights.linear import Int4Linear, Int8Linear, in_bytes
+from cached_rag.backends.transformers.weights.packing import formats, pack
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.rows import RowKV
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return str(write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CACHED_RAG_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q4_K])
+def test_groups_are_what_the_blocks_say(kind):
+    columns, size = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (6, 3 * size), np.uint8)
+    halves = random.standard_normal((6, 3, 2)).astype(np.float16).view(np.uint8)
+    blocks.reshape(6, 3, size)[:, :, :4] = halves  # any other bytes are some level
+    groups = from_blocks(blocks, kind)
+    assert groups.shape == (6, 3 * columns)
+    expected = gguf.dequantize(blocks, kind)
+    assert np.array_equal(groups.dense(torch.float32).numpy(), expected)
+
+
+def test_other_types_are_no_groups():
+    blocks = gguf.quantize(np.ones((2, 64), np.float32), Kind.Q8_0)
+    assert from_blocks(blocks, Kind.Q8_0) is None
+
+
+def test_rounding_to_groups_is_off_by_half_a_level_at_most():
+    weights = torch.randn(16, 96)
+    groups = grouped(weights)
+    error = (groups.dense(torch.float32) - weights).abs().view(16, -1, GROUP)
+    assert (error <= 0.5001 * groups.scales[..., None]).all()
+    again = grouped(groups.dense(torch.float32))
+    assert torch.equal(again.levels, groups.levels)
+    whole = joined([groups[:5], groups[5:]])
+    assert all(torch.equal(a, b) for a, b in zip(*map(parts, (whole, groups)), strict=True))
+
+
+def parts(groups: Groups):
+    return vars(groups).values()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_products_in_few_bits_are_those_of_the_dense_weights(kind, rows, has_bias):
+    weights, bias = torch.randn(48, 64), torch.randn(48) if has_bias else None
+    if kind == "int4":
+        groups = grouped(weights)
+        layer, dense = Int4Linear(groups, torch.float32, bias), groups.dense(torch.float32)
+    else:
+        levels, scales = in_bytes(weights)
+        layer, dense = Int8Linear(levels, scales, bias), levels * scales[:, None]
+    hidden = torch.randn(2, rows, 64)
+    expected = F.linear(hidden, dense, bias)
+    assert torch.allclose(layer(hidden), expected, atol=TOLERANCE)
+    assert not torch.allclose(layer(hidden), F.linear(hidden, weights, bias), atol=TOLERANCE)
+
+
+def test_many_rows_use_dense_weights_where_there_are_any():
+    groups = grouped(torch.randn(16, 32))
+    layer = Int4Linear(groups, torch.float32, None, torch.zeros(16, 32))
+    assert layer(torch.randn(layer.few_rows, 32)).any()
+    assert not layer(torch.randn(layer.few_rows + 1, 32)).any()
+
+
+def answers(model):
+    """Logits of a prefill and of steps of one and of three tokens behind it; then all KV."""
+    ids = torch.tensor([[5, 9, 33, 70, 12, 8, 41, 5, 9, 33, 21, 77, 4, 6, 2, 50, 61, 90]])
+    buffer = KVBuffer.like(model.shapes, 22)
+    row = RowKV(buffer, ids.shape[1])
+    found = [model.prefill(buffer, ids).logits]
+    steps = [model.step([StepInput(row, new)]) for new in ([7], [3, 8, 11])]
+    return torch.cat([*found, *steps]), torch.cat([buffer.keys, buffer.values])
+
+
+def assert_same(first, second, *, rounded_head=False):
+    """KV is equal, and logits are, but for a head that only one of the two rounds."""
+    (logits, kv), (own_logits, own_kv) = answers(first), answers(second)
+    assert torch.allclose(kv, own_kv, atol=TOLERANCE * own_kv.abs().max())
+    allowed = 0.01 if rounded_head else TOLERANCE
+    assert torch.allclose(logits, own_logits, atol=allowed * own_logits.abs().max())
+    assert torch.allclose(logits, own_logits, atol=TOLERANCE) != rounded_head
+
+
+def loaded(file, weights):
+    return load_model(file, dtype="float32", device="cpu", weights=weights)
+
+
+def test_a_file_in_4_bits_is_kept_as_it_is(file):
+    model = loaded(file, "as stored")
+    network = model.decoder.network
+    # Of gate and up one is stored in 5 bits, so the fused layer of both takes 8.
+    assert formats(network) == {"int4": 4, "int8": 5}
+    exact = loaded(file, "bf16")
+    assert formats(exact.decoder.network) == {"dense": 9}
+    for ours, own in zip(network.layers, exact.decoder.network.layers, strict=True):
+        for name in ("qkv", "down"):
+            layer, dense = getattr(ours, name), getattr(own, name).weight
+            hidden = torch.randn(3, layer.in_features)
+            assert torch.allclose(layer(hidden), hidden @ dense.T, atol=TOLERANCE)
+    assert_same(model, replace(model, decoder=model.decoder.own), rounded_head=True)
+    assert model.fingerprint != exact.fingerprint
+
+
+@pytest.mark.parametrize("weights", ["as stored", "int4"])
+def test_where_memory_is_short_no_dense_weights_are_kept(file, weights, monkeypatch):
+    rich = loaded(file, weights)
+    size = rich.weights_bytes
+    monkeypatch.setattr(memory, "free_bytes", lambda _: memory.OVERHEAD_BYTES + 340_000)
+    poor = loaded(file, weights)
+    assert poor.weights_bytes < size / 2
+    assert poor.fingerprint == rich.fingerprint
+    kinds = {type(part) for part in poor.decoder.model.model.layers.modules()}
+    assert nn.Linear not in kinds
+    assert_same(poor, rich)
+    assert_same(poor, replace(poor, decoder=poor.decoder.own))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_model_is_rounded_whole(family, weights):
+    exact = tiny_model(family)
+    tiny_model.cache_clear()
+    model = tiny_model(family)
+    tiny_model.cache_clear()
+    network = model.decoder.network
+    pack(model.decoder.model, network, weights, torch.float32, keeps_dense=True)
+    assert set(formats(network)) == {weights, "int8"}
+    if network is not model.decoder.model:
+        assert_same(model, replace(model, decoder=model.decoder.own), rounded_head=True)
+    assert not torch.allclose(answers(model)[1], answers(exact)[1], atol=TOLERANCE)
+
+
+def test_formats_that_do_not_exist_or_not_here_are_refused(model_folder):
+    with pytest.raises(ConfigError, match="not one of as stored, bf16, int8, int4"):
+        load_model(model_folder, weights="q4")
+    with pytest.raises(ConfigError, match="needs a CPU"):
+        parse_format("int4", "cuda:0")
+    assert parse_format("as stored", "cuda") == "bf16"

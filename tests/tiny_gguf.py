@@ -1,0 +1,61 @@
+"""A GGUF file of a tiny llama, as llama.cpp's tools would write it."""
+
+from __future__ import annotations
+
+import json
+
+import gguf
+import numpy as np
+from conftest import VOCAB, tiny_tokenizer
+from gguf import GGMLQuantizationType as Kind
+
+LAYERS, WIDTH, INNER, HEADS, KV_HEADS = 2, 64, 128, 4, 2
+_TENSORS = {
+    "attn_norm": ((WIDTH,), Kind.F32),
+    "ffn_norm": ((WIDTH,), Kind.F32),
+    "attn_q": ((WIDTH, WIDTH), Kind.Q4_1),
+    "attn_k": ((KV_HEADS * WIDTH // HEADS, WIDTH), Kind.Q4_1),
+    "attn_v": ((KV_HEADS * WIDTH // HEADS, WIDTH), Kind.Q4_0),
+    "attn_output": ((WIDTH, WIDTH), Kind.Q8_0),
+    "ffn_gate": ((INNER, WIDTH), Kind.Q4_1),
+    "ffn_up": ((INNER, WIDTH), Kind.Q5_0),
+    "ffn_down": ((WIDTH, INNER), Kind.Q4_0),
+}
+
+
+def write_gguf(path):
+    """Write the file, its tokenizer inside: most weights in 4 bits, some in 5 and 8."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(512)
+    writer.add_embedding_length(WIDTH)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    vocabulary = tiny_tokenizer().get_vocab()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(sorted(vocabulary, key=vocabulary.get))
+    writer.add_token_types([3, 3] + [1] * (VOCAB - 2))
+    merges = json.loads(tiny_tokenizer().backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    random = np.random.default_rng(0)
+    tensors = {
+        "token_embd.weight": ((VOCAB, WIDTH), Kind.Q8_0),
+        "output_norm.weight": ((WIDTH,), Kind.F32),
+    }
+    for layer in range(LAYERS):
+        tensors |= {f"blk.{layer}.{name}.weight": given for name, given in _TENSORS.items()}
+    for name, (shape, kind) in tensors.items():
+        values = random.standard_normal(shape, np.float32)
+        writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
