@@ -280,3 +280,25 @@ def architectures(as_json: Json = False) -> None:
     from cached_rag.benchmarks import bench_architectures, machine
 
     print_markdown(bench_architectures(), machine(), as_json=as_json)
+
+
+@bench_app.command("weights")
+def weights_formats(
+    data: Annotated[
+        list[Path], typer.Argument(help="Question sets (.jsonl); their chunks are read.")
+    ],
+    model: Model = DEFAULT_MODEL,
+    formats: Annotated[str, typer.Option(help="Formats to compare with bf16.")] = "as stored",
+    texts: Annotated[int, typer.Option(help="Texts that are read.")] = 40,
+    dtype: Dtype = None,
+    repeats: Repeats = 20,
+    as_json: Json = False,
+) -> None:
+    """Weights in few bits against dense ones: likelihood of texts, time of a decoding step."""
+    from cached_rag.benchmarks import bench_weights, machine
+    from cached_rag.evaluation import load_examples
+
+    examples = [example for path in data for example in load_examples(path)]
+    read = ["\n\n".join(example.chunks) for example in examples][:texts]
+    rows = bench_weights(model, names(formats), read, dtype=dtype, repeats=repeats)
+    print_rows([*rows], machine() | {"model": model}, as_json=as_json)
