@@ -60,7 +60,7 @@ class Ends(frozenset):
 class Plain:
     """A tiny llama computed by hand, row by row, with no code of any other backend.
 
-    It repairs by methods that choose their rows beforehand, and does one thing at a time.
+    It repairs by methods that choose their rows beforehand, and computes one row at a time.
     """
 
     llama: object
@@ -118,11 +118,11 @@ class Plain:
     def step(self, batch):
         found = []
         for row in batch:
-            (token,) = row.token_ids
             ids = torch.zeros(1, row.end, dtype=torch.int64)
-            ids[0, -1] = token
-            slots = torch.tensor([row.kv.length])
-            found.append(self.prefill(row.kv.own, ids, slots).logits)
+            slots = torch.arange(row.kv.length, row.end)
+            ids[0, slots] = torch.tensor(row.token_ids)
+            done = self.prefill(row.kv.own, ids, slots, num_logits=row.num_logits)
+            found.append(done.tail[0])
             row.kv.length = row.end
         return torch.cat(found)
 

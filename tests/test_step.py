@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import FAMILIES, UNMOVABLE, random_ids, tiny_model
+from conftest import FAMILIES, UNMOVABLE, logits_at, random_ids, tiny_model
+from doubles import Plain
 
 from cached_rag.backends.base import StepInput
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.kv.rows import RowKV
+from cached_rag.kv.rows import RowKV, Run
+from cached_rag.kv.slab import Slabs
 
 
 def filled(model, length, seed):
@@ -50,3 +52,50 @@ def test_step_takes_batches_and_pieces_of_prompts_in_most_families():
     assert can_batch & UNMOVABLE
     assert can_append >= {"llama", "qwen3", "phi3", "gpt_neox"}
     assert can_append <= can_batch - {"mistral"}  # windows take one token a pass
+
+
+def drafted(model):
+    """Four rows, and what each has read: two of one slab, one over a shared run, one with gaps."""
+    slabs, read = Slabs(model.shapes), [random_ids(n, n) for n in (33, 21, 40, 12)]
+    rows = []
+    for ids in read:
+        own = slabs.take(len(ids) + 12)
+        own.lay_out(range(7, 19) if len(ids) == 12 else None)
+        model.prefill(own, torch.tensor([ids]), num_logits=0)
+        rows.append(RowKV(own, len(ids)))
+    if model.can_batch:
+        begun = slabs.take(50)
+        rows[2] = rows[2].moved([Run(rows[0].own, 0, 33, 0)], begun)
+        read[2][:33] = read[0]
+        alone = KVBuffer.like(model.shapes, 40)
+        model.prefill(alone, torch.tensor([read[2]]), num_logits=0)
+        begun.keys[:, :, :, :7] = alone.keys[:, :, :, 33:]
+        begun.values[:, :, :, :7] = alone.values[:, :, :, 33:]
+    return rows, read
+
+
+def expected(model, row, ids, count):
+    """(count, vocab_size) logits after the last tokens, by transformers' own forward."""
+    at = [row.position(slot) for slot in range(len(ids))]
+    ends = range(len(ids) - count + 1, len(ids) + 1)
+    return torch.stack([logits_at(model, ids[:end], at[:end]) for end in ends])
+
+
+APPENDING = [model for f in sorted(FAMILIES) if (model := tiny_model(f)).can_append]
+
+
+@pytest.mark.parametrize("backend", [*APPENDING, Plain(tiny_model("llama"))], ids=lambda m: m.name)
+def test_step_gives_logits_of_several_tokens_which_can_be_taken_back(backend):
+    model = tiny_model(backend.name)
+    rows, read = drafted(backend)
+    counts, wanted = (1, 5, 4, 3), (1, 5, 2, 3)
+    for seed, kept in enumerate((0, 1, 2)):
+        new = [random_ids(count, seed + count) for count in counts]
+        steps = [StepInput(*given) for given in zip(rows, new, wanted, strict=True)]
+        found = backend.step(steps).split(wanted)
+        for row, ids, added, logits in zip(rows, read, new, found, strict=True):
+            assert row.length == len(ids) + len(added)
+            own = expected(model, row, [*ids, *added], len(logits))
+            assert torch.allclose(logits, own, atol=1e-4)
+            ids += added[: 1 + kept]
+            row.length = len(ids)  # the others are taken back

@@ -25,10 +25,14 @@ class StepInput:
     """One row of a batch, that is, one running request, and its new tokens.
 
     The new tokens follow those whose KV is in `kv`. `Backend.step` appends their KV to it.
+
+    Attributes:
+        num_logits: how many of the last new tokens to return logits for, at least one.
     """
 
     kv: RowKV
     token_ids: Sequence[int]
+    num_logits: int = 1
 
     @property
     def end(self) -> int:
@@ -190,10 +194,15 @@ class Backend(Protocol):
         ...
 
     def step(self, batch: Sequence[StepInput]) -> torch.Tensor:
-        """Append each row's new tokens; returns (batch, vocab_size) logits after the last of them.
+        """Append each row's new tokens.
+
+        Returns:
+            (sum of the rows' `num_logits`, vocab_size) logits after the last new tokens of each
+            row, in the order of rows and tokens.
 
         Effects: writes the new tokens' KV, and raises each row's `kv.length` by their number. If it
-        fails, no length has changed.
+        fails, no length has changed. Callers take tokens back by lowering `kv.length`: what lies
+        behind it is never read, and written over.
         """
         ...
 

@@ -253,13 +253,14 @@ def _pass(decoder: Decoder, batch: Sequence[StepInput]) -> torch.Tensor:
     cache = BatchCache(batch, decoder.windows)
     ids = [token for row in batch for token in row.token_ids]
     positions = [row.kv.position(s) for row in batch for s in range(row.kv.length, row.end)]
-    last = torch.tensor([where.stop - 1 for where in _token_slices(batch)], device=device)
+    wanted = zip(_token_slices(batch), batch, strict=True)
+    last = [n for where, row in wanted for n in _numbers(where)[-row.num_logits :]]
     inputs = {
         "input_ids": torch.tensor([ids], device=device),
         "position_ids": torch.tensor([positions], device=device),
         "past_key_values": cache,
         "use_cache": True,
-        "logits_to_keep": last,
+        "logits_to_keep": torch.tensor(last, device=device),
     }
     known = decoder.parameters
     with attending(cache):
