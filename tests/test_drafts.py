@@ -83,7 +83,7 @@ def test_drafts_find_what_comparing_everything_finds():
 
 
 def test_drafts_that_are_wrong_become_shorter_then_stop_and_are_tried_again_rarely():
-    chance, counts = Chance(3, 4), []
+    chance, counts = Chance(), []
     for _ in range(40 + 4 * (REST + 1)):
         counts.append(chance.worth(1 / 6))
         if counts[-1]:

@@ -22,8 +22,11 @@ SHORTEST = 2
 MOST = 8
 # A pass for n tokens takes the time of one for a single token and about a sixth of it for each
 # further token: measured for issue 17 with 4-bit weights on two cores (17 to 21 ms for one token,
-# 26 for four, 41 for eight). Wider weights are read longer, so that more tokens cost still less.
+# 26 for four, 41 for eight). The longer the weights are read, the less further tokens cost.
 _SIXTHS = 6
+# Before anything was checked: right, and checked. Two small models, asked about retrieved texts,
+# had five to nine of ten right, the more the longer the run.
+_AT_FIRST = (3.0, 4.0)
 # Of what was learned, so much counts after another draft; about the last ten drafts decide.
 _FADING = 0.9
 # How many drafts that do not pay are left out before a single token is drafted, to see if that
@@ -37,20 +40,23 @@ class Chance:
 
     Attributes:
         right, checked: how many of the tokens that were checked were right; older ones count less.
-            At first they are what was seen of answers over retrieved texts.
         rested: how many drafts were left out since the last one.
     """
 
-    right: float
-    checked: float
+    right: float = _AT_FIRST[0]
+    checked: float = _AT_FIRST[1]
     rested: int = 0
 
     def worth(self, price: float) -> int:
-        """How many tokens to draft: the n-th pays if the chance of all n to be right is the price.
+        """How many tokens to draft now.
+
+        The n-th token of a draft pays if all n are right with a probability of at least its price.
 
         Args:
             price: the time that one more token in a pass takes, as a share of the time that a token
                 takes without drafts.
+
+        Effects: counts the drafts that are left out, as every `REST` of them one token is tried.
         """
         chance = self.right / self.checked
         count = sum(chance**n >= price for n in range(1, MOST + 1))
@@ -68,8 +74,8 @@ class Drafts:
 
     A draft follows the longest run of last tokens that stands elsewhere; of several places the
     first one in a chunk is taken (prompts have the best chunk first), and else the first one at
-    all. How often drafts were right is learned for each length of the run apart, as long runs go on
-    far more often than short ones. Where drafts do not pay, they become shorter and then stop.
+    all. How often drafts were right is learned for each length of the run apart, as long runs are
+    right more often than short ones. Where drafts do not pay, they become shorter and then stop.
     """
 
     def __init__(
@@ -88,7 +94,7 @@ class Drafts:
         self._is_chunk = np.zeros(len(self._ids), dtype=bool)
         for begin, end in chunks:
             self._is_chunk[begin:end] = True
-        self._chances = [Chance(3, 4) for _ in range(LONGEST + 1)]
+        self._chances = [Chance() for _ in range(LONGEST + 1)]
         self._matched = 0
 
     def propose(self, answer: Sequence[int], rows: int = 1) -> list[int]:
@@ -100,9 +106,8 @@ class Drafts:
                 of a pass an answer pays for, so the more a drafted token costs beside that: a sixth
                 of the shortest pass, while n answers share (6 + n - 1) sixths of it.
         """
-        known = self._length - self._prompt_length
-        self._length = self._prompt_length + len(answer)
-        self._ids[self._length - len(answer) + known : self._length] = answer[known:]
+        begin, self._length = self._length, self._prompt_length + len(answer)
+        self._ids[begin : self._length] = answer[begin - self._prompt_length :]
         self._matched, place = self._find()
         if self._matched < SHORTEST:
             return []
