@@ -42,6 +42,8 @@ class GenerationConfig:
         seed: makes sampling repeatable; None for a new one each time.
         ignore_eos: go on to `max_tokens`, even if the model ends its answer earlier.
         repetition_penalty: 0.0001 to 10000; None for the one in the model's generation config.
+        drafts: guess tokens that the answer copies from the prompt or repeats, and check several in
+            one pass. That changes how long an answer takes, not what it says.
 
     Raises:
         ConfigError: a value is out of range, or the method does not have an option.
@@ -60,6 +62,7 @@ class GenerationConfig:
     seed: int | None = None
     ignore_eos: bool = False
     repetition_penalty: float | None = None
+    drafts: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _strings(self.stop))

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import CHUNKS, tiny_model
+from doubles import Recording
 
-from cached_rag import ConfigError, GenerationConfig, benchmarks
+from cached_rag import ConfigError, Engine, GenerationConfig, benchmarks
 from cached_rag.backends.transformers.attention import kernels
 from cached_rag.backends.transformers.attention.kernels import reference
 from cached_rag.benchmarks.attention import make_steps, theory
 from cached_rag.benchmarks.loop import cold_ms, medians, take_turns
 from cached_rag.benchmarks.serving import METHODS, Workload
+from cached_rag.benchmarks.traffic import bench_traffic
 from cached_rag.kv.buffer import KVShapes
 from cached_rag.kv.slab import LONGEST
 
@@ -138,6 +140,17 @@ def test_all_ways_of_serving_give_the_same_answers():
     computed = {name: found[0].report.charged_recompute for name, found in answers.items()}
     assert computed["recomputed"] == 1.0 > 0.3 > computed["copied"]
     work.close()
+
+
+def test_traffic_is_answered_with_and_without_drafts():
+    with Engine(Recording(tiny_model("llama"))) as engine:
+        drafted = []
+        for drafts in (False, True):
+            engine.model.steps.clear()
+            options = {"methods": ["full"], "new_tokens": 60, "clients": 1, "drafts": drafts}
+            bench_traffic(engine, [(CHUNKS, "Why?")], **options)
+            drafted.append(max(count for rows in engine.model.steps for count in rows))
+    assert drafted[0] == 1 < drafted[1]
 
 
 def test_one_after_another_stays_so_however_many_rows_the_others_have():

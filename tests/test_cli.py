@@ -54,6 +54,16 @@ def test_ask_prints_one_object_with_text_sources_and_report(index):
     assert "than full prefill" in shown.stdout
 
 
+def test_ask_drafts_unless_it_is_told_not_to(index):
+    arguments = ["ask", "copper green?", "--index", str(index), "--max-tokens", "60", "--json"]
+    plain, found = (
+        json.loads(run(cli.app, [*arguments, "--dtype", "float32", *more]).stdout)
+        for more in (["--no-drafts"], [])
+    )
+    assert found["text"] == plain["text"]
+    assert found["report"]["drafted_tokens"] > plain["report"]["drafted_tokens"] == 0
+
+
 @pytest.mark.parametrize(
     ("ratio", "said"), [(2.5, "2.5x sooner"), (1.0, "1.0x sooner"), (0.5, "2.0x later")]
 )

@@ -36,7 +36,7 @@ def test_prompts_that_begin_alike_answer_as_alone(family):
 def test_what_is_shared_is_kept_once():
     def peak(*, shares):
         engine = Engine(tiny_model("llama"), batch=BatchConfig(shares=shares))
-        streams = begun(engine, ASKED, **GREEDY)
+        streams = begun(engine, ASKED, **GREEDY, drafts=False)  # else the first ends too early
         for stream in streams:
             next(stream)
         count = engine.scheduler.nbytes // engine.model.shapes.bytes_per_token

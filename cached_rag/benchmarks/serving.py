@@ -125,7 +125,7 @@ def bench_serving(
         ConfigError: a count below 1, or an unknown method.
     """
     _check(methods, new_tokens)
-    config = GenerationConfig(method="prefix", max_tokens=new_tokens, ignore_eos=True)
+    config = _config(new_tokens)
     with closing(Workload(model, shared_tokens, private_tokens, requests)) as work:
         variants = {
             name: partial(_timed, work.engines[name], work.prompts, config) for name in methods
@@ -149,6 +149,11 @@ def bench_serving(
 def _check(methods: Sequence[str], new_tokens: int) -> None:
     if set(methods) - set(METHODS) or new_tokens < 1:
         raise ConfigError(f"methods are {', '.join(METHODS)}; new tokens at least 1")
+
+
+def _config(new_tokens: int) -> GenerationConfig:
+    """Every token takes a step, whatever the answer says."""
+    return GenerationConfig("prefix", max_tokens=new_tokens, ignore_eos=True, drafts=False)
 
 
 def _timed(engine: Engine, prompts: Sequence[str], config: GenerationConfig) -> dict[str, float]:
@@ -198,7 +203,7 @@ def bench_arrivals(
     # In the model's thread, where requests are answered (see `backends/thread.py`).
     sizes = shared_tokens, private_tokens, requests, max_rows
     made = submit(partial(Workload, model, *sizes)).result()
-    config = GenerationConfig(method="prefix", max_tokens=new_tokens, ignore_eos=True)
+    config = _config(new_tokens)
     rows = []
     with closing(made) as work:
         for rate in rates:

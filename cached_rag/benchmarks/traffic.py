@@ -52,6 +52,7 @@ def bench_traffic(
     methods: Sequence[str] = ("full", "prefix", "auto"),
     clients: int = 4,
     new_tokens: int = 32,
+    drafts: bool = True,
 ) -> list[TrafficRow]:
     """Ask all questions with each method; encoding their chunks is not timed.
 
@@ -65,7 +66,7 @@ def bench_traffic(
     submit(partial(engine.encode, texts, asked.head(), context=PRIMER)).result()
     rows: list[TrafficRow] = []
     for method in methods:
-        config = GenerationConfig(method=method, max_tokens=new_tokens)
+        config = GenerationConfig(method=method, max_tokens=new_tokens, drafts=drafts)
         asyncio.run(_stream(engine, prompts[:1], config, 1))  # to warm up
         seconds, reports = asyncio.run(_stream(engine, prompts, config, clients))
         rate = len(prompts) / seconds

@@ -10,6 +10,7 @@ import typer
 from cached_rag.cli.options import (
     DEFAULT_INDEX,
     Device,
+    Drafts,
     Dtype,
     Index,
     MaxTokens,
@@ -38,6 +39,7 @@ def ask_command(
         float, typer.Option(help="0 always takes the likeliest token; more is more random.")
     ] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes a random answer repeatable.")] = None,
+    drafts: Drafts = True,
     compare: Annotated[
         bool, typer.Option(help="Answer with full prefill, too, which reuses nothing.")
     ] = False,
@@ -57,6 +59,7 @@ def ask_command(
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,
+        drafts=drafts,
     )
     with CachedRAG.open(index, dtype=dtype, device=device, weights=weights) as rag:
         stream = rag.stream(question, k=k, config=config)

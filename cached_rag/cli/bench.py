@@ -11,6 +11,7 @@ import typer
 
 from cached_rag.cli.options import (
     Device,
+    Drafts,
     Dtype,
     Methods,
     Model,
@@ -229,6 +230,7 @@ def traffic(
     limit: Annotated[int, typer.Option(help="Questions of each set.")] = 24,
     clients: Annotated[int, typer.Option(help="How many ask at the same time.")] = 4,
     new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 32,
+    drafts: Drafts = True,
     dtype: Dtype = None,
     device: Device = None,
     weights: Weights = "as stored",
@@ -250,6 +252,7 @@ def traffic(
                 methods=names(methods),
                 clients=clients,
                 new_tokens=new_tokens,
+                drafts=drafts,
             )
         facts = machine(engine.model)
     print_rows(rows, facts, as_json=as_json)

@@ -37,6 +37,9 @@ Methods = Annotated[str, typer.Option(help="Methods to compare, comma-separated.
 Codec = Annotated[
     str | None, typer.Option(help="How KV is kept: raw, or int8 for half the disk (new index).")
 ]
+Drafts = Annotated[
+    bool, typer.Option(help="Check several tokens in one pass where the answer copies the prompt.")
+]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
 NewTokens = Annotated[int, typer.Option(help="Tokens of an answer.")]
 Repeats = Annotated[int, typer.Option(help="Rounds that are measured, after a round to warm up.")]

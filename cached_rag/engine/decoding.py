@@ -104,6 +104,27 @@ class Decoding:
             piece += self._text.flush()
         return piece
 
+    def take_drafted(self, logits: torch.Tensor, draft: Sequence[int]) -> tuple[str, int]:
+        """Pick the next tokens, as long as they are the drafted ones, and one more.
+
+        Each is picked by its logits as without a draft, at random too. So a drafted token x stays
+        with the probability p(x) that the model gives it, and another one comes with its own: the
+        acceptance rule of speculative sampling, for drafts that are certain of their tokens.
+
+        Args:
+            logits: (1 + len(draft), vocab_size), after the last token and after each drafted one.
+
+        Returns:
+            The text that is now certain, and how many drafted tokens the answer went on behind.
+        """
+        accepted, text = 0, self.take(logits[:1])
+        for token in draft:
+            if self.finish_reason is not None or self.token_ids[-1] != token:
+                break
+            accepted += 1
+            text += self.take(logits[accepted : accepted + 1])
+        return text, accepted
+
 
 @torch.inference_mode()
 def answer_alone(model: Backend, prefill: Prefilled, config: GenerationConfig) -> Generation:

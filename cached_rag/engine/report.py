@@ -32,6 +32,8 @@ class Report:
             loading a model is not.
         total_ms: from the call to the last token.
         output_tokens: number of the answer's tokens.
+        drafted_tokens, accepted_tokens: how many tokens were drafted for the answer, and how many
+            of them were right and are in it; both 0 where the model takes one token a step.
         kv_bytes, shared_kv_bytes: bytes of KV that this prompt holds alone, and that it shares
             with prompts answered at the same time; both 0 if nothing is shared.
         decision: the loading controller's decision and its reason; empty if it was not asked.
@@ -53,6 +55,8 @@ class Report:
     ttft_ms: float = 0.0
     total_ms: float = 0.0
     output_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     kv_bytes: int = 0
     shared_kv_bytes: int = 0
     decision: str = ""

@@ -18,6 +18,7 @@ from cached_rag.backends.base import Backend
 from cached_rag.backends.tokenizer import Tokenization, Tokens
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.decoding import Decoding
+from cached_rag.engine.drafts import Drafts
 from cached_rag.engine.planner import Planner, Reading
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.sharing import NOTHING, Beginning, RunningSequence
@@ -101,6 +102,8 @@ class Request:
         pending: tokens whose KV is still to be computed: the rest of the prompt, or the answer's
             last token.
         decoding: the answer so far.
+        drafts: proposes its next tokens; None if that is not wanted, or not possible.
+        draft: the tokens that the next pass checks.
     """
 
     resources: Resources
@@ -127,6 +130,8 @@ class Request:
     sequence: RunningSequence | None = None
     pending: list[int] = field(default_factory=list)
     decoding: Decoding = field(init=False)
+    drafts: Drafts | None = None
+    draft: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.report = Report(self.config.method_name)
@@ -159,6 +164,38 @@ class Request:
     def as_sequence(self) -> RunningSequence:
         """The prompt as others may share it; `Sharing` adds its KV."""
         return RunningSequence(self.namespace, self.ids, self.exact_length)
+
+    def begin_answer(self) -> None:
+        """Set the prompt that is answered, before the first token is taken."""
+        plan, config = self.plan, self.config
+        assert plan is not None
+        self.decoding.begin(self.tokens.ids)
+        if config.drafts and self.resources.model.can_append:
+            chunks = [(place.begin, place.end) for place in plan.placements if place.is_chunk]
+            chunks += [(match.begin, match.end) for match in plan.matches]
+            self.drafts = Drafts(self.tokens.ids, chunks, config.max_tokens)
+
+    def make_draft(self, rows: int) -> None:
+        """Draft the next tokens; see `Drafts.propose`."""
+        if self.drafts is not None:
+            self.draft = self.drafts.propose(self.decoding.token_ids, rows)
+
+    def take(self, logits: torch.Tensor) -> str:
+        """Take the answer's next tokens, those of the draft among them; see `Decoding`.
+
+        Args:
+            logits: (1 + len(draft), vocab_size).
+        """
+        assert self.sequence is not None
+        kv, drafted = self.sequence.kv, len(self.draft)
+        text, accepted = self.decoding.take_drafted(logits, self.draft)
+        kv.length += accepted
+        self.report.drafted_tokens += drafted
+        self.report.accepted_tokens += accepted
+        if self.drafts is not None:
+            self.drafts.learn(drafted, accepted)
+        self.pending = self.decoding.token_ids[-1:]
+        return text
 
     def note_sharing(self) -> None:
         """Report how much KV is shared, and give the prompt's buffer back if it was replaced."""

@@ -1,9 +1,10 @@
 """Answers many prompts at once (continuous batching).
 
 The work is done in turns. A turn first admits waiting requests, as far as there is room. It then
-runs one step of the model for all running requests together: one more token of each answer, and
-pieces of the prompts that are still to be prefilled. The main thread makes the turns for its own
-requests, the model's thread for all others. Knows requests and bounds; knows no text.
+runs one step of the model for all running requests together: one more token of each answer, or
+several where the next ones were drafted, and pieces of the prompts that are still to be prefilled.
+The main thread makes the turns for its own requests, the model's thread for all others. Knows
+requests and bounds; knows no text.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class Scheduler:
         return computed
 
     def _run(self, batch: Sequence[tuple[Request, int]]) -> None:
-        """Compute one pass for a batch, and take each request's next token.
+        """Compute one pass for a batch, and take each request's next tokens.
 
         If the pass fails, the two halves of the batch are tried one after the other, down to the
         single request that is to blame. That is safe: what a failed pass wrote lies behind the
@@ -185,9 +186,13 @@ class Scheduler:
         self._run(batch[half:])
 
     def _take(self, request: Request, logits: torch.Tensor) -> None:
-        """Take a request's next token by (1, vocab_size) logits; finish it if that was the last."""
+        """Take a request's next tokens; finish it if its answer ends with them.
+
+        Args:
+            logits: (1 + len(request.draft), vocab_size).
+        """
         try:
-            piece = request.decoding.take(logits)
+            piece = request.take(logits)
         except BaseException as error:
             self._finish(request, Status.FAILED, error)
             if not isinstance(error, Exception):
@@ -196,7 +201,6 @@ class Scheduler:
         if request.status is not Status.ANSWERING:
             request.status = Status.ANSWERING
             request.report.ttft_ms = request.clock.total()
-        request.pending = request.decoding.token_ids[-1:]
         if piece:
             request.deliver(piece)
         if request.decoding.finish_reason:
@@ -265,7 +269,7 @@ class Scheduler:
         plan, room = request.plan, request.config.max_tokens
         assert plan is not None
         request.status = Status.PREFILLING
-        request.decoding.begin(request.tokens.ids)
+        request.begin_answer()
         is_covered = all(place.end <= len(beginning) for place in plan.placements)
         if is_covered and (beginning.runs or self._running) and self._model.can_append:
             prefill.follow(request, beginning)
@@ -292,13 +296,16 @@ class Scheduler:
     def _batch(self, computed: int) -> list[tuple[Request, int]]:
         """The requests of the next step, each with the number of tokens that it computes.
 
-        An answer computes one token. Prompts share what is left of `prefill_tokens`, at least one
-        token a step.
+        An answer computes its last token, and those that are drafted behind it. Prompts share what
+        is left of `prefill_tokens`, at least one token a step.
 
         Args:
             computed: prompt tokens that were computed in this turn already.
         """
         left = max(1, self.config.prefill_tokens - computed)
+        answering = [one for one in self._running if one.status is Status.ANSWERING]
+        for request in answering:
+            request.make_draft(len(answering))
         batch = []
         for request in self._running:
             is_answering = request.status is Status.ANSWERING
@@ -309,18 +316,21 @@ class Scheduler:
         return batch
 
     def _take_all(self, batch: Sequence[tuple[Request, int]], logits: torch.Tensor) -> None:
-        """Take the next token of each request whose prompt is complete.
+        """Take the next tokens of each request whose prompt is complete.
 
         Args:
-            logits: (len(batch), vocab_size).
+            logits: (number of requests and of drafted tokens, vocab_size).
         """
+        rows = torch.split(logits, [1 + len(request.draft) for request, _ in batch])
         for request, count in batch:
             del request.pending[:count]
-        left = [(request, at) for at, (request, _) in enumerate(batch) if not request.pending]
+            assert request.sequence is not None
+            request.sequence.kv.length -= len(request.draft)  # until they are accepted
+        pairs = zip((request for request, _ in batch), rows, strict=True)
+        left = [(request, row) for request, row in pairs if not request.pending]
         try:
             while left:
-                request, at = left.pop(0)
-                self._take(request, logits[at : at + 1])
+                self._take(*left.pop(0))
         except BaseException as error:  # the other requests have lost this step's token
             for request, _ in left:
                 self._finish(request, Status.FAILED, error)
@@ -367,6 +377,7 @@ class Scheduler:
 
 
 def _step_input(request: Request, count: int) -> StepInput:
-    """The next `count` tokens that a request computes, with the KV that they attend to."""
+    """The next `count` tokens that a request computes and its draft, with the KV they attend to."""
     assert request.sequence is not None
-    return StepInput(request.sequence.kv, request.pending[:count])
+    tokens, drafted = [*request.pending[:count], *request.draft], len(request.draft)
+    return StepInput(request.sequence.kv, tokens, 1 + drafted)

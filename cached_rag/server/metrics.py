@@ -22,7 +22,7 @@ class Metrics:
         )
         self._tokens = Counter(
             "cached_rag_tokens",
-            "Tokens: of prompts, of these taken from the cache, recomputed; of answers.",
+            "Tokens: of prompts, cached, recomputed; of answers, drafted, accepted.",
             ["kind"],
             registry=registry,
         )
@@ -65,6 +65,8 @@ class Metrics:
             "cached": report.cached_tokens,
             "recomputed": report.recomputed_tokens,
             "answer": report.output_tokens,
+            "drafted": report.drafted_tokens,
+            "accepted": report.accepted_tokens,
         }
         for kind, count in counts.items():
             self._tokens.labels(kind).inc(count)

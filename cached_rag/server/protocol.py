@@ -113,8 +113,8 @@ class StreamOptions(_Strict):
 class _Settings(_Strict):
     """The settings of both kinds of completion.
 
-    Not OpenAI's but ours are `method`, `recompute_ratio`, `top_k` and `repetition_penalty`, as in
-    `GenerationConfig`, and `cache_salt`: requests with different salts share no KV.
+    Not OpenAI's but ours are `method`, `recompute_ratio`, `top_k`, `repetition_penalty` and
+    `drafts`, as in `GenerationConfig`, and `cache_salt`: requests with different salts share no KV.
     """
 
     model: Annotated[Text, Field(max_length=1000)]
@@ -129,6 +129,7 @@ class _Settings(_Strict):
     recompute_ratio: float | None = None
     top_k: int | None = None
     repetition_penalty: float | None = None
+    drafts: bool | None = None
     cache_salt: Name | None = None
 
     @model_validator(mode="before")
@@ -160,6 +161,7 @@ class _Settings(_Strict):
             "recompute_ratio": self.recompute_ratio,
             "top_k": self.top_k,
             "repetition_penalty": self.repetition_penalty,
+            "drafts": self.drafts,
             "max_tokens": self.wanted_tokens or _DEFAULT_TOKENS,
         }
         return {name: value for name, value in given.items() if value is not None}

@@ -36,7 +36,7 @@ _OWN = ("store", "namespace", "dtype", "device", "weights")
 _REMOTE = frozenset({"api_key", "base_url", "timeout", "max_retries"})
 GENERATION_SETTINGS = (
     *("method", "recompute_ratio", "temperature", "top_p", "top_k", "max_tokens", "stop", "seed"),
-    "repetition_penalty",
+    *("repetition_penalty", "drafts"),
 )
 
 
@@ -78,6 +78,8 @@ class EngineSettings(BaseModel):
     """Makes sampling repeatable."""
     repetition_penalty: float | None = None
     """None for the model's own."""
+    drafts: bool = True
+    """Check several tokens in one pass where the answer copies; it says the same without."""
     _engines: dict[str, Engine] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="before")

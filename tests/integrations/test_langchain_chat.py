@@ -157,6 +157,14 @@ def test_bad_settings_are_refused_when_made():
     ChatCachedRAG(api_key="k", timeout=3, max_retries=2)  # applications pass these to any model
 
 
+def test_drafts_are_a_setting(engine):
+    settings = {"engine": engine, "max_tokens": 60}
+    found = [ChatCachedRAG(**settings, drafts=drafts).invoke(QUESTION) for drafts in (False, True)]
+    assert found[0].content == found[1].content
+    drafted = [report(answer)["drafted_tokens"] for answer in found]
+    assert drafted[1] > drafted[0] == 0
+
+
 def test_a_response_cache_never_mixes_settings(engine):
     cache = InMemoryCache()
     base = {"engine": engine, "cache": cache, "max_tokens": 4}

@@ -178,6 +178,14 @@ def test_settings_reach_the_engine_and_bad_ones_are_refused(llm):
         llm.chat([image])
 
 
+def test_drafts_are_a_setting(llm):
+    plain = CachedRAGLLM(engine=llm.loaded_engine(), drafts=False)
+    found = [one.chat(MESSAGES, max_tokens=60) for one in (plain, llm)]
+    assert found[0].message.content == found[1].message.content
+    drafted = [answer.raw["cached_rag"]["drafted_tokens"] for answer in found]
+    assert drafted[1] > drafted[0] == 0
+
+
 def test_engines_are_loaded_late_and_shared(monkeypatch, tmp_path, engine):
     loads = []
 

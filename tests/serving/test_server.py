@@ -244,6 +244,23 @@ def test_health_and_metrics(client, server):
     assert CHUNKS[0][:20] not in text
 
 
+def test_metrics_count_drafts_which_a_request_may_switch_off(client, server):
+    def counted():
+        text = httpx.get(f"{server[0]}/metrics").text
+        found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        kinds = ("drafted", "accepted")
+        return [float(found.get(f'cached_rag_tokens_total{{kind="{k}"}}', 0)) for k in kinds]
+
+    asked = {**GREEDY, "messages": MESSAGES, "max_tokens": 60}
+    before = counted()
+    plain = client.chat.completions.create(**asked, extra_body={"drafts": False})
+    assert counted() == before
+    found = client.chat.completions.create(**asked)
+    assert found.choices[0].message.content == plain.choices[0].message.content
+    drafted, accepted = counted()
+    assert drafted - before[0] >= accepted - before[1] > 0
+
+
 def test_langchains_client_works_against_it(server, engine):
     llm = ChatOpenAI(
         model=NAME, base_url=f"{server[0]}/v1", api_key="none", temperature=0, max_tokens=8

@@ -48,7 +48,7 @@ from cached_rag import (
 _T = TypeVar("_T")
 _GENERATION = (
     *("method", "recompute_ratio", "temperature", "top_p", "top_k", "max_tokens", "stop", "seed"),
-    "repetition_penalty",
+    *("repetition_penalty", "drafts"),
 )
 
 
@@ -84,6 +84,7 @@ class CachedRAGLLM(CustomLLM):
     stop: list[str] | None = Field(default=None, description="Strings that end the answer.")
     seed: int | None = Field(default=None, description="Makes sampling repeatable.")
     repetition_penalty: float | None = Field(default=None, description="None: the model's own.")
+    drafts: bool = Field(default=True, description="Several tokens a pass where answers copy.")
     _engine: Engine | CachedRAG | None = PrivateAttr(default=None)
     _has_template: bool = PrivateAttr(default=False)
 
