@@ -77,7 +77,7 @@ def test_sequences_are_bounded_and_the_longest_unused_goes_first(engine):
         prefill(small, *CHUNKS[::-1])
         assert 0 < small.sequences.nbytes <= room
         assert prefill(small, *CHUNKS).report.cached_tokens < again.report.cached_tokens
-    with Engine(tiny_model("llama")) as none:
+    with Engine(tiny_model("llama"), StoreConfig(sequence_bytes=0)) as none:
         none.encode(CHUNKS)
         prefill(none, *CHUNKS)
         assert none.sequences.nbytes == 0

@@ -11,12 +11,14 @@ from cached_rag.benchmarks.kernels import bench_kernels
 from cached_rag.benchmarks.loading import bench_loading
 from cached_rag.benchmarks.machine import machine
 from cached_rag.benchmarks.models import bench_models
+from cached_rag.benchmarks.new_prompts import NEW_PROMPTS
 from cached_rag.benchmarks.schemas import bench_lengths, bench_prompt, footprint, plot_lengths
 from cached_rag.benchmarks.serving import bench_arrivals, bench_serving
 from cached_rag.benchmarks.traffic import bench_traffic
 from cached_rag.benchmarks.ttft import bench_ttft
 
 __all__ = [
+    "NEW_PROMPTS",
     "bench_architectures",
     "bench_arrivals",
     "bench_attention",

@@ -56,7 +56,8 @@ def ask_command(
         temperature=temperature,
         seed=seed,
     )
-    with CachedRAG.open(index, dtype=dtype, device=device) as rag:
+    # The one question there is; and full prefill, to compare it with, must not find what it left.
+    with CachedRAG.open(index, dtype=dtype, device=device, sequence_bytes=0) as rag:
         stream = rag.stream(question, k=k, config=config)
         for piece in stream:
             if not as_json:

@@ -64,11 +64,17 @@ def ttft(
     if context.invoked_subcommand is not None:
         return
     from cached_rag import Engine
-    from cached_rag.benchmarks import bench_ingest, bench_loading, bench_ttft, machine
+    from cached_rag.benchmarks import (
+        NEW_PROMPTS,
+        bench_ingest,
+        bench_loading,
+        bench_ttft,
+        machine,
+    )
 
     sizes: dict[str, Any] = {"modules": chunks, "module_tokens": chunk_tokens}
     stored = []
-    with Engine.load(model, dtype=dtype, device=device) as engine:
+    with Engine.load(model, store=NEW_PROMPTS, dtype=dtype, device=device) as engine:
         rows = bench_ttft(
             engine,
             **sizes,
@@ -230,10 +236,10 @@ def traffic(
 ) -> None:
     """Several clients with questions over shared chunks: requests a second, time to first token."""
     from cached_rag import Engine
-    from cached_rag.benchmarks import bench_traffic, machine
+    from cached_rag.benchmarks import NEW_PROMPTS, bench_traffic, machine
     from cached_rag.evaluation import load_examples
 
-    with Engine.load(model, dtype=dtype, device=device) as engine:
+    with Engine.load(model, store=NEW_PROMPTS, dtype=dtype, device=device) as engine:
         rows = []
         for path in data:
             examples = [(e.chunks, e.question) for e in load_examples(path, limit)]

@@ -40,6 +40,11 @@ class Beginning:
     def __len__(self) -> int:
         return sum(map(len, self.runs))
 
+    @property
+    def num_repaired(self) -> int:
+        """Number of its tokens that a method may have repaired: those that are not exact."""
+        return len(self) - self.exact_length
+
     def pieces(self, ids: Sequence[int]) -> list[ModuleKV]:
         """The same KV as views, one for each run, to be placed at a prompt's beginning.
 

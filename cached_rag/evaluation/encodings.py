@@ -38,7 +38,9 @@ class Encodings:
             encoding: as in `Trial.encoding`; empty to encode nothing.
         """
         if encoding not in self._engines:
-            self._engines[encoding] = Engine(self._model, StoreConfig(learn_prefixes=False))
+            self._engines[encoding] = Engine(
+                self._model, StoreConfig(sequence_bytes=0, learn_prefixes=False)
+            )
         engine = self._engines[encoding]
         if not encoding:
             return engine

@@ -98,6 +98,16 @@ class Plan:
         return replace(self, placements=exact)
 
     @property
+    def exact_end(self) -> int:
+        """How many tokens, from the first, have exact KV without a gap."""
+        end = 0
+        for place in self.placements:
+            if place.begin > end or not place.is_exact:
+                break
+            end = place.end
+        return end
+
+    @property
     def num_chunks(self) -> int:
         """The number of placements that are chunks."""
         return sum(place.is_chunk for place in self.placements)

@@ -1,7 +1,9 @@
 """A cache of the KV that finished prompts left, for prompts that begin as they did.
 
 KV that is what full prefill computes serves every prompt, as far as the tokens are the same. KV
-that a method repaired is marked with the method, and serves only prompts of the same method.
+that a method repaired is marked with the method. It serves only prompts of the same method, and,
+unless any may have it, only those that go on where the repaired prompt ended: the next turns of its
+conversation. For it was repaired for that prompt's question.
 Sequences with the same beginning share its KV. No buffer holds parts of two chunks. So when a chunk
 is forgotten, its KV can be dropped with all KV behind it, which depends on it, while the KV before
 it stays. Knows tokens and KV; knows no model.
@@ -16,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from cached_rag.config import KeepsRepaired
 from cached_rag.kv.rows import RowKV, Run
 
 # Fewest tokens of KV that are shared. Every shared run costs a kernel call in each layer,
@@ -36,6 +39,8 @@ class PromptKV:
         exact_length: number of tokens, from the first, whose KV is what full prefill computes.
         repair: mark of the method that repaired the other tokens; empty if there are none.
         chunks: (digest, token after the last) of the chunks in it, in order.
+        least: number of tokens, from the first, that a prompt needs to have in common with this
+            one, before it may use those that are not exact.
     """
 
     namespace: str
@@ -44,6 +49,7 @@ class PromptKV:
     exact_length: int
     repair: str = ""
     chunks: tuple[tuple[str, int], ...] = ()
+    least: int = 0
 
     def usable(self, ids: Ids, repair: str, exact: int = 0) -> int:
         """How many tokens of a prompt, from the first, may use this KV.
@@ -54,7 +60,7 @@ class PromptKV:
             exact: how many of the tokens have to have exact KV.
         """
         length = common(ids, self.ids)
-        may_be_repaired = bool(repair) and repair == self.repair
+        may_be_repaired = bool(repair) and repair == self.repair and length >= self.least
         if not may_be_repaired or min(length, exact) > self.exact_length:
             return min(length, self.exact_length)
         return length
@@ -92,16 +98,15 @@ class PromptKV:
 class Sequences:
     """The cache. The least recently used sequences are dropped first. Safe for several threads."""
 
-    def __init__(self, max_bytes: int, *, keeps_repaired: bool = True) -> None:
+    def __init__(self, max_bytes: int, *, keeps_repaired: KeepsRepaired = True) -> None:
         """Make an empty cache.
 
         Args:
             max_bytes: most bytes of KV; 0 keeps nothing.
-            keeps_repaired: keep KV that a method repaired, too. If not, only exact KV is kept, and
-                no answer depends on prompts that were asked before.
+            keeps_repaired: see `StoreConfig`.
         """
+        self.max_bytes = max_bytes
         self.keeps_repaired = keeps_repaired
-        self._max_bytes = max_bytes
         self._kept: list[PromptKV] = []  # least recently used first
         self._lock = threading.RLock()  # as in `WriteBack`
 
@@ -110,6 +115,11 @@ class Sequences:
         """Bytes of the KV that is kept; KV that sequences share counts once."""
         with self._lock:
             return _nbytes(self._kept)
+
+    def clear(self) -> None:
+        """Drop all sequences, of all tenants."""
+        with self._lock:
+            self._kept.clear()
 
     def beginning(
         self, namespace: str, ids: Ids, repair: str = "", exact: int = 0
@@ -141,16 +151,17 @@ class Sequences:
             sequence: the description of this KV, without runs.
             kv: the KV.
         """
-        length = min(sequence.exact_length, kv.length)
-        if self.keeps_repaired and sequence.repair and sequence.chunks:
-            length = max(length, min(sequence.chunks[-1][1], kv.length))
-        is_fit = length * kv.own.nbytes <= self._max_bytes * kv.own.capacity
+        keeps_all = self.keeps_repaired and sequence.repair
+        length = kv.length if keeps_all else min(sequence.exact_length, kv.length)
+        if self.keeps_repaired is True:
+            sequence = replace(sequence, least=0)
+        is_fit = length * kv.own.nbytes <= self.max_bytes * kv.own.capacity
         if kv.positions is not None or not is_fit or not is_worth(length, sequence.chunks):
             return
         with self._lock:
             kept = self._copied(sequence, kv, length)
             self._kept = [one for one in self._kept if not _has_all(kept, one)] + [kept]
-            while self.nbytes > self._max_bytes:
+            while self.nbytes > self.max_bytes:
                 self._kept.pop(0)
 
     def _copied(self, sequence: PromptKV, kv: RowKV, length: int) -> PromptKV:
@@ -209,7 +220,10 @@ class Sequences:
                 if slot is None:
                     continue
                 self._kept.remove(one)
-                if (rest := one.until(slot)).runs and is_worth(len(rest.ids), rest.chunks):
+                rest = one.until(slot)
+                if len(rest.ids) < rest.least:  # so nobody may use what is not exact
+                    rest = rest.until(rest.exact_length)
+                if rest.runs and is_worth(len(rest.ids), rest.chunks):
                     self._kept.insert(0, rest)
 
 
@@ -236,7 +250,8 @@ def where(ids: Ids, wanted: Ids) -> list[int]:
 def _has_all(new: PromptKV, old: PromptKV) -> bool:
     """Whether the new sequence can serve all prompts that the old one can."""
     is_same = new.namespace == old.namespace and new.exact_length >= old.exact_length
-    return is_same and new.usable(old.ids, old.repair) == len(old.ids)
+    is_as_open = new.least <= old.least or old.exact_length == len(old.ids)
+    return is_same and is_as_open and new.usable(old.ids, old.repair) == len(old.ids)
 
 
 def _nbytes(sequences: Iterable[PromptKV]) -> int:

@@ -51,6 +51,9 @@ class EngineSettings(BaseModel):
     """Alias, hub id, folder or GGUF file."""
     store: str | None = None
     """Folder for KV; None keeps it in memory."""
+    sequence_bytes: int | None = Field(default=None, ge=0)
+    """Most bytes of KV of finished prompts, which the next turns of their chats begin with; 0 keeps
+    none, None takes a quarter of what chunks may have in memory (`cached_rag.StoreConfig`)."""
     namespace: str = ""
     """Tenants with different namespaces never share KV."""
     dtype: str | None = None
@@ -58,7 +61,7 @@ class EngineSettings(BaseModel):
     device: str | None = None
     """"cpu", "cuda", "mps"; None for the best this machine has."""
     engine: Engine | CachedRAG | None = Field(default=None, exclude=True, repr=False)
-    """One to share, instead of the five settings above."""
+    """One to share, instead of the six settings above."""
     method: str = "auto"
     """How cached KV is used; see `cached_rag.METHODS`."""
     recompute_ratio: float | None = None
@@ -146,7 +149,9 @@ class EngineSettings(BaseModel):
 
     def _shared(self, model: str) -> Engine:
         if model not in self._engines:  # held, for the process forgets what nobody holds
-            store = StoreConfig(path=self.store, namespace=self.namespace)
+            store = StoreConfig(
+                path=self.store, namespace=self.namespace, sequence_bytes=self.sequence_bytes
+            )
             options: Any = {"dtype": self.dtype, "device": self.device}
             self._engines[model] = Engine.shared(model, store=store, **options)
         return self._engines[model]

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 import torch
-from conftest import CHUNKS, plain_logits, tiny_model
+from conftest import CHUNKS, NEW_PROMPTS, plain_logits, tiny_model
 
 from cached_rag import ConfigError, Engine, EvaluationError, GenerationConfig
 from cached_rag.evaluation import Journal, Settings, evaluate, make_trials, summarise
@@ -49,7 +49,7 @@ class Letters:
 
 
 def run(data, tmp_path, methods, ratios=(0.2,), limit=None, name="journal.jsonl"):
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     trials = make_trials(methods, ratios)
     settings = Settings((data,), tuple(trials), limit)
     journal = Journal(tmp_path / name, settings.facts(engine))
@@ -111,7 +111,7 @@ def test_r_1_has_no_loss_and_less_has(data, tmp_path, monkeypatch):
 
 def test_answers_and_likelihoods_are_the_models_own():
     """Twin: the reference's NLL from one plain forward pass over prompt and answer."""
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     prompt, config = (
         messages(CHUNKS, QUESTIONS[0], long=False),
         GenerationConfig("full", max_tokens=8),
