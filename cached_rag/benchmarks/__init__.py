@@ -6,6 +6,7 @@ attention of its backend, `architectures` and `models` make the tables of docs/m
 
 from cached_rag.benchmarks.architectures import bench_architectures
 from cached_rag.benchmarks.attention import bench_attention, plot_attention, query_heads
+from cached_rag.benchmarks.chat import bench_chat
 from cached_rag.benchmarks.ingest import bench_ingest
 from cached_rag.benchmarks.kernels import bench_kernels
 from cached_rag.benchmarks.loading import bench_loading
@@ -22,6 +23,7 @@ __all__ = [
     "bench_architectures",
     "bench_arrivals",
     "bench_attention",
+    "bench_chat",
     "bench_ingest",
     "bench_kernels",
     "bench_lengths",

@@ -255,6 +255,40 @@ def traffic(
     print_rows(rows, facts, as_json=as_json)
 
 
+@bench_app.command()
+def chat(
+    model: Model = DEFAULT_MODEL,
+    documents: Annotated[int, typer.Option(help="Documents in the system message.")] = 7,
+    document_tokens: Annotated[int, typer.Option(help="Tokens of each document.")] = 512,
+    turns: Annotated[int, typer.Option(help="Questions of the chat.")] = 7,
+    question_tokens: Annotated[int, typer.Option(help="Tokens of each question.")] = 32,
+    new_tokens: NewTokens = 32,
+    methods: Methods = "full,prefix,auto",
+    repeats: Repeats = 3,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Turns of a chat with documents in its system message: time to first token of each turn."""
+    from cached_rag import load_model
+    from cached_rag.backends.thread import submit
+    from cached_rag.benchmarks import bench_chat, machine
+
+    loaded = submit(lambda: load_model(model, dtype, device)).result()
+    timing = partial(
+        bench_chat,
+        loaded,
+        documents=documents,
+        document_tokens=document_tokens,
+        turns=turns,
+        question_tokens=question_tokens,
+        new_tokens=new_tokens,
+        methods=names(methods),
+        repeats=repeats,
+    )
+    print_rows(submit(timing).result(), machine(loaded), as_json=as_json)
+
+
 @bench_app.command("models")
 def models(
     models: Annotated[
