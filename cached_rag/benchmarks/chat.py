@@ -34,6 +34,7 @@ class ChatRow:
     Attributes:
         turn: the first one is 1.
         ttft_ms: milliseconds to the first token.
+        token_ms: milliseconds for each token after it.
         speedup: the same turn's `ttft_ms` with nothing kept, over this one's.
         cached: share of the prompt's tokens that were taken from cached KV.
         kept: share of them that the turns before had left.
@@ -43,6 +44,7 @@ class ChatRow:
     turn: int
     prompt_tokens: int
     ttft_ms: float
+    token_ms: float
     speedup: float
     cached: float
     kept: float
@@ -104,8 +106,8 @@ def bench_chat(
     Raises:
         ConfigError: a count below 1, an unknown method, or a model without chat template.
     """
-    if min(documents, turns, new_tokens) < 1:
-        raise ConfigError("a chat has documents, turns and answers: each count is at least 1")
+    if min(documents, turns, new_tokens - 1) < 1:
+        raise ConfigError("a chat has a document, a turn, and answers of two tokens at least")
     plain = GenerationConfig(method="full", max_tokens=new_tokens, ignore_eos=True)
     with closing(Chat(model, documents, document_tokens, turns, question_tokens)) as chat:
         variants = {NOTHING_KEPT: partial(chat.hold, chat.forgetting, plain)}
@@ -122,10 +124,11 @@ def bench_chat(
 
 
 def _row(method: str, turn: int, reports: Sequence[Report], base_ms: float) -> ChatRow:
-    names = ("prompt_tokens", "ttft_ms", "cached_tokens", "kept_tokens")
-    tokens, ttft, cached, kept = (_median(reports, name) for name in names)
+    names = ("prompt_tokens", "ttft_ms", "total_ms", "cached_tokens", "kept_tokens")
+    tokens, ttft, total, cached, kept = (_median(reports, name) for name in names)
+    token = (total - ttft) / (reports[0].output_tokens - 1)
     shares = cached / tokens, kept / tokens
-    return ChatRow(method, turn, round(tokens), ttft, base_ms / ttft, *shares)
+    return ChatRow(method, turn, round(tokens), ttft, token, base_ms / ttft, *shares)
 
 
 def _median(reports: Sequence[Report], name: str) -> float:
