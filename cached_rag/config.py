@@ -170,6 +170,10 @@ class StoreConfig:
             ended, with True for all that begin with the same chunks, whatever they ask. With False
             only KV that full prefill would compute is kept, and no answer depends on earlier
             prompts.
+        harvest: chunks that a request missed are taken from what earlier prompts left, until they
+            are encoded: computed behind other texts, moved, and repaired as any chunk. An answer
+            then depends on earlier prompts. Off by default: docs/quality.md says how to measure
+            what it costs.
         write_back: encode chunks that a request missed in the background.
         finish_seconds: how long `Engine.close`, or the interpreter's end, may go on encoding chunks
             that still wait, so that the next process finds their KV on disk; 0 drops them. Without
@@ -192,6 +196,7 @@ class StoreConfig:
     namespace: str = ""
     sequence_bytes: int | None = None
     keeps_repaired: KeepsRepaired = "conversation"
+    harvest: bool = False
     write_back: bool = True
     finish_seconds: float = 30.0
     learn_prefixes: bool = True
@@ -203,6 +208,12 @@ class StoreConfig:
         _require(
             self.keeps_repaired in (True, False, "conversation"),
             f'keeps_repaired is True, False or "conversation", not {self.keeps_repaired!r}',
+        )
+        keeps = kept != 0 and self.keeps_repaired is not False
+        _require(
+            keeps or not self.harvest,
+            "harvest takes KV from earlier prompts, and sequence_bytes=0 or keeps_repaired=False "
+            "lets none serve; leave one of them out",
         )
         finish = self.finish_seconds
         _require(finish >= 0, f"finish_seconds cannot be negative: {finish}")

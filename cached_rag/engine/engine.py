@@ -429,7 +429,11 @@ class Engine:
         if isinstance(prompt, Planned):
             return prompt.planner(self)
         return TextPlanner(
-            self.library, self.tokenization, self._resources.learning, self._rendered(prompt)
+            self.library,
+            self.tokenization,
+            self._resources.learning,
+            self._rendered(prompt),
+            self.sequences if self.settings.harvest else None,
         )
 
 

@@ -223,7 +223,10 @@ class Request:
         ids = np.concatenate([self.ids, answer])[: kv.length]
         exact = len(ids) if self.exact_length == len(self.ids) else self.exact_length
         least = max(0, len(self.ids) - _TEMPLATE_TAIL)
-        return PromptKV(self.namespace, ids, (), exact, self.repair, plan.chunks, least)
+        # What was made of harvested KV depends on texts that are not in this prompt, and it could
+        # not be found when one of them is forgotten. So of that only the exact part is kept.
+        repair = "" if plan.harvested else self.repair
+        return PromptKV(self.namespace, ids, (), exact, repair, plan.chunks, least)
 
     def finish(self, status: Status, last: BaseException | None) -> None:
         """Set the final status, and deliver None or the error."""

@@ -51,15 +51,7 @@ class Beginning:
         Args:
             ids: the prompt's tokens.
         """
-        return [
-            ModuleKV(
-                tuple(ids[run.slot : run.slot + len(run)]),
-                run.slot,
-                run.buffer.keys[:, 0, :, run.begin : run.end],
-                run.buffer.values[:, 0, :, run.begin : run.end],
-            )
-            for run in self.runs
-        ]
+        return [run.module(ids[run.slot : run.slot + len(run)]) for run in self.runs]
 
 
 NOTHING = Beginning()

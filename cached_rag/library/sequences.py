@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cached_rag.config import KeepsRepaired
+from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.rows import RowKV, Run
 
 # Fewest tokens of KV that are shared. Every shared run costs a kernel call in each layer,
@@ -69,6 +70,14 @@ class PromptKV:
         """The runs of its first `length` tokens."""
         found = (run.cut(0, length) for run in self.runs)
         return tuple(run for run in found if run is not None)
+
+    def piece(self, begin: int, end: int) -> ModuleKV | None:
+        """KV of tokens `begin` to `end` (exclusive); None if it lies in more than one buffer."""
+        for run in self.runs:
+            part = run.cut(begin, end)
+            if part is not None and len(part) == end - begin:
+                return part.module(self.ids[begin:end].tolist())
+        return None
 
     def until(self, slot: int) -> PromptKV:
         """The beginning of it, in those buffers that end at or before a slot."""
@@ -143,6 +152,18 @@ class Sequences:
                 self._kept.remove(best)
                 self._kept.append(best)
             return best, most[0]
+
+    def containing(self, namespace: str, token_ids: Ids) -> tuple[PromptKV, int] | None:
+        """The last sequence with these tokens among its exact ones, and the slot of the first."""
+        with self._lock:
+            for one in reversed(self._kept):
+                is_own = one.namespace == namespace
+                found = where(one.ids[: one.exact_length], token_ids) if is_own else []
+                if found:
+                    self._kept.remove(one)
+                    self._kept.append(one)
+                    return one, found[0]
+        return None
 
     def add(self, sequence: PromptKV, kv: RowKV) -> None:
         """Keep a copy of a prompt's KV, as far as it may serve other prompts.
