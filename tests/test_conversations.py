@@ -295,3 +295,14 @@ def test_the_server_keeps_conversations_and_repaired_ones_unless_told(
     result = CliRunner().invoke(app, ["serve", *where, *options])
     assert result.exit_code == 0, result.output
     assert kept == [(1 << 30, False if options else "conversation")]
+
+
+def test_a_prompt_that_is_too_long_to_be_kept_is_said_once(caplog):
+    for bound, count in ((1000, 1), (0, 0)):
+        caplog.clear()
+        with opened(sequence_bytes=bound) as engine:
+            for question in QUESTIONS[:2]:
+                asked = [SYSTEM, {"role": "user", "content": question}]
+                assert engine.generate(asked, max_tokens=2).report.kept_tokens == 0
+            assert engine.sequences.nbytes == 0
+        assert sum("raise it" in text for text in caplog.messages) == count

@@ -11,6 +11,7 @@ it stays. Knows tokens and KV; knows no model.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from cached_rag.config import KeepsRepaired
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.rows import RowKV, Run
 
+_log = logging.getLogger(__name__)
 # Fewest tokens of KV that are shared. Every shared run costs a kernel call in each layer,
 # so shorter ones are copied instead.
 MIN_SHARED = 128
@@ -118,6 +120,7 @@ class Sequences:
         self.keeps_repaired = keeps_repaired
         self._kept: list[PromptKV] = []  # least recently used first
         self._lock = threading.RLock()  # as in `WriteBack`
+        self._has_told = False
 
     @property
     def nbytes(self) -> int:
@@ -172,18 +175,30 @@ class Sequences:
             sequence: the description of this KV, without runs.
             kv: the KV.
         """
-        keeps_all = self.keeps_repaired and sequence.repair
-        length = kv.length if keeps_all else min(sequence.exact_length, kv.length)
         if self.keeps_repaired is True:
             sequence = replace(sequence, least=0)
-        is_fit = length * kv.own.nbytes <= self.max_bytes * kv.own.capacity
-        if kv.positions is not None or not is_fit or not is_worth(length, sequence.chunks):
+        keeps_all = self.keeps_repaired and sequence.repair and kv.length >= sequence.least
+        length = kv.length if keeps_all else min(sequence.exact_length, kv.length)
+        if kv.positions is not None or not is_worth(length, sequence.chunks):
+            return
+        if not self._has_room(length * kv.own.nbytes // kv.own.capacity):
             return
         with self._lock:
             kept = self._copied(sequence, kv, length)
             self._kept = [one for one in self._kept if not _has_all(kept, one)] + [kept]
             while self.nbytes > self.max_bytes:
                 self._kept.pop(0)
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether a prompt may be kept; the first one that is too large is logged."""
+        if nbytes > self.max_bytes > 0 and not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "a prompt and its answer have %d bytes of KV, and sequence_bytes is %d: nothing is "
+                "kept of prompts so long, so the next turns of their chats begin anew; raise it",
+                *(nbytes, self.max_bytes),
+            )
+        return nbytes <= self.max_bytes
 
     def _copied(self, sequence: PromptKV, kv: RowKV, length: int) -> PromptKV:
         """A sequence's first tokens: runs that are kept here already, and copies of the rest."""
