@@ -306,3 +306,23 @@ def test_a_prompt_that_is_too_long_to_be_kept_is_said_once(caplog):
                 assert engine.generate(asked, max_tokens=2).report.kept_tokens == 0
             assert engine.sequences.nbytes == 0
         assert sum("raise it" in text for text in caplog.messages) == count
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_documents_that_are_encoded_between_two_turns_change_nothing(method):
+    with Engine(tiny_model("llama")) as engine:
+        engine.register(DOCUMENTS)
+
+        def ask(messages):
+            made = engine.generate(messages, method=method, max_tokens=MAX_TOKENS)
+            engine.write_back.drain()
+            return made.text, made.report
+
+        (before, first), *later = chat(engine, ask)
+        assert first.cached_tokens == 0
+        assert first.modules_missed == (0 if method == "full" else len(DOCUMENTS))
+        for ids, report in later:
+            assert report.modules_missed == 0
+            assert report.recomputed_tokens == report.kept_repaired_tokens == 0
+            assert len(ids) - report.cached_tokens <= len(ids) - len(before) + BORDER
+            before = ids
