@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from cached_rag.errors import ConfigError
 from cached_rag.methods import SELECTORS, Selector, name_of, parse_method
@@ -18,6 +18,8 @@ DEFAULT_MODEL = "smollm2-135m"
 # The smallest temperature, and the smallest repetition penalty: logits divided by less overflow.
 # The inverse is the largest penalty, as logits multiplied by more overflow, too.
 _COLDEST = 1e-4
+# Which prompts may go on with KV that a method repaired; see `StoreConfig`.
+KeepsRepaired = bool | Literal["conversation"]
 _METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")
 
 
@@ -163,10 +165,18 @@ class StoreConfig:
         disk_bytes: most bytes of KV on disk; None for no bound.
         namespace: the tenant; tenants with different namespaces never share KV.
         sequence_bytes: most bytes of KV of finished prompts and their answers, which is kept for
-            prompts that begin alike; 0 keeps none.
+            prompts that begin alike, such as the next turn of a conversation; 0 keeps none. None
+            takes a quarter of `memory_bytes`, or an eighth of what is free where the model
+            computes, if that is less.
         keeps_repaired: keep KV of finished prompts also where a method repaired it, for prompts of
-            the same method. If not, only KV that full prefill would compute is kept, and no answer
-            depends on earlier prompts.
+            the same method: with "conversation" for those that go on where the repaired prompt
+            ended, with True for all that begin with the same chunks, whatever they ask. With False
+            only KV that full prefill would compute is kept, and no answer depends on earlier
+            prompts.
+        harvest: chunks that a request missed are taken from what earlier prompts left, until they
+            are encoded: computed behind other texts, moved, and repaired as any chunk. An answer
+            then depends on earlier prompts. Off by default: docs/quality.md says how to measure
+            what it costs.
         write_back: encode chunks that a request missed in the background.
         finish_seconds: how long `Engine.close`, or the interpreter's end, may go on encoding chunks
             that still wait, so that the next process finds their KV on disk; 0 drops them. Without
@@ -187,15 +197,27 @@ class StoreConfig:
     device_bytes: int | None = None
     disk_bytes: int | None = None
     namespace: str = ""
-    sequence_bytes: int = 0
-    keeps_repaired: bool = True
+    sequence_bytes: int | None = None
+    keeps_repaired: KeepsRepaired = "conversation"
+    harvest: bool = False
     write_back: bool = True
     finish_seconds: float = 30.0
     learn_prefixes: bool = True
     pipelined: bool | None = None
 
     def __post_init__(self) -> None:
-        _require(self.sequence_bytes >= 0, f"sequence_bytes is negative: {self.sequence_bytes}")
+        kept = self.sequence_bytes
+        _require(kept is None or kept >= 0, f"sequence_bytes is negative: {kept}")
+        _require(
+            self.keeps_repaired in (True, False, "conversation"),
+            f'keeps_repaired is True, False or "conversation", not {self.keeps_repaired!r}',
+        )
+        keeps = kept != 0 and self.keeps_repaired is not False
+        _require(
+            keeps or not self.harvest,
+            "harvest takes KV from earlier prompts, and sequence_bytes=0 or keeps_repaired=False "
+            "lets none serve; leave one of them out",
+        )
         finish = self.finish_seconds
         _require(finish >= 0, f"finish_seconds cannot be negative: {finish}")
         _require(self.memory_bytes > 0, f"memory_bytes must be positive: {self.memory_bytes}")

@@ -24,6 +24,8 @@ from cached_rag import Engine, LanguageModel, StoreConfig, load_model, wrap_mode
 logging.disable_progress_bar()
 logging.set_verbosity_error()  # tiny vocabularies make configurations complain
 
+# Where finished prompts leave nothing: what is asked again is asked as a new prompt.
+NEW_PROMPTS = StoreConfig(sequence_bytes=0)
 VOCAB = 240
 _SIZES = {
     "vocab_size": VOCAB,
@@ -152,7 +154,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def engine() -> Engine:
     """An engine on the tiny llama with an empty store in memory."""
-    return Engine(tiny_model("llama"), StoreConfig())
+    return Engine(tiny_model("llama"), NEW_PROMPTS)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conftest import tiny_model
+from conftest import NEW_PROMPTS, tiny_model
 
 from cached_rag import BatchConfig, Engine, Import, Said, Schema
 
@@ -30,7 +30,7 @@ PARTS = [
 
 def alone(family, asked, **options):
     """Twin: one after the other, sharing nothing."""
-    engine = Engine(tiny_model(family), batch=BatchConfig(max_rows=1, shares=False))
+    engine = Engine(tiny_model(family), NEW_PROMPTS, BatchConfig(max_rows=1, shares=False))
     return [engine.generate(prompt, **options).token_ids for prompt in asked]
 
 

@@ -6,10 +6,10 @@ import asyncio
 import threading
 
 import pytest
-from conftest import CHUNKS, tiny_model
+from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 from test_rag import WordEmbedding
 
-from cached_rag import AnswerStream, CachedRAG, ConfigError, Engine, Hit, StoreConfig
+from cached_rag import AnswerStream, CachedRAG, ConfigError, Engine, Hit
 from cached_rag.backends.tokenizer import Tokenization
 
 
@@ -19,7 +19,7 @@ def rag(tmp_path):
     folder.mkdir()
     for name, chunk in zip("abc", CHUNKS, strict=True):
         (folder / f"{name}.txt").write_text(f"About {name}\n\n{chunk}")
-    engine = Engine(tiny_model("llama"), StoreConfig())
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     options = {"embedding": WordEmbedding(), "chunk_tokens": 128}
     with CachedRAG.open(tmp_path / "index", engine=engine, **options) as opened:
         opened.ingest(folder, progress=False)

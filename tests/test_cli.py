@@ -283,6 +283,22 @@ def test_bench_traffic_compares_methods(tmp_path, model_folder):
     assert all(row["ttft_p50_ms"] < row["ttft_p95_ms"] for row in rows)
 
 
+def test_bench_chat_prints_every_turn_of_every_method(model_folder):
+    sizes = ["--documents", "3", "--document-tokens", "40", "--question-tokens", "12"]
+    rows = bench(
+        *("chat", "--model", model_folder, *sizes),
+        *("--turns", "3", "--new-tokens", "6", "--repeats", "1"),
+    )
+    turns = [(row["method"], row["turn"]) for row in rows]
+    methods = ("full, nothing kept", "full", "prefix", "auto")
+    assert turns == [(method, turn) for method in methods for turn in (1, 2, 3)]
+    for row in rows:
+        is_kept = row["turn"] > 1 and row["method"] != methods[0]
+        assert (row["kept"] > 0.5) == is_kept  # every chat begins as a new one
+    first = {row["method"]: row["cached"] for row in rows if row["turn"] == 1}
+    assert first[methods[0]] == first["full"] == 0 < first["prefix"] < first["auto"]
+
+
 def test_bench_traffic_takes_a_single_question(tmp_path, model_folder):
     path = write_set(tmp_path / "set.jsonl", "Why is copper green?", "Who?")
     options = ["--model", model_folder, "--limit", 1, "--new-tokens", 2, "--methods", "full"]
@@ -357,7 +373,7 @@ def test_serve_serves_an_index_until_it_is_stopped(index, monkeypatch):
     refused = run(cli.app, ["serve", "--index", str(index), *options])
     assert isinstance(refused.exception, ConfigError)
     assert "--no-keys" in str(refused.exception)
-    options += ["--no-keys", "--recent-bytes", "5000"]
+    options += ["--no-keys", "--recent-bytes", "5000", "--exact-only"]
     result = run(cli.app, ["serve", "--index", str(index), *options])
     assert result.exit_code == 0, result.output
     assert answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

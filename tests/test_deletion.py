@@ -220,7 +220,8 @@ def test_a_prompt_that_ends_while_its_text_is_deleted_leaves_nothing():
 
 
 def test_sequences_go_with_what_they_were_made_of():
-    with Engine(tiny_model("llama"), StoreConfig(sequence_bytes=1 << 24)) as engine:
+    kept = StoreConfig(sequence_bytes=1 << 24, keeps_repaired=True)
+    with Engine(tiny_model("llama"), kept) as engine:
         engine.encode(CHUNKS)
         prompt = "\n\n".join([*CHUNKS, "Why?"])
         engine.generate(prompt, max_tokens=2)

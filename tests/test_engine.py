@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import CHUNKS, RELOCATABLE, plain_logits, tiny_model, tiny_tokenizer
+from conftest import CHUNKS, NEW_PROMPTS, RELOCATABLE, plain_logits, tiny_model, tiny_tokenizer
 
 from cached_rag import (
     PRIMER,
@@ -68,7 +68,7 @@ def test_full_ratio_generates_what_transformers_generates(engine):
 
 @pytest.mark.parametrize("family", RELOCATABLE)
 def test_full_ratio_generates_what_transformers_generates_in_every_family(family):
-    engine = Engine(tiny_model(family), StoreConfig())
+    engine = Engine(tiny_model(family), NEW_PROMPTS)
     engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]))
     messages = ask(CHUNKS[1], CHUNKS[2])
     answer = engine.generate(messages, method="cacheblend", recompute_ratio=1, max_tokens=8)
@@ -217,7 +217,7 @@ def test_messages_must_be_roles_and_strings(engine):
 
 
 def test_learned_positions_serve_prefix_and_refuse_by_name():
-    engine = Engine(tiny_model("gpt2"), StoreConfig())
+    engine = Engine(tiny_model("gpt2"), NEW_PROMPTS)
     head = engine.head(ask(CHUNKS[0]), CHUNKS[0])
     engine.encode(CHUNKS, prefix=head)
     done = engine.prefill(ask(CHUNKS[0]), method="reuse", max_tokens=4)  # in its own place
@@ -234,7 +234,7 @@ def test_learned_positions_serve_prefix_and_refuse_by_name():
 
 
 def test_longrope_across_its_switch_is_refused_by_name_and_full_if_left_to_us():
-    engine = Engine(tiny_model("longrope"), StoreConfig())
+    engine = Engine(tiny_model("longrope"), NEW_PROMPTS)
     engine.encode(CHUNKS[:1])
     with pytest.raises(RelocationError, match="switch at 64"):
         engine.prefill(ask(*CHUNKS), method="reuse", max_tokens=2)

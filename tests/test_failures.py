@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import CHUNKS, tiny_model
+from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 from crowd import GREEDY, alone, begun
 from doubles import Ends, Recording
 
@@ -29,7 +29,7 @@ def model():
 @pytest.mark.parametrize("family", ["llama", "mistral", "bloom"])
 def test_step_that_fails_for_one_row_leaves_the_others_their_answers(family, when, error):
     model = Recording(tiny_model(family))
-    engine = Engine(model, batch=BatchConfig(prefill_tokens=40))
+    engine = Engine(model, NEW_PROMPTS, BatchConfig(prefill_tokens=40))
     expected = [engine.generate(prompt, **GREEDY).token_ids for prompt in ASKED]
     *others, length = sorted(engine.count_tokens(prompt) for prompt in ASKED)
     limit = others[-1] + GREEDY["max_tokens"] if when == "prompt" else length + 3
@@ -45,14 +45,14 @@ def test_step_that_fails_for_one_row_leaves_the_others_their_answers(family, whe
 
 
 def test_step_that_is_too_much_for_all_together_is_done_in_parts(model):
-    engine = Engine(model)
+    engine = Engine(model, NEW_PROMPTS)
     expected = [engine.generate(prompt, **GREEDY).token_ids for prompt in ASKED]
     model.fails = lambda batch: MemoryError() if len(batch) > 2 else None
     assert [a.token_ids for a in engine.generate_batch(ASKED, **GREEDY)] == expected
 
 
 def test_step_that_is_interrupted_is_no_rows_fault(model):
-    engine = Engine(model)
+    engine = Engine(model, NEW_PROMPTS)
     model.fails = lambda _: KeyboardInterrupt()
     streams = begun(engine, ASKED[:3], **GREEDY)
     with pytest.raises(KeyboardInterrupt):
@@ -60,7 +60,7 @@ def test_step_that_is_interrupted_is_no_rows_fault(model):
 
 
 def test_step_that_fails_for_every_row_fails_all_and_no_later_ones(model):
-    engine = Engine(model)
+    engine = Engine(model, NEW_PROMPTS)
     streams = begun(engine, ASKED[:3], **GREEDY)
     for stream in streams:
         next(stream)
@@ -74,7 +74,7 @@ def test_step_that_fails_for_every_row_fails_all_and_no_later_ones(model):
 
 
 def test_prompt_that_does_not_fit_fails_alone():
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     prompts = [ASKED[0], "word " * 2000, ASKED[1]]
     first, bad, last = begun(engine, prompts, **GREEDY)
     assert first.result().token_ids
@@ -89,7 +89,7 @@ def test_prompt_that_does_not_fit_fails_alone():
 
 
 def test_memory_that_lacks_when_an_answer_is_over_fails_nobody(monkeypatch):
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     expected = [engine.generate(prompt, **GREEDY).token_ids for prompt in ASKED]
     failed = []
 
@@ -108,7 +108,7 @@ class Panic(BaseException):
 
 
 def test_turn_that_breaks_fails_all_and_the_next_request_is_served(model):
-    engine = Engine(model)
+    engine = Engine(model, NEW_PROMPTS)
     model.fails = lambda _: Panic()  # no Exception: nothing in a turn handles it
 
     async def ask():
@@ -136,7 +136,7 @@ def raising(error, count):
 
 def test_next_token_that_is_interrupted_ends_whose_tokens_were_not_taken(model):
     model.eos_ids = Ends(model.eos_ids)
-    engine = Engine(model)
+    engine = Engine(model, NEW_PROMPTS)
     streams = begun(engine, ASKED[:3], **GREEDY)
     for stream in streams:
         next(stream)
@@ -154,7 +154,7 @@ def test_next_token_that_is_interrupted_ends_whose_tokens_were_not_taken(model):
 
 def test_next_token_that_cannot_be_had_fails_its_answer_alone(model):
     model.eos_ids = Ends(model.eos_ids)
-    engine = Engine(model)
+    engine = Engine(model, NEW_PROMPTS)
     expected = [engine.generate(prompt, **GREEDY).token_ids for prompt in ASKED[:3]]
     streams = begun(engine, ASKED[:3], **GREEDY)
     for stream in streams:

@@ -53,7 +53,9 @@ def opened(tmp_path):
 
     def open_it(index="index", **options):
         bound = options.get("sequence_bytes", 0)
-        store = StoreConfig(path=str(tmp_path / index / "kv"), sequence_bytes=bound)
+        store = StoreConfig(
+            path=str(tmp_path / index / "kv"), sequence_bytes=bound, keeps_repaired=True
+        )
         engine = Engine(tiny_model("llama"), store)
         rag = CachedRAG.open(
             tmp_path / index, engine=engine, embedding=WordEmbedding(), chunk_tokens=128, **options

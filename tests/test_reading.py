@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import CHUNKS, count_at_rest, tiny_model
+from conftest import CHUNKS, NEW_PROMPTS, count_at_rest, tiny_model
 from test_control_tokens import TOKENIZER
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -95,7 +95,7 @@ def test_what_surely_does_not_fit_is_not_tokenised(read):
 
 @pytest.mark.parametrize("how", ["here", "thread", "loop"])
 def test_no_prompt_is_read_under_the_models_lock(read, how):
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     engine.encode(CHUNKS)
     read.clear()
     if how == "here":
@@ -125,7 +125,7 @@ def test_no_text_is_read_under_the_models_lock_to_be_encoded(monkeypatch):
 
 def test_a_prompt_that_takes_long_to_read_holds_nobody_up(gate):
     opened, held = gate
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     other = engine.tenant("other")
 
     async def ask():
@@ -147,7 +147,7 @@ def test_a_prompt_that_takes_long_to_read_holds_nobody_up(gate):
 
 def test_nobody_reads_for_a_client_that_has_left(gate):
     opened, held = gate
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
 
     async def ask():
         tasks = [
@@ -170,7 +170,7 @@ def test_nobody_reads_for_a_client_that_has_left(gate):
 
 def test_what_is_being_read_counts_as_waiting(gate):
     opened, held = gate
-    engine = Engine(tiny_model("llama"), batch=BatchConfig(max_rows=1, max_waiting=2))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS, BatchConfig(max_rows=1, max_waiting=2))
 
     async def ask():
         streams = [engine.stream(f"slow {n} why?", **GREEDY) for n in range(3)]
@@ -187,7 +187,7 @@ def test_what_is_being_read_counts_as_waiting(gate):
 
 
 def test_what_cannot_be_read_fails_its_own_answer_alone(monkeypatch):
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     tokenize = Tokenization.tokenize
 
     def failing(tokenization, rendered):

@@ -6,9 +6,9 @@ import functools
 
 import pytest
 import torch
-from conftest import plain_logits, smollm2
+from conftest import NEW_PROMPTS, plain_logits, smollm2
 
-from cached_rag import CachedRAG, Engine, StoreConfig
+from cached_rag import CachedRAG, Engine
 from cached_rag.cli.demo import CORPUS
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.rag import Embedder, find_documents, load_document
@@ -31,7 +31,7 @@ def messages(*texts):
 
 @pytest.fixture(scope="module")
 def engine():
-    made = Engine(smollm2(), StoreConfig())
+    made = Engine(smollm2(), NEW_PROMPTS)
     made.encode(chunks(), prefix=made.head(messages(chunks()[0]), chunks()[0]))
     return made
 

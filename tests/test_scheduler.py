@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from conftest import CHUNKS, count_at_rest, tiny_model
+from conftest import CHUNKS, NEW_PROMPTS, count_at_rest, tiny_model
 from crowd import ASKED, DOCUMENTS, GREEDY, PARTS, alone, begun
 from doubles import Recording
 
@@ -32,7 +32,7 @@ def model():
 
 
 def test_scheduler_lets_rows_come_and_go_with_their_own_settings(model):
-    engine = Engine(model, batch=BatchConfig(max_rows=3))
+    engine = Engine(model, NEW_PROMPTS, BatchConfig(max_rows=3))
     settings = [
         {"max_tokens": 3},
         {"max_tokens": 12},
@@ -55,7 +55,7 @@ def test_scheduler_lets_rows_come_and_go_with_their_own_settings(model):
 
 
 def test_scheduler_answers_a_batch_as_one_by_one_in_fewer_passes(model):
-    engine = Engine(model)
+    engine = Engine(model, NEW_PROMPTS)
     engine.encode(CHUNKS)
     options = {"max_tokens": 12, "stop": ("zzz",), "drafts": False}
     single = [engine.generate(prompt, **options) for prompt in PROMPTS]
@@ -72,7 +72,7 @@ def test_scheduler_answers_a_batch_as_one_by_one_in_fewer_passes(model):
 
 
 def test_scheduler_has_one_batch_for_threads_and_loops(model):
-    engine = Engine(model)
+    engine = Engine(model, NEW_PROMPTS)
     options = {"max_tokens": 48, "method": "full"}
     expected = [engine.generate(prompt, **options).text for prompt in ASKED]
     model.steps.clear()
@@ -91,7 +91,7 @@ def test_scheduler_has_one_batch_for_threads_and_loops(model):
 
 def test_scheduler_prefills_a_prompt_between_the_tokens_of_others(model):
     """A long prompt that nobody knows does not stop who is being answered."""
-    engine = Engine(model, batch=BatchConfig(prefill_tokens=50))
+    engine = Engine(model, NEW_PROMPTS, BatchConfig(prefill_tokens=50))
     first = engine.stream("Why is it green?", max_tokens=40, temperature=5.0, seed=1)
     next(first)
     model.steps.clear()
@@ -107,7 +107,7 @@ def test_scheduler_prefills_a_prompt_between_the_tokens_of_others(model):
 
 
 def test_scheduler_refuses_too_many_requests():
-    engine = Engine(tiny_model("llama"), batch=BatchConfig(max_rows=1, max_waiting=2))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS, BatchConfig(max_rows=1, max_waiting=2))
     streams = begun(engine, ASKED[:1], **GREEDY)
     next(streams[0])
     streams += begun(engine, ASKED[1:3], **GREEDY)
@@ -123,13 +123,13 @@ def test_scheduler_refuses_too_many_requests():
 
 def test_scheduler_keeps_to_its_memory_and_answers_everyone(model):
     room = 2 * 1024 * model.shapes.bytes_per_token
-    engine = Engine(model, batch=BatchConfig(max_bytes=room, shares=False))
+    engine = Engine(model, NEW_PROMPTS, BatchConfig(max_bytes=room, shares=False))
     used = []
     model.before = lambda _: used.append(engine.scheduler.nbytes)
     answers = engine.generate_batch(ASKED, **GREEDY)
     assert [answer.token_ids for answer in answers] == alone("llama", ASKED, **GREEDY)
     assert 0 < max(used) <= room
-    small = Engine(model, batch=BatchConfig(max_bytes=room // 40))
+    small = Engine(model, NEW_PROMPTS, BatchConfig(max_bytes=room // 40))
     with pytest.raises(ContextOverflowError, match="max_bytes"):
         small.generate(ASKED[0], **GREEDY)
     assert small.generate("Why?", max_tokens=2).token_ids
@@ -137,17 +137,17 @@ def test_scheduler_keeps_to_its_memory_and_answers_everyone(model):
 
 
 def test_scheduler_lets_more_in_where_they_share(model):
-    needed = 8 + max(Engine(model).count_tokens(prompt) for prompt in ASKED)
+    needed = 8 + max(Engine(model, NEW_PROMPTS).count_tokens(prompt) for prompt in ASKED)
     room = int(2.5 * needed) * model.shapes.bytes_per_token
     for shares in (False, True):
         model.steps.clear()
-        engine = Engine(model, batch=BatchConfig(max_bytes=room, shares=shares))
+        engine = Engine(model, NEW_PROMPTS, BatchConfig(max_bytes=room, shares=shares))
         engine.generate_batch(ASKED[:4], **GREEDY)
         assert max(len(rows) for rows in model.steps) == (4 if shares else 2)
 
 
 def test_scheduler_lets_tenants_take_turns():
-    engine = Engine(tiny_model("llama"), batch=BatchConfig(max_rows=1, prefill_tokens=1))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS, BatchConfig(max_rows=1, prefill_tokens=1))
     asked = [
         engine.stream(f"{n} Why?", tenant=name, max_tokens=1) for n, name in enumerate("aaabc")
     ]
@@ -183,7 +183,7 @@ def test_queue_lets_others_go_before_who_is_not_read_yet():
 
 
 def test_scheduler_cancels_who_waits():
-    engine = Engine(tiny_model("llama"), batch=BatchConfig(max_rows=1))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS, BatchConfig(max_rows=1))
     streams = begun(engine, ASKED[:3], **GREEDY)
     next(streams[0])
     streams[1].cancel()
@@ -199,7 +199,7 @@ def test_scheduler_does_not_answer_who_is_cancelled_while_others_come_in():
             second.cancel()
             return self.model.prefill(*given, **options)
 
-    engine = Engine(Cancelling(tiny_model("llama")))
+    engine = Engine(Cancelling(tiny_model("llama")), NEW_PROMPTS)
     first, second = begun(engine, PROMPTS[:2], **GREEDY)
     assert first.result().finish_reason == "length"
     assert list(second) == []
@@ -209,7 +209,7 @@ def test_scheduler_does_not_answer_who_is_cancelled_while_others_come_in():
 
 
 def test_scheduler_ends_what_runs_when_its_engine_closes():
-    engine = Engine(tiny_model("llama"), batch=BatchConfig(max_rows=1))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS, BatchConfig(max_rows=1))
     streams = begun(engine, ASKED[:2], **GREEDY)
     next(streams[0])
     engine.close()
@@ -219,14 +219,14 @@ def test_scheduler_ends_what_runs_when_its_engine_closes():
 
 
 def test_scheduler_keeps_nothing_when_all_are_answered():
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     engine.generate_batch(ASKED, **GREEDY)
     assert engine.scheduler.nbytes == 0
     assert engine.scheduler.num_running == engine.scheduler.num_waiting == 0
 
 
 def test_background_encodes_only_while_nobody_asks_any_tenant():
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     other = engine.tenant("b")
     done = []
     stream = engine.stream(ASKED[0], **GREEDY)

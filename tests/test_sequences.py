@@ -5,14 +5,18 @@ from __future__ import annotations
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from conftest import CHUNKS, plain_logits, tiny_model
 from test_engine import ask
 
 from cached_rag import Engine, StoreConfig
+from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.fingerprint import digest
+from cached_rag.kv.rows import RowKV
 from cached_rag.library.background import Activity, WriteBack
+from cached_rag.library.sequences import PromptKV, Sequences
 
 
 @pytest.fixture
@@ -77,7 +81,7 @@ def test_sequences_are_bounded_and_the_longest_unused_goes_first(engine):
         prefill(small, *CHUNKS[::-1])
         assert 0 < small.sequences.nbytes <= room
         assert prefill(small, *CHUNKS).report.cached_tokens < again.report.cached_tokens
-    with Engine(tiny_model("llama")) as none:
+    with Engine(tiny_model("llama"), StoreConfig(sequence_bytes=0)) as none:
         none.encode(CHUNKS)
         prefill(none, *CHUNKS)
         assert none.sequences.nbytes == 0
@@ -166,6 +170,15 @@ def test_what_was_missed_is_there_the_next_time(engine):
     assert (second.report.modules_hit, second.report.modules_missed) == (3, 0)
     for i in ids:  # twin: what encoding gave in the first place
         assert torch.allclose(engine.library.fetch(behind, i).keys, whole[i].keys, atol=1e-4)
+
+
+@pytest.mark.parametrize(("filled", "kept"), [(300, 300), (250, 200)])
+def test_of_a_prompt_that_was_cut_short_only_what_is_exact_is_kept(filled, kept):
+    shapes = tiny_model("llama").shapes
+    sequences = Sequences(1 << 24, keeps_repaired="conversation")
+    cut = PromptKV("", np.arange(filled), (), exact_length=200, repair="a method", least=296)
+    sequences.add(cut, RowKV(KVBuffer.like(shapes, 400), filled))
+    assert sequences.nbytes == kept * shapes.bytes_per_token
 
 
 def test_write_back_waits_for_requests_and_drops_what_is_too_much():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import CHUNKS, FAMILIES, UNMOVABLE, tiny_model
+from conftest import CHUNKS, FAMILIES, NEW_PROMPTS, UNMOVABLE, tiny_model
 from crowd import ASKED, DOCUMENTS, GREEDY, PARTS, SYSTEM, WORDS, alone, begun
 
 from cached_rag import BatchConfig, Engine, StoreConfig
@@ -14,7 +14,7 @@ FAST = sorted(f for f in FAMILIES if tiny_model(f).can_batch)
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_prompts_that_begin_alike_answer_as_alone(family):
-    engine = Engine(tiny_model(family))
+    engine = Engine(tiny_model(family), NEW_PROMPTS)
     answers = engine.generate_batch(ASKED, **GREEDY)
     assert [answer.token_ids for answer in answers] == alone(family, ASKED, **GREEDY)
     shared = [answer.report.shared_kv_bytes for answer in answers]
@@ -35,7 +35,7 @@ def test_prompts_that_begin_alike_answer_as_alone(family):
 
 def test_what_is_shared_is_kept_once():
     def peak(*, shares):
-        engine = Engine(tiny_model("llama"), batch=BatchConfig(shares=shares))
+        engine = Engine(tiny_model("llama"), NEW_PROMPTS, BatchConfig(shares=shares))
         streams = begun(engine, ASKED, **GREEDY, drafts=False)  # else the first ends too early
         for stream in streams:
             next(stream)
@@ -44,13 +44,13 @@ def test_what_is_shared_is_kept_once():
 
     shared, copied = peak(shares=True), peak(shares=False)
     assert shared[1] == copied[1]
-    sizes = [len(Engine(tiny_model("llama")).tokenization.render(p).text) for p in ASKED]
+    sizes = [len(prompt) for prompt in ASKED]
     assert copied[0] >= sum(1024 * -(-(size + 8) // 1024) for size in sizes) // 4
     assert shared[0] < copied[0] * 0.6
 
 
 def test_who_is_shared_from_may_leave_first():
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     long = GREEDY | {"max_tokens": 24, "temperature": 5.0, "seed": 3}
     first = engine.stream(ASKED[0], **GREEDY)
     next(first)
@@ -60,14 +60,15 @@ def test_who_is_shared_from_may_leave_first():
     others = engine.generate_batch(ASKED[2:4], **GREEDY)  # its memory must not be theirs
     assert [a.token_ids for a in others] == alone("llama", ASKED[2:4], **GREEDY)
     assert second.report.shared_kv_bytes > 0
-    assert taken + "".join(second) == Engine(tiny_model("llama")).generate(ASKED[1], **long).text
+    twin = Engine(tiny_model("llama"), NEW_PROMPTS)
+    assert taken + "".join(second) == twin.generate(ASKED[1], **long).text
 
 
 @pytest.mark.parametrize("family", sorted({*FAST} - UNMOVABLE))
 def test_unrepaired_modules_are_shared(family):
     for method, options in (("reuse", {}), ("cacheblend", {"recompute_ratio": 1.0})):
         options |= {"method": method, "max_tokens": 6}
-        together = Engine(tiny_model(family)).generate_batch(PARTS, **options)
+        together = Engine(tiny_model(family), NEW_PROMPTS).generate_batch(PARTS, **options)
         assert [answer.token_ids for answer in together] == alone(family, PARTS, **options)
         shared = [answer.report.shared_kv_bytes for answer in together]
         assert shared[0] == 0
@@ -75,11 +76,11 @@ def test_unrepaired_modules_are_shared(family):
 
 
 def test_modules_are_shared_behind_different_beginnings():
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     engine.encode(DOCUMENTS)
     asked = [f"{opening}\n{DOCUMENTS[0]}\nWhy?" for opening in ("Read now", "Think now")]
     together = engine.generate_batch(asked, method="reuse", max_tokens=8)
-    twin = Engine(tiny_model("llama"), batch=BatchConfig(shares=False))
+    twin = Engine(tiny_model("llama"), NEW_PROMPTS, BatchConfig(shares=False))
     twin.encode(DOCUMENTS)
     assert [a.text for a in together] == [
         twin.generate(prompt, method="reuse", max_tokens=8).text for prompt in asked
@@ -91,7 +92,7 @@ def test_modules_are_shared_behind_different_beginnings():
 
 def test_approximate_beginnings_are_not_passed_on():
     """A method's answer must not depend on who else asks."""
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     engine.encode([SYSTEM])
     asked = [f"Read this. {SYSTEM}\nQuestion {n}?" for n in range(2)]
     alone = {
@@ -112,7 +113,7 @@ def test_approximate_beginnings_are_not_passed_on():
 
 
 def test_tenants_share_nothing():
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     other = engine.tenant("other")
     assert other.scheduler is engine.scheduler
     streams = [*begun(engine, ASKED[:1], **GREEDY), *begun(other, ASKED[:2], **GREEDY)]
@@ -127,7 +128,7 @@ def test_tenants_share_nothing():
 
 
 def test_plain_prompts_and_shared_modules_use_the_same_slabs():
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     engine.encode(DOCUMENTS)
     asked = [(f"{DOCUMENTS[0]}\nQuestion {n}?", "reuse") for n in range(2)]
     asked += [(f"What is {word}, and why?", "full") for word in WORDS[1:4]]
@@ -140,7 +141,7 @@ def test_plain_prompts_and_shared_modules_use_the_same_slabs():
 
 
 def test_short_beginnings_are_shared_by_those_who_come_together():
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     head = SYSTEM[: len(SYSTEM) // 3]
     assert 130 < engine.count_tokens(head) < 250
     first = engine.stream("Why is it green?", max_tokens=60, temperature=5.0, seed=1)
@@ -190,7 +191,7 @@ FACTS = [
 
 def shared_tokens(method, beginning, *texts):
     """Of three prompts over the same texts, the tokens that the second one shares."""
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     engine.encode(FACTS)
     prompts = ["\n".join([beginning, *texts, f"Question {n}: why?"]) for n in range(3)]
     answers = engine.generate_batch(prompts, method=method, max_tokens=4)

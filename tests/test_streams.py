@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import CHUNKS, count_at_rest, tiny_model
+from conftest import CHUNKS, NEW_PROMPTS, count_at_rest, tiny_model
 from crowd import ASKED, GREEDY, alone
 from doubles import Recording
 
@@ -61,7 +61,7 @@ def test_stream_that_is_closed_says_so(engine):
 
 
 def test_stream_is_taken_in_one_way():
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     stream = engine.stream(ASKED[0], **GREEDY)
     next(stream)
     with pytest.raises(RuntimeError, match="another way"):
@@ -69,7 +69,7 @@ def test_stream_is_taken_in_one_way():
 
 
 def test_stream_ends_with_the_loop_that_takes_it():
-    engine = Engine(Recording(tiny_model("llama")))
+    engine = Engine(Recording(tiny_model("llama")), NEW_PROMPTS)
 
     async def leave():
         stream = engine.stream(ASKED[0], max_tokens=150, temperature=5.0, seed=1)
@@ -82,7 +82,7 @@ def test_stream_ends_with_the_loop_that_takes_it():
 
 
 def test_streams_that_many_threads_drop_leave_nothing():
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
 
     def use(prompt):
         stream = engine.stream(prompt, max_tokens=50, temperature=5.0, seed=1)
@@ -98,7 +98,7 @@ def test_streams_that_many_threads_drop_leave_nothing():
 
 
 def test_stream_may_change_threads_and_be_closed_anywhere():
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     stream = engine.stream(ASKED[0], **GREEDY)
     stream.start()
     with ThreadPoolExecutor(1) as threads:

@@ -6,11 +6,13 @@ attention of its backend, `architectures`, `models` and `weights` make the table
 
 from cached_rag.benchmarks.architectures import bench_architectures
 from cached_rag.benchmarks.attention import bench_attention, plot_attention, query_heads
+from cached_rag.benchmarks.chat import bench_chat
 from cached_rag.benchmarks.ingest import bench_ingest
 from cached_rag.benchmarks.kernels import bench_kernels
 from cached_rag.benchmarks.loading import bench_loading
 from cached_rag.benchmarks.machine import machine
 from cached_rag.benchmarks.models import bench_models
+from cached_rag.benchmarks.new_prompts import NEW_PROMPTS
 from cached_rag.benchmarks.schemas import bench_lengths, bench_prompt, footprint, plot_lengths
 from cached_rag.benchmarks.serving import bench_arrivals, bench_serving
 from cached_rag.benchmarks.traffic import bench_traffic
@@ -18,9 +20,11 @@ from cached_rag.benchmarks.ttft import bench_ttft
 from cached_rag.benchmarks.weights import bench_weights
 
 __all__ = [
+    "NEW_PROMPTS",
     "bench_architectures",
     "bench_arrivals",
     "bench_attention",
+    "bench_chat",
     "bench_ingest",
     "bench_kernels",
     "bench_lengths",

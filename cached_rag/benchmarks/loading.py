@@ -13,8 +13,9 @@ from typing import Any
 
 from cached_rag.backends.base import Backend
 from cached_rag.benchmarks.loop import medians
+from cached_rag.benchmarks.new_prompts import NEW_PROMPTS
 from cached_rag.benchmarks.texts import make_prompt
-from cached_rag.config import GenerationConfig, StoreConfig
+from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.profile import forget_pages
 
@@ -45,7 +46,7 @@ def bench_loading(
     Every request has a new engine, so that no KV is in memory or verified before it. The files'
     pages are dropped from the system's cache first, where the system allows it (Linux).
     """
-    settings = StoreConfig(path=str(folder), write_back=False)
+    settings = dataclasses.replace(NEW_PROMPTS, path=str(folder), write_back=False)
     with Engine(model, settings) as engine:
         prompt, texts = make_prompt(engine, modules, module_tokens, _QUESTION_TOKENS)
 

@@ -20,6 +20,7 @@ from cached_rag.backends.base import Backend
 from cached_rag.backends.transformers.loading import load_model
 from cached_rag.backends.transformers.memory import peak_bytes
 from cached_rag.benchmarks.loop import medians
+from cached_rag.benchmarks.new_prompts import NEW_PROMPTS
 from cached_rag.benchmarks.ttft import bench_ttft
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
@@ -72,7 +73,7 @@ def bench_model(
     before, began = psutil.Process().memory_info().rss, time.perf_counter()
     model = load_model(name, dtype, device, weights)
     loaded, peak = time.perf_counter() - began, peak_bytes()
-    with Engine(model) as engine:
+    with Engine(model, NEW_PROMPTS) as engine:
         timed = bench_ttft(
             engine,
             modules=_MODULES,

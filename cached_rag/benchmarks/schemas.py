@@ -11,6 +11,7 @@ from xml.sax.saxutils import escape
 
 from cached_rag.backends.base import Backend
 from cached_rag.benchmarks.loop import medians
+from cached_rag.benchmarks.new_prompts import NEW_PROMPTS, check_prompts_are_new
 from cached_rag.benchmarks.plotting import new_figure, save
 from cached_rag.benchmarks.texts import make_texts
 from cached_rag.config import StoreConfig
@@ -67,7 +68,12 @@ def bench_prompt(
     max_tokens: int = 48,
     repeats: int = 3,
 ) -> list[PromptRow]:
-    """Answer a prompt by each method, which warms up; then time their first tokens in turn."""
+    """Answer a prompt by each method, which warms up; then time their first tokens in turn.
+
+    Raises:
+        ConfigError: the engine keeps finished prompts.
+    """
+    check_prompts_are_new(engine)
     prompt.schema.encode(engine)
     answers = {m: engine.generate(prompt, method=m, max_tokens=max_tokens) for m in methods}
     variants = {method: partial(_first_token, engine, prompt, method) for method in methods}
@@ -120,7 +126,7 @@ def bench_lengths(
         raise ConfigError(
             f"lengths are from 64 to {model.context_length - 1} tokens, what {model.name} reads"
         )
-    settings = StoreConfig(path=str(folder), write_back=False)
+    settings = dataclasses.replace(NEW_PROMPTS, path=str(folder), write_back=False)
     with Engine(model, settings) as engine:
         prompts = [_prompt_of(engine, length) for length in lengths]
         for prompt in prompts:

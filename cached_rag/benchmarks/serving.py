@@ -22,6 +22,7 @@ from functools import partial
 from cached_rag.backends.base import Backend
 from cached_rag.backends.thread import submit
 from cached_rag.benchmarks.loop import medians
+from cached_rag.benchmarks.new_prompts import NEW_PROMPTS
 from cached_rag.benchmarks.texts import make_texts
 from cached_rag.config import BatchConfig, GenerationConfig
 from cached_rag.engine.decoding import Generation
@@ -91,10 +92,10 @@ class Workload:
         """
         every = BatchConfig(max_rows=max_rows or requests)
         self.engines = {
-            "relay": Engine(model, batch=every),
-            "copied": Engine(model, batch=replace(every, shares=False)),
-            "recomputed": Engine(model, batch=replace(every, shares=False)),
-            "sequential": Engine(model, batch=BatchConfig(max_rows=1, shares=False)),
+            "relay": Engine(model, NEW_PROMPTS, every),
+            "copied": Engine(model, NEW_PROMPTS, replace(every, shares=False)),
+            "recomputed": Engine(model, NEW_PROMPTS, replace(every, shares=False)),
+            "sequential": Engine(model, NEW_PROMPTS, BatchConfig(max_rows=1, shares=False)),
         }
         engine = self.engines["relay"]
         shared, *texts = make_texts(engine, shared_tokens, *[private_tokens] * requests)

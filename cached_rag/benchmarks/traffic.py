@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from cached_rag.backends.thread import submit
+from cached_rag.benchmarks.new_prompts import check_prompts_are_new
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Report
@@ -58,7 +59,11 @@ def bench_traffic(
 
     Args:
         questions: (chunks, question) each.
+
+    Raises:
+        ConfigError: the engine keeps finished prompts, so one method would find another's.
     """
+    check_prompts_are_new(engine)
     texts = list(dict.fromkeys(chunk for chunks, _ in questions for chunk in chunks))
     asked = Prompts(engine, _SYSTEM)
     prompts = [asked.messages(question, chunks) for chunks, question in questions]

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from cached_rag.benchmarks.loop import medians, milliseconds
+from cached_rag.benchmarks.new_prompts import check_prompts_are_new
 from cached_rag.benchmarks.texts import make_prompt
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
@@ -56,8 +57,9 @@ def bench_ttft(
     and `methods`. A method with a ratio of its own, such as `auto`, keeps it.
 
     Raises:
-        ConfigError: a count below 1, or an unknown method.
+        ConfigError: a count below 1, an unknown method, or an engine that keeps finished prompts.
     """
+    check_prompts_are_new(engine)
     configs = {name: _config(name, ratio) for name in dict.fromkeys(["full", *methods])}
     prompt, _ = make_prompt(engine, modules, module_tokens, question_tokens)
     ids = torch.tensor([engine.prefill(prompt, configs["full"]).tokens.ids])

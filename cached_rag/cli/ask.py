@@ -61,7 +61,9 @@ def ask_command(
         seed=seed,
         drafts=drafts,
     )
-    with CachedRAG.open(index, dtype=dtype, device=device, weights=weights) as rag:
+    # The one question there is; and full prefill, to compare it with, must not find what it left.
+    how = {"dtype": dtype, "device": device, "weights": weights}
+    with CachedRAG.open(index, sequence_bytes=0, **how) as rag:
         stream = rag.stream(question, k=k, config=config)
         for piece in stream:
             if not as_json:

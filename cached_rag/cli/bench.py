@@ -67,11 +67,18 @@ def ttft(
     if context.invoked_subcommand is not None:
         return
     from cached_rag import Engine
-    from cached_rag.benchmarks import bench_ingest, bench_loading, bench_ttft, machine
+    from cached_rag.benchmarks import (
+        NEW_PROMPTS,
+        bench_ingest,
+        bench_loading,
+        bench_ttft,
+        machine,
+    )
 
     sizes: dict[str, Any] = {"modules": chunks, "module_tokens": chunk_tokens}
     stored = []
-    with Engine.load(model, dtype=dtype, device=device, weights=weights) as engine:
+    how = {"dtype": dtype, "device": device, "weights": weights}
+    with Engine.load(model, store=NEW_PROMPTS, **how) as engine:
         rows = bench_ttft(
             engine,
             **sizes,
@@ -238,10 +245,11 @@ def traffic(
 ) -> None:
     """Several clients with questions over shared chunks: requests a second, time to first token."""
     from cached_rag import Engine
-    from cached_rag.benchmarks import bench_traffic, machine
+    from cached_rag.benchmarks import NEW_PROMPTS, bench_traffic, machine
     from cached_rag.evaluation import load_examples
 
-    with Engine.load(model, dtype=dtype, device=device, weights=weights) as engine:
+    how = {"dtype": dtype, "device": device, "weights": weights}
+    with Engine.load(model, store=NEW_PROMPTS, **how) as engine:
         rows = []
         for path in data:
             examples = [(e.chunks, e.question) for e in load_examples(path, limit)]
@@ -256,6 +264,40 @@ def traffic(
             )
         facts = machine(engine.model)
     print_rows(rows, facts, as_json=as_json)
+
+
+@bench_app.command()
+def chat(
+    model: Model = DEFAULT_MODEL,
+    documents: Annotated[int, typer.Option(help="Documents in the system message.")] = 7,
+    document_tokens: Annotated[int, typer.Option(help="Tokens of each document.")] = 512,
+    turns: Annotated[int, typer.Option(help="Questions of the chat.")] = 7,
+    question_tokens: Annotated[int, typer.Option(help="Tokens of each question.")] = 32,
+    new_tokens: NewTokens = 32,
+    methods: Methods = "full,prefix,auto",
+    repeats: Repeats = 3,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Turns of a chat with documents in its system message: time to first token of each turn."""
+    from cached_rag import load_model
+    from cached_rag.backends.thread import submit
+    from cached_rag.benchmarks import bench_chat, machine
+
+    loaded = submit(lambda: load_model(model, dtype, device)).result()
+    timing = partial(
+        bench_chat,
+        loaded,
+        documents=documents,
+        document_tokens=document_tokens,
+        turns=turns,
+        question_tokens=question_tokens,
+        new_tokens=new_tokens,
+        methods=names(methods),
+        repeats=repeats,
+    )
+    print_rows(submit(timing).result(), machine(loaded), as_json=as_json)
 
 
 @bench_app.command("models")

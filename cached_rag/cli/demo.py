@@ -37,7 +37,8 @@ def demo_command(
     from cached_rag import CachedRAG
 
     documents = _copied(index / "documents")
-    with CachedRAG.open(index, model or MODEL, codec=codec) as rag:
+    # Each question is asked twice, and what the first left would serve the second.
+    with CachedRAG.open(index, model or MODEL, codec=codec, sequence_bytes=0) as rag:
         out.print(f"Loading {rag.settings['model']} ...")
         summary = rag.ingest(documents)
         out.print(

@@ -145,12 +145,13 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Answer a prompt of a schema; modules that have no KV are prefilled first."""
-    from cached_rag import Engine
+    from cached_rag import Engine, StoreConfig
     from cached_rag.pml import Schema
 
     asked = _prompt(Schema.from_file(file, layout=layout, behind=behind), prompt)
     asked = asked.then(text) if text else asked
-    with Engine.load(model, store=store, dtype=dtype, device=device) as engine:
+    settings = StoreConfig(store, sequence_bytes=0)  # full prefill must not find what it left
+    with Engine.load(model, store=settings, dtype=dtype, device=device) as engine:
         asked.schema.encode(engine)
         stream = engine.stream(asked, method=method, max_tokens=max_tokens)
         pieces = []
@@ -190,12 +191,13 @@ def evaluate(
 ) -> None:
     """What each layout, encoding and method costs in quality, on random prompts of a schema."""
     from cached_rag import Engine
+    from cached_rag.benchmarks import NEW_PROMPTS
     from cached_rag.evaluation.schemas import evaluate_schema, schema_trials
     from cached_rag.pml import Schema
 
     schema, trials = Schema.from_file(file), schema_trials(names(methods))
     with (
-        Engine.load(model, dtype=dtype, device=device) as engine,
+        Engine.load(model, store=NEW_PROMPTS, dtype=dtype, device=device) as engine,
         Progress(console=err, disable=as_json) as bar,
     ):
         task = bar.add_task(schema.name, total=prompts)
@@ -234,14 +236,14 @@ def demo(
 ) -> None:
     """The three applications of the Prompt Cache paper, cached against full prefill."""
     from cached_rag import Engine
-    from cached_rag.benchmarks import bench_prompt, footprint, machine
+    from cached_rag.benchmarks import NEW_PROMPTS, bench_prompt, footprint, machine
     from cached_rag.pml.examples import EXAMPLES
 
     chosen = examples or list(EXAMPLES)
     if unknown := [name for name in chosen if name not in EXAMPLES]:
         raise ConfigError(f"no example {unknown[0]!r}; there are {', '.join(EXAMPLES)}")
     found: dict[str, Any] = {}
-    with Engine.load(model, dtype=dtype, device=device) as engine:
+    with Engine.load(model, store=NEW_PROMPTS, dtype=dtype, device=device) as engine:
         for name in chosen:
             for prompt in EXAMPLES[name]().prompts:
                 rows = bench_prompt(engine, prompt, max_tokens=max_tokens, repeats=repeats)

@@ -50,6 +50,13 @@ def serve_command(
             help="Most bytes of KV kept of finished conversations, for their next turn.",
         ),
     ] = 1 << 30,
+    exact_only: Annotated[
+        bool,
+        typer.Option(
+            "--exact-only",
+            help="Keep of them only what full prefill would have computed, nothing repaired.",
+        ),
+    ] = False,
     memory_bytes: Annotated[int, typer.Option(help="Most bytes of chunks' KV in memory.")] = 2
     << 30,
     disk_bytes: Annotated[
@@ -107,7 +114,7 @@ def serve_command(
         "disk_bytes": disk_bytes,
         "finish_seconds": drain_seconds,
         "sequence_bytes": sequence_bytes,
-        "keeps_repaired": False,  # no answer depends on what others asked
+        "keeps_repaired": False if exact_only else "conversation",
     }
     with bind(host, port) as bound:  # before the model is loaded, which takes its time
         if index is not None:

@@ -18,6 +18,7 @@ from cached_rag.backends.base import Backend
 from cached_rag.backends.thread import on_model_thread, submit
 from cached_rag.backends.tokenizer import Message, Rendered, Tokenization, Tokens
 from cached_rag.backends.transformers.loading import load_model
+from cached_rag.backends.transformers.memory import free_bytes
 from cached_rag.config import DEFAULT_MODEL, BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.engine import prefill
 from cached_rag.engine.decoding import Generation
@@ -91,10 +92,7 @@ class Engine:
         """
         self.model = model
         self._is_closed = False
-        settings = store or StoreConfig()
-        if settings.pipelined is None:
-            settings = replace(settings, pipelined=model.shapes.device.type == "cuda")
-        self.settings = settings
+        self.settings = settings = _completed(store or StoreConfig(), model.shapes.device)
         memory = beside.library.memory if beside else None
         maker = Maker(model.fingerprint, model.name, str(model.shapes.dtype).removeprefix("torch."))
         self.library: Library = Library(settings, maker, model.shapes.device, memory, self._let_go)
@@ -109,9 +107,7 @@ class Engine:
             self.tokenization,
             self.library,
             learning,
-            shared.sequences
-            if shared
-            else Sequences(settings.sequence_bytes, keeps_repaired=settings.keeps_repaired),
+            shared.sequences if shared else _sequences(settings),
             shared.workspace if shared else Workspace(model.shapes),
             activity,
         )
@@ -439,5 +435,24 @@ class Engine:
         if isinstance(prompt, Planned):
             return prompt.planner(self)
         return TextPlanner(
-            self.library, self.tokenization, self._resources.learning, self._rendered(prompt)
+            self.library,
+            self.tokenization,
+            self._resources.learning,
+            self._rendered(prompt),
+            self.sequences if self.settings.harvest else None,
         )
+
+
+def _completed(settings: StoreConfig, device: torch.device) -> StoreConfig:
+    """The settings, with what they leave to the machine filled in."""
+    room = min(settings.memory_bytes // 4, free_bytes(str(device)) // 8)
+    kept, pipelined = settings.sequence_bytes, settings.pipelined
+    return replace(
+        settings,
+        sequence_bytes=max(0, room) if kept is None else kept,
+        pipelined=device.type == "cuda" if pipelined is None else pipelined,
+    )
+
+
+def _sequences(settings: StoreConfig) -> Sequences:
+    return Sequences(settings.sequence_bytes or 0, keeps_repaired=settings.keeps_repaired)

@@ -17,6 +17,7 @@ from cached_rag.library.learning import Learning
 from cached_rag.library.library import Library
 from cached_rag.library.matching import Match
 from cached_rag.library.plan import Plan, make_plan
+from cached_rag.library.sequences import Sequences
 from cached_rag.methods import Takes
 
 
@@ -52,12 +53,17 @@ class Planner(Protocol):
 
 @dataclass(frozen=True)
 class TextPlanner:
-    """Plans one rendered prompt."""
+    """Plans one rendered prompt.
+
+    Attributes:
+        kept: finished prompts, of which chunks without KV are taken; None to take none.
+    """
 
     library: Library
     tokenization: Tokenization
     learning: Learning
     rendered: Rendered
+    kept: Sequences | None = None
 
     @property
     def text(self) -> str:
@@ -89,11 +95,16 @@ class TextPlanner:
     ) -> tuple[Tokens, Plan]:
         clock = Clock()
         sink_ids = self.tokenization.sink_ids
-        plan = make_plan(self.library, tokens, matches, sink_ids, lazy=lazy)
+        plan = make_plan(self.library, tokens, matches, sink_ids, lazy=lazy, kept=self.kept)
         report.load_ms = clock.lap()
         report.modules_missed = len(plan.missed)
         if plan.missed:
             self._explain(plan, report)
+        if plan.harvested and takes is Takes.ALL:
+            report.notes.append(
+                f"{len(plan.harvested)} of {len(plan.matches)} texts were taken from earlier "
+                "prompts that contained them (harvest), as they are not encoded yet"
+            )
         if self.learning.write_back is not None:
             report.missed_tokens = sum(len(match.chunk.token_ids) for match in plan.missed)
         return tokens, plan.taking(takes)

@@ -121,7 +121,7 @@ def compute(request: Request, beginning: Beginning = NOTHING) -> int:
     with resources.model.lock, torch.inference_mode():
         # 2) Place cached KV at its positions, in one buffer.
         clock = Clock()
-        request.beginning = beginning
+        request.begin_with(beginning)
         plan = planned.starting_from(beginning.pieces(tokens.ids))
         buffer = resources.workspace.take(len(tokens) + request.config.max_tokens)
         buffer.lay_out(plan.positions)
@@ -162,7 +162,7 @@ def follow(request: Request, beginning: Beginning) -> None:
     """
     plan, report, done = request.plan, request.report, len(beginning)
     assert plan is not None
-    request.beginning = beginning
+    request.begin_with(beginning)
     request.exact_length = _exact_length(request, plan)
     request.pending = list(request.tokens.ids[done:])
     report.modules_hit = plan.num_chunks

@@ -19,6 +19,9 @@ class Report:
         recomputed_tokens: how many had cached KV and were computed again in every layer.
         charged_recompute: (token, layer) pairs that were computed, as a share of all pairs of the
             prompt; 1 for full prefill.
+        kept_tokens: how many of the cached tokens, from the first, are from other prompts: those
+            that ended, such as the last turn of a conversation, or one that runs.
+        kept_repaired_tokens: how many of these a method repaired for those prompts.
         modules_hit, modules_missed: number of known chunks in the prompt whose KV was used, and
             of those that had no KV.
         missed_tokens: number of tokens in the missed chunks, which are now encoded in the
@@ -45,6 +48,8 @@ class Report:
     cached_tokens: int = 0
     recomputed_tokens: int = 0
     charged_recompute: float = 1.0
+    kept_tokens: int = 0
+    kept_repaired_tokens: int = 0
     modules_hit: int = 0
     modules_missed: int = 0
     missed_tokens: int = 0

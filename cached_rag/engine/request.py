@@ -33,6 +33,9 @@ from cached_rag.library.plan import Plan
 from cached_rag.library.sequences import Ids, PromptKV, Sequences
 from cached_rag.methods import Selector
 
+# A prompt ends with the header of the answer. Where an answer stands in the next turn's prompt, a
+# template may write the last tokens of that header otherwise.
+_TEMPLATE_TAIL = 4
 # What a request delivers: a piece of text; at the end None, or the error that ended it.
 Item = str | BaseException | None
 
@@ -157,9 +160,18 @@ class Request:
         if not kept.keeps_repaired:  # then no answer depends on prompts before it
             wanted = wanted[: self.exact_length]
         sequence, length = kept.beginning(self.namespace, wanted, self.repair)
+        if sequence is not None and sequence.exact_length < length <= self.plan.exact_end:
+            # The plan has as much, and all of it exact.
+            sequence, length = kept.beginning(self.namespace, wanted)
         if sequence is None:
             return NOTHING
         return Beginning(sequence.cut(length), min(length, sequence.exact_length))
+
+    def begin_with(self, beginning: Beginning) -> None:
+        """Set the KV of the prompt's first tokens that is taken from other prompts."""
+        self.beginning = beginning
+        self.report.kept_tokens = len(beginning)
+        self.report.kept_repaired_tokens = beginning.num_repaired
 
     def as_sequence(self) -> RunningSequence:
         """The prompt as others may share it; `Sharing` adds its KV."""
@@ -243,13 +255,15 @@ class Request:
         learning.see_to(self.tokens, plan)
 
     def _prompt_kv(self, plan: Plan, kv: RowKV) -> PromptKV:
-        """A description of this KV, to be kept. Behind an exact prompt the answer is exact too."""
-        ids, exact = self.ids, self.exact_length
-        if exact == len(ids):
-            answer = np.asarray(self.decoding.token_ids, dtype=np.int64)
-            ids = np.concatenate([ids, answer])[: kv.length]
-            exact = len(ids)
-        return PromptKV(self.namespace, ids, (), exact, self.repair, plan.chunks)
+        """A description of this KV, to be kept. The answer is as exact as the prompt before it."""
+        answer = np.asarray(self.decoding.token_ids, dtype=np.int64)
+        ids = np.concatenate([self.ids, answer])[: kv.length]
+        exact = len(ids) if self.exact_length == len(self.ids) else self.exact_length
+        least = max(0, len(self.ids) - _TEMPLATE_TAIL)
+        # What was made of harvested KV depends on texts that are not in this prompt, and it could
+        # not be found when one of them is forgotten. So of that only the exact part is kept.
+        repair = "" if plan.harvested else self.repair
+        return PromptKV(self.namespace, ids, (), exact, repair, plan.chunks, least)
 
     def finish(self, status: Status, last: BaseException | None) -> None:
         """Set the final status, and deliver None or the error."""

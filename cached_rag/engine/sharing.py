@@ -40,21 +40,18 @@ class Beginning:
     def __len__(self) -> int:
         return sum(map(len, self.runs))
 
+    @property
+    def num_repaired(self) -> int:
+        """Number of its tokens that a method may have repaired: those that are not exact."""
+        return len(self) - self.exact_length
+
     def pieces(self, ids: Sequence[int]) -> list[ModuleKV]:
         """The same KV as views, one for each run, to be placed at a prompt's beginning.
 
         Args:
             ids: the prompt's tokens.
         """
-        return [
-            ModuleKV(
-                tuple(ids[run.slot : run.slot + len(run)]),
-                run.slot,
-                run.buffer.keys[:, 0, :, run.begin : run.end],
-                run.buffer.values[:, 0, :, run.begin : run.end],
-            )
-            for run in self.runs
-        ]
+        return [run.module(ids[run.slot : run.slot + len(run)]) for run in self.runs]
 
 
 NOTHING = Beginning()

@@ -114,7 +114,15 @@ def summarise_comparison(
 
     Returns:
         A dictionary with "rows", "overhead_ms", "prompt_tokens", "charged_recompute", "encoded".
+
+    Raises:
+        EvaluationError: a request took KV that an earlier one had left, so it was no new prompt.
     """
+    if any(report.kept_tokens for report in reports):
+        raise EvaluationError(
+            "a prompt was answered with KV that an earlier one had left; make the engine with "
+            "StoreConfig(sequence_bytes=0)"
+        )
     used = [report for report in reports if report.method != "full"]
     return {
         "rows": [dataclasses.asdict(row) for row in rows],

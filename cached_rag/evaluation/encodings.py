@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from cached_rag.backends.base import Backend
+from cached_rag.backends.thread import on_model_thread
 from cached_rag.config import StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.evaluation.data import Example
 from cached_rag.evaluation.prompts import messages
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.module import ModuleKV
 from cached_rag.library.context import PRIMER, Context
+from cached_rag.library.matching import HARVESTED
 from cached_rag.rag import DEFAULT_EMBEDDING, Embedder
 
 _MARK = "the first chunk"
@@ -38,7 +43,9 @@ class Encodings:
             encoding: as in `Trial.encoding`; empty to encode nothing.
         """
         if encoding not in self._engines:
-            self._engines[encoding] = Engine(self._model, StoreConfig(learn_prefixes=False))
+            # Nothing but what is encoded here: no prompt leaves anything to another.
+            apart = StoreConfig(sequence_bytes=0, learn_prefixes=False, write_back=False)
+            self._engines[encoding] = Engine(self._model, apart)
         engine = self._engines[encoding]
         if not encoding:
             return engine
@@ -46,6 +53,10 @@ class Encodings:
         if encoding not in ("alone", "alone-primer"):
             head = engine.head(messages([_MARK], "?", long=self._long), _MARK)
         kind, _, count = encoding.partition(":")
+        if kind == "harvested":
+            engine.encode([], head)
+            self._harvest(engine, chunks, int(count or 4))
+            return engine
         if kind in ("both", "neighbours"):  # so that KV of a prompt's first chunk is exact
             engine.encode(chunks, head)
         engine.encode(chunks, head, context=self._context(kind, int(count or 1)))
@@ -59,6 +70,28 @@ class Encodings:
         if kind == "strangers":
             return Context(f"strangers:{count}", lambda text: self._strangers(text, count))
         return None
+
+    def _harvest(self, engine: Engine, chunks: Sequence[str], count: int) -> None:
+        """Keep each chunk's KV as a prompt computes it in which random others stand before it.
+
+        That is what a request finds with `StoreConfig.harvest`, of a prompt that ended. It is kept
+        in the library here, where no other prompt of the evaluation changes it.
+        """
+        library, tokenization = engine.library, engine.tokenization
+        head = library.encoded_after()[0].prefix_ids
+        between = tokenization.following("\n\n").ids
+        engine.register(chunks)
+        library.add_encoded_after(HARVESTED)
+        for text in chunks:
+            record = library.table.get(text.strip())
+            if record is None or library.holds(HARVESTED, record.token_ids):
+                continue
+            before, room = list(head), engine.model.context_length - len(record.token_ids)
+            for other in self._strangers(text, count):
+                ids = [*tokenization.literal(other).ids, *between]
+                before += ids if len(before) + len(ids) <= room else []
+            kv = on_model_thread(partial(_sliced, engine, before, record.token_ids))
+            library.put(HARVESTED, kv, record.text_digest)
 
     def _strangers(self, text: str, count: int) -> list[str]:
         """Random chunks of the same set; the same ones for a text every time."""
@@ -78,3 +111,12 @@ class Encodings:
         """(num_chunks, dim) float32 embeddings, each of length 1."""
         vectors = np.asarray(Embedder(DEFAULT_EMBEDDING).embed(self._pool), dtype=np.float32)
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def _sliced(engine: Engine, before: Sequence[int], token_ids: tuple[int, ...]) -> ModuleKV:
+    """KV of tokens, cut out of full prefill of these and all before them."""
+    ids = (*before, *token_ids)
+    buffer = KVBuffer.like(engine.model.shapes, len(ids))
+    with engine.lock:
+        engine.model.prefill(buffer, torch.tensor([ids]), num_logits=0)
+    return buffer.read(len(before), len(ids), token_ids)

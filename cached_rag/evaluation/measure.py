@@ -9,6 +9,7 @@ import torch
 
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.tokenizer import Message
+from cached_rag.benchmarks.new_prompts import check_prompts_are_new
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.decoding import Prefilled, answer_alone
 from cached_rag.engine.engine import Engine
@@ -51,6 +52,9 @@ def read(
     Args:
         reference: the reference answer; None for none.
         generates: keep the generated answer; else only likelihoods and times are measured.
+
+    Raises:
+        ConfigError: the engine keeps finished prompts.
     """
     return read_on(
         engine, lambda: engine.prefill(prompt, config), config, reference, generates=generates
@@ -66,6 +70,7 @@ def read_on(
     generates: bool = True,
 ) -> Reading:
     """As `read`, for a prompt that `prefill_prompt` prefills."""
+    check_prompts_are_new(engine)
     shown = config if generates else config.replace(max_tokens=1)
     clock = Clock()
     prefill = prefill_prompt()
@@ -83,6 +88,7 @@ def score(
     text: str,
 ) -> Reading:
     """As `read`, for an answer `text` that was generated elsewhere; times are not measured."""
+    check_prompts_are_new(engine)
     return _scored(engine, engine.prefill(prompt, config), config, reference, text)
 
 

@@ -12,7 +12,10 @@ from cached_rag.config import GenerationConfig
 from cached_rag.errors import ConfigError
 from cached_rag.methods import has_own_ratio
 
-ENCODINGS = ("alone", "alone-primer", "prefix", "primer", "both", "neighbours", "strangers")
+ENCODINGS = (
+    *("alone", "alone-primer", "prefix", "primer", "both", "neighbours", "strangers"),
+    "harvested",
+)
 DEFAULT_ENCODING = "primer"
 # No methods of the engine, but measured through it: other ways to ask (CacheBlend, section 7), and
 # CacheBlend with the errors of its released code.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.module import ModuleKV
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,16 @@ class Run:
         if low >= high:
             return None
         return Run(self.buffer, low + self.shift, high + self.shift, low)
+
+    def module(self, token_ids: Sequence[int]) -> ModuleKV:
+        """Its KV as views of the buffer.
+
+        Args:
+            token_ids: its tokens, which stand at positions that are their slots in the row.
+        """
+        keys, values = self.buffer.keys, self.buffer.values
+        at = slice(self.begin, self.end)
+        return ModuleKV(tuple(token_ids), self.slot, keys[:, 0, :, at], values[:, 0, :, at])
 
 
 class RowKV:

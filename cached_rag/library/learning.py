@@ -88,7 +88,7 @@ class Learning:
         best = self._best(head, first.chunk.text_digest)
         if best not in self.library.encoded_after() and len(best.prefix_ids) > len(self._sink_ids):
             self._offer_encoding(best, partial(self._encoder.learn, best))
-        for missed in plan.missed:
+        for missed in (*plan.missed, *plan.harvested):
             name = (missed.chunk.text_digest, best)
             recover = partial(self._encoder.recover, missed.chunk, missed.text, best)
             self._offer_encoding(name, recover)

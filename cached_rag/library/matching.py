@@ -19,7 +19,7 @@ from cached_rag.kv.store.catalog import ChunkRecord
 ANCHOR = 32
 # The tokens at a chunk's borders may differ in a prompt, because characters merge with those of the
 # neighbours. So many tokens at each end may be missing in a match.
-_MAX_TRIM = 4
+MAX_TRIM = 4
 # A bound on the time of a search, as documents may be made to slow it down: the characters that it
 # may digest. That is a tenth of a second at most, plus a little for each character of the prompt.
 # One digest costs as much as reading _DIGEST_COST characters, in addition to its own. An index with
@@ -41,6 +41,11 @@ class EncodedAfter:
 
     prefix_ids: tuple[int, ...]
     context: str = ""
+
+
+# What a prompt has computed for a chunk, behind whatever stood before it there (`harvest.py`). Any
+# other encoding is preferred to it.
+HARVESTED = EncodedAfter((), "harvest")
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Match:
 
 def inner_ids(chunk: ChunkRecord) -> tuple[int, ...]:
     """The tokens of a chunk without its borders: every prompt that contains it has them."""
-    return chunk.token_ids[_MAX_TRIM:-_MAX_TRIM] or chunk.token_ids
+    return chunk.token_ids[MAX_TRIM:-MAX_TRIM] or chunk.token_ids
 
 
 class ChunkTable:
@@ -202,7 +207,7 @@ def align(match: Match, prompt: Tokens) -> Match | None:
     ids, starts = match.chunk.token_ids, match.chunk.token_starts
     last = match.at + len(match.text)
     stop = bisect_left(prompt.starts, last)
-    for offset in range(min(_MAX_TRIM + 1, len(ids))):
+    for offset in range(min(MAX_TRIM + 1, len(ids))):
         begin = bisect_left(prompt.starts, match.at + starts[offset])
         length = min(len(ids) - offset, stop - begin)
         while length and (
@@ -210,10 +215,10 @@ def align(match: Match, prompt: Tokens) -> Match | None:
             or prompt.ids[begin + length - 1] != ids[offset + length - 1]
         ):
             length -= 1
-            if len(ids) - offset - length > _MAX_TRIM:
+            if len(ids) - offset - length > MAX_TRIM:
                 break
         missing = len(ids) - offset - length
-        if missing > _MAX_TRIM or not length:
+        if missing > MAX_TRIM or not length:
             continue
         if tuple(prompt.ids[begin : begin + length]) == ids[offset : offset + length]:
             return replace(match, begin=begin, end=begin + length, offset=offset)

@@ -15,8 +15,10 @@ import torch
 
 from cached_rag.backends.tokenizer import Tokens
 from cached_rag.kv.module import LayerSource, ModuleKV
+from cached_rag.library.harvest import harvested
 from cached_rag.library.library import Library
-from cached_rag.library.matching import EncodedAfter, Match, align
+from cached_rag.library.matching import HARVESTED, EncodedAfter, Match, align
+from cached_rag.library.sequences import Sequences
 from cached_rag.methods import Layout, Takes
 
 # The last tokens of a known prefix may differ in a prompt, where they merged with what follows.
@@ -63,7 +65,7 @@ class Plan:
         placements: in ascending order, without overlaps.
         matches: the known chunks that the prompt contains, with and without KV.
         num_tokens: number of the prompt's tokens.
-        chunks: (digest, token after the last) of each chunk whose KV is used, in order.
+        chunks: (digest, token after the last) of each chunk whose KV is used or computed, in order.
         positions: of the tokens; None if token i stands at position i.
     """
 
@@ -88,6 +90,11 @@ class Plan:
         """Chunks in the prompt that have no KV."""
         return tuple(match for match in self.matches if match.encoded_after is None)
 
+    @property
+    def harvested(self) -> tuple[Match, ...]:
+        """Chunks that have the KV which an earlier prompt computed for them."""
+        return tuple(match for match in self.matches if match.encoded_after == HARVESTED)
+
     def taking(self, what: Takes) -> Plan:
         """The plan with only that cached KV that a method takes."""
         if what is Takes.NOTHING:
@@ -96,6 +103,16 @@ class Plan:
             return self
         exact = tuple(place for place in self.placements if place.is_exact)
         return replace(self, placements=exact)
+
+    @property
+    def exact_end(self) -> int:
+        """How many tokens, from the first, have exact KV without a gap."""
+        end = 0
+        for place in self.placements:
+            if place.begin > end or not place.is_exact:
+                break
+            end = place.end
+        return end
 
     @property
     def num_chunks(self) -> int:
@@ -134,6 +151,7 @@ def make_plan(
     sink_ids: tuple[int, ...],
     *,
     lazy: bool = False,
+    kept: Sequences | None = None,
 ) -> Plan:
     """Choose the best KV for all chunks in a prompt, and for its beginning.
 
@@ -142,6 +160,7 @@ def make_plan(
         matches: the chunks whose text was found in the prompt.
         sink_ids: the tokens before chunks that were encoded without a prefix.
         lazy: KV on disk is only opened, and read when it is used.
+        kept: finished prompts, of which chunks without KV are taken; None to take none.
     """
     ids = tuple(tokens.ids)
     known = library.encoded_after()
@@ -157,8 +176,11 @@ def make_plan(
         in_place = EncodedAfter(ids[: match.begin])
         first = [in_place] if in_place in usable and not match.offset else []
         best = library.best_encoding([*first, *usable], match.chunk.token_ids, lazy=lazy)
+        if best is None and kept is not None:
+            match, best = _harvested(kept, library.namespace, ids, match)
         if best is None:
             found.append(match)
+            chunks.append((match.chunk.text_digest, match.end))
             continue
         encoded_after, kv = best
         found.append(replace(match, encoded_after=encoded_after))
@@ -170,10 +192,22 @@ def make_plan(
         offset = begin - match.first
         kv = kv.slice(offset, offset + end - begin)
         is_exact = offset == 0 and kv.start == begin and encoded_after == in_place
-        source = (encoded_after, match.chunk.token_ids)
+        source = None if encoded_after == HARVESTED else (encoded_after, match.chunk.token_ids)
         placements.append(Placement(begin, kv, is_exact, source=source))
         chunks.append((match.chunk.text_digest, end))
     return Plan(tuple(placements), tuple(found), len(ids), tuple(chunks))
+
+
+def _harvested(
+    kept: Sequences, namespace: str, ids: tuple[int, ...], match: Match
+) -> tuple[Match, tuple[EncodedAfter, LayerSource] | None]:
+    """A chunk as far as a kept prompt has KV of its tokens, with this KV; None for no KV."""
+    taken = harvested(kept, namespace, ids[match.begin : match.end])
+    if taken is None:
+        return match, None
+    first, kv = taken
+    begin = match.begin + first
+    return replace(match, begin=begin, end=begin + kv.seq_len, offset=0), (HARVESTED, kv)
 
 
 def _head(

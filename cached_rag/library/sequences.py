@@ -1,7 +1,9 @@
 """A cache of the KV that finished prompts left, for prompts that begin as they did.
 
 KV that is what full prefill computes serves every prompt, as far as the tokens are the same. KV
-that a method repaired is marked with the method, and serves only prompts of the same method.
+that a method repaired is marked with the method. It serves only prompts of the same method, and,
+unless any may have it, only those that go on where the repaired prompt ended: the next turns of its
+conversation. For it was repaired for that prompt's question.
 Sequences with the same beginning share its KV. No buffer holds parts of two chunks. So when a chunk
 is forgotten, its KV can be dropped with all KV behind it, which depends on it, while the KV before
 it stays. Knows tokens and KV; knows no model.
@@ -9,6 +11,7 @@ it stays. Knows tokens and KV; knows no model.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +19,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from cached_rag.config import KeepsRepaired
+from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.rows import RowKV, Run
 
+_log = logging.getLogger(__name__)
 # Fewest tokens of KV that are shared. Every shared run costs a kernel call in each layer,
 # so shorter ones are copied instead.
 MIN_SHARED = 128
@@ -36,6 +42,8 @@ class PromptKV:
         exact_length: number of tokens, from the first, whose KV is what full prefill computes.
         repair: mark of the method that repaired the other tokens; empty if there are none.
         chunks: (digest, token after the last) of the chunks in it, in order.
+        least: number of tokens, from the first, that a prompt needs to have in common with this
+            one, before it may use those that are not exact.
     """
 
     namespace: str
@@ -44,6 +52,7 @@ class PromptKV:
     exact_length: int
     repair: str = ""
     chunks: tuple[tuple[str, int], ...] = ()
+    least: int = 0
 
     def usable(self, ids: Ids, repair: str, exact: int = 0) -> int:
         """How many tokens of a prompt, from the first, may use this KV.
@@ -54,7 +63,7 @@ class PromptKV:
             exact: how many of the tokens have to have exact KV.
         """
         length = common(ids, self.ids)
-        may_be_repaired = bool(repair) and repair == self.repair
+        may_be_repaired = bool(repair) and repair == self.repair and length >= self.least
         if not may_be_repaired or min(length, exact) > self.exact_length:
             return min(length, self.exact_length)
         return length
@@ -63,6 +72,14 @@ class PromptKV:
         """The runs of its first `length` tokens."""
         found = (run.cut(0, length) for run in self.runs)
         return tuple(run for run in found if run is not None)
+
+    def piece(self, begin: int, end: int) -> ModuleKV | None:
+        """KV of tokens `begin` to `end` (exclusive); None if it lies in more than one buffer."""
+        for run in self.runs:
+            part = run.cut(begin, end)
+            if part is not None and len(part) == end - begin:
+                return part.module(self.ids[begin:end].tolist())
+        return None
 
     def until(self, slot: int) -> PromptKV:
         """The beginning of it, in those buffers that end at or before a slot."""
@@ -92,24 +109,29 @@ class PromptKV:
 class Sequences:
     """The cache. The least recently used sequences are dropped first. Safe for several threads."""
 
-    def __init__(self, max_bytes: int, *, keeps_repaired: bool = True) -> None:
+    def __init__(self, max_bytes: int, *, keeps_repaired: KeepsRepaired = True) -> None:
         """Make an empty cache.
 
         Args:
             max_bytes: most bytes of KV; 0 keeps nothing.
-            keeps_repaired: keep KV that a method repaired, too. If not, only exact KV is kept, and
-                no answer depends on prompts that were asked before.
+            keeps_repaired: see `StoreConfig`.
         """
+        self.max_bytes = max_bytes
         self.keeps_repaired = keeps_repaired
-        self._max_bytes = max_bytes
         self._kept: list[PromptKV] = []  # least recently used first
         self._lock = threading.RLock()  # as in `WriteBack`
+        self._has_told = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of the KV that is kept; KV that sequences share counts once."""
         with self._lock:
             return _nbytes(self._kept)
+
+    def clear(self) -> None:
+        """Drop all sequences, of all tenants."""
+        with self._lock:
+            self._kept.clear()
 
     def beginning(
         self, namespace: str, ids: Ids, repair: str = "", exact: int = 0
@@ -134,6 +156,18 @@ class Sequences:
                 self._kept.append(best)
             return best, most[0]
 
+    def containing(self, namespace: str, token_ids: Ids) -> tuple[PromptKV, int] | None:
+        """The last sequence with these tokens among its exact ones, and the slot of the first."""
+        with self._lock:
+            for one in reversed(self._kept):
+                is_own = one.namespace == namespace
+                found = where(one.ids[: one.exact_length], token_ids) if is_own else []
+                if found:
+                    self._kept.remove(one)
+                    self._kept.append(one)
+                    return one, found[0]
+        return None
+
     def add(self, sequence: PromptKV, kv: RowKV) -> None:
         """Keep a copy of a prompt's KV, as far as it may serve other prompts.
 
@@ -141,17 +175,30 @@ class Sequences:
             sequence: the description of this KV, without runs.
             kv: the KV.
         """
-        length = min(sequence.exact_length, kv.length)
-        if self.keeps_repaired and sequence.repair and sequence.chunks:
-            length = max(length, min(sequence.chunks[-1][1], kv.length))
-        is_fit = length * kv.own.nbytes <= self._max_bytes * kv.own.capacity
-        if kv.positions is not None or not is_fit or not is_worth(length, sequence.chunks):
+        if self.keeps_repaired is True:
+            sequence = replace(sequence, least=0)
+        keeps_all = self.keeps_repaired and sequence.repair and kv.length >= sequence.least
+        length = kv.length if keeps_all else min(sequence.exact_length, kv.length)
+        if kv.positions is not None or not is_worth(length, sequence.chunks):
+            return
+        if not self._has_room(length * kv.own.nbytes // kv.own.capacity):
             return
         with self._lock:
             kept = self._copied(sequence, kv, length)
             self._kept = [one for one in self._kept if not _has_all(kept, one)] + [kept]
-            while self.nbytes > self._max_bytes:
+            while self.nbytes > self.max_bytes:
                 self._kept.pop(0)
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether a prompt may be kept; the first one that is too large is logged."""
+        if nbytes > self.max_bytes > 0 and not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "a prompt and its answer have %d bytes of KV, and sequence_bytes is %d: nothing is "
+                "kept of prompts so long, so the next turns of their chats begin anew; raise it",
+                *(nbytes, self.max_bytes),
+            )
+        return nbytes <= self.max_bytes
 
     def _copied(self, sequence: PromptKV, kv: RowKV, length: int) -> PromptKV:
         """A sequence's first tokens: runs that are kept here already, and copies of the rest."""
@@ -209,7 +256,10 @@ class Sequences:
                 if slot is None:
                     continue
                 self._kept.remove(one)
-                if (rest := one.until(slot)).runs and is_worth(len(rest.ids), rest.chunks):
+                rest = one.until(slot)
+                if len(rest.ids) < rest.least:  # so nobody may use what is not exact
+                    rest = rest.until(rest.exact_length)
+                if rest.runs and is_worth(len(rest.ids), rest.chunks):
                     self._kept.insert(0, rest)
 
 
@@ -236,7 +286,8 @@ def where(ids: Ids, wanted: Ids) -> list[int]:
 def _has_all(new: PromptKV, old: PromptKV) -> bool:
     """Whether the new sequence can serve all prompts that the old one can."""
     is_same = new.namespace == old.namespace and new.exact_length >= old.exact_length
-    return is_same and new.usable(old.ids, old.repair) == len(old.ids)
+    is_as_open = new.least <= old.least or old.exact_length == len(old.ids)
+    return is_same and is_as_open and new.usable(old.ids, old.repair) == len(old.ids)
 
 
 def _nbytes(sequences: Iterable[PromptKV]) -> int:

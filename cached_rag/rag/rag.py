@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cached_rag.backends.tokenizer import Message
-from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
+from cached_rag.config import BatchConfig, GenerationConfig, KeepsRepaired, StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Clock
 from cached_rag.errors import ConfigError, IndexMismatchError, needs_extra
@@ -89,8 +89,8 @@ class CachedRAG:
         system: str | None = None,
         memory_bytes: int = 2 << 30,
         disk_bytes: int | None = None,
-        sequence_bytes: int = 0,
-        keeps_repaired: bool = True,
+        sequence_bytes: int | None = None,
+        keeps_repaired: KeepsRepaired = "conversation",
         finish_seconds: float = 30.0,
         engine: Engine | None = None,
         batch: BatchConfig | None = None,
@@ -115,8 +115,8 @@ class CachedRAG:
                 disk; see docs/quality.md.
             system: the system prompt that questions are asked under.
             memory_bytes, disk_bytes: most bytes of KV in memory and on disk.
-            sequence_bytes, keeps_repaired: keep KV of prompts for those that begin alike, see
-                `StoreConfig`.
+            sequence_bytes, keeps_repaired: KV of finished prompts that is kept for prompts that
+                begin alike, above all a conversation's next turn; see `StoreConfig`.
             finish_seconds: how long `close` may go on encoding what waits, see `StoreConfig`.
             engine: one that exists already, instead of loading `model`; it keeps its own store.
             batch: bounds on answers made at the same time.
@@ -296,7 +296,8 @@ class CachedRAG:
                 the nearest chunk has less than 0.25.
             config: how to answer; None for the defaults.
             reorder: let chunks begin in an order that an earlier prompt had, so that its KV serves
-                again (needs `sequence_bytes`); changes the prompt, and with it maybe the answer.
+                again (where it was repaired, only with `keeps_repaired=True`); changes the prompt,
+                and with it maybe the answer.
             options: settings of `GenerationConfig`, in place of those in `config`.
 
         Raises:

@@ -137,7 +137,8 @@ def main(
         if show:
             sys.stderr.write(f"{example.id} {name}: {text!r} {example.answers}\n")
 
-    with Engine.load(model, store=StoreConfig(learn_prefixes=False), dtype=dtype) as engine:
+    store = StoreConfig(sequence_bytes=0, learn_prefixes=False)
+    with Engine.load(model, store=store, dtype=dtype) as engine:
         found = run(engine, examples, max_tokens, tell)
         sys.stdout.write(json.dumps({"machine": machine(engine.model), **found}) + "\n")
 

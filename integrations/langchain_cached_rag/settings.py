@@ -52,6 +52,9 @@ class EngineSettings(BaseModel):
     """Alias, hub id, folder or GGUF file."""
     store: str | None = None
     """Folder for KV; None keeps it in memory."""
+    sequence_bytes: int | None = Field(default=None, ge=0)
+    """Most bytes of KV of finished prompts, which the next turns of their chats begin with; 0 keeps
+    none, None takes a quarter of what chunks may have in memory (`cached_rag.StoreConfig`)."""
     namespace: str = ""
     """Tenants with different namespaces never share KV."""
     dtype: str | None = None
@@ -151,7 +154,9 @@ class EngineSettings(BaseModel):
 
     def _shared(self, model: str) -> Engine:
         if model not in self._engines:  # held, for the process forgets what nobody holds
-            store = StoreConfig(path=self.store, namespace=self.namespace)
+            store = StoreConfig(
+                path=self.store, namespace=self.namespace, sequence_bytes=self.sequence_bytes
+            )
             names = ("dtype", "device", "weights")
             options: Any = {name: getattr(self, name) for name in names}
             self._engines[model] = Engine.shared(model, store=store, **options)

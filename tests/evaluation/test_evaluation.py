@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 import torch
-from conftest import CHUNKS, plain_logits, tiny_model
+from conftest import CHUNKS, NEW_PROMPTS, plain_cache, plain_logits, tiny_model
 
 from cached_rag import ConfigError, Engine, EvaluationError, GenerationConfig
 from cached_rag.evaluation import Journal, Settings, evaluate, make_trials, summarise
@@ -18,6 +18,7 @@ from cached_rag.evaluation.metrics import bootstrap, exact_match, f1, rouge_l
 from cached_rag.evaluation.plot import plot_frontier
 from cached_rag.evaluation.prompts import is_long, messages
 from cached_rag.evaluation.released import BottomRightRows
+from cached_rag.library.matching import HARVESTED
 
 QUESTIONS = ["What turns green?", "Who lit the lamp?", "When was the South Pole reached?"]
 ANSWERS = ["Copper", "The lighthouse keeper", "1911"]
@@ -49,7 +50,7 @@ class Letters:
 
 
 def run(data, tmp_path, methods, ratios=(0.2,), limit=None, name="journal.jsonl"):
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     trials = make_trials(methods, ratios)
     settings = Settings((data,), tuple(trials), limit)
     journal = Journal(tmp_path / name, settings.facts(engine))
@@ -97,6 +98,7 @@ def test_rows_have_the_keys_that_are_promised(data, tmp_path):
 def test_r_1_has_no_loss_and_less_has(data, tmp_path, monkeypatch):
     monkeypatch.setattr("cached_rag.evaluation.encodings.Embedder", lambda _: Letters())
     methods = ["cacheblend", "prophetkv", "epic@prefix", "infoflow@neighbours:1", "a3@strangers:1"]
+    methods += ["infoflow@harvested:2"]
     rows, _ = run(data, tmp_path, methods, [0.2, 1.0])
     assert [row["ratio"] for row in rows] == [1.0, *[0.2, 1.0] * len(methods)]
     for row in rows:
@@ -111,7 +113,7 @@ def test_r_1_has_no_loss_and_less_has(data, tmp_path, monkeypatch):
 
 def test_answers_and_likelihoods_are_the_models_own():
     """Twin: the reference's NLL from one plain forward pass over prompt and answer."""
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     prompt, config = (
         messages(CHUNKS, QUESTIONS[0], long=False),
         GenerationConfig("full", max_tokens=8),
@@ -228,6 +230,31 @@ def test_neighbours_are_the_nearest_and_strangers_are_not_oneself(data, monkeypa
     assert strangers.before(CHUNKS[0]) == strangers.before(CHUNKS[0]) != [CHUNKS[0]]
     engine = encodings.engine("neighbours:2", CHUNKS)
     assert {b.context for b in engine.library.encoded_after()} == {"", "neighbours:2"}
+
+
+def test_harvested_is_cut_out_of_full_prefill_of_another_prompt(data):
+    model = tiny_model("llama")
+    encodings = Encodings(model, load_examples(data), long=False)
+    engine = encodings.engine("harvested:1", CHUNKS)
+    head = engine.library.encoded_after()[0].prefix_ids
+    between = engine.tokenization.following("\n\n").ids
+    alone = Engine(model, NEW_PROMPTS)
+    alone.encode(CHUNKS)
+    for chunk in CHUNKS:
+        (other,) = encodings._strangers(chunk, 1)
+        before = [*head, *engine.tokenization.literal(other).ids, *between]
+        ids = engine.library.table.get(chunk).token_ids
+        found = engine.library.fetch(HARVESTED, ids)
+        keys, values = plain_cache(model, [*before, *ids])
+        assert found.start == len(before)
+        assert torch.allclose(found.keys, keys[:, :, len(before) :], atol=1e-4)
+        assert torch.allclose(found.values, values[:, :, len(before) :], atol=1e-4)
+        apart = alone.library.fetch(alone.library.encoded_after()[0], ids)
+        assert not torch.allclose(found.values, apart.values, atol=1e-2)  # control
+    asked = engine.prefill(messages(CHUNKS, QUESTIONS[0], long=False), method="reuse")
+    assert [match.encoded_after for match in asked.plan.matches] == [HARVESTED] * 3
+    assert asked.report.modules_hit == 3
+    asked.release()
 
 
 def test_the_frontier_is_drawn(data, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import CHUNKS, tiny_model
+from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 
 from cached_rag import BatchConfig, Engine, GenerationConfig
 from cached_rag.evaluation import several
@@ -24,7 +24,7 @@ class Clock:
 @pytest.fixture
 def asked(monkeypatch):
     """Put the example's question in one of the ways; returns its reading and the map's prompts."""
-    engine = Engine(tiny_model("llama"), batch=BatchConfig(shares=False))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS, BatchConfig(shares=False))
     monkeypatch.setattr(several, "Clock", Clock)
     batches, reduced = [], []
     batch, prefill = engine.generate_batch, engine.prefill

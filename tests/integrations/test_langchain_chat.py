@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from conftest import CHUNKS, count_at_rest, tiny_model
+from conftest import CHUNKS, NEW_PROMPTS, count_at_rest, tiny_model
 from doubles import Recording, slow
 from langchain_cached_rag import ChatCachedRAG
 from langchain_core.caches import InMemoryCache
@@ -28,7 +28,7 @@ QUESTION = f"{CHUNKS[0]}\n\nWhy?"
 
 @pytest.fixture
 def engine():
-    return Engine(Recording(tiny_model("llama")))
+    return Engine(Recording(tiny_model("llama")), NEW_PROMPTS)
 
 
 @pytest.fixture

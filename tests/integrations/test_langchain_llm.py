@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from conftest import CHUNKS, tiny_model
+from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 from doubles import Recording
 from langchain_cached_rag import CachedRAGLLM
 from langchain_core.caches import InMemoryCache
@@ -19,7 +19,7 @@ TEMPLATE = PromptTemplate.from_template("Read this.\n\n{context}\n\nQ: {question
 
 @pytest.fixture
 def engine():
-    return Engine(Recording(tiny_model("llama")))
+    return Engine(Recording(tiny_model("llama")), NEW_PROMPTS)
 
 
 @pytest.fixture

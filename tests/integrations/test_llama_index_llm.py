@@ -6,7 +6,7 @@ import asyncio
 from typing import ClassVar
 
 import pytest
-from conftest import CHUNKS, count_at_rest, tiny_model
+from conftest import CHUNKS, NEW_PROMPTS, count_at_rest, tiny_model
 from doubles import Recording, slow
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler, TokenCountingHandler
@@ -24,7 +24,7 @@ MESSAGES = [ChatMessage(role="system", content="Be brief."), ChatMessage(content
 
 @pytest.fixture
 def engine():
-    return Engine(Recording(tiny_model("llama")))
+    return Engine(Recording(tiny_model("llama")), NEW_PROMPTS)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import (
     FAMILIES,
+    NEW_PROMPTS,
     RELOCATABLE,
     logits_at,
     plain_cache,
@@ -61,7 +62,7 @@ def laid_out(engine, prompt, method="reuse"):
 @pytest.mark.parametrize("behind", ["nothing", "head", "schema"])
 @pytest.mark.parametrize("family", GAPPED)
 def test_recomputing_everything_equals_full_prefill_at_the_schemas_positions(family, behind):
-    engine = Engine(tiny_model(family))
+    engine = Engine(tiny_model(family), NEW_PROMPTS)
     prompt = hills(trip("schema", behind))
     ids, positions, _ = laid_out(engine, prompt)
     assert positions[-1] >= len(ids)
@@ -77,7 +78,7 @@ def test_recomputing_everything_equals_full_prefill_at_the_schemas_positions(fam
 @pytest.mark.parametrize("behind", ["nothing", "head", "schema"])
 @pytest.mark.parametrize("family", RELOCATABLE)
 def test_recomputing_everything_equals_plain_prefill_in_the_compact_layout(family, behind):
-    engine = Engine(tiny_model(family))
+    engine = Engine(tiny_model(family), NEW_PROMPTS)
     prompt = hills(trip("compact", behind))
     done = engine.prefill(prompt, method="cacheblend", recompute_ratio=1.0, max_tokens=1)
     own = plain_logits(engine.model, done.tokens.ids)[-1]
@@ -91,7 +92,7 @@ def test_recomputing_everything_equals_plain_prefill_in_the_compact_layout(famil
 @pytest.mark.parametrize("family", GAPPED)
 def test_a_modules_kv_is_that_of_prefilling_it_alone_where_it_stands(family):
     """The paper's sense of exact: twin by position ids, or, where a bias has them, anywhere."""
-    engine = Engine(tiny_model(family))
+    engine = Engine(tiny_model(family), NEW_PROMPTS)
     alone = SOURCE.partition("<scaffold")[0] + "</schema>"
     _, _, plan = laid_out(engine, hills(trip("schema", "nothing", alone)))
     ids = engine.tokenization.following("\nSpend little.").ids
@@ -108,7 +109,7 @@ def test_a_modules_kv_is_that_of_prefilling_it_alone_where_it_stands(family):
 
 @pytest.mark.parametrize("family", GAPPED)
 def test_what_every_prompt_begins_with_is_exact(family):
-    engine = Engine(tiny_model(family))
+    engine = Engine(tiny_model(family), NEW_PROMPTS)
     for behind in ("head", "schema"):
         done = engine.prefill(hills(trip("auto", behind)), method="prefix", max_tokens=1)
         own = plain_logits(engine.model, done.tokens.ids)[-1]
@@ -123,7 +124,7 @@ def test_scaffolds_are_lossless(family, layout):
     """Modules encoded together, nothing between them: what was computed is what would be."""
     source = SOURCE.replace(' of <param name="days" len="9"/>', "")
     source = re.sub("</?(system|user)>", "", source)  # what follows the modules sees them, too
-    engine = Engine(tiny_model(family))
+    engine = Engine(tiny_model(family), NEW_PROMPTS)
     with_scaffold = trip(layout, "schema", source)
     without = trip(layout, "schema", source.partition("<scaffold")[0] + "</schema>")
 
@@ -145,7 +146,7 @@ def test_scaffolds_are_lossless(family, layout):
 @pytest.mark.parametrize("days", ["", "3", "31 days"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mpt"])
 def test_short_arguments_leave_the_rest_of_their_place_empty(family, days):
-    engine = Engine(tiny_model(family))
+    engine = Engine(tiny_model(family), NEW_PROMPTS)
     schema = trip("schema", "schema")
     ids, positions, _ = laid_out(engine, hills(schema, days))
     longest, far, _ = laid_out(engine, hills(schema, "3  1 2 3"))
@@ -159,7 +160,7 @@ def test_short_arguments_leave_the_rest_of_their_place_empty(family, days):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_new_text_takes_the_gap_behind_its_predecessor_or_grows(family):
-    engine = Engine(tiny_model(family))
+    engine = Engine(tiny_model(family), NEW_PROMPTS)
     schema = trip("schema", "schema")
 
     def at(text):
@@ -186,7 +187,7 @@ def test_new_text_takes_the_gap_behind_its_predecessor_or_grows(family):
 
 @pytest.mark.parametrize("family", RELOCATABLE)
 def test_generated_text_at_full_recompute_equals_generate(family):
-    engine = Engine(tiny_model(family))
+    engine = Engine(tiny_model(family), NEW_PROMPTS)
     prompt = hills(trip("compact", "schema"))
     answer = engine.generate(prompt, method="cacheblend", recompute_ratio=1.0, max_tokens=8)
     ids = torch.tensor([engine.plan(prompt, "full", Report("full"))[0].ids])
@@ -199,7 +200,7 @@ def test_generated_text_at_full_recompute_equals_generate(family):
 def test_answers_go_on_behind_the_last_position():
     """Greedy decoding over gaps, token by token, against transformers' forward at each length."""
     for family in ("llama", "gpt2", "bloom"):
-        engine = Engine(tiny_model(family))
+        engine = Engine(tiny_model(family), NEW_PROMPTS)
         prompt = hills(trip("schema", "nothing"))
         ids, positions, _ = laid_out(engine, prompt)
         answer = engine.generate(prompt, method="cacheblend", recompute_ratio=1.0, max_tokens=4)
@@ -210,7 +211,7 @@ def test_answers_go_on_behind_the_last_position():
 
 
 def test_learned_positions_are_served_where_the_schema_has_them_and_nowhere_else():
-    engine = Engine(tiny_model("gpt2"))
+    engine = Engine(tiny_model("gpt2"), NEW_PROMPTS)
     done = engine.prefill(hills(trip("auto", "schema")), method="reuse", max_tokens=1)
     assert done.report.cached_tokens > 0.5 * len(done.tokens)
     with pytest.raises(RelocationError, match="learned positions"):
@@ -233,7 +234,7 @@ NESTED = """
 @pytest.mark.parametrize("layout", ["schema", "compact"])
 def test_stand_ins_stand_only_where_a_prompt_could_have_them(layout):
     """What units are encoded behind is a beginning of some prompt, at positions that ascend."""
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     schema = Schema.from_string(NESTED, layout=layout)
     for unit in schema.planner(engine).units:
         every = [*unit.context, *unit.runs]
@@ -259,7 +260,7 @@ def test_units_of_the_same_tokens_in_other_runs_are_told_apart():
         '<schema name="s" xml:space="preserve"><module name="a">foo bar</module>'
         '<module name="b">foo<module name="e"></module> bar</module></schema>'
     )
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     prompt = Schema.from_string(source).prompt(Import("a"), Import("b"), "why?")
     for _ in range(2):  # computed, then from the store
         done = engine.prefill(prompt, method="prefix", max_tokens=1)
@@ -268,7 +269,7 @@ def test_units_of_the_same_tokens_in_other_runs_are_told_apart():
 
 
 def test_short_prompts_of_schemas_beyond_a_frequency_switch_are_served():
-    engine = Engine(tiny_model("longrope"))
+    engine = Engine(tiny_model("longrope"), NEW_PROMPTS)
     modules = "".join(f'<module name="m{i}">Line {i} of a long story.</module>' for i in range(6))
     schema = Schema.from_string(f'<schema name="s">{modules}</schema>')
     prompt = schema.prompt(Import("m5"), "Why?")
@@ -282,7 +283,7 @@ def test_short_prompts_of_schemas_beyond_a_frequency_switch_are_served():
 def test_a_scaffold_serves_only_prompts_that_have_all_of_it():
     source = """<schema name="s"><module name="u" cache="false">not kept</module>
     <module name="m">module em</module><scaffold name="j"><u/><m/></scaffold></schema>"""
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     schema = Schema.from_string(source)
     for parts, is_exact in (((Import("m"),), True), ((Import("u"), Import("m")), True)):
         done = engine.prefill(schema.prompt(*parts, "Why?"), method="reuse", max_tokens=1)
@@ -292,7 +293,7 @@ def test_a_scaffold_serves_only_prompts_that_have_all_of_it():
 
 def test_the_question_is_the_last_text_that_is_computed():
     """Methods that ask it must not take the template's answer header for it."""
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     schema = Schema.from_string(
         '<schema name="s"><user>A<module name="m">B</module></user></schema>'
     )

@@ -6,7 +6,7 @@ import functools
 from typing import Annotated
 
 import pytest
-from conftest import tiny_model
+from conftest import NEW_PROMPTS, tiny_model
 
 from cached_rag import Engine, PMLError, Said, Schema
 from cached_rag.pml import MaxTokens, assistant, prompt_function, system, user
@@ -114,7 +114,7 @@ def test_functions_are_evaluated_in_their_own_scope():
 
 
 def test_prompts_of_functions_are_answered_from_cache():
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     prompt = journey("31 days", "sea").then(Said("user", "Where to?"))
     journey.schema.encode(engine)
     full = engine.generate(prompt, method="full", max_tokens=6)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import pytest
-from conftest import tiny_model
+from conftest import NEW_PROMPTS, tiny_model
 from test_pml_exactness import NESTED, SOURCE
 from test_pml_messages import WHOLE
 
@@ -94,7 +94,7 @@ def kept(engine, prompt):
 
 @pytest.mark.parametrize(("family", "layout", "behind"), KEYS)
 def test_kv_is_kept_under_the_same_names_as_ever(family, layout, behind):
-    engine, found = Engine(tiny_model(family)), []
+    engine, found = Engine(tiny_model(family), NEW_PROMPTS), []
     for prompt in prompts():
         schema = replace(prompt.schema, layout=layout, behind=behind)
         found += kept(engine, replace(prompt, schema=schema))
@@ -105,5 +105,5 @@ def test_kv_of_modules_beyond_the_context_is_kept_under_the_same_names_as_ever()
     lines = (" ".join(str(i * 1000 + n) for n in range(60)) for i in range(5))
     modules = "".join(f'<module name="m{i}">{line}</module>' for i, line in enumerate(lines))
     schema = Schema.from_string(f'<schema name="long">All.{modules}</schema>', layout="compact")
-    found = kept(Engine(tiny_model("llama")), schema.prompt(Import("m4"), "Why?"))
+    found = kept(Engine(tiny_model("llama"), NEW_PROMPTS), schema.prompt(Import("m4"), "Why?"))
     assert digest(repr(found)) == "622db2843bc33d75877348fb4822790fa3f322a3"

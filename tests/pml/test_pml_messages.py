@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TEMPLATE, logits_at, tiny_model, tiny_tokenizer
+from conftest import NEW_PROMPTS, TEMPLATE, logits_at, tiny_model, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from cached_rag import ConfigError, Engine, Import, Said, Schema, StoreConfig, wrap_model
+from cached_rag import ConfigError, Engine, Import, Said, Schema, wrap_model
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.engine.report import Report
 from cached_rag.pml.frames import answer_header, role_marks
@@ -102,7 +102,7 @@ def test_the_markup_is_part_of_the_modules_tokens(engine):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
 def test_what_is_exact_is_what_the_model_computes_at_these_positions(family):
-    with Engine(tiny_model(family), StoreConfig()) as engine:
+    with Engine(tiny_model(family), NEW_PROMPTS) as engine:
         roles = Schema.from_file(ROLES)
         mixed = roles.prompt(
             Import("opening", Import("aside"), Import("told", order="row"), Import("owner")),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import smollm2
+from conftest import NEW_PROMPTS, smollm2
 
 from cached_rag import Engine, GenerationConfig
 from cached_rag.benchmarks import bench_prompt, footprint
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.real
 
 @pytest.fixture(scope="module")
 def engine():
-    return Engine(smollm2())
+    return Engine(smollm2(), NEW_PROMPTS)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

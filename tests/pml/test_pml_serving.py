@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import tiny_model, tiny_tokenizer
+from conftest import NEW_PROMPTS, tiny_model, tiny_tokenizer
 from typer.testing import CliRunner
 
 from cached_rag import (
@@ -109,7 +109,7 @@ def test_encoding_is_lazy_or_eager_and_happens_once(engine):
     assert again.modules_missed == 0
     assert again.modules_hit == 2
     assert again.cached_tokens == lazy.cached_tokens
-    fresh = Engine(tiny_model("llama"))
+    fresh = Engine(tiny_model("llama"), NEW_PROMPTS)
     names: list[str] = []
     assert schema.encode(fresh, names.append).encoded == len(names) > 3
     assert {"door", "cellar"} < set(names)
@@ -165,15 +165,13 @@ def test_a_full_store_is_reported_and_the_prompt_answered(tmp_path):
     store = StoreConfig(memory_bytes=1 << 14)
     engine = Engine(tiny_model("llama"), store)
     done = engine.generate(asked(house()), method="reuse", max_tokens=4)
-    assert (
-        done.text
-        == Engine(tiny_model("llama")).generate(asked(house()), method="reuse", max_tokens=4).text
-    )
+    twin = Engine(tiny_model("llama"), NEW_PROMPTS)
+    assert done.text == twin.generate(asked(house()), method="reuse", max_tokens=4).text
     assert any("exceeds the memory bound" in note for note in done.report.notes)
 
 
 def test_schemas_beyond_the_context_serve_prompts_that_fit():
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     modules = "".join(
         f'<module name="m{i}">{" ".join(str(i * 1000 + n) for n in range(60))}</module>'
         for i in range(5)
@@ -360,7 +358,7 @@ def test_eval_demo_and_bench_report(files, model_folder, monkeypatch):
 def test_memory_a_token_is_what_the_formula_says():
     from cached_rag.benchmarks import footprint
 
-    engine = Engine(tiny_model("llama"))
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     with pytest.raises(ConfigError, match="nothing is in memory"):
         footprint(engine)
     house().encode(engine)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
-from conftest import CHUNKS, tiny_model
+from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 from doubles import Recording, slow
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
@@ -23,7 +23,7 @@ from cached_rag.server.tenants import Tenants, namespace
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine(Recording(tiny_model("llama"))) as made:
+    with Engine(Recording(tiny_model("llama")), NEW_PROMPTS) as made:
         yield made
 
 

@@ -70,6 +70,12 @@ class CachedRAGLLM(CustomLLM):
 
     model: str = Field(default=DEFAULT_MODEL, description="Alias, hub id, folder or GGUF file.")
     store: str | None = Field(default=None, description="Folder for KV; None keeps it in memory.")
+    sequence_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        description="Most bytes of KV of finished prompts, kept for their chats' next turns; 0: "
+        "none; None: a quarter of what chunks may have in memory.",
+    )
     namespace: str = Field(default="", description="Tenants never share KV.")
     dtype: str | None = Field(default=None, description="None: the fastest this machine has.")
     device: str | None = Field(default=None, description="None: the best this machine has.")
@@ -132,7 +138,9 @@ class CachedRAGLLM(CustomLLM):
         if isinstance(self._engine, CachedRAG):
             return self._engine.engine
         if self._engine is None:
-            store = StoreConfig(path=self.store, namespace=self.namespace)
+            store = StoreConfig(
+                path=self.store, namespace=self.namespace, sequence_bytes=self.sequence_bytes
+            )
             self._engine = Engine.shared(
                 self.model, store=store, dtype=self.dtype, device=self.device, weights=self.weights
             )

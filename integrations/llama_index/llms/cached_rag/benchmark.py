@@ -175,7 +175,7 @@ def main(
     """Print one JSON object: machine, medians, F1."""
     if (data is None) == (corpus is None):
         raise typer.BadParameter("give either --data or --corpus")
-    store = StoreConfig(memory_bytes=_MEMORY, learn_prefixes=False)
+    store = StoreConfig(memory_bytes=_MEMORY, sequence_bytes=0, learn_prefixes=False)
     with Engine.load(model, store=store, dtype=dtype) as engine:
         if data is not None:
             examples = load_examples(data, questions)
