@@ -36,7 +36,11 @@ _TENSORS = {
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     """A tiny llama, quantised as llama.cpp would, with its tokenizer inside."""
-    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", Kind.Q8_0)
+
+
+def write_gguf(path, matrices):
+    """Write that llama, its matrices in this format, and return the path."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_block_count(LAYERS)
@@ -62,7 +66,7 @@ def file(tmp_path_factory):
         names |= {f"blk.{layer}.{name}.weight": shape for name, shape in _TENSORS.items()}
     for name, shape in names.items():
         values = random.standard_normal(shape, np.float32)
-        kind = Kind.F32 if len(shape) == 1 else Kind.Q8_0
+        kind = Kind.F32 if len(shape) == 1 else matrices
         writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

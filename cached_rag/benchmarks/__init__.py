@@ -4,6 +4,7 @@ Most know a model only as a `Backend`. Four know transformers: `attention` and `
 attention of its backend, `architectures` and `models` make the tables of docs/models.md.
 """
 
+from cached_rag.benchmarks.answers import bench_answers, make_questions
 from cached_rag.benchmarks.architectures import bench_architectures
 from cached_rag.benchmarks.attention import bench_attention, plot_attention, query_heads
 from cached_rag.benchmarks.ingest import bench_ingest
@@ -17,6 +18,7 @@ from cached_rag.benchmarks.traffic import bench_traffic
 from cached_rag.benchmarks.ttft import bench_ttft
 
 __all__ = [
+    "bench_answers",
     "bench_architectures",
     "bench_arrivals",
     "bench_attention",
@@ -31,6 +33,7 @@ __all__ = [
     "bench_ttft",
     "footprint",
     "machine",
+    "make_questions",
     "plot_attention",
     "plot_lengths",
     "query_heads",

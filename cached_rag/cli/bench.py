@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cached_rag.cli.demo import CORPUS
 from cached_rag.cli.options import (
     Device,
     Dtype,
@@ -22,6 +23,7 @@ from cached_rag.cli.options import (
 )
 from cached_rag.cli.terminal import (
     Json,
+    err,
     out,
     plain,
     print_json,
@@ -31,6 +33,7 @@ from cached_rag.cli.terminal import (
     print_table,
 )
 from cached_rag.config import DEFAULT_MODEL
+from cached_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from cached_rag.benchmarks.ttft import TtftRow
@@ -247,6 +250,71 @@ def traffic(
             )
         facts = machine(engine.model)
     print_rows(rows, facts, as_json=as_json)
+
+
+@bench_app.command()
+def answers(
+    model: Model = DEFAULT_MODEL,
+    peers: Annotated[
+        str,
+        typer.Option(
+            help="Who answers, comma-separated: transformers, llama.cpp, vllm, methods of this "
+            "library. Without it, the first three as far as they are there, full and auto."
+        ),
+    ] = "",
+    gguf: Annotated[
+        Path | None, typer.Option(help="File for llama.cpp; without it, the model's own.")
+    ] = None,
+    vllm: Annotated[str | None, typer.Option(help="Address of a vLLM server.")] = None,
+    prompt_tokens: Annotated[
+        str, typer.Option(help="Lengths of prompts, comma-separated.")
+    ] = "1024,4096,8000",
+    chunk_tokens: Annotated[int, typer.Option(help="About how many tokens a chunk has.")] = 512,
+    new_tokens: NewTokens = 64,
+    texts: Annotated[Path, typer.Option(help="Folder of plain texts to cut chunks from.")] = CORPUS,
+    repeats: Repeats = 3,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Whole answers over retrieved chunks, beside what people run today (docs/speed.md)."""
+    from cached_rag import Engine, StoreConfig
+    from cached_rag.benchmarks import bench_answers, machine, make_questions
+    from cached_rag.benchmarks.peers import Means, open_peers
+
+    lengths = numbers(prompt_tokens, int, "prompt tokens are whole numbers")
+    # Nothing is kept of finished prompts, and nothing is computed while another peer answers.
+    store = StoreConfig(sequence_bytes=0, write_back=False, learn_prefixes=False)
+    with Engine.load(model, store=store, dtype=dtype, device=device) as engine:
+        questions = make_questions(
+            engine,
+            _joined(texts),
+            lengths,
+            chunk_tokens=chunk_tokens,
+            new_tokens=new_tokens,
+            rounds=repeats + 1,
+        )
+        longest = max(len(question.ids) for asked in questions for question in asked)
+        means = Means(engine, model, longest + new_tokens, gguf, vllm)
+        found, missing = open_peers(means, names(peers))
+        for name, reason in missing.items():
+            err.print(f"without {name}: {reason}", markup=False, highlight=False)
+        try:
+            rows = [row for asked in questions for row in bench_answers(found, asked, new_tokens)]
+        finally:
+            for peer in found.values():
+                peer.close()
+        about = {name: peer.about for name, peer in found.items()}
+        facts = machine(engine.model) | {"peers": about, "missing": missing}
+    print_rows(rows, facts, as_json=as_json)
+
+
+def _joined(folder: Path) -> str:
+    """All texts of a folder as one, in the order of their names."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder of texts at {folder}")
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return "\n\n".join(path.read_text(errors="replace") for path in paths)
 
 
 @bench_app.command("models")
