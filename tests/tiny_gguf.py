@@ -23,8 +23,12 @@ _TENSORS = {
 }
 
 
-def write_gguf(path):
-    """Write the file, its tokenizer inside: most weights in 4 bits, some in 5 and 8."""
+def write_gguf(path, matrices=None):
+    """Write the file, its tokenizer inside: most weights in 4 bits, some in 5 and 8.
+
+    Args:
+        matrices: the type of all weights but the norms' instead.
+    """
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_block_count(LAYERS)
@@ -53,6 +57,7 @@ def write_gguf(path):
         tensors |= {f"blk.{layer}.{name}.weight": given for name, given in _TENSORS.items()}
     for name, (shape, kind) in tensors.items():
         values = random.standard_normal(shape, np.float32)
+        kind = kind if matrices is None or len(shape) == 1 else matrices
         writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -4,6 +4,7 @@ Most know a model only as a `Backend`. Five know transformers: `attention` and `
 attention of its backend, `architectures`, `models` and `weights` make the tables of docs/models.md.
 """
 
+from cached_rag.benchmarks.answers import bench_answers, make_questions
 from cached_rag.benchmarks.architectures import bench_architectures
 from cached_rag.benchmarks.attention import bench_attention, plot_attention, query_heads
 from cached_rag.benchmarks.chat import bench_chat
@@ -21,6 +22,7 @@ from cached_rag.benchmarks.weights import bench_weights
 
 __all__ = [
     "NEW_PROMPTS",
+    "bench_answers",
     "bench_architectures",
     "bench_arrivals",
     "bench_attention",
@@ -37,6 +39,7 @@ __all__ = [
     "bench_weights",
     "footprint",
     "machine",
+    "make_questions",
     "plot_attention",
     "plot_lengths",
     "query_heads",

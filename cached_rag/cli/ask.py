@@ -62,7 +62,7 @@ def ask_command(
         drafts=drafts,
     )
     # The one question there is; and full prefill, to compare it with, must not find what it left.
-    how = {"dtype": dtype, "device": device, "weights": weights}
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
     with CachedRAG.open(index, sequence_bytes=0, **how) as rag:
         stream = rag.stream(question, k=k, config=config)
         for piece in stream:

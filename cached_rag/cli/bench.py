@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cached_rag.cli.bench_answers import answers, chat, weights_formats
 from cached_rag.cli.options import (
     Device,
     Drafts,
@@ -77,7 +78,7 @@ def ttft(
 
     sizes: dict[str, Any] = {"modules": chunks, "module_tokens": chunk_tokens}
     stored = []
-    how = {"dtype": dtype, "device": device, "weights": weights}
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
     with Engine.load(model, store=NEW_PROMPTS, **how) as engine:
         rows = bench_ttft(
             engine,
@@ -248,7 +249,7 @@ def traffic(
     from cached_rag.benchmarks import NEW_PROMPTS, bench_traffic, machine
     from cached_rag.evaluation import load_examples
 
-    how = {"dtype": dtype, "device": device, "weights": weights}
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
     with Engine.load(model, store=NEW_PROMPTS, **how) as engine:
         rows = []
         for path in data:
@@ -264,40 +265,6 @@ def traffic(
             )
         facts = machine(engine.model)
     print_rows(rows, facts, as_json=as_json)
-
-
-@bench_app.command()
-def chat(
-    model: Model = DEFAULT_MODEL,
-    documents: Annotated[int, typer.Option(help="Documents in the system message.")] = 7,
-    document_tokens: Annotated[int, typer.Option(help="Tokens of each document.")] = 512,
-    turns: Annotated[int, typer.Option(help="Questions of the chat.")] = 7,
-    question_tokens: Annotated[int, typer.Option(help="Tokens of each question.")] = 32,
-    new_tokens: NewTokens = 32,
-    methods: Methods = "full,prefix,auto",
-    repeats: Repeats = 3,
-    dtype: Dtype = None,
-    device: Device = None,
-    as_json: Json = False,
-) -> None:
-    """Turns of a chat with documents in its system message: time to first token of each turn."""
-    from cached_rag import load_model
-    from cached_rag.backends.thread import submit
-    from cached_rag.benchmarks import bench_chat, machine
-
-    loaded = submit(lambda: load_model(model, dtype, device)).result()
-    timing = partial(
-        bench_chat,
-        loaded,
-        documents=documents,
-        document_tokens=document_tokens,
-        turns=turns,
-        question_tokens=question_tokens,
-        new_tokens=new_tokens,
-        methods=names(methods),
-        repeats=repeats,
-    )
-    print_rows(submit(timing).result(), machine(loaded), as_json=as_json)
 
 
 @bench_app.command("models")
@@ -327,23 +294,6 @@ def architectures(as_json: Json = False) -> None:
     print_markdown(bench_architectures(), machine(), as_json=as_json)
 
 
-@bench_app.command("weights")
-def weights_formats(
-    data: Annotated[
-        list[Path], typer.Argument(help="Question sets (.jsonl); their chunks are read.")
-    ],
-    model: Model = DEFAULT_MODEL,
-    formats: Annotated[str, typer.Option(help="Formats to compare with bf16.")] = "as stored",
-    texts: Annotated[int, typer.Option(help="Texts that are read.")] = 40,
-    dtype: Dtype = None,
-    repeats: Repeats = 20,
-    as_json: Json = False,
-) -> None:
-    """Weights in few bits against dense ones: likelihood of texts, time of a decoding step."""
-    from cached_rag.benchmarks import bench_weights, machine
-    from cached_rag.evaluation import load_examples
-
-    examples = [example for path in data for example in load_examples(path)]
-    read = ["\n\n".join(example.chunks) for example in examples][:texts]
-    rows = bench_weights(model, names(formats), read, dtype=dtype, repeats=repeats)
-    print_rows([*rows], machine() | {"model": model}, as_json=as_json)
+bench_app.command()(answers)
+bench_app.command()(chat)
+bench_app.command("weights")(weights_formats)

@@ -1,0 +1,248 @@
+"""llama.cpp's C API, as one build of xllamacpp exports it. Declares and checks; decides nothing.
+
+The wheel brings the library without its headers, and llama.cpp changes the structs that it takes by
+value from build to build: a wrong layout reads and writes memory that belongs to others. So one
+build is pinned, and `load` refuses a library whose default parameters do not read as expected.
+Field names are those of `llama.h`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import logging
+import sys
+from ctypes import (
+    POINTER,
+    Structure,
+    c_bool,
+    c_char_p,
+    c_float,
+    c_int8,
+    c_int32,
+    c_size_t,
+    c_uint32,
+    c_void_p,
+)
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cached_rag.backends.resolve import wheel_file
+from cached_rag.errors import MissingPackageError, ModelError
+
+PACKAGE, BUILD = "xllamacpp", "2026.10.11549"
+_log = logging.getLogger(__name__)
+_LEVELS = {3: logging.WARNING, 4: logging.ERROR}  # of `enum ggml_log_level`; the others say little
+# More than any struct has grown by: a library with a longer struct than ours fills this, not memory
+# that is not ours, and is then refused.
+_ROOM = 512
+
+
+class ModelParams(Structure):
+    """`struct llama_model_params`."""
+
+    _fields_ = (
+        ("devices", c_void_p),
+        ("tensor_buft_overrides", c_void_p),
+        ("n_gpu_layers", c_int32),
+        ("split_mode", c_int32),
+        ("load_mode", c_int32),
+        ("lazy_mode", c_int32),
+        ("main_gpu", c_int32),
+        ("tensor_split", c_void_p),
+        ("progress_callback", c_void_p),
+        ("progress_callback_user_data", c_void_p),
+        ("kv_overrides", c_void_p),
+        ("vocab_only", c_bool),
+        ("check_tensors", c_bool),
+        ("use_extra_bufts", c_bool),
+        ("no_host", c_bool),
+        ("no_alloc", c_bool),
+        ("load_mtp", c_bool),
+    )
+
+
+class ContextParams(Structure):
+    """`struct llama_context_params`."""
+
+    _fields_ = (
+        ("n_ctx", c_uint32),
+        ("n_batch", c_uint32),
+        ("n_ubatch", c_uint32),
+        ("n_seq_max", c_uint32),
+        ("n_rs_seq", c_uint32),
+        ("n_outputs_max", c_uint32),
+        ("n_outputs_max_per_seq", c_uint32),
+        ("n_threads", c_int32),
+        ("n_threads_batch", c_int32),
+        ("ctx_type", c_int32),
+        ("rope_scaling_type", c_int32),
+        ("pooling_type", c_int32),
+        ("attention_type", c_int32),
+        ("flash_attn_type", c_int32),
+        ("rope_freq_base", c_float),
+        ("rope_freq_scale", c_float),
+        ("yarn_ext_factor", c_float),
+        ("yarn_attn_factor", c_float),
+        ("yarn_beta_fast", c_float),
+        ("yarn_beta_slow", c_float),
+        ("yarn_orig_ctx", c_uint32),
+        ("defrag_thold", c_float),
+        ("cb_eval", c_void_p),
+        ("cb_eval_user_data", c_void_p),
+        ("type_k", c_int32),
+        ("type_v", c_int32),
+        ("moe_cache_size", c_size_t),
+        ("abort_callback", c_void_p),
+        ("abort_callback_data", c_void_p),
+        ("embeddings", c_bool),
+        ("offload_kqv", c_bool),
+        ("no_perf", c_bool),
+        ("op_offload", c_bool),
+        ("swa_full", c_bool),
+        ("kv_unified", c_bool),
+        ("samplers", c_void_p),
+        ("n_samplers", c_size_t),
+        ("ctx_other", c_void_p),
+    )
+
+
+class Batch(Structure):
+    """`struct llama_batch`."""
+
+    _fields_ = (
+        ("n_tokens", c_int32),
+        ("token", POINTER(c_int32)),
+        ("embd", POINTER(c_float)),
+        ("pos", POINTER(c_int32)),
+        ("n_seq_id", POINTER(c_int32)),
+        ("seq_id", POINTER(POINTER(c_int32))),
+        ("logits", POINTER(c_int8)),
+    )
+
+
+Params = TypeVar("Params", ModelParams, ContextParams)
+
+# What the pinned build's defaults are, but for the fields that are 0, false or null.
+_DEFAULTS: dict[type[Structure], dict[str, float]] = {
+    ModelParams: {
+        "n_gpu_layers": -1,
+        "split_mode": 1,
+        "load_mode": -1,
+        "lazy_mode": 1,
+        "use_extra_bufts": True,
+    },
+    ContextParams: {
+        "n_ctx": 512,
+        "n_batch": 2048,
+        "n_ubatch": 512,
+        "n_seq_max": 1,
+        "n_outputs_max_per_seq": 1,
+        "n_threads": 4,
+        "n_threads_batch": 4,
+        **dict.fromkeys(("rope_scaling_type", "pooling_type", "attention_type"), -1),
+        "flash_attn_type": -1,
+        **dict.fromkeys(("yarn_ext_factor", "yarn_attn_factor"), -1),
+        **dict.fromkeys(("yarn_beta_fast", "yarn_beta_slow", "defrag_thold"), -1),
+        **dict.fromkeys(("type_k", "type_v"), 1),
+        **dict.fromkeys(("offload_kqv", "no_perf", "op_offload", "swa_full"), True),
+    },
+}
+
+# Result and arguments. Models, contexts, vocabularies and memories are handles: pointers to structs
+# that only llama.cpp looks into.
+_HANDLE = c_void_p
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "llama_log_set": (None, (c_void_p, c_void_p)),
+    "llama_backend_init": (None, ()),
+    "llama_model_load_from_file": (_HANDLE, (c_char_p, ModelParams)),
+    "llama_model_free": (None, (_HANDLE,)),
+    "llama_model_desc": (c_int32, (_HANDLE, c_char_p, c_size_t)),
+    "llama_model_get_vocab": (_HANDLE, (_HANDLE,)),
+    "llama_vocab_n_tokens": (c_int32, (_HANDLE,)),
+    "llama_init_from_model": (_HANDLE, (_HANDLE, ContextParams)),
+    "llama_free": (None, (_HANDLE,)),
+    "llama_n_ctx": (c_uint32, (_HANDLE,)),
+    "llama_n_batch": (c_uint32, (_HANDLE,)),
+    "llama_get_memory": (_HANDLE, (_HANDLE,)),
+    "llama_memory_clear": (None, (_HANDLE, c_bool)),
+    "llama_memory_seq_rm": (c_bool, (_HANDLE, c_int32, c_int32, c_int32)),
+    "llama_batch_get_one": (Batch, (POINTER(c_int32), c_int32)),
+    "llama_decode": (c_int32, (_HANDLE, Batch)),
+    "llama_get_logits_ith": (POINTER(c_float), (_HANDLE, c_int32)),
+}
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The library, with all functions declared, and initialised.
+
+    Calls release the interpreter's lock. Handles and lengths are the caller's to check.
+
+    Raises:
+        MissingPackageError: xllamacpp is not installed.
+        ModelError: it is another build, or its structs are not laid out as declared here.
+    """
+    library = ctypes.CDLL(str(_pinned_file()))
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name, None)
+        if function is None:
+            raise ModelError(_refused(f"it has no function {name}"))
+        function.restype, function.argtypes = result, arguments
+    for params in (default_params(library, ModelParams), default_params(library, ContextParams)):
+        if found := unlike_defaults(params):
+            raise ModelError(_refused(f"its defaults read {found}"))
+    library.llama_log_set(_PASS_ON, None)
+    atexit.register(library.llama_log_set, None, None)  # it may still log when Python has ended
+    library.llama_backend_init()
+    return library
+
+
+def default_params(library: ctypes.CDLL, kind: type[Params]) -> Params:
+    """llama.cpp's default parameters, to be changed and passed on."""
+    is_model = issubclass(kind, ModelParams)
+    name = "llama_model_default_params" if is_model else "llama_context_default_params"
+    fields = (("params", kind), ("room", c_int8 * _ROOM))
+    function = library[name]  # by index: a function object of its own, with its own result
+    function.restype = type("Returned", (Structure,), {"_fields_": fields})
+    found: Params = function().params
+    return found
+
+
+def unlike_defaults(params: Structure) -> str:
+    """Fields that do not have the pinned build's defaults, as text; empty if all have them."""
+    expected = _DEFAULTS[type(params)]
+    values = {field[0]: getattr(params, field[0]) or 0 for field in params._fields_}
+    wrong = {name: value for name, value in values.items() if value != expected.get(name, 0)}
+    return ", ".join(f"{name} = {value}" for name, value in wrong.items())
+
+
+def _pinned_file() -> Path:
+    """The installed package's library; the package itself is not imported."""
+    suffix = ".pyd" if sys.platform == "win32" else ".so"
+    path = wheel_file(PACKAGE, suffix)
+    if path is None:
+        missing = ModuleNotFoundError(f"No package named {PACKAGE!r}")
+        raise MissingPackageError("llama.cpp", "llama-cpp", missing)
+    if (version := metadata.version(PACKAGE)) != BUILD:
+        raise ModelError(_refused(f"it is {PACKAGE} {version}"))
+    return path
+
+
+def _refused(why: str) -> str:
+    return (
+        f"this build of llama.cpp cannot be used: {why}, and its structs may be laid out "
+        f"differently, which would damage memory. Install the one that was checked: "
+        f"pip install --no-deps {PACKAGE}=={BUILD}"
+    )
+
+
+def _pass_on(level: int, text: bytes, _: object) -> None:
+    """Pass llama.cpp's warnings and errors on to Python's logging."""
+    if level in _LEVELS:
+        _log.log(_LEVELS[level], "%s", text.decode(errors="replace").strip())
+
+
+_PASS_ON = ctypes.CFUNCTYPE(None, ctypes.c_int, c_char_p, c_void_p)(_pass_on)

@@ -1,0 +1,80 @@
+"""What a peer is: something that answers the benchmark's prompts. Knows no implementation."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from cached_rag.backends.tokenizer import Rendered
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, the same one for all peers.
+
+    Attributes:
+        prompt: as text, in which this library finds its chunks.
+        ids: its tokens, which all others are given.
+    """
+
+    prompt: Rendered
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer.
+
+    Attributes:
+        ttft_ms, total_ms: milliseconds from asking to the first token, and to the last.
+        token_ids: the answer's tokens.
+    """
+
+    ttft_ms: float
+    total_ms: float
+    token_ids: tuple[int, ...]
+
+    @property
+    def token_ms(self) -> float:
+        """Milliseconds of one token after the first; 0 if there is none."""
+        return (self.total_ms - self.ttft_ms) / max(1, len(self.token_ids) - 1)
+
+
+class Peer(Protocol):
+    """A program, or a way of this library, that answers prompts one after another."""
+
+    @property
+    def about(self) -> str:
+        """What it is: version, weights, settings."""
+        ...
+
+    def answer(self, question: Question, max_tokens: int) -> Sample:
+        """Answer greedily with exactly so many tokens, and go on where the model would end."""
+        ...
+
+    def close(self) -> None:
+        """Free its memory. It is not asked again."""
+        ...
+
+
+class Stopwatch:
+    """Times one answer; it is started when it is made."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._first_ms = 0.0
+        self._token_ids: list[int] = []
+
+    def add(self, *token_ids: int) -> None:
+        """Take note of tokens, in the moment when they are there."""
+        if not self._token_ids:
+            self._first_ms = self._passed_ms()
+        self._token_ids += token_ids
+
+    def sample(self) -> Sample:
+        """The answer, in the moment when it is complete."""
+        return Sample(self._first_ms, self._passed_ms(), tuple(self._token_ids))
+
+    def _passed_ms(self) -> float:
+        return (time.perf_counter() - self._began) * 1000

@@ -1,0 +1,80 @@
+"""transformers' `generate` on a model of its own, whose modules nothing was changed in."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from cached_rag.backends.thread import on_model_thread
+from cached_rag.benchmarks.peers.base import Question, Sample, Stopwatch
+from cached_rag.engine.engine import Engine
+from cached_rag.errors import ModelNotFoundError
+
+
+class Transformers:
+    """The engine's weights once more, in the same dtype and on the same device."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Load them, from where the engine's tokenizer is from.
+
+        Raises:
+            ModelNotFoundError: the engine's model was not loaded from files.
+        """
+        shapes, folder = engine.model.shapes, engine.model.tokenizer.name_or_path
+        if not folder:
+            raise ModelNotFoundError(
+                f"{engine.model.name} is in memory only, so transformers cannot load it again; "
+                "save it to a folder and load it from there"
+            )
+
+        def load() -> Any:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=shapes.dtype)
+            model.generation_config = GenerationConfig()  # greedy, no penalty, no end
+            return model.eval().to(shapes.device)
+
+        # In the thread where the engine computes: a second one slows both down.
+        self._model = on_model_thread(load)
+        self._device = shapes.device
+        kernel = self._model.config._attn_implementation
+        self.about = f"transformers {transformers.__version__}, generate, {shapes.dtype}, {kernel}"
+
+    def answer(self, question: Question, max_tokens: int) -> Sample:
+        """See `Peer`."""
+        return on_model_thread(partial(self._answer, question, max_tokens))
+
+    def _answer(self, question: Question, max_tokens: int) -> Sample:
+        streamer = _Streamer()
+        ids = torch.tensor([question.ids], device=self._device)
+        self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            streamer=streamer,
+        )
+        return streamer.watch.sample()
+
+    def close(self) -> None:
+        """See `Peer`."""
+        self._model = None
+
+
+class _Streamer(BaseStreamer):  # type: ignore[misc]
+    """Is given the prompt first, then each token as soon as it is there."""
+
+    def __init__(self) -> None:
+        self.watch = Stopwatch()
+        self._has_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._has_prompt:
+            self.watch.add(*value.tolist())
+        self._has_prompt = True
+
+    def end(self) -> None:
+        pass
