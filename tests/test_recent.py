@@ -63,3 +63,20 @@ def test_recent_answers_are_kept_only_where_exact():
     engine.generate(prompt, method="reuse", max_tokens=4)
     assert engine.sequences.nbytes == 0
     assert engine.generate(prompt, method="full", max_tokens=4).report.cached_tokens == 0
+
+
+def test_what_only_finished_prompts_have_left_is_copied_and_what_a_running_one_has_is_shared():
+    engine = Engine(tiny_model("llama"), StoreConfig(sequence_bytes=1 << 26))
+    token = engine.model.shapes.bytes_per_token
+    engine.generate(ASKED[0], **GREEDY)
+    first = engine.stream(ASKED[1], **(GREEDY | {"max_tokens": 24}))
+    next(first)
+    assert first.report.kept_tokens > 128
+    assert first.report.shared_kv_bytes == 0
+    second = engine.generate(ASKED[0], **GREEDY)  # of which all was left
+    whole = second.report.prompt_tokens - 1
+    assert second.report.kept_tokens == whole
+    assert 128 < second.report.shared_kv_bytes // token < whole
+    "".join(first)
+    (expected,) = alone("llama", ASKED[:1], **GREEDY)
+    assert second.token_ids == expected

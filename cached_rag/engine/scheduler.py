@@ -249,7 +249,8 @@ class Scheduler:
         bound = self.config.max_bytes
         if bound is None:
             return True
-        count = len(request.tokens) + request.config.max_tokens - len(beginning)
+        count = len(request.tokens) + request.config.max_tokens
+        count -= self._sharing.num_shared(beginning)
         needed = count * self._model.shapes.bytes_per_token
         if self._sharing.nbytes + needed <= bound:
             return True

@@ -116,8 +116,15 @@ class Sharing:
                 taken from running prompts, so that an answer does not depend on what else runs.
         """
         running, coming = self._running_beginning(namespace, ids[:-1][:limit])
-        best = finished if len(finished) > len(running) else running
+        best = running
+        if len(finished) > len(running):  # the running prompt's KV is shared, the rest is copied
+            behind = (run.cut(len(running), len(finished)) for run in finished.runs)
+            best = replace(finished, runs=(*running.runs, *filter(None, behind)))
         return replace(best, is_coming=coming - len(best) >= MIN_SHARED)
+
+    def num_shared(self, beginning: Beginning) -> int:
+        """How many tokens of a beginning would not be copied."""
+        return sum(map(len, self._common_runs(beginning.runs)))
 
     def _running_beginning(self, namespace: str, wanted: Ids) -> tuple[Beginning, int]:
         """The longest KV of a beginning in a running prompt, and how long it will become."""
@@ -147,7 +154,7 @@ class Sharing:
             positions: of the prompt's tokens; None if token i stands at position i.
             room: number of tokens that the answer may have.
         """
-        shared = self._long_runs(beginning.runs)
+        shared = self._common_runs(beginning.runs)
         own = self._slabs.take(len(sequence.ids) - sum(map(len, shared)) + room)
         sequence.kv = RowKV(own, len(beginning), beginning.runs).moved(shared, own)
         sequence.kv.lay_out(positions)
@@ -171,7 +178,7 @@ class Sharing:
             room: number of tokens that the answer may have.
         """
         named = {_name(p, whole): p for p in unrepaired} if self._shares else {}
-        shared = [*self._long_runs(beginning.runs), *self._elsewhere(named, len(beginning))]
+        shared = [*self._common_runs(beginning.runs), *self._elsewhere(named, len(beginning))]
         sequence.kv, count = RowKV(whole, len(sequence.ids)), len(sequence.ids)
         if shared:
             own = self._slabs.take(count - sum(map(len, shared)) + room)
@@ -203,9 +210,14 @@ class Sharing:
             if sequence.namespace == namespace and where(sequence.ids, wanted):
                 sequence.is_private = True
 
-    def _long_runs(self, runs: Sequence[Run]) -> list[Run]:
-        """The runs that are long enough to be shared; see `MIN_SHARED`."""
-        return [run for run in runs if len(run) >= MIN_SHARED] if self._shares else []
+    def _common_runs(self, runs: Sequence[Run]) -> list[Run]:
+        """The runs that running prompts use, if they are long enough to be shared.
+
+        What only finished prompts have left is copied. Shared, it would save one copy, and cost a
+        kernel call for each run, in every layer, for every token of the answer.
+        """
+        used = _buffers(self._sequences) if self._shares else {}
+        return [run for run in runs if len(run) >= MIN_SHARED and id(run.buffer) in used]
 
     def _elsewhere(self, named: dict[_Name, Placement], done: int) -> list[Run]:
         """Runs of chunks from slot `done` on that other sequences have; neighbours are joined."""
