@@ -38,6 +38,8 @@ from cached_rag.errors import ConfigError
 if TYPE_CHECKING:
     from cached_rag.benchmarks.ttft import TtftRow
 
+_ROOM = 128  # a prompt is some tokens longer than asked for if its chunks do not fit exactly
+
 bench_app = typer.Typer(
     help="Measure speed, as ratios within one run. Without a command: time to first token of each "
     "method, against full prefill."
@@ -283,23 +285,23 @@ def answers(
     from cached_rag.benchmarks.peers import Means, open_peers
 
     lengths = numbers(prompt_tokens, int, "prompt tokens are whole numbers")
+    corpus = _joined(texts)
     # Nothing is kept of finished prompts, and nothing is computed while another peer answers.
     store = StoreConfig(sequence_bytes=0, write_back=False, learn_prefixes=False)
+    context = max(lengths, default=0) + new_tokens + _ROOM
     with Engine.load(model, store=store, dtype=dtype, device=device) as engine:
-        questions = make_questions(
-            engine,
-            _joined(texts),
-            lengths,
-            chunk_tokens=chunk_tokens,
-            new_tokens=new_tokens,
-            rounds=repeats + 1,
-        )
-        longest = max(len(question.ids) for asked in questions for question in asked)
-        means = Means(engine, model, longest + new_tokens, gguf, vllm)
-        found, missing = open_peers(means, names(peers))
+        found, missing = open_peers(Means(engine, model, context, gguf, vllm), names(peers))
         for name, reason in missing.items():
             err.print(f"without {name}: {reason}", markup=False, highlight=False)
         try:
+            questions = make_questions(
+                engine,
+                corpus,
+                lengths,
+                chunk_tokens=chunk_tokens,
+                new_tokens=new_tokens,
+                rounds=repeats + 1,
+            )
             rows = [row for asked in questions for row in bench_answers(found, asked, new_tokens)]
         finally:
             for peer in found.values():
