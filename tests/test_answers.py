@@ -78,7 +78,8 @@ def test_chunks_are_encoded_and_come_again_at_other_places(engine):
     ("options", "message"),
     [
         ({"prompt_tokens": (1020,)}, "do not fit the model's context of 1024"),
-        ({"rounds": 0}, "at least one"),
+        ({"rounds": 0}, "a round at least"),
+        ({"prompt_tokens": ()}, "a prompt length"),
         ({"rounds": 400}, "longer texts, fewer rounds"),
         ({"prompt_tokens": (130,), "chunk_tokens": 2}, "longer prompts of fewer chunks"),
     ],
@@ -282,7 +283,7 @@ def test_a_server_that_does_not_do_as_asked_is_an_error():
         Vllm(server.url).answer(question(1), 3)
     with pytest.raises(ConfigError, match="no vLLM server answers"):
         Vllm(server.url)  # it is closed by now
-    for wrong in ("127.0.0.1:8000", "file:///etc/passwd", ""):
+    for wrong in ("127.0.0.1:8000", "file:///etc/passwd", "", "http://[", "http://a:99999"):
         with pytest.raises(ConfigError, match="no address of a server"):
             Vllm(wrong)
 
@@ -414,6 +415,8 @@ def test_what_llama_cpp_cannot_do_is_an_error_and_it_goes_on(llama_gguf, tmp_pat
             with pytest.raises(error, match=message):
                 peer.answer(question(*ids), 100)
         assert peer.answer(question(5, 6, 7), 4).token_ids == before.token_ids
+    with pytest.raises(ConfigError, match="needs a token"):
+        LlamaCpp(llama_gguf, context=-5, threads=1)
     (tmp_path / "bad.gguf").write_bytes(Path(llama_gguf).read_bytes()[:2000])
     with pytest.raises(ModelError, match="cannot load"):
         LlamaCpp(tmp_path / "bad.gguf", context=200, threads=1)

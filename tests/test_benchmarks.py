@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHUNKS, tiny_model
+from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 from doubles import Recording
 
 from cached_rag import ConfigError, Engine, GenerationConfig, benchmarks
@@ -143,7 +143,7 @@ def test_all_ways_of_serving_give_the_same_answers():
 
 
 def test_traffic_is_answered_with_and_without_drafts():
-    with Engine(Recording(tiny_model("llama"))) as engine:
+    with Engine(Recording(tiny_model("llama")), NEW_PROMPTS) as engine:
         drafted = []
         for drafts in (False, True):
             engine.model.steps.clear()

@@ -313,6 +313,7 @@ def test_bench_traffic_takes_a_single_question(tmp_path, model_folder):
         ["serving", "--rates", "often"],
         ["attention", "--batches", "1,x"],
         ["kernels", "--keys", "1.5"],
+        ["answers", "--prompt-tokens", "1k"],
     ],
 )
 def test_bench_says_which_numbers_are_none(arguments, model_folder):

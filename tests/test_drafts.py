@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import CHUNKS, FAMILIES, UNMOVABLE, random_ids, tiny_model
+from conftest import CHUNKS, FAMILIES, NEW_PROMPTS, UNMOVABLE, random_ids, tiny_model
 from crowd import ASKED, DOCUMENTS, PARTS
 from doubles import Plain, Recording
 
@@ -221,7 +221,7 @@ def ids_of(engine, prompt):
 
 def test_an_answer_that_copies_takes_a_pass_for_nine_tokens():
     prompt = " ".join([*CHUNKS, *DOCUMENTS, "Say it again."])
-    engine = scripted(())
+    engine = scripted((), store=NEW_PROMPTS)
     engine.model.said = ids_of(engine, prompt)[20:]
     plain, found = both(engine, prompt, method="full", max_tokens=64)
     assert found.token_ids == tuple(engine.model.said[:64])

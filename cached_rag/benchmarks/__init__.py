@@ -1,7 +1,7 @@
 """Benchmarks of speed, as ratios within one run: one file per benchmark, one loop for all (`loop`).
 
-Most know a model only as a `Backend`. Five know transformers: `attention` and `kernels` time the
-attention of its backend, `architectures`, `models` and `weights` make the tables of docs/models.md.
+Most know a model only as a `Backend`. Four know transformers: `attention` and `kernels` time the
+attention of its backend, `architectures` and `models` make the tables of docs/models.md.
 """
 
 from cached_rag.benchmarks.answers import bench_answers, make_questions
@@ -18,7 +18,6 @@ from cached_rag.benchmarks.schemas import bench_lengths, bench_prompt, footprint
 from cached_rag.benchmarks.serving import bench_arrivals, bench_serving
 from cached_rag.benchmarks.traffic import bench_traffic
 from cached_rag.benchmarks.ttft import bench_ttft
-from cached_rag.benchmarks.weights import bench_weights
 
 __all__ = [
     "NEW_PROMPTS",
@@ -36,7 +35,6 @@ __all__ = [
     "bench_serving",
     "bench_traffic",
     "bench_ttft",
-    "bench_weights",
     "footprint",
     "machine",
     "make_questions",

@@ -78,8 +78,11 @@ def make_questions(
     Raises:
         ConfigError: a count below 1, prompts that do not fit, or a corpus that is too short.
     """
-    if min(*prompt_tokens, chunk_tokens, new_tokens, rounds) < 1:
-        raise ConfigError("lengths, chunks, answers and rounds have at least one token, or one")
+    if not prompt_tokens or min(*prompt_tokens, chunk_tokens, new_tokens, rounds) < 1:
+        raise ConfigError(
+            "there must be a prompt length and a round at least, and a token in each prompt, chunk "
+            "and answer"
+        )
     context = engine.model.context_length
     if max(prompt_tokens) + new_tokens > context:
         raise ConfigError(

@@ -38,6 +38,7 @@ from cached_rag.config import DEFAULT_MODEL
 if TYPE_CHECKING:
     from cached_rag.benchmarks.ttft import TtftRow
 
+
 bench_app = typer.Typer(
     help="Measure speed, as ratios within one run. Without a command: time to first token of each "
     "method, against full prefill."

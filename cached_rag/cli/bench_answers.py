@@ -24,6 +24,8 @@ from cached_rag.cli.terminal import Json, err, print_rows
 from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
 
+_ROOM = 128  # a prompt is some tokens longer than asked for if its chunks do not fit exactly
+
 
 def chat(
     model: Model = DEFAULT_MODEL,
@@ -90,24 +92,24 @@ def answers(
     from cached_rag.benchmarks.peers import Means, open_peers
 
     lengths = numbers(prompt_tokens, int, "prompt tokens are whole numbers")
+    corpus = _joined(texts)
     # Nothing is kept of finished prompts, and nothing is computed while another peer answers.
     store = StoreConfig(sequence_bytes=0, write_back=False, learn_prefixes=False)
     how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
+    context = max(lengths, default=0) + new_tokens + _ROOM
     with Engine.load(model, store=store, **how) as engine:
-        questions = make_questions(
-            engine,
-            _joined(texts),
-            lengths,
-            chunk_tokens=chunk_tokens,
-            new_tokens=new_tokens,
-            rounds=repeats + 1,
-        )
-        longest = max(len(question.ids) for asked in questions for question in asked)
-        means = Means(engine, model, longest + new_tokens, gguf, vllm)
-        found, missing = open_peers(means, names(peers))
+        found, missing = open_peers(Means(engine, model, context, gguf, vllm), names(peers))
         for name, reason in missing.items():
             err.print(f"without {name}: {reason}", markup=False, highlight=False)
         try:
+            questions = make_questions(
+                engine,
+                corpus,
+                lengths,
+                chunk_tokens=chunk_tokens,
+                new_tokens=new_tokens,
+                rounds=repeats + 1,
+            )
             rows = [row for asked in questions for row in bench_answers(found, asked, new_tokens)]
         finally:
             for peer in found.values():
@@ -137,8 +139,8 @@ def weights_formats(
     as_json: Json = False,
 ) -> None:
     """Weights in few bits against dense ones: likelihood of texts, time of a decoding step."""
-    from cached_rag.benchmarks import bench_weights, machine
-    from cached_rag.evaluation import load_examples
+    from cached_rag.benchmarks import machine
+    from cached_rag.evaluation import bench_weights, load_examples
 
     examples = [example for path in data for example in load_examples(path)]
     read = ["\n\n".join(example.chunks) for example in examples][:texts]

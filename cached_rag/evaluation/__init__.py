@@ -6,6 +6,7 @@ from cached_rag.evaluation.journal import Journal
 from cached_rag.evaluation.run import Settings, evaluate
 from cached_rag.evaluation.summary import summarise
 from cached_rag.evaluation.trial import Trial, make_trials
+from cached_rag.evaluation.weights import bench_weights
 
 __all__ = [
     "ComparisonRow",
@@ -13,6 +14,7 @@ __all__ = [
     "Journal",
     "Settings",
     "Trial",
+    "bench_weights",
     "compare",
     "evaluate",
     "load_examples",

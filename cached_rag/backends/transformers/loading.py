@@ -30,6 +30,7 @@ from cached_rag.backends.transformers.memory import fits_dense, peak_bytes
 from cached_rag.backends.transformers.prefill import prefill_rows, prefill_selected
 from cached_rag.backends.transformers.probe import examine
 from cached_rag.backends.transformers.row_pass import Decoder
+from cached_rag.backends.transformers.weights.linear import FewBitLinear
 from cached_rag.backends.transformers.weights.packing import (
     FORMATS,
     Format,
@@ -92,8 +93,10 @@ class LanguageModel:
     def weights_bytes(self) -> int:
         """See `Backend`."""
         networks = (self.decoder.model, self.decoder.network)
-        held = (chain(network.parameters(), network.buffers()) for network in networks)
-        storages = (tensor.untyped_storage() for tensor in chain.from_iterable(held))
+        few_bits = (m for m in networks[1].modules() if isinstance(m, FewBitLinear))
+        held = (network.parameters() for network in networks), (m.buffers() for m in few_bits)
+        tensors = chain.from_iterable(chain(*held))
+        storages = (tensor.untyped_storage() for tensor in tensors)
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @property

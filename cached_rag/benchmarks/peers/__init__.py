@@ -25,7 +25,7 @@ class Means:
     """What peers are made of.
 
     Attributes:
-        engine: has the model, and has encoded the chunks. It is this library's side.
+        engine: has the model, and encodes the chunks. It is this library's side.
         model: the name it was loaded by.
         context: most tokens of a prompt and its answer.
         gguf: the file that llama.cpp reads; None for the one behind `model`.

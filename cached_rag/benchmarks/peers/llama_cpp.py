@@ -33,8 +33,11 @@ class LlamaCpp:
             threads: of prefill and of decoding.
 
         Raises:
+            ConfigError: there is no token, or no thread.
             MissingPackageError, ModelError: llama.cpp is not there, or cannot load the file.
         """
+        if min(context, threads) < 1:
+            raise ConfigError(f"llama.cpp needs a token and a thread, not {context} and {threads}")
         self._c = api.load()
         params = api.default_params(self._c, api.ModelParams)
         params.n_gpu_layers = 0

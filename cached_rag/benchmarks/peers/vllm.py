@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from cached_rag.benchmarks.peers.base import Question, Sample, Stopwatch
 from cached_rag.errors import ConfigError
@@ -24,10 +24,7 @@ class Vllm:
         Raises:
             ConfigError: the address is none, or no such server answers there.
         """
-        address = urlsplit(url)
-        if address.scheme not in ("http", "https") or not address.hostname:
-            raise ConfigError(f"{url!r} is no address of a server such as http://127.0.0.1:8000")
-        self._url, self._address = url, address
+        self._url, self._address = url, _address(url)
         with self._response("GET", "/v1/models") as response:
             self._model = json.load(response)["data"][0]["id"]
         with self._response("GET", "/version") as response:
@@ -59,7 +56,7 @@ class Vllm:
         if len(sample.token_ids) != max_tokens:
             raise ConfigError(
                 f"the server at {self._url} gave {len(sample.token_ids)} token ids instead of "
-                f"{max_tokens}; it must be vLLM, 0.10.2 or newer, which knows return_token_ids"
+                f"{max_tokens}; it must be a vLLM that knows return_token_ids"
             )
         return sample
 
@@ -89,6 +86,16 @@ class Vllm:
             ) from error
         finally:
             connection.close()
+
+
+def _address(url: str) -> SplitResult:
+    try:
+        found = urlsplit(url)
+        if found.scheme in ("http", "https") and found.hostname and found.port != 0:
+            return found
+    except ValueError:  # a port that is none
+        pass
+    raise ConfigError(f"{url!r} is no address of a server such as http://127.0.0.1:8000")
 
 
 def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
