@@ -53,6 +53,16 @@ def test_a_file_is_converted_once(file, monkeypatch):
 
 
 @pytest.mark.usefixtures("_own_cache")
+def test_a_loaded_file_can_be_saved_for_other_programs(file, tmp_path):
+    model = load_model(str(file), dtype="bfloat16", device="cpu", weights="bf16").decoder.model
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
+    own = model.state_dict()
+    assert all(torch.equal(weights, own[name]) for name, weights in again.state_dict().items())
+    assert again.state_dict().keys() == own.keys()
+
+
+@pytest.mark.usefixtures("_own_cache")
 def test_a_damaged_file_is_refused_and_leaves_nothing(file, tmp_path):
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(file.read_bytes()[:30_000])

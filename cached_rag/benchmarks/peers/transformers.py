@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from cached_rag.backends.thread import on_model_thread
+from cached_rag.backends.transformers.weights.packing import densify
 from cached_rag.benchmarks.peers.base import Question, Sample, Stopwatch
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ModelNotFoundError
@@ -34,6 +35,7 @@ class Transformers:
 
         def load() -> Any:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=shapes.dtype)
+            densify(model, shapes.dtype)  # a GGUF's few bits are this library's affair
             model.generation_config = GenerationConfig()  # greedy, no penalty, no end
             return model.eval().to(shapes.device)
 

@@ -39,18 +39,20 @@ class Slice(nn.Module):
         return self.whole(hidden)[..., self.outputs]  # type: ignore[no-any-return]
 
 
-def densify(model: Any, dtype: torch.dtype) -> None:
-    """Make stored layers ordinary ones, which remember what they were as `stored`."""
-    stored = [name for name, part in model.named_modules() if isinstance(part, StoredLinear)]
-    for name in stored:
-        model.set_submodule(name, dense_of(model.get_submodule(name), dtype))
+def densify(model: Any, dtype: torch.dtype, *, keeps_groups: bool = False) -> None:
+    """Make a model of stored layers an ordinary one, whose layers remember what they were.
 
-
-def remember(model: Any) -> None:
-    """Have layers that came from five to eight bits know so, as `stored`."""
-    config = getattr(model.config, "quantization_config", None)
-    for name in getattr(config, "int8", ()):
+    Args:
+        keeps_groups: leave layers that are stored in 4 bits as they are, for want of memory.
+    """
+    for name in getattr(getattr(model.config, "quantization_config", None), "int8", ()):
         keep(model.get_submodule(name), "int8")
+    stored = [name for name, part in model.named_modules() if isinstance(part, StoredLinear)]
+    for name in () if keeps_groups else stored:
+        model.set_submodule(name, dense_of(model.get_submodule(name), dtype))
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config, model.hf_quantizer
+        model.is_quantized = False
 
 
 def dense_of(stored: StoredLinear, dtype: torch.dtype) -> nn.Linear:
