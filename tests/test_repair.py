@@ -7,7 +7,7 @@ from conftest import NEW_PROMPTS, tiny_model
 from crowd import ASKED, DOCUMENTS, begun
 from doubles import Recording
 
-from cached_rag import BatchConfig, Engine
+from cached_rag import BatchConfig, Engine, StoreConfig
 
 TEXTS = [f"{n}. {DOCUMENTS[n % 2][: len(DOCUMENTS[0]) // 2]}" for n in range(4)]
 
@@ -80,6 +80,20 @@ def test_prompts_that_are_repaired_share_a_pass(model):
     answers = engine.generate_batch([over(0, 1), over(2, 3)], **options)
     assert all(a.report.recomputed_tokens for a in answers)
     assert len(model.steps[0]) == 2
+    assert min(model.steps[0]) > 16
+
+
+def test_pieces_wait_for_kv_that_is_still_loaded(model, tmp_path):
+    store = StoreConfig(str(tmp_path), pipelined=True, sequence_bytes=0)
+    prompts, options = [over(0, 1), over(2, 3)], {"max_tokens": 6, "method": "auto"}
+    expected = [known(model).generate(prompt, **options).token_ids for prompt in prompts]
+    with Engine(model, store) as engine:
+        engine.encode(TEXTS)
+    model.steps.clear()
+    with Engine(model, store) as engine:
+        answers = engine.generate_batch(prompts, **options)
+    assert [answer.token_ids for answer in answers] == expected
+    assert [answer.report.modules_hit for answer in answers] == [2, 2]
     assert min(model.steps[0]) > 16
 
 
