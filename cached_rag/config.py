@@ -129,8 +129,9 @@ class BatchConfig:
             The memory of the store has its own bounds, in `StoreConfig`.
         max_waiting: most requests that may wait; one more is refused with `BusyError`. None for no
             bound.
-        prefill_tokens: about how many prompt tokens are computed between two tokens of the running
-            answers. More lets new prompts begin sooner, and makes running answers slower meanwhile.
+        prefill_tokens: about how many prompt tokens, new or repaired, are computed between two
+            tokens of the running answers. More lets new prompts begin sooner, and makes running
+            answers slower meanwhile.
         shares: KV that running prompts have in common is kept once and read once.
 
     Raises:

@@ -115,6 +115,10 @@ class Plain:
         slots = method.first_rows(layout).nonzero().squeeze(1)
         return self.prefill(buffer, token_ids, slots, ready=ready or (lambda layer: None))
 
+    def choose(self, *_):
+        """Never asked: one row is computed at a time."""
+        raise NotImplementedError
+
     def step(self, batch):
         found = []
         for row in batch:

@@ -22,22 +22,38 @@ from cached_rag.methods.base import Layout, Selector
 
 @dataclass(frozen=True)
 class StepInput:
-    """One row of a batch, that is, one running request, and its new tokens.
+    """One row of a batch, that is, one running request, and the tokens it computes.
 
-    The new tokens follow those whose KV is in `kv`. `Backend.step` appends their KV to it.
+    Without `slots`, the tokens are new: they follow those whose KV is in `kv`, and `Backend.step`
+    appends theirs. With `slots`, they are a prompt's that is repaired: the KV of all other tokens
+    that they see lies in `kv.own` already, `kv` has no runs, and what `kv.length` says does not
+    matter.
 
     Attributes:
-        num_logits: how many of the last new tokens to return logits for, at least one.
+        num_logits: how many of the last of these tokens to return logits for; 0 for none.
+        slots: where in `kv` the tokens stand, ascending; None for behind the last one.
+        drifting: (begin, end) slots of the modules whose other tokens are moved as those computed
+            are (`Selector.transfers_drift`). All tokens of such a module that are computed at all
+            are among these.
     """
 
     kv: RowKV
     token_ids: Sequence[int]
     num_logits: int = 1
+    slots: Sequence[int] | None = None
+    drifting: Sequence[tuple[int, int]] = ()
+
+    @property
+    def at(self) -> Sequence[int]:
+        """The tokens' slots, ascending."""
+        if self.slots is not None:
+            return self.slots
+        return range(self.kv.length, self.kv.length + len(self.token_ids))
 
     @property
     def end(self) -> int:
-        """How many slots of `kv` are filled after the step."""
-        return self.kv.length + len(self.token_ids)
+        """The slot behind the last of these tokens."""
+        return self.at[-1] + 1
 
 
 @dataclass
@@ -61,11 +77,26 @@ class Prefilled:
         return self.tail[:, -1]
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """Which rows of a prompt a method computes, chosen before they are.
+
+    Attributes:
+        rows: (num_rows,) slots of all rows that are computed in every layer, ascending.
+        left: (num_left,) those that are not yet.
+        computed: how many (token, layer) pairs were computed to choose them.
+    """
+
+    rows: torch.Tensor
+    left: torch.Tensor
+    computed: int
+
+
 class Backend(Protocol):
     """One loaded model.
 
-    Callers hold `lock` while they use it. They call `prefill`, `repair`, `step` and `forward` in a
-    thread in which torch may compute (see `backends/thread.py`).
+    Callers hold `lock` while they use it. They call `prefill`, `repair`, `choose`, `step` and
+    `forward` in a thread in which torch may compute (see `backends/thread.py`).
     """
 
     # Facts -----------------------------------------------------------------------------------
@@ -143,7 +174,10 @@ class Backend(Protocol):
 
     @property
     def can_batch(self) -> bool:
-        """Whether `step` computes several rows in one pass; rows may then share runs of KV."""
+        """Whether `step` computes several rows in one pass.
+
+        Rows may then share runs of KV, and compute tokens of prompts that are repaired.
+        """
         ...
 
     @property
@@ -198,16 +232,44 @@ class Backend(Protocol):
         """
         ...
 
-    def step(self, batch: Sequence[StepInput]) -> torch.Tensor:
-        """Append each row's new tokens.
+    def choose(
+        self,
+        buffer: KVBuffer,
+        token_ids: torch.Tensor,
+        layout: Layout,
+        method: Selector,
+        ready: Callable[[int], object] | None = None,
+    ) -> Chosen | None:
+        """Choose the rows that `repair` would compute, without computing them.
+
+        `step` can then compute them in pieces, in the order of their slots. As a row sees no later
+        one, in no layer, the prompt's KV is then what `repair` makes it. Asked for only where
+        `can_batch` is true.
+
+        Args:
+            As `repair`.
 
         Returns:
-            (sum of the rows' `num_logits`, vocab_size) logits after the last new tokens of each
-            row, in the order of rows and tokens.
+            None if the method chooses layer by layer, so that its rows must be computed together.
 
-        Effects: writes the new tokens' KV, and raises each row's `kv.length` by their number. If it
-        fails, no length has changed. Callers take tokens back by lowering `kv.length`: what lies
-        behind it is never read, and written over.
+        Raises:
+            ModelError: as `repair`.
+
+        Effects: may write KV of tokens that have none to `buffer`.
+        """
+        ...
+
+    def step(self, batch: Sequence[StepInput]) -> torch.Tensor:
+        """Compute each row's tokens: append new ones, or repair those at the row's `slots`.
+
+        Returns:
+            (sum of the rows' `num_logits`, vocab_size) logits after the last tokens of each row, in
+            the order of rows and tokens.
+
+        Effects: writes the tokens' KV, and raises the `kv.length` of each row without `slots` by
+        their number. If it fails, no length has changed, and the same step may be tried again.
+        Callers take tokens back by lowering `kv.length`: what lies behind it is never read, and
+        written over.
         """
         ...
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cached_rag.backends.base import Prefilled
 from cached_rag.engine.choice import check_fits, choose, repair_mark
+from cached_rag.engine.pieces import Pieces
 from cached_rag.engine.report import Clock
 from cached_rag.engine.request import Request, Resources
 from cached_rag.engine.sharing import NOTHING, Beginning
@@ -22,7 +22,7 @@ from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.loader import LayerLoader
 from cached_rag.kv.module import ModuleKV
 from cached_rag.library.plan import Placement, Plan
-from cached_rag.methods import Full, Reuse, name_of
+from cached_rag.methods import Full, Layout, Reuse, name_of
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def _exact_length(request: Request, plan: Plan) -> int:
     return min(inexact, default=plan.num_tokens)
 
 
-def compute(request: Request, beginning: Beginning = NOTHING) -> int:
+def compute(request: Request, beginning: Beginning = NOTHING, *, in_pieces: bool = False) -> int:
     """Compute a prompt's tokens that have no KV, and those that the method repairs.
 
     The request then has its `buffer` and the `logits` of the first answer token. If KV turns out
@@ -108,6 +108,8 @@ def compute(request: Request, beginning: Beginning = NOTHING) -> int:
 
     Args:
         beginning: KV of the prompt's first tokens that other prompts have computed.
+        in_pieces: only choose these tokens, and leave them to the scheduler's batch as `pending`.
+            Not possible with methods that choose layer by layer; their prompts are computed.
 
     Returns:
         How many tokens were computed; one computed in half of the layers counts as a half.
@@ -128,7 +130,7 @@ def compute(request: Request, beginning: Beginning = NOTHING) -> int:
         loader = _place(resources, plan, buffer)
         # 3) Compute the tokens that have no KV, and those that the method repairs.
         try:
-            done = _run(request, plan, buffer, loader)
+            computed = _run(request, plan, buffer, loader, in_pieces=in_pieces)
         except StoreError as error:
             problem = error
         finally:
@@ -137,11 +139,11 @@ def compute(request: Request, beginning: Beginning = NOTHING) -> int:
         request.report.fuse_ms = clock.lap()
     if problem is not None:
         _leave_out(request, loader, problem)
-        return compute(request)
+        return compute(request, in_pieces=in_pieces)
     request.report.modules_hit = planned.num_chunks
     request.exact_length = _exact_length(request, plan)
-    request.buffer, request.logits, request.rows = buffer, done.logits, done.rows
-    return done.computed // resources.model.shapes.num_layers
+    request.buffer = buffer
+    return computed // resources.model.shapes.num_layers
 
 
 def alone(request: Request) -> Request:
@@ -186,20 +188,45 @@ def _place(resources: Resources, plan: Plan, buffer: KVBuffer) -> LayerLoader | 
     return None
 
 
-def _run(request: Request, plan: Plan, buffer: KVBuffer, loader: LayerLoader | None) -> Prefilled:
-    model, report, count = request.resources.model, request.report, len(request.tokens)
-    ids = torch.tensor([request.tokens.ids])
-    layout = plan.layout(model.shapes.num_layers)
-    cached = int((~layout.fresh).sum())
-    if cached:
-        ready = loader.wait if loader else None
-        done = model.repair(buffer, ids, layout, request.method, ready)
-    else:
+def _run(
+    request: Request,
+    plan: Plan,
+    buffer: KVBuffer,
+    loader: LayerLoader | None,
+    *,
+    in_pieces: bool,
+) -> int:
+    """Compute a prompt's rows, or choose them only; returns the (token, layer) pairs computed."""
+    model, ids = request.resources.model, torch.tensor([request.tokens.ids])
+    layout, layers = plan.layout(model.shapes.num_layers), model.shapes.num_layers
+    ready = loader.wait if loader else None
+    chosen = model.choose(buffer, ids, layout, request.method, ready) if in_pieces else None
+    if chosen is not None:
+        if loader is not None:
+            for layer in range(layers):
+                loader.wait(layer)
+        slots = chosen.left.tolist()
+        drifting = layout.modules if request.method.transfers_drift else ()
+        request.pending = [request.tokens.ids[slot] for slot in slots]
+        request.repair_left = Pieces(slots, drifting)
+        _note_rows(request, layout, chosen.rows, chosen.computed + len(slots) * layers)
+        return chosen.computed
+    if layout.fresh.all():
         done = model.prefill(buffer, ids)
-    report.charged_recompute = done.computed / (count * model.shapes.num_layers)
-    report.recomputed_tokens = int((~layout.fresh[done.rows.cpu()]).sum())
+    else:
+        done = model.repair(buffer, ids, layout, request.method, ready)
+    request.logits = done.logits
+    _note_rows(request, layout, done.rows, done.computed)
+    return done.computed
+
+
+def _note_rows(request: Request, layout: Layout, rows: torch.Tensor, computed: int) -> None:
+    """Report which rows of a prompt are computed, and how many (token, layer) pairs."""
+    report, cached = request.report, int((~layout.fresh).sum())
+    request.rows = rows
+    report.charged_recompute = computed / (len(request.tokens) * layout.num_layers)
+    report.recomputed_tokens = int((~layout.fresh[rows.cpu()]).sum())
     report.cached_tokens = cached - report.recomputed_tokens
-    return done
 
 
 def _leave_out(request: Request, loader: LayerLoader | None, problem: StoreError) -> None:

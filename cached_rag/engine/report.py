@@ -30,7 +30,8 @@ class Report:
             the engine was asked directly.
         match_ms: tokenising, finding known chunks, and planning, without loading.
         load_ms: fetching KV from the store.
-        fuse_ms: placing KV in the prompt's buffer, and computing what has none.
+        fuse_ms: placing KV in the prompt's buffer, and computing what has none; where that
+            is done in pieces beside others, only what was done before the first piece.
         ttft_ms: from the call to the first token. The search of `CachedRAG.ask` is included,
             loading a model is not.
         total_ms: from the call to the last token.

@@ -14,11 +14,12 @@ from enum import Enum
 import numpy as np
 import torch
 
-from cached_rag.backends.base import Backend
+from cached_rag.backends.base import Backend, StepInput
 from cached_rag.backends.tokenizer import Tokenization, Tokens
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.decoding import Decoding
 from cached_rag.engine.drafts import Drafts
+from cached_rag.engine.pieces import Pieces
 from cached_rag.engine.planner import Planner, Reading
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.sharing import NOTHING, Beginning, RunningSequence
@@ -104,6 +105,8 @@ class Request:
         sequence: the prompt as others may share it, while it runs in the scheduler's batch.
         pending: tokens whose KV is still to be computed: the rest of the prompt, or the answer's
             last token.
+        repair_left: where these tokens stand, in a prompt that is repaired in pieces; None if they
+            follow those that have KV.
         decoding: the answer so far.
         drafts: proposes its next tokens; None if that is not wanted, or not possible.
         draft: the tokens that the next pass checks.
@@ -132,6 +135,7 @@ class Request:
     rows: torch.Tensor = field(init=False)
     sequence: RunningSequence | None = None
     pending: list[int] = field(default_factory=list)
+    repair_left: Pieces | None = None
     decoding: Decoding = field(init=False)
     drafts: Drafts | None = None
     draft: list[int] = field(default_factory=list)
@@ -191,6 +195,43 @@ class Request:
         """Draft the next tokens; see `Drafts.propose`."""
         if self.drafts is not None:
             self.draft = self.drafts.propose(self.decoding.token_ids, rows)
+
+    @property
+    def num_final(self) -> int:
+        """How many of the prompt's tokens, from the first, have final KV in `buffer`."""
+        done = self.repair_left.done if self.repair_left else None
+        return len(self.ids) if done is None else done
+
+    def next_piece(self, most: int, *, at_least: bool) -> int:
+        """How many pending tokens of the prompt the next pass computes; see `Pieces.count`."""
+        if self.repair_left is None:
+            return min(most, len(self.pending))
+        return self.repair_left.count(most, at_least=at_least)
+
+    def step_input(self, count: int) -> StepInput:
+        """The next `count` pending tokens, and the draft behind them, with the KV they see.
+
+        Logits are wanted if no tokens are pending then.
+        """
+        assert self.sequence is not None
+        kv, left, drafted = self.sequence.kv, self.repair_left, len(self.draft)
+        num_logits = 1 + drafted if count == len(self.pending) else 0
+        if left is not None:
+            slots = left.slots[:count]
+            return StepInput(kv, self.pending[:count], num_logits, slots, left.drifting)
+        return StepInput(kv, [*self.pending[:count], *self.draft], num_logits)
+
+    def computed(self, count: int) -> None:
+        """Note that the step for `step_input` was made; drafted tokens are not accepted yet."""
+        assert self.sequence is not None
+        del self.pending[:count]
+        kv, left = self.sequence.kv, self.repair_left
+        kv.length -= len(self.draft)
+        if left is not None:
+            del left.slots[:count]
+            kv.length = self.num_final
+        if not self.pending:
+            self.repair_left = None
 
     def take(self, logits: torch.Tensor) -> str:
         """Take the answer's next tokens, those of the draft among them; see `Decoding`.

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from cached_rag.backends import thread as model_thread
-from cached_rag.backends.base import Backend, StepInput
+from cached_rag.backends.base import Backend
 from cached_rag.config import BatchConfig
 from cached_rag.engine import prefill
 from cached_rag.engine.request import Request, Status, Waiting
@@ -161,8 +161,8 @@ class Scheduler:
         """Compute one pass for a batch, and take each request's next tokens.
 
         If the pass fails, the two halves of the batch are tried one after the other, down to the
-        single request that is to blame. That is safe: what a failed pass wrote lies behind the
-        ends of its sequences, where nobody reads it.
+        single request that is to blame. That is safe: what a failed pass wrote is written again,
+        or lies behind the ends of its sequences, where nobody reads it.
 
         Args:
             batch: requests, each with the number of its pending tokens to compute.
@@ -171,7 +171,7 @@ class Scheduler:
             return
         try:
             with self._model.lock:
-                logits = self._model.step([_step_input(request, count) for request, count in batch])
+                logits = self._model.step([one.step_input(count) for one, count in batch])
         except Exception as error:
             if len(batch) == 1:
                 self._finish(batch[0][0], Status.FAILED, error)
@@ -192,6 +192,7 @@ class Scheduler:
             logits: (1 + len(request.draft), vocab_size).
         """
         try:
+            self._share(request)
             piece = request.take(logits)
         except BaseException as error:
             self._finish(request, Status.FAILED, error)
@@ -264,8 +265,10 @@ class Scheduler:
     def _start(self, request: Request, beginning: Beginning) -> int:
         """Begin a request's answer; returns how many prompt tokens that computed.
 
-        A prompt that needs no repair is prefilled in the batch, in pieces, which computes nothing
-        yet; any other prompt is prefilled now.
+        A prompt is prefilled in the batch, in pieces, if others run or wait, so that it holds up no
+        running answer, and several prompts are repaired in one pass. If there are none, there is
+        nobody to hold up, and one pass is the fastest. Methods that choose layer by layer always
+        need one.
         """
         plan, room = request.plan, request.config.max_tokens
         assert plan is not None
@@ -280,25 +283,37 @@ class Scheduler:
             request.note_sharing()
             self._running.append(request)
             return 0
-        computed = prefill.compute(request, beginning)
+        is_crowded = bool(self._running or len(self._waiting))
+        is_in_pieces = is_crowded and not is_covered and self._model.can_batch
+        computed = prefill.compute(request, beginning, in_pieces=is_in_pieces)
         assert request.buffer is not None
-        request.sequence = self._sharing.adopt(
-            request.as_sequence(),
-            request.buffer,
-            request.beginning,
-            prefill.unrepaired(request),
-            room,
+        request.sequence = self._sharing.hold(
+            request.as_sequence(), request.buffer, request.beginning, request.num_final
         )
-        request.note_sharing()
         self._running.append(request)
-        self._take(request, request.logits)
+        if not request.pending:
+            self._take(request, request.logits)
         return computed
+
+    def _share(self, request: Request) -> None:
+        """Share the KV of a prompt with others once it is prefilled, if it was not from the first.
+
+        Called before each of its tokens is taken.
+        """
+        sequence = request.sequence
+        if request.status is Status.ANSWERING or request.buffer is None or sequence is None:
+            return
+        unrepaired, room = prefill.unrepaired(request), request.config.max_tokens
+        self._sharing.adopt(sequence, request.beginning, unrepaired, room)
+        request.note_sharing()
 
     def _batch(self, computed: int) -> list[tuple[Request, int]]:
         """The requests of the next step, each with the number of tokens that it computes.
 
         An answer computes its last token, and those that are drafted behind it. Prompts share what
-        is left of `prefill_tokens`, at least one token a step.
+        is left of `prefill_tokens`: the one that was admitted first takes as much as it can, and
+        what it leaves goes to the next. So that each step gets on, the first takes its least piece
+        even if that is more: one token, or the rows of a chunk that must not be cut.
 
         Args:
             computed: prompt tokens that were computed in this turn already.
@@ -307,28 +322,27 @@ class Scheduler:
         answering = [one for one in self._running if one.status is Status.ANSWERING]
         for request in answering:
             request.make_draft(len(answering))
-        batch = []
+        batch = [(request, 1) for request in answering]
         for request in self._running:
-            is_answering = request.status is Status.ANSWERING
-            count = 1 if is_answering else min(left, len(request.pending))
+            if request.status is Status.ANSWERING:
+                continue
+            count = request.next_piece(left, at_least=len(batch) == len(answering))
             if count:
                 batch.append((request, count))
-                left -= 0 if is_answering else count
+                left = max(0, left - count)
         return batch
 
     def _take_all(self, batch: Sequence[tuple[Request, int]], logits: torch.Tensor) -> None:
         """Take the next tokens of each request whose prompt is complete.
 
         Args:
-            logits: (number of requests and of drafted tokens, vocab_size).
+            logits: (sum of the requests' wanted logits, vocab_size), see `Request.step_input`.
         """
-        rows = torch.split(logits, [1 + len(request.draft) for request, _ in batch])
+        whole = [request for request, count in batch if count == len(request.pending)]
         for request, count in batch:
-            del request.pending[:count]
-            assert request.sequence is not None
-            request.sequence.kv.length -= len(request.draft)  # until they are accepted
-        pairs = zip((request for request, _ in batch), rows, strict=True)
-        left = [(request, row) for request, row in pairs if not request.pending]
+            request.computed(count)
+        rows = torch.split(logits, [1 + len(request.draft) for request in whole])
+        left = list(zip(whole, rows, strict=True))
         try:
             while left:
                 self._take(*left.pop(0))
@@ -375,10 +389,3 @@ class Scheduler:
                 self._sweep()
             finally:
                 self._turning.release()
-
-
-def _step_input(request: Request, count: int) -> StepInput:
-    """The next `count` tokens that a request computes and its draft, with the KV they attend to."""
-    assert request.sequence is not None
-    tokens, drafted = [*request.pending[:count], *request.draft], len(request.draft)
-    return StepInput(request.sequence.kv, tokens, 1 + drafted)

@@ -8,7 +8,7 @@ finished prompts left is in `Sequences`. Knows tokens and KV; computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -66,11 +66,13 @@ class RunningSequence:
         ids: (seq_len,) int64, the prompt's tokens.
         exact_length: number of tokens, from the first, whose KV is, or will be, what full prefill
             computes.
-        kv: the KV of the prompt and of its answer.
+        kv: the KV of the prompt and of its answer. While the prompt is prefilled, `kv.length` is
+            the number of tokens, from the first, whose KV is final.
         chunks: (first slot, slot after the last) of each chunk that is not repaired, by the name
             that `_name` gives it.
         held: the chunks' KV. A name contains an address, which must not be used for other KV as
             long as the name is known.
+        taken: KV of other prompts that `adopt` will share; until then it must not be freed.
         is_private: the prompt contains a text that was forgotten, so no other prompt may use its
             KV any more.
     """
@@ -81,12 +83,18 @@ class RunningSequence:
     kv: RowKV = field(init=False)
     chunks: dict[_Name, tuple[int, int]] = field(default_factory=dict)
     held: tuple[ModuleKV, ...] = ()
+    taken: tuple[Run, ...] = ()
     is_private: bool = False
 
     @property
     def num_shared(self) -> int:
         """Number of tokens whose KV lies in buffers that other prompts use too."""
         return sum(len(run) for run in self.kv.runs if run.buffer is not self.kv.own)
+
+    def buffers(self) -> Iterator[KVBuffer]:
+        """All buffers that must not be used for other KV."""
+        yield from self.kv.buffers()
+        yield from (run.buffer for run in self.taken)
 
 
 class Sharing:
@@ -161,32 +169,48 @@ class Sharing:
         self._sequences.append(sequence)
         return sequence
 
+    def hold(
+        self, sequence: RunningSequence, whole: KVBuffer, beginning: Beginning, done: int
+    ) -> RunningSequence:
+        """Add a prompt all of whose KV is in one buffer, but for what is still computed.
+
+        Args:
+            whole: becomes the sequence's own buffer.
+            beginning: what was copied to it from other prompts.
+            done: number of tokens, from the first, whose KV is final.
+        """
+        sequence.taken = tuple(self._common_runs(beginning.runs))
+        sequence.kv = RowKV(whole, done)
+        self._sequences.append(sequence)
+        return sequence
+
     def adopt(
         self,
         sequence: RunningSequence,
-        whole: KVBuffer,
         beginning: Beginning,
         unrepaired: Sequence[Placement],
         room: int,
-    ) -> RunningSequence:
-        """Add a prompt that is prefilled; KV that others have too is used in common.
+    ) -> None:
+        """Share the KV of a prompt that is prefilled; KV that others have too is used in common.
+
+        If there is any, what is not shared is copied to a smaller buffer. But a buffer that others
+        read by now, as they begin alike, stays as it is.
 
         Args:
-            whole: all of the prompt's KV. It becomes the sequence's own buffer if nothing is
-                shared; else what is not shared is copied to a smaller one.
-            unrepaired: cached KV that was placed in `whole` and not changed by a method.
+            beginning: as in `hold`.
+            unrepaired: cached KV that was placed and not changed by a method.
             room: number of tokens that the answer may have.
         """
+        whole, count = sequence.kv.own, len(sequence.ids)
         named = {_name(p, whole): p for p in unrepaired} if self._shares else {}
-        shared = [*self._common_runs(beginning.runs), *self._elsewhere(named, len(beginning))]
-        sequence.kv, count = RowKV(whole, len(sequence.ids)), len(sequence.ids)
-        if shared:
+        shared = [*sequence.taken, *self._elsewhere(named, len(beginning))]
+        others = _buffers([one for one in self._sequences if one is not sequence])
+        if shared and id(whole) not in others:
             own = self._slabs.take(count - sum(map(len, shared)) + room)
             sequence.kv = sequence.kv.moved(shared, own)
+        sequence.taken = ()
         sequence.chunks = {name: (place.begin, place.end) for name, place in named.items()}
         sequence.held = tuple(p.kv for p in named.values() if isinstance(p.kv, ModuleKV))
-        self._sequences.append(sequence)
-        return sequence
 
     def leave(self, sequence: RunningSequence) -> bool:
         """Remove a prompt whose answer is over.
@@ -237,7 +261,7 @@ class Sharing:
 
 def _buffers(sequences: Sequence[RunningSequence]) -> dict[int, KVBuffer]:
     """All buffers that some sequences use, each once, by identity."""
-    return {id(buffer): buffer for sequence in sequences for buffer in sequence.kv.buffers()}
+    return {id(buffer): buffer for sequence in sequences for buffer in sequence.buffers()}
 
 
 def _join(runs: list[Run], run: Run) -> None:

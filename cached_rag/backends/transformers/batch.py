@@ -1,7 +1,8 @@
-"""One forward pass for several rows at once; each row appends some tokens to its own KV.
+"""One forward pass for several rows at once; each row computes some tokens of its own KV.
 
-A row with one new token is a decoding step, a row with many is a piece of a prefill; one pass may
-have both. Linear layers read the weights once for all tokens, and attention reads a run of KV that
+A row with one new token is a decoding step, a row with many is a piece of a prefill, and a row with
+scattered tokens is a piece of a repair (CacheBlend, figure 15c); one pass may have all of them.
+Linear layers read the weights once for all tokens, and attention reads a run of KV that
 rows share once for all these rows. Rows may differ in length and lie in different buffers. Knows
 nothing of sampling or of requests.
 """
@@ -17,7 +18,8 @@ from transformers import Cache
 from cached_rag.backends.base import StepInput
 from cached_rag.backends.transformers.attention.kernels import attend
 from cached_rag.backends.transformers.attention.relay import Padded, Part, relay_attention
-from cached_rag.backends.transformers.attention.scattered import attending
+from cached_rag.backends.transformers.attention.scattered import Rows, attending
+from cached_rag.backends.transformers.drift import Drift
 from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.backends.transformers.row_pass import Decoder
 from cached_rag.kv.positions import PositionRule
@@ -74,6 +76,37 @@ class _SlabLayers:
         self.values[layer][self.rows, :, self._at] = values[0, :, self.tokens].transpose(0, 1)
 
 
+class _Scattered:
+    """A row that computes tokens at any slots of its own buffer."""
+
+    def __init__(self, ahead: StepInput, tokens: slice) -> None:
+        assert ahead.slots is not None
+        self.tokens, self._buffer = tokens, ahead.kv.own
+        slots = torch.tensor(ahead.slots, device=ahead.kv.own.keys.device)
+        self._rows = Rows(slots, ahead.end)
+        self._drift = Drift(ahead.drifting) if ahead.drifting else None
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy the row's tokens from the batch's (1, num_kv_heads, num_tokens, dim) KV."""
+        mine = keys[:, :, self.tokens], values[:, :, self.tokens]
+        if self._drift is not None:
+            self._drift.transfer(layer, self._rows, *mine, self._buffer)
+        self._buffer.write(layer, self._rows.index, *mine)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Its tokens' attention, for the batch's (1, num_heads, num_tokens, dim) query."""
+        seen = slice(0, self._rows.length)
+        keys, values = self._buffer.keys[layer][:, :, seen], self._buffer.values[layer][:, :, seen]
+        return self._rows.attend(query[:, :, self.tokens], keys, values, scale, window, softcap)
+
+
 class BatchCache(Cache):  # type: ignore[misc]
     """A transformers cache that writes each row's KV to the row's buffer, and attends there.
 
@@ -89,7 +122,9 @@ class BatchCache(Cache):  # type: ignore[misc]
         self._longest = max(ahead.end for ahead in batch)
         self._shared: list[_Layers] = []
         self._private: list[_Layers | _SlabLayers] = []
-        self._fresh: list[_Layers | _SlabLayers] = []
+        rows = zip(batch, self._tokens, strict=True)
+        self._scattered = [_Scattered(*row) for row in rows if row[0].slots is not None]
+        self._fresh: list[_Layers | _SlabLayers | _Scattered] = [*self._scattered]
         self._divide()
         self._layer = 0
 
@@ -99,9 +134,15 @@ class BatchCache(Cache):  # type: ignore[misc]
         return self
 
     def _divide(self) -> None:
-        """Divide the KV into runs that are seen whole, and runs that end with new tokens."""
+        """Divide the KV into runs that are seen whole, and runs that end with new tokens.
+
+        Rows with scattered tokens have none: each of them attends by itself.
+        """
         slabs: dict[Slab, list[tuple[SlabRow, Piece, int]]] = {}
-        for piece in pieces([ahead.kv.every_run(ahead.end) for ahead in self._batch]):
+        runs = [
+            ahead.kv.every_run(ahead.end) if ahead.slots is None else () for ahead in self._batch
+        ]
+        for piece in pieces(runs):
             row = self._ends_with(piece)
             if row is None:
                 self._shared.append(_Layers(piece, self._seeing(piece)))
@@ -157,12 +198,21 @@ class BatchCache(Cache):  # type: ignore[misc]
         softcap: float | None = None,
     ) -> torch.Tensor:
         """(1, num_heads, num_tokens, value_dim) for a (1, num_heads, num_tokens, dim) query."""
-        asked = query[0].transpose(0, 1).contiguous()
-        if window is not None and window < self._longest:
-            found = self._within(asked, scale, window, softcap)
-        else:
-            found = relay_attention(asked, *self.parts(self._layer), scale, softcap)
+        found = self._behind(query[0].transpose(0, 1).contiguous(), scale, window, softcap)
+        for row in self._scattered:
+            own = row.attend(self._layer, query, scale, window, softcap)
+            found[row.tokens] = own[0].transpose(0, 1)
         return found.transpose(0, 1)[None]
+
+    def _behind(
+        self, query: torch.Tensor, scale: float | None, window: int | None, softcap: float | None
+    ) -> torch.Tensor:
+        """(num_tokens, num_heads, value_dim) attention of new tokens; of others anything."""
+        if len(self._scattered) == len(self._batch):
+            return query.new_empty(*query.shape[:2], self._batch[0].kv.own.values.shape[-1])
+        if window is not None and window < self._longest:
+            return self._within(query, scale, window, softcap)
+        return relay_attention(query, *self.parts(self._layer), scale, softcap)
 
     def parts(self, layer: int) -> tuple[list[Part], list[Part | Padded]]:
         """One layer's keys and values: runs that their tokens see whole, and the rows' own."""
@@ -174,15 +224,17 @@ class BatchCache(Cache):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Attention of single tokens over their sliding windows, row by row; no run is shared."""
         factor = query.shape[-1] ** -0.5 if scale is None else scale
-        found = []
-        for index, ahead in enumerate(self._batch):
+        output = query.new_empty(*query.shape[:2], self._batch[0].kv.own.values.shape[-1])
+        for ahead, tokens in zip(self._batch, self._tokens, strict=True):
+            if ahead.slots is not None:
+                continue
             runs = (run.cut(ahead.end - window, ahead.end) for run in ahead.kv.every_run(ahead.end))
             seen = [run for run in runs if run is not None]
             keys = _joined([(run.buffer.keys[self._layer], run) for run in seen])
             values = _joined([(run.buffer.values[self._layer], run) for run in seen])
-            folded = query[index].view(1, keys.shape[1], -1, query.shape[-1])
-            found.append(attend(folded, keys, values, factor, softcap)[0].flatten(0, 2))
-        return torch.stack(found)
+            folded = query[tokens].view(1, keys.shape[1], -1, query.shape[-1])
+            output[tokens] = attend(folded, keys, values, factor, softcap)[0].flatten(1, 2)
+        return output
 
     def observe(self, *_: Any) -> None:
         """Do nothing: batches are not observed."""
@@ -199,6 +251,11 @@ class BatchCache(Cache):  # type: ignore[misc]
 def _joined(parts: Sequence[tuple[torch.Tensor, Run]]) -> torch.Tensor:
     """Runs of one layer's (1, num_kv_heads, capacity, dim) buffers, concatenated."""
     return torch.cat([side[:, :, run.begin : run.end] for side, run in parts], dim=2)
+
+
+def _runs_behind(ahead: StepInput) -> Sequence[Run]:
+    """Where a row's KV lies after the step, if it appends; scattered tokens are not behind it."""
+    return ahead.kv.every_run(ahead.end) if ahead.slots is None else ()
 
 
 def _token_slices(batch: Sequence[StepInput]) -> list[slice]:
@@ -237,7 +294,8 @@ def step_batch(decoder: Decoder, batch: Sequence[StepInput], *, together: bool) 
     """
     logits = _pass(decoder, batch) if together else torch.cat([_step(decoder, r) for r in batch])
     for row in batch:
-        row.kv.length = row.end
+        if row.slots is None:
+            row.kv.length = row.end
     return logits
 
 
@@ -245,21 +303,27 @@ def _pass(decoder: Decoder, batch: Sequence[StepInput]) -> torch.Tensor:
     device = batch[0].kv.own.keys.device
     cache = BatchCache(batch, decoder.windows)
     ids = [token for row in batch for token in row.token_ids]
-    positions = [row.kv.position(s) for row in batch for s in range(row.kv.length, row.end)]
+    positions = [row.kv.position(slot) for row in batch for slot in row.at]
     wanted = zip(_token_slices(batch), batch, strict=True)
-    last = [n for where, row in wanted for n in _numbers(where)[-row.num_logits :]]
+    last = [n for where, row in wanted for n in range(where.stop - row.num_logits, where.stop)]
     inputs = {
         "input_ids": torch.tensor([ids], device=device),
         "position_ids": torch.tensor([positions], device=device),
         "past_key_values": cache,
         "use_cache": True,
-        "logits_to_keep": torch.tensor(last, device=device),
     }
     known = decoder.parameters
+    keeps: dict[str, Any] = {}
+    if "logits_to_keep" in known:
+        keeps["logits_to_keep"] = torch.tensor(last, device=device)
+    inputs = {name: value for name, value in inputs.items() if name in known}
     with attending(cache):
-        output = decoder.network(**{k: v for k, v in inputs.items() if k in known})
+        if not last:
+            decoder.network.base_model(**inputs)
+            return torch.empty(0, 0, device=device)
+        output = decoder.network(**inputs, **keeps)
     logits: torch.Tensor = output.logits[0]
-    return logits if "logits_to_keep" in known else logits[last]
+    return logits if keeps else logits[last]
 
 
 def _step(decoder: Decoder, row: StepInput) -> torch.Tensor:

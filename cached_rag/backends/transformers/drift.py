@@ -72,11 +72,13 @@ class Drift:
         if not samples.modules:
             return
         slots = rows.slots[samples.picked]
-        for fresh, held in ((keys, buffer.keys[layer]), (values, buffer.values[layer])):
-            moved = fresh[:, :, samples.picked].float() - held[:, :, slots].float()
-            means = (samples.weights @ moved).to(held.dtype)
+        sides = ((keys, buffer.keys[layer]), (values, buffer.values[layer]))
+        moves = [fresh[:, :, samples.picked].float() - held[:, :, slots] for fresh, held in sides]
+        means = [(samples.weights @ moved).to(keys.dtype) for moved in moves]
+        # From here on nothing can fail for want of memory, which would leave one side moved.
+        for (_, held), mean in zip(sides, means, strict=True):
             for module, (begin, end) in enumerate(samples.modules):
-                held[:, :, begin:end] += means[:, :, module : module + 1]
+                held[:, :, begin:end] += mean[:, :, module : module + 1]
 
     def _samples(self, rows: Rows) -> _Samples:
         if self._last is None or self._last.rows is not rows:

@@ -21,13 +21,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from cached_rag.backends.base import Prefilled, StepInput
+from cached_rag.backends.base import Chosen, Prefilled, StepInput
 from cached_rag.backends.resolve import ModelSource, cache_dir, resolve
 from cached_rag.backends.transformers.batch import can_batch, step_batch
 from cached_rag.backends.transformers.gguf import convert, put_together
 from cached_rag.backends.transformers.lean.build import lean_model
 from cached_rag.backends.transformers.memory import fits_dense, peak_bytes
-from cached_rag.backends.transformers.prefill import prefill_rows, prefill_selected
+from cached_rag.backends.transformers.prefill import choose_rows, prefill_rows, prefill_selected
 from cached_rag.backends.transformers.probe import examine
 from cached_rag.backends.transformers.row_pass import Decoder
 from cached_rag.backends.transformers.weights.linear import FewBitLinear
@@ -153,6 +153,18 @@ class LanguageModel:
         """See `Backend`."""
         ids = token_ids.to(self.device)
         return prefill_selected(self.decoder, buffer, ids, layout, method, ready=ready)
+
+    def choose(
+        self,
+        buffer: KVBuffer,
+        token_ids: torch.Tensor,
+        layout: Layout,
+        method: Selector,
+        ready: Callable[[int], object] | None = None,
+    ) -> Chosen | None:
+        """See `Backend`."""
+        ids = token_ids.to(self.device)
+        return choose_rows(self.decoder, buffer, ids, layout, method, ready)
 
     def step(self, batch: Sequence[StepInput]) -> torch.Tensor:
         """See `Backend`."""

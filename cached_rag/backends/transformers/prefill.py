@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from cached_rag.backends.base import Prefilled
+from cached_rag.backends.base import Chosen, Prefilled
 from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.backends.transformers.drift import Drift
 from cached_rag.backends.transformers.observe import Observer
@@ -72,6 +72,24 @@ def prefill_selected(
         return run.forward()
 
 
+@torch.inference_mode()
+def choose_rows(
+    decoder: Decoder,
+    buffer: KVBuffer,
+    token_ids: torch.Tensor,
+    layout: Layout,
+    selector: Selector,
+    ready: Callable[[int], object] | None = None,
+) -> Chosen | None:
+    """See `Backend.choose`."""
+    if selector.check_layers(layout):
+        return None
+    if isinstance(selector, QuestionSelector) and selector.observed_layers(layout):
+        return _ask(decoder, buffer, token_ids, layout, selector, ready)[0]
+    slots = selector.first_rows(layout).nonzero().squeeze(1)
+    return Chosen(slots, slots, 0)
+
+
 def _prefill_asked(
     decoder: Decoder,
     buffer: KVBuffer,
@@ -82,10 +100,35 @@ def _prefill_asked(
 ) -> Prefilled:
     """Watch what the question attends to over the reused KV, then compute the rows it points at.
 
-    The first pass computes the live rows: those that have no KV, the question among them. The
-    second pass computes the rows that the method chose, and the live rows again. Two results of the
-    first pass stay valid and are not recomputed: live rows before the first chosen row, since
-    nothing that they see changes; and the output of layer 0, since reused KV of layer 0 is exact.
+    The second pass does not compute the output of layer 0 again for the rows that the first one
+    had: it stays valid, since reused KV of layer 0 is exact.
+    """
+    chosen, asked = _ask(decoder, buffer, token_ids, layout, selector, ready)
+    live, rows = layout.fresh.to(token_ids.device), chosen.left
+    run = RowPass(decoder, buffer, token_ids, rows, num_logits=1, ready=ready)
+    run.cache.drift = Drift(layout.modules) if selector.transfers_drift else None
+    assert asked.first_output is not None
+    done = run.resume(live[rows], asked.first_output[:, torch.isin(live.nonzero()[:, 0], rows)])
+    done.computed += chosen.computed
+    done.rows = chosen.rows
+    return done
+
+
+def _ask(
+    decoder: Decoder,
+    buffer: KVBuffer,
+    token_ids: torch.Tensor,
+    layout: Layout,
+    selector: QuestionSelector,
+    ready: Callable[[int], object] | None,
+) -> tuple[Chosen, RowPass]:
+    """Compute the live rows, which have no KV, and watch what the question among them attends to.
+
+    Live rows before the first row that the method chooses stay valid, if they were computed in
+    every layer, since nothing that they see changes. All others are to be computed again.
+
+    Returns:
+        The choice, and the pass.
     """
     if not decoder.is_fast:
         raise ModelError(
@@ -101,11 +144,5 @@ def _prefill_asked(
     first = int(chosen.nonzero()[0])
     is_valid = len(decoder.layers) - 1 in observer.layers
     every = (live | chosen).nonzero().squeeze(1)
-    rows = every[every >= first] if is_valid else every
-    run = RowPass(decoder, buffer, token_ids, rows, num_logits=1, ready=ready)
-    run.cache.drift = Drift(layout.modules) if selector.transfers_drift else None
-    assert asked.first_output is not None
-    done = run.resume(live[rows], asked.first_output[:, torch.isin(slots, rows)])
-    done.computed += asked.computed
-    done.rows = every
-    return done
+    left = every[every >= first] if is_valid else every
+    return Chosen(every, left, asked.computed), asked
