@@ -169,7 +169,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @functools.cache
 def smollm2(dtype: str = "float32") -> LanguageModel:
     """The packaged SmolLM2-135M-Instruct."""
-    return load_model("smollm2-135m", dtype=dtype, device="cpu", weights="bf16")
+    return load_model("smollm2-135m", dtype=dtype, device="cpu")
 
 
 def random_ids(count: int, seed: int = 0) -> list[int]:

@@ -139,10 +139,7 @@ class BatchCache(Cache):  # type: ignore[misc]
         Rows with scattered tokens have none: each of them attends by itself.
         """
         slabs: dict[Slab, list[tuple[SlabRow, Piece, int]]] = {}
-        runs = [
-            ahead.kv.every_run(ahead.end) if ahead.slots is None else () for ahead in self._batch
-        ]
-        for piece in pieces(runs):
+        for piece in pieces([_runs_behind(ahead) for ahead in self._batch]):
             row = self._ends_with(piece)
             if row is None:
                 self._shared.append(_Layers(piece, self._seeing(piece)))

@@ -7,6 +7,8 @@ weights, if it has them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 from torch import nn
@@ -22,7 +24,7 @@ INT8_ROWS = 6
 _ROWS_AT_ONCE = 4096
 
 
-class FewBitLinear(nn.Module):
+class FewBitLinear(nn.Module, ABC):
     """A linear layer in few bits, and maybe the same weights dense.
 
     Attributes:
@@ -53,9 +55,9 @@ class FewBitLinear(nn.Module):
             found = found + self.bias
         return found.view(*hidden.shape[:-1], self.out_features)
 
+    @abstractmethod
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         """(num_rows, out_features) without bias for (num_rows, in_features)."""
-        raise NotImplementedError
 
 
 class Int4Linear(FewBitLinear):

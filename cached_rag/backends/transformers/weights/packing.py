@@ -75,21 +75,23 @@ def pack(
         network: its lean form, or the model itself.
         dtype: of activations.
         keeps_dense: keep dense weights beside the few bits, set to the same numbers; the model
-            goes on with them. If not, the model's layers become what the network's are.
+            goes on with them. If not, and always for the head, the model's layers become what the
+            network's are.
     """
     if weights == "bf16":
         return
-    places = {} if keeps_dense or model is network else _places(model)
+    places = _places(model)
     for name in [name for name, part in network.named_modules() if isinstance(part, _LINEAR)]:
         part = network.get_submodule(name)
         assert isinstance(part, _LINEAR)
         wanted = _form(name, part, weights)
         if wanted is None:
             continue
-        is_head = name == _HEAD
-        packed = _packed(part, wanted, dtype, keeps_dense=keeps_dense, is_head=is_head)
+        # A head has few rows, and its weights may be the embeddings', which are not to be rounded.
+        has_dense = keeps_dense and name != _HEAD
+        packed = _packed(part, wanted, dtype, keeps_dense=has_dense)
         network.set_submodule(name, packed)
-        for place, outputs in places.pop(part, ()):
+        for place, outputs in () if has_dense else places.pop(part, ()):
             model.set_submodule(place, Slice(packed, outputs) if outputs else packed)
 
 
@@ -108,7 +110,8 @@ def formats(network: nn.Module) -> dict[str, int]:
     found: dict[str, int] = {}
     for part in network.modules():
         if isinstance(part, (nn.Linear, FewBitLinear)):
-            kind = {Int4Linear: "int4", Int8Linear: "int8"}.get(type(part), "dense")
+            few = "int4" if isinstance(part, Int4Linear) else "int8"
+            kind = few if isinstance(part, FewBitLinear) else "dense"
             found[kind] = found.get(kind, 0) + 1
     return found
 
@@ -131,13 +134,12 @@ def _packed(
     dtype: torch.dtype,
     *,
     keeps_dense: bool,
-    is_head: bool,
 ) -> FewBitLinear:
     own = part.groups.dense(dtype) if isinstance(part, StoredLinear) else part.weight.data
     kept = own if keeps_dense else None
     if wanted == "int8":
         levels, scales = in_bytes(own)
-        if kept is not None and not is_head:  # embeddings may share a head's weights
+        if kept is not None:
             kept.copy_(levels * scales[:, None])
         return Int8Linear(levels, scales, part.bias, kept)
     if isinstance(wanted, Groups):
