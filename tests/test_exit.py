@@ -152,6 +152,7 @@ def test_an_interrupt_ends_the_finishing(caplog):
 def test_an_interrupt_at_the_end_of_a_script_ends_it_soon(model_folder, tmp_path):
     end = """
 import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 engine = ask(sys.argv[2])
 engine._resources.activity.begin(engine)  # so that all of it is left for the end
 def slow():
