@@ -272,6 +272,17 @@ def test_vllm_is_given_ids_and_its_tokens_count_when_they_come(monkeypatch):
     assert asked["ignore_eos"] is asked["stream"] is True
 
 
+def test_vllm_may_end_its_answer_where_traffic_lets_it():
+    with served(Server(events=(tokens(5), tokens(6)))) as server:
+        peer = Vllm(server.url)
+        with pytest.raises(ConfigError, match="2 token ids instead of 9"):
+            peer.answer(question(1), 9)
+        sample = peer.answer(question(1), 9, may_end=True)
+    assert sample.token_ids == (5, 6)
+    assert len(sample.gaps_ms) == 1
+    assert [asked["ignore_eos"] for asked in server.asked] == [True, False]
+
+
 def test_a_server_that_does_not_do_as_asked_is_an_error():
     with (
         served(Server(status=400)) as server,

@@ -17,7 +17,7 @@ from cached_rag.backends.transformers.attention.kernels import reference
 from cached_rag.benchmarks.attention import make_steps, theory
 from cached_rag.benchmarks.loop import cold_ms, medians, take_turns
 from cached_rag.benchmarks.serving import METHODS, Workload
-from cached_rag.benchmarks.traffic import bench_traffic
+from cached_rag.benchmarks.traffic import bench_traffic, drawn
 from cached_rag.kv.buffer import KVShapes
 from cached_rag.kv.slab import LONGEST
 
@@ -147,10 +147,24 @@ def test_traffic_is_answered_with_and_without_drafts():
         drafted = []
         for drafts in (False, True):
             engine.model.steps.clear()
-            options = {"methods": ["full"], "new_tokens": 60, "clients": 1, "drafts": drafts}
+            options = {"methods": ["full"], "new_tokens": 60, "clients": [1], "drafts": drafts}
             bench_traffic(engine, [(CHUNKS, "Why?")], **options)
             drafted.append(max(count for rows in engine.model.steps for count in rows))
     assert drafted[0] == 1 < drafted[1]
+
+
+def test_drawn_questions_keep_their_number_of_chunks_and_share_a_few():
+    asked = [([f"chunk {3 * n + k}" for k in range(3)], f"question {n}") for n in range(9)]
+    shared = drawn(asked, 6)
+    assert [(len(chunks), question) for chunks, question in shared] == [
+        (3, question) for _, question in asked
+    ]
+    used = [chunk for chunks, _ in shared for chunk in chunks]
+    assert set(used) == {f"chunk {n}" for n in range(6)}
+    assert all(len(set(chunks)) == 3 for chunks, _ in shared)
+    assert shared == drawn(asked, 6)  # the same for all methods, and in every run
+    with pytest.raises(ConfigError, match="a question has 3 chunks, and there are 2"):
+        drawn(asked, 2)
 
 
 def test_one_after_another_stays_so_however_many_rows_the_others_have():

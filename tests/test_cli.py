@@ -274,13 +274,30 @@ def test_bench_traffic_compares_methods(tmp_path, model_folder):
         "--model",
         model_folder,
         "--clients",
-        2,
+        "1,2",
         "--new-tokens",
         3,
     )
-    assert [row["method"] for row in rows] == ["full", "prefix", "auto"]
-    assert rows[2]["cached"] > rows[0]["cached"]
-    assert all(row["ttft_p50_ms"] < row["ttft_p95_ms"] for row in rows)
+    ways = [(method, clients) for method in ("full", "prefix", "auto") for clients in (1, 2)]
+    assert [(row["method"], row["clients"]) for row in rows] == ways
+    assert rows[4]["cached"] > rows[0]["cached"]
+    for row in rows:
+        assert row["ttft_p50_ms"] < row["ttft_p95_ms"]
+        assert 0 < row["gap_p50_ms"] <= row["gap_p95_ms"]
+        assert 1 <= row["answer_tokens"] <= 3
+    nobody = run(
+        cli.app,
+        [
+            "bench",
+            "traffic",
+            str(tmp_path / "set.jsonl"),
+            "--model",
+            model_folder,
+            "--clients",
+            "0",
+        ],
+    )
+    assert isinstance(nobody.exception, ConfigError)
 
 
 def test_bench_chat_prints_every_turn_of_every_method(model_folder):

@@ -16,7 +16,7 @@ from cached_rag.benchmarks.models import bench_models
 from cached_rag.benchmarks.new_prompts import NEW_PROMPTS
 from cached_rag.benchmarks.schemas import bench_lengths, bench_prompt, footprint, plot_lengths
 from cached_rag.benchmarks.serving import bench_arrivals, bench_serving
-from cached_rag.benchmarks.traffic import bench_traffic
+from cached_rag.benchmarks.traffic import bench_traffic, drawn
 from cached_rag.benchmarks.ttft import bench_ttft
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "bench_serving",
     "bench_traffic",
     "bench_ttft",
+    "drawn",
     "footprint",
     "machine",
     "make_questions",

@@ -237,9 +237,17 @@ def traffic(
     model: Model = DEFAULT_MODEL,
     methods: Methods = "full,prefix,auto",
     limit: Annotated[int, typer.Option(help="Questions of each set.")] = 24,
-    clients: Annotated[int, typer.Option(help="How many ask at the same time.")] = 4,
+    clients: Annotated[
+        str, typer.Option(help="How many ask at the same time, comma-separated.")
+    ] = "4",
+    shared_chunks: Annotated[
+        int, typer.Option(help="Draw each question's chunks from the first so many of its set.")
+    ] = 0,
     new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 32,
     drafts: Drafts = True,
+    vllm: Annotated[
+        str | None, typer.Option(help="Address of a vLLM server, which is asked, too.")
+    ] = None,
     dtype: Dtype = None,
     device: Device = None,
     weights: Weights = "as stored",
@@ -247,22 +255,28 @@ def traffic(
 ) -> None:
     """Several clients with questions over shared chunks: requests a second, time to first token."""
     from cached_rag import Engine
-    from cached_rag.benchmarks import NEW_PROMPTS, bench_traffic, machine
+    from cached_rag.benchmarks import NEW_PROMPTS, bench_traffic, drawn, machine
+    from cached_rag.benchmarks.peers.vllm import Vllm
     from cached_rag.evaluation import load_examples
 
     how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
+    counts = numbers(clients, int, "clients are whole numbers")
+    server = Vllm(vllm) if vllm else None
     with Engine.load(model, store=NEW_PROMPTS, **how) as engine:
         rows = []
         for path in data:
             examples = [(e.chunks, e.question) for e in load_examples(path, limit)]
+            if shared_chunks:
+                examples = drawn(examples, shared_chunks)
             rows += bench_traffic(
                 engine,
                 examples,
                 name=path.stem,
                 methods=names(methods),
-                clients=clients,
+                clients=counts,
                 new_tokens=new_tokens,
                 drafts=drafts,
+                vllm=server,
             )
         facts = machine(engine.model)
     print_rows(rows, facts, as_json=as_json)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 from cached_rag.backends.tokenizer import Rendered
@@ -29,11 +30,13 @@ class Sample:
     Attributes:
         ttft_ms, total_ms: milliseconds from asking to the first token, and to the last.
         token_ids: the answer's tokens.
+        gaps_ms: milliseconds between its pieces, as they came; empty if they came as one.
     """
 
     ttft_ms: float
     total_ms: float
     token_ids: tuple[int, ...]
+    gaps_ms: tuple[float, ...] = ()
 
     @property
     def token_ms(self) -> float:
@@ -63,18 +66,20 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
-        self._first_ms = 0.0
+        self._came_ms: list[float] = []
         self._token_ids: list[int] = []
 
     def add(self, *token_ids: int) -> None:
         """Take note of tokens, in the moment when they are there."""
-        if not self._token_ids:
-            self._first_ms = self._passed_ms()
+        if token_ids:
+            self._came_ms.append(self._passed_ms())
         self._token_ids += token_ids
 
     def sample(self) -> Sample:
         """The answer, in the moment when it is complete."""
-        return Sample(self._first_ms, self._passed_ms(), tuple(self._token_ids))
+        passed, came = self._passed_ms(), self._came_ms
+        gaps = tuple(later - earlier for earlier, later in pairwise(came))
+        return Sample(came[0] if came else passed, passed, tuple(self._token_ids), gaps)
 
     def _passed_ms(self) -> float:
         return (time.perf_counter() - self._began) * 1000

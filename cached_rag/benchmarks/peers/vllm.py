@@ -31,8 +31,11 @@ class Vllm:
             version = json.load(response)["version"]
         self.about = f"vLLM {version}, model {self._model!r} at {url}"
 
-    def answer(self, question: Question, max_tokens: int) -> Sample:
+    def answer(self, question: Question, max_tokens: int, *, may_end: bool = False) -> Sample:
         """See `Peer`.
+
+        Args:
+            may_end: the answer ends where the model ends it.
 
         Raises:
             ConfigError: the server refuses the prompt, or does not say which tokens it makes.
@@ -43,7 +46,7 @@ class Vllm:
             "max_tokens": max_tokens,
             "temperature": 0,
             "repetition_penalty": 1.0,
-            "ignore_eos": True,
+            "ignore_eos": not may_end,
             "stream": True,
             "return_token_ids": True,
         }
@@ -53,7 +56,7 @@ class Vllm:
                 for choice in event.get("choices", ()):
                     watch.add(*choice.get("token_ids", ()))
         sample = watch.sample()
-        if len(sample.token_ids) != max_tokens:
+        if len(sample.token_ids) != max_tokens and not (may_end and sample.token_ids):
             raise ConfigError(
                 f"the server at {self._url} gave {len(sample.token_ids)} token ids instead of "
                 f"{max_tokens}; it must be a vLLM that knows return_token_ids"
