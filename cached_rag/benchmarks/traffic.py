@@ -118,7 +118,7 @@ def bench_traffic(
 
 def drawn(
     questions: Sequence[tuple[Sequence[str], str]], chunks: int
-) -> list[tuple[list[str], str]]:
+) -> list[tuple[Sequence[str], str]]:
     """The same questions, each over as many chunks as before, drawn from the first few of all.
 
     So all requests share chunks, in ever other orders. The answer may not be among them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -265,7 +266,8 @@ def traffic(
     with Engine.load(model, store=NEW_PROMPTS, **how) as engine:
         rows = []
         for path in data:
-            examples = [(e.chunks, e.question) for e in load_examples(path, limit)]
+            loaded = load_examples(path, limit)
+            examples: list[tuple[Sequence[str], str]] = [(e.chunks, e.question) for e in loaded]
             if shared_chunks:
                 examples = drawn(examples, shared_chunks)
             rows += bench_traffic(
