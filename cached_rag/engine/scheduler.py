@@ -330,7 +330,8 @@ class Scheduler:
             if count:
                 batch.append((request, count))
                 left = max(0, left - count)
-        return batch
+        # Scattered tokens last: attention over what is appended to need not look at them then.
+        return sorted(batch, key=lambda one: one[0].repair_left is not None)
 
     def _take_all(self, batch: Sequence[tuple[Request, int]], logits: torch.Tensor) -> None:
         """Take the next tokens of each request whose prompt is complete.

@@ -125,6 +125,9 @@ class BatchCache(Cache):  # type: ignore[misc]
         rows = zip(batch, self._tokens, strict=True)
         self._scattered = [_Scattered(*row) for row in rows if row[0].slots is not None]
         self._fresh: list[_Layers | _SlabLayers | _Scattered] = [*self._scattered]
+        # No token behind this one looks at what is divided here.
+        ends = (t.stop for a, t in zip(batch, self._tokens, strict=True) if a.slots is None)
+        self._last = max(ends, default=0)
         self._divide()
         self._layer = 0
 
@@ -165,7 +168,7 @@ class BatchCache(Cache):  # type: ignore[misc]
     def _seeing(self, piece: Piece) -> slice | torch.Tensor | None:
         """The batch's tokens that belong to a piece's rows; None for all."""
         if len(piece.rows) == len(self._batch):
-            return None
+            return None  # then none is scattered
         if len(piece.rows) == 1:
             return self._tokens[piece.rows[0]]
         numbers = [i for row in piece.rows for i in _numbers(self._tokens[row])]
@@ -195,18 +198,22 @@ class BatchCache(Cache):  # type: ignore[misc]
         softcap: float | None = None,
     ) -> torch.Tensor:
         """(1, num_heads, num_tokens, value_dim) for a (1, num_heads, num_tokens, dim) query."""
-        found = self._behind(query[0].transpose(0, 1).contiguous(), scale, window, softcap)
+        appended = query[0, :, : self._last].transpose(0, 1).contiguous()
+        if not self._scattered:
+            return self._behind(appended, scale, window, softcap).transpose(0, 1)[None]
+        width = self._batch[0].kv.own.values.shape[-1]
+        found = query.new_empty(1, query.shape[1], query.shape[2], width)
+        if self._last:
+            behind = self._behind(appended, scale, window, softcap)
+            found[0, :, : self._last] = behind.transpose(0, 1)
         for row in self._scattered:
-            own = row.attend(self._layer, query, scale, window, softcap)
-            found[row.tokens] = own[0].transpose(0, 1)
-        return found.transpose(0, 1)[None]
+            found[:, :, row.tokens] = row.attend(self._layer, query, scale, window, softcap)
+        return found
 
     def _behind(
         self, query: torch.Tensor, scale: float | None, window: int | None, softcap: float | None
     ) -> torch.Tensor:
-        """(num_tokens, num_heads, value_dim) attention of new tokens; of others anything."""
-        if len(self._scattered) == len(self._batch):
-            return query.new_empty(*query.shape[:2], self._batch[0].kv.own.values.shape[-1])
+        """The same for tokens that are appended, rows first; of others before them anything."""
         if window is not None and window < self._longest:
             return self._within(query, scale, window, softcap)
         return relay_attention(query, *self.parts(self._layer), scale, softcap)
