@@ -126,7 +126,8 @@ class BatchConfig:
     Attributes:
         max_rows: most prompts that are answered together; the other requests wait.
         max_bytes: most bytes of KV that these prompts and their answers have; None for no bound.
-            The memory of the store has its own bounds, in `StoreConfig`.
+            Answers take memory as they grow. If it ends, the youngest waits without its own, and
+            goes on later. The memory of the store has its own bounds, in `StoreConfig`.
         max_waiting: most requests that may wait; one more is refused with `BusyError`. None for no
             bound.
         prefill_tokens: about how many prompt tokens, new or repaired, are computed between two

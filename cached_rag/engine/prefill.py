@@ -125,7 +125,7 @@ def compute(request: Request, beginning: Beginning = NOTHING, *, in_pieces: bool
         clock = Clock()
         request.begin_with(beginning)
         plan = planned.starting_from(beginning.pieces(tokens.ids))
-        buffer = resources.workspace.take(len(tokens) + request.config.max_tokens)
+        buffer = resources.workspace.take(len(tokens) + request.room)
         buffer.lay_out(plan.positions)
         loader = _place(resources, plan, buffer)
         # 3) Compute the tokens that have no KV, and those that the method repairs.
@@ -166,7 +166,7 @@ def follow(request: Request, beginning: Beginning) -> None:
     assert plan is not None
     request.begin_with(beginning)
     request.exact_length = _exact_length(request, plan)
-    request.pending = list(request.tokens.ids[done:])
+    request.pending = [*request.tokens.ids[done:], *request.decoding.token_ids]
     report.modules_hit = plan.num_chunks
     report.cached_tokens = done
     report.charged_recompute = 1 - done / len(request.tokens)

@@ -37,6 +37,8 @@ from cached_rag.methods import Selector
 # A prompt ends with the header of the answer. Where an answer stands in the next turn's prompt, a
 # template may write the last tokens of that header otherwise.
 _TEMPLATE_TAIL = 4
+# Tokens of an answer that have memory from the first. Most answers are not longer.
+PAGE = 256
 # What a request delivers: a piece of text; at the end None, or the error that ended it.
 Item = str | BaseException | None
 
@@ -103,6 +105,7 @@ class Request:
         rows: (num_rows,) int64 slots of the tokens that were computed in every layer; the KV of
             all others is cached.
         sequence: the prompt as others may share it, while it runs in the scheduler's batch.
+        is_private: as in `RunningSequence`, of one that was set back.
         pending: tokens whose KV is still to be computed: the rest of the prompt, or the answer's
             last token.
         repair_left: where these tokens stand, in a prompt that is repaired in pieces; None if they
@@ -134,6 +137,7 @@ class Request:
     logits: torch.Tensor = field(init=False)
     rows: torch.Tensor = field(init=False)
     sequence: RunningSequence | None = None
+    is_private: bool = False
     pending: list[int] = field(default_factory=list)
     repair_left: Pieces | None = None
     decoding: Decoding = field(init=False)
@@ -179,12 +183,15 @@ class Request:
 
     def as_sequence(self) -> RunningSequence:
         """The prompt as others may share it; `Sharing` adds its KV."""
-        return RunningSequence(self.namespace, self.ids, self.exact_length)
+        private = self.is_private
+        return RunningSequence(self.namespace, self.ids, self.exact_length, is_private=private)
 
     def begin_answer(self) -> None:
         """Set the prompt that is answered, before the first token is taken."""
         plan, config = self.plan, self.config
         assert plan is not None
+        if self.decoding.token_ids:  # it was set back, and goes on
+            return
         self.decoding.begin(self.tokens.ids)
         if config.drafts and self.resources.model.can_append:
             chunks = [(place.begin, place.end) for place in plan.placements if place.is_chunk]
@@ -195,6 +202,26 @@ class Request:
         """Draft the next tokens; see `Drafts.propose`."""
         if self.drafts is not None:
             self.draft = self.drafts.propose(self.decoding.token_ids, rows)
+
+    @property
+    def room(self) -> int:
+        """How many tokens of the answer there is memory for at first; `Scheduler` adds pages."""
+        most = self.config.max_tokens
+        if not self.resources.model.can_batch:  # such a model needs all KV in one buffer
+            return most
+        return min(most, len(self.decoding.token_ids) + PAGE)
+
+    @property
+    def missing_room(self) -> int:
+        """How many slots to add before the next step; 0 if all of its tokens have one.
+
+        A page is as large as the answer so far, so that long answers are in few pages.
+        """
+        assert self.sequence is not None
+        kv, answered = self.sequence.kv, len(self.decoding.token_ids)
+        if kv.at(kv.length + len(self.pending) + len(self.draft)) <= kv.own.capacity:
+            return 0
+        return min(max(PAGE, answered), len(self.ids) + self.config.max_tokens - kv.length)
 
     @property
     def num_final(self) -> int:
@@ -260,6 +287,19 @@ class Request:
         if self.buffer is not None and own is not self.buffer:
             self.resources.workspace.give(self.buffer)
             self.buffer = None
+
+    def set_back(self, *, is_free: bool) -> None:
+        """Give up all memory; the answer so far is kept, and its KV is to be computed anew.
+
+        Args:
+            is_free: no other request reads the buffer.
+        """
+        self.status, self.pending, self.draft = Status.WAITING, [], []
+        self.is_private = self.sequence is not None and self.sequence.is_private
+        if self.buffer is not None and is_free:
+            self.resources.workspace.give(self.buffer)
+        self.buffer = self.sequence = self.repair_left = None
+        self.beginning = NOTHING
 
     def release(self, *, is_free: bool = True) -> None:
         """Keep a copy of the KV that may serve later prompts, and release the rest.
@@ -351,6 +391,12 @@ class Waiting:
                     "BatchConfig.max_waiting"
                 )
             self._tenants.setdefault(request.tenant, deque()).append(request)
+
+    def put_back(self, request: Request) -> None:
+        """Queue a request that was admitted again, before all others."""
+        with self._lock:
+            self._tenants.setdefault(request.tenant, deque()).appendleft(request)
+            self._tenants.move_to_end(request.tenant, last=False)
 
     def first(self) -> Request | None:
         """The request that is to be admitted next, or dropped if nobody wants it; None if none."""

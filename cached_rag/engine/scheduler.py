@@ -27,6 +27,10 @@ from cached_rag.errors import ContextOverflowError
 from cached_rag.library.sequences import Sequences
 
 _log = logging.getLogger(__name__)
+_SET_BACK = (
+    "The answer was interrupted, as the KV of all running answers reached BatchConfig.max_bytes; "
+    "its own was computed again."
+)
 
 
 class Scheduler:
@@ -201,7 +205,7 @@ class Scheduler:
             return
         if request.status is not Status.ANSWERING:
             request.status = Status.ANSWERING
-            request.report.ttft_ms = request.clock.total()
+            request.report.ttft_ms = request.report.ttft_ms or request.clock.total()
         if piece:
             request.deliver(piece)
         if request.decoding.finish_reason:
@@ -224,7 +228,7 @@ class Scheduler:
         request.report.total_ms = request.clock.total()
         try:
             sequence = request.sequence
-            is_free = sequence is None or self._sharing.leave(sequence)
+            is_free = sequence is None or self._sharing.leave(sequence, request.buffer)
             request.release(is_free=is_free)
         except Exception:  # only caching failed: the answer is complete, and others go on
             _log.exception("what an answer left could not be kept")
@@ -247,20 +251,28 @@ class Scheduler:
         Raises:
             ContextOverflowError: there is no room even while nothing else runs.
         """
-        bound = self.config.max_bytes
+        bound, each = self.config.max_bytes, self._model.shapes.bytes_per_token
         if bound is None:
             return True
-        count = len(request.tokens) + request.config.max_tokens
-        count -= self._sharing.num_shared(beginning)
-        needed = count * self._model.shapes.bytes_per_token
-        if self._sharing.nbytes + needed <= bound:
-            return True
-        if not self._running:
+        longest = len(request.tokens) + request.config.max_tokens
+        if longest * each > bound:
             raise ContextOverflowError(
-                f"prompt and answer need {needed} bytes of KV, and BatchConfig.max_bytes is "
-                f"{bound}; raise it, retrieve less, or lower max_tokens"
+                f"prompt and answer need {longest * each} bytes of KV, and BatchConfig.max_bytes "
+                f"is {bound}; raise it, retrieve less, or lower max_tokens"
             )
-        return False
+        count = len(request.tokens) + request.room
+        if self._follows(request, beginning):
+            needed = self._sharing.cost(beginning, count)
+        else:
+            needed = request.resources.workspace.size(count) * each
+        return not self._running or self._sharing.nbytes + needed <= bound
+
+    def _follows(self, request: Request, beginning: Beginning) -> bool:
+        """Whether the batch computes all of a prompt that has no KV: there is none to repair."""
+        assert request.plan is not None
+        is_covered = all(place.end <= len(beginning) for place in request.plan.placements)
+        is_shared = bool(beginning.runs or self._running)
+        return is_covered and is_shared and self._model.can_append
 
     def _start(self, request: Request, beginning: Beginning) -> int:
         """Begin a request's answer; returns how many prompt tokens that computed.
@@ -270,28 +282,30 @@ class Scheduler:
         nobody to hold up, and one pass is the fastest. Methods that choose layer by layer always
         need one.
         """
-        plan, room = request.plan, request.config.max_tokens
+        plan, goes_on = request.plan, list(request.decoding.token_ids)
         assert plan is not None
         request.status = Status.PREFILLING
         request.begin_answer()
-        is_covered = all(place.end <= len(beginning) for place in plan.placements)
-        if is_covered and (beginning.runs or self._running) and self._model.can_append:
+        if self._follows(request, beginning):
             prefill.follow(request, beginning)
             request.sequence = self._sharing.begin(
-                request.as_sequence(), beginning, plan.positions, room
+                request.as_sequence(), beginning, plan.positions, request.room
             )
             request.note_sharing()
             self._running.append(request)
             return 0
-        is_crowded = bool(self._running or len(self._waiting))
-        is_in_pieces = is_crowded and not is_covered and self._model.can_batch
+        is_crowded = bool(self._running or len(self._waiting)) and not goes_on
+        is_repaired = any(place.end > len(beginning) for place in plan.placements)
+        is_in_pieces = is_crowded and is_repaired and self._model.can_batch
         computed = prefill.compute(request, beginning, in_pieces=is_in_pieces)
         assert request.buffer is not None
         request.sequence = self._sharing.hold(
             request.as_sequence(), request.buffer, request.beginning, request.num_final
         )
         self._running.append(request)
-        if not request.pending:
+        if goes_on:
+            request.pending = goes_on
+        elif not request.pending:
             self._take(request, request.logits)
         return computed
 
@@ -303,8 +317,8 @@ class Scheduler:
         sequence = request.sequence
         if request.status is Status.ANSWERING or request.buffer is None or sequence is None:
             return
-        unrepaired, room = prefill.unrepaired(request), request.config.max_tokens
-        self._sharing.adopt(sequence, request.beginning, unrepaired, room)
+        unrepaired = prefill.unrepaired(request)
+        self._sharing.adopt(sequence, request.beginning, unrepaired, request.room)
         request.note_sharing()
 
     def _batch(self, computed: int) -> list[tuple[Request, int]]:
@@ -322,6 +336,9 @@ class Scheduler:
         answering = [one for one in self._running if one.status is Status.ANSWERING]
         for request in answering:
             request.make_draft(len(answering))
+            if request.status is Status.ANSWERING:  # making room for another may set one back
+                self._make_room(request)
+        answering = [one for one in answering if one.status is Status.ANSWERING]
         batch = [(request, 1) for request in answering]
         for request in self._running:
             if request.status is Status.ANSWERING:
@@ -332,6 +349,30 @@ class Scheduler:
                 left = max(0, left - count)
         # Scattered tokens last: attention over what is appended to need not look at them then.
         return sorted(batch, key=lambda one: one[0].repair_left is not None)
+
+    def _make_room(self, request: Request) -> None:
+        """Add a page to an answer that needs one, or set the youngest request back for it."""
+        count, bound = request.missing_room, self.config.max_bytes
+        if not count:
+            return
+        while bound is not None and len(self._running) > 1:
+            if self._sharing.nbytes + self._sharing.page_cost(count) <= bound:
+                break
+            youngest = self._running[-1]
+            self._set_back(youngest)
+            if youngest is request:
+                return
+        assert request.sequence is not None
+        self._sharing.extend(request.sequence, count)
+
+    def _set_back(self, request: Request) -> None:
+        """Let a request wait again, without its memory, until there is enough."""
+        assert request.sequence is not None
+        self._running.remove(request)
+        is_free = self._sharing.leave(request.sequence, request.buffer)
+        request.set_back(is_free=is_free)
+        request.report.notes.append(_SET_BACK)
+        self._waiting.put_back(request)
 
     def _take_all(self, batch: Sequence[tuple[Request, int]], logits: torch.Tensor) -> None:
         """Take the next tokens of each request whose prompt is complete.

@@ -16,7 +16,7 @@ import numpy as np
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.rows import RowKV, Run
-from cached_rag.kv.slab import Slabs
+from cached_rag.kv.slab import SlabRow, Slabs
 from cached_rag.library.plan import Placement
 from cached_rag.library.sequences import MIN_SHARED, Ids, common, where
 
@@ -111,8 +111,13 @@ class Sharing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the KV of all running prompts; a buffer that several use counts once."""
-        return sum(buffer.nbytes for buffer in _buffers(self._sequences).values())
+        """Bytes of the KV of all running prompts; a buffer that several use counts once.
+
+        Memory that is held for the next ones counts, too.
+        """
+        used = _buffers(self._sequences).values()
+        apart = sum(buffer.nbytes for buffer in used if not isinstance(buffer, SlabRow))
+        return apart + self._slabs.nbytes
 
     def beginning(self, finished: Beginning, namespace: str, ids: Ids, limit: int) -> Beginning:
         """The longest KV of a prompt's beginning, from finished prompts or from a running one.
@@ -130,9 +135,17 @@ class Sharing:
             best = replace(finished, runs=(*running.runs, *filter(None, behind)))
         return replace(best, is_coming=coming - len(best) >= MIN_SHARED)
 
-    def num_shared(self, beginning: Beginning) -> int:
-        """How many tokens of a beginning would not be copied."""
-        return sum(map(len, self._common_runs(beginning.runs)))
+    def cost(self, beginning: Beginning, count: int) -> int:
+        """Bytes that `begin` would take for a prompt with room for `count` tokens in all."""
+        return self._slabs.cost(count - sum(map(len, self._common_runs(beginning.runs))))
+
+    def page_cost(self, count: int) -> int:
+        """Bytes that `extend` would take."""
+        return self._slabs.cost(count)
+
+    def extend(self, sequence: RunningSequence, count: int) -> None:
+        """Give a sequence room for `count` tokens more, in a buffer (a page) that it goes on in."""
+        sequence.kv.goes_on_in(self._slabs.take(count))
 
     def _running_beginning(self, namespace: str, wanted: Ids) -> tuple[Beginning, int]:
         """The longest KV of a beginning in a running prompt, and how long it will become."""
@@ -212,11 +225,11 @@ class Sharing:
         sequence.chunks = {name: (place.begin, place.end) for name, place in named.items()}
         sequence.held = tuple(p.kv for p in named.values() if isinstance(p.kv, ModuleKV))
 
-    def leave(self, sequence: RunningSequence) -> bool:
+    def leave(self, sequence: RunningSequence, buffer: KVBuffer | None) -> bool:
         """Remove a prompt whose answer is over.
 
         Returns:
-            Whether its own buffer is free: no other prompt reads it.
+            Whether a buffer of it is free: no other prompt reads it.
         """
         self._sequences.remove(sequence)
         used = _buffers(self._sequences)
@@ -225,7 +238,7 @@ class Sharing:
                 self._slabs.give(buffer)
         if not used:
             self._slabs.drop_idle()
-        return id(sequence.kv.own) not in used
+        return id(buffer) not in used
 
     def forget(self, namespace: str, token_ids: Sequence[int]) -> None:
         """Share no more KV of those running prompts of a tenant that contain these tokens."""

@@ -17,7 +17,7 @@ from cached_rag.kv.module import LayerSource, ModuleKV
 from cached_rag.kv.positions import PositionRule
 
 # Capacities are rounded up to a multiple of so many slots, so that a spare buffer often fits.
-_GROWTH = 1024
+_GROWTH, _SMALL_GROWTH = 1024, 256
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,13 @@ class Workspace:
             spare = self._spare.pop()
             if spare.capacity >= capacity:
                 return spare.lay_out(None)
-        rounded = -(-capacity // _GROWTH) * _GROWTH
-        return KVBuffer.like(self._shapes, rounded)
+        return KVBuffer.like(self._shapes, self.size(capacity))
+
+    def size(self, capacity: int) -> int:
+        """The capacity that a buffer of at least so many slots would have now."""
+        step = _SMALL_GROWTH if capacity < _GROWTH else _GROWTH
+        spare = max((one.capacity for one in list(self._spare)), default=0)
+        return spare if spare >= capacity else -(-capacity // step) * step
 
     def give(self, buffer: KVBuffer) -> None:
         """Take a buffer back that nobody reads any more."""

@@ -82,7 +82,15 @@ class RowKV:
 
     def position(self, slot: int) -> int:
         """The position of the token in a slot."""
-        return slot if self.positions is None else int(self.positions[slot])
+        if self.positions is None:
+            return slot
+        last = len(self.positions) - 1  # behind it there are no gaps
+        return int(self.positions[min(slot, last)]) + max(0, slot - last)
+
+    def goes_on_in(self, page: KVBuffer) -> None:
+        """Put the tokens that come next into another buffer; nothing is copied."""
+        self.runs, self._slot, self._begin = self.every_run(), self.length, 0
+        self.own = page
 
     def at(self, slot: int) -> int:
         """The slot of its own buffer in which a slot behind the runs lies."""

@@ -38,6 +38,16 @@ class Slab:
         """Number of rows, used or not."""
         return self.keys.shape[1]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes: on a CPU only those of rows that were ever used."""
+        used = sum(map(self.is_held, range(self.num_rows)))
+        return (self.keys.nbytes + self.values.nbytes) // self.num_rows * used
+
+    def is_held(self, row: int) -> bool:
+        """Whether a row takes memory: on a CPU only if it was ever used."""
+        return row not in self._fresh or self.keys.device.type != "cpu"
+
     def take(self) -> SlabRow:
         """A free row; there has to be one."""
         row = self.free[-1]
@@ -65,11 +75,16 @@ class Slabs:
         self._shapes = shapes
         self._slabs: dict[int, list[Slab]] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slabs, rows that nobody uses now among them."""
+        return sum(slab.nbytes for held in self._slabs.values() for slab in held)
+
     def take(self, capacity: int) -> KVBuffer:
         """A buffer of at least `capacity` slots: a slab's row, unless it is longer than LONGEST."""
         if capacity > LONGEST:
             return KVBuffer.like(self._shapes, capacity)
-        rounded = -(-capacity // _STEP) * _STEP
+        rounded = _rounded(capacity)
         held = self._slabs.setdefault(rounded, [])
         slab = next((slab for slab in held if slab.free), None)
         if slab is None:
@@ -77,6 +92,16 @@ class Slabs:
             slab = Slab(self._shapes, rows, rounded)
             held.append(slab)
         return slab.take()
+
+    def cost(self, capacity: int) -> int:
+        """Bytes that `take` would add to what there is."""
+        if capacity > LONGEST:
+            return capacity * self._shapes.bytes_per_token
+        rounded, is_cpu = _rounded(capacity), self._shapes.device.type == "cpu"
+        for slab in self._slabs.get(rounded, ()):
+            if slab.free:
+                return 0 if slab.is_held(slab.free[-1]) else rounded * self._shapes.bytes_per_token
+        return rounded * self._shapes.bytes_per_token * (1 if is_cpu else _FEW_ROWS)
 
     def give(self, buffer: KVBuffer) -> None:
         """Take a slab's row back that nobody reads any more; other buffers are just dropped."""
@@ -87,6 +112,10 @@ class Slabs:
         """Free the memory of slabs of which no row is used."""
         for capacity, held in self._slabs.items():
             self._slabs[capacity] = [slab for slab in held if len(slab.free) < slab.num_rows]
+
+
+def _rounded(capacity: int) -> int:
+    return -(-capacity // _STEP) * _STEP
 
 
 def mask_of(

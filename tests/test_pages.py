@@ -1,0 +1,104 @@
+"""Answers take memory as they grow; under a bound the youngest waits again, and goes on later."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from conftest import CHUNKS, NEW_PROMPTS, tiny_model
+from crowd import ASKED, begun
+from doubles import Recording
+
+from cached_rag import BatchConfig, Engine
+from cached_rag.engine import request as requests
+from cached_rag.engine.request import PAGE
+from cached_rag.kv import slab
+
+PROMPTS = [*ASKED[:2], f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\nWhy?", f"{CHUNKS[1]}\n\nWho?"]
+LONG = {"max_tokens": 60, "ignore_eos": True}
+
+
+@pytest.fixture
+def model():
+    return Recording(tiny_model("llama"))
+
+
+@pytest.fixture
+def pages(monkeypatch):
+    """Pages of four slots, and memory that is not rounded up to more."""
+    monkeypatch.setattr(requests, "PAGE", 4)
+    monkeypatch.setattr(slab, "_STEP", 4)
+
+
+def reserved(model, **batch):
+    """Bytes in use at every step, of an engine that is asked next."""
+    engine, used = Engine(model, NEW_PROMPTS, BatchConfig(**batch)), []
+    model.before = lambda _: used.append(engine.scheduler.nbytes)
+    return engine, used
+
+
+@pytest.mark.parametrize("method", ["full", "auto", "reuse"])
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("how", [{}, {"temperature": 2.0, "seed": 3}])
+def test_an_answer_in_many_pages_is_the_same(model, pages, monkeypatch, method, drafts, how):
+    options = LONG | how | {"method": method, "drafts": drafts}
+    answers = []
+    for page in (4, 1000):
+        monkeypatch.setattr(requests, "PAGE", page)
+        engine = Engine(model, NEW_PROMPTS)
+        engine.encode(CHUNKS)
+        answers.append([one.token_ids for one in engine.generate_batch(PROMPTS, **options)])
+    assert answers[0] == answers[1]
+    assert [len(tokens) for tokens in answers[0]] == [60] * len(PROMPTS)
+
+
+def test_memory_grows_with_the_answer(model, pages):
+    engine, used = reserved(model)
+    engine.generate("Why?", max_tokens=900, ignore_eos=True, drafts=False)
+    assert used == sorted(used)
+    sizes = [nbytes // model.shapes.bytes_per_token for nbytes in dict.fromkeys(used)]
+    assert sizes[0] == 256  # then one page after the other, each as large as the answer before it
+    assert all(1.9 * one < other + 8 for one, other in pairwise(sizes[:-1]))
+    assert 900 < sizes[-1] < 920
+    assert engine.scheduler.nbytes == 0
+
+
+def test_most_answers_have_one_page(model):
+    engine, used = reserved(model)
+    engine.generate(CHUNKS[0], max_tokens=PAGE, ignore_eos=True)
+    assert len(set(used)) == 1
+
+
+@pytest.mark.parametrize(("method", "slots"), [("full", 600), ("auto", 2 * 256 + 6)])
+@pytest.mark.parametrize("how", [{}, {"temperature": 2.0, "seed": 3}])
+def test_the_youngest_gives_way_and_goes_on_where_it_was(model, pages, method, slots, how):
+    options = how | {"method": method, "max_tokens": 240, "ignore_eos": True}
+    asked = [f"{CHUNKS[n]} Why?" for n in range(3)]
+    free = Engine(model, NEW_PROMPTS)
+    free.encode(CHUNKS)
+    expected = [answer.token_ids for answer in free.generate_batch(asked, **options)]
+    room = slots * model.shapes.bytes_per_token
+    engine, used = reserved(model, max_bytes=room, shares=False)
+    engine.encode(CHUNKS)
+    model.steps.clear()
+    answers = engine.generate_batch(asked, **options)
+    assert [answer.token_ids for answer in answers] == expected
+    told = [any("interrupted" in note for note in one.report.notes) for one in answers]
+    assert not told[0]  # the oldest gets what it needs
+    assert any(told)
+    assert [one.report.output_tokens for one in answers] == [240] * 3
+    assert max(used) <= room
+    assert engine.scheduler.nbytes == 0
+    assert max(len(rows) for rows in model.steps) > 1
+
+
+def test_a_request_that_gave_way_can_be_cancelled(model, pages):
+    room = (2 * 256 + 20) * model.shapes.bytes_per_token
+    engine, _ = reserved(model, max_bytes=room, shares=False)
+    streams = begun(engine, CHUNKS[:2], max_tokens=400, ignore_eos=True, method="full")
+    while not streams[1].report.notes:
+        next(streams[0])
+    assert engine.scheduler.num_waiting == 1
+    streams[1].close()
+    assert streams[1].finish_reason == "cancelled"
+    assert len(streams[0].result().token_ids) == 400
