@@ -65,6 +65,8 @@ class Plain:
 
     llama: object
     can_watch: bool = False
+    can_narrow: bool = False
+    can_share: bool = False
     can_batch: bool = False
     can_append: bool = False
     facts: tuple = field(

@@ -173,11 +173,18 @@ class Backend(Protocol):
         ...
 
     @property
-    def can_batch(self) -> bool:
-        """Whether `step` computes several rows in one pass.
+    def can_narrow(self) -> bool:
+        """Whether `repair` accepts methods that choose rows layer by layer."""
+        ...
 
-        Rows may then share runs of KV, and compute tokens of prompts that are repaired.
-        """
+    @property
+    def can_batch(self) -> bool:
+        """Whether `step` computes several rows in one pass."""
+        ...
+
+    @property
+    def can_share(self) -> bool:
+        """Whether rows of a step may share runs of KV, and repair prompts (`StepInput.slots`)."""
         ...
 
     @property
@@ -244,7 +251,7 @@ class Backend(Protocol):
 
         `step` can then compute them in pieces, in the order of their slots. As a row sees no later
         one, in no layer, the prompt's KV is then what `repair` makes it. Asked for only where
-        `can_batch` is true.
+        `can_share` is true.
 
         Args:
             As `repair`.

@@ -16,7 +16,7 @@ from cached_rag.engine.profile import profile_of
 from cached_rag.errors import ConfigError, ContextOverflowError, RelocationError
 from cached_rag.kv.module import ModuleKV
 from cached_rag.library.plan import Plan
-from cached_rag.methods import CacheBlend, Full, Prefix, Selector, Takes
+from cached_rag.methods import CacheBlend, Epic, Full, Prefix, Selector, Takes, name_of
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,10 @@ def _allowed(model: Backend, plan: Plan, config: GenerationConfig) -> Choice:
         method = Full() if switched else Prefix()
         plan = plan.taking(method.takes)
     if method.gives_way and not model.can_watch:
-        method = CacheBlend()
-        notes.append("this model's attention cannot be watched, so cacheblend is used")
+        method = CacheBlend() if model.can_narrow else Epic()
+        notes.append(
+            f"this model's attention cannot be watched, so {name_of(method)} is used instead"
+        )
     return Choice(plan, method, tuple(notes))
 
 

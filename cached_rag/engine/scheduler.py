@@ -41,7 +41,7 @@ class Scheduler:
         self._model = model
         self._waiting = Waiting(config.max_waiting)
         self._running: list[Request] = []
-        self._sharing = Sharing(model.shapes, shares=config.shares and model.can_batch)
+        self._sharing = Sharing(model.shapes, shares=config.shares and model.can_share)
         self._turning = threading.Lock()
         self._cancelled: deque[Request] = deque()
         self._forgotten: deque[tuple[Sequences, str, str, Sequence[int]]] = deque()
@@ -296,7 +296,7 @@ class Scheduler:
             return 0
         is_crowded = bool(self._running or len(self._waiting)) and not goes_on
         is_repaired = any(place.end > len(beginning) for place in plan.placements)
-        is_in_pieces = is_crowded and is_repaired and self._model.can_batch
+        is_in_pieces = is_crowded and is_repaired and self._model.can_share
         computed = prefill.compute(request, beginning, in_pieces=is_in_pieces)
         assert request.buffer is not None
         request.sequence = self._sharing.hold(

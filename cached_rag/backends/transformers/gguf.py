@@ -52,6 +52,21 @@ def convert(source: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
         raise ValueError(f"{source} is damaged ({type(error).__name__}: {error})") from error
 
 
+def convert_tokenizer(source: Path, folder: Path) -> None:
+    """Write a GGUF's tokenizer, and no weights, into an existing folder.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written.
+        ValueError: the file is damaged, or of an unknown kind.
+    """
+    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    try:
+        with _read_once(source):
+            AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+    except (LookupError, RuntimeError, TypeError) as error:  # how readers fail on damaged files
+        raise ValueError(f"{source} is damaged ({type(error).__name__}: {error})") from error
+
+
 def put_together(pieces: Sequence[Path], target: Path, sha256: str) -> Path:
     """Join the pieces of a file and return `target`.
 

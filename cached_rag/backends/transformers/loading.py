@@ -126,6 +126,16 @@ class LanguageModel:
         return can_batch(self.decoder, self.rule)
 
     @property
+    def can_narrow(self) -> bool:
+        """See `Backend`."""
+        return True
+
+    @property
+    def can_share(self) -> bool:
+        """See `Backend`."""
+        return self.can_batch
+
+    @property
     def can_append(self) -> bool:
         """See `Backend`. False with sliding windows."""
         return self.can_batch and not any(self.decoder.windows)

@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from cached_rag.backends.llama_cpp import api
-from cached_rag.backends.resolve import ModelSource, cache_dir, resolve
+from cached_rag.backends.llama_cpp.files import gguf_source, whole_file
 from cached_rag.backends.thread import on_model_thread
-from cached_rag.backends.transformers.gguf import put_together
 from cached_rag.benchmarks.peers.base import Question, Sample, Stopwatch
 from cached_rag.errors import ConfigError, ContextOverflowError, ModelError
 
@@ -122,30 +121,13 @@ class LlamaCpp:
 
 
 def gguf_file(model: str) -> Path:
-    """The GGUF file behind a model's name. Pieces are joined once, in the user's cache directory.
+    """The GGUF file behind a model's name.
 
     Raises:
-        ConfigError: the model is no GGUF file.
-        ModelError: the pieces are damaged.
+        ConfigError: the model is no GGUF file; `--gguf` names one.
+        ModelError: its pieces are damaged.
     """
-    source = resolve(model)
-    if not source.is_gguf:
-        raise ConfigError(
-            f"llama.cpp reads GGUF files, and {model} is none; give the same weights as one: "
-            "--gguf FILE"
-        )
-    return _joined(source) if source.pieces else Path(source.path)
-
-
-def _joined(source: ModelSource) -> Path:
-    whole = cache_dir() / "gguf" / f"{source.digest}.gguf"
-    if not whole.is_file():
-        whole.parent.mkdir(exist_ok=True)
-        part = whole.with_suffix(f".{os.getpid()}")
-        try:
-            put_together(source.pieces, part, source.digest).replace(whole)
-        except ValueError as error:
-            raise ModelError(f"{error}; install the wheels again") from error
-        finally:
-            part.unlink(missing_ok=True)
-    return whole
+    try:
+        return whole_file(gguf_source(model))
+    except ConfigError as error:
+        raise ConfigError(f"{error}: --gguf FILE") from error

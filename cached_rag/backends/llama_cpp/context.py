@@ -1,0 +1,258 @@
+"""A llama.cpp context: sequences of tokens whose KV is put in, computed, read and dropped.
+
+A context has a fixed number of cells, one for each token's KV, and all sequences share them. It is
+made again, larger, when they do not suffice; whoever uses it keeps all KV elsewhere and puts it in
+anew. Checks all numbers before llama.cpp sees them. Knows tokens and KV; knows no prompt.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cached_rag.backends.llama_cpp import api
+from cached_rag.backends.llama_cpp.state import Cells, Part, StateFormat
+from cached_rag.errors import ModelError
+from cached_rag.kv.buffer import KVShapes
+
+# Sequences at the same time: running answers, and two that a prefill needs for itself.
+MAX_SEQUENCES = 64
+# Tokens that one call of llama.cpp gets.
+_BATCH = 2048
+# Most logits that a sequence gives in one call: a token and the drafts behind it.
+_LOGITS = 16
+# Most logits of one call: memory is reserved for them, and a vocabulary has 150,000 entries.
+_MOST_LOGITS = 160
+_LEAST_CELLS = 1024
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens to append to a sequence.
+
+    Attributes:
+        position: of the first one; it must follow the sequence's last.
+        num_logits: after how many of the last ones logits are wanted.
+    """
+
+    sequence: int
+    token_ids: Sequence[int]
+    position: int
+    num_logits: int = 1
+
+
+class FullError(Exception):
+    """The context has not so many free cells or sequences.
+
+    Attributes:
+        cells: how many it would need in all.
+    """
+
+    def __init__(self, cells: int) -> None:
+        super().__init__(f"{cells} cells are needed")
+        self.cells = cells
+
+
+class Context:
+    """One context of a model.
+
+    Attributes:
+        size: number of cells.
+        used: cells that sequences hold.
+    """
+
+    def __init__(
+        self, library: ctypes.CDLL, model: int, shapes: KVShapes, vocab_size: int, threads: int
+    ) -> None:
+        """Allocate nothing yet."""
+        self._c, self._model, self._shapes = library, model, shapes
+        self._vocab_size, self._threads = vocab_size, threads
+        self._handle: int | None = None
+        self._memory: int | None = None
+        self._held: dict[int, int] = {}
+        self.size = 0
+        self.format: StateFormat | None = None
+
+    @property
+    def used(self) -> int:
+        """Cells that sequences hold; what one has taken from another counts once."""
+        return sum(self._held.values())
+
+    def resize(self, cells: int) -> None:
+        """Make the context anew, with at least so many cells; all sequences are gone.
+
+        Raises:
+            ModelError: there is no memory for it.
+        """
+        self.free()
+        params = api.default_params(self._c, api.ContextParams)
+        size = max(_LEAST_CELLS, -(-cells // 256) * 256)
+        params.n_ctx, params.n_batch, params.n_seq_max = size, _BATCH, MAX_SEQUENCES
+        params.n_threads = params.n_threads_batch = self._threads
+        params.n_outputs_max_per_seq = _LOGITS
+        params.n_outputs_max = _MOST_LOGITS
+        params.flash_attn_type, params.kv_unified = 1, True
+        self._handle = self._c.llama_init_from_model(self._model, params)
+        if not self._handle:
+            nbytes = size * self._shapes.bytes_per_token
+            raise ModelError(
+                f"llama.cpp has no memory for the KV of {size} tokens ({nbytes >> 20} MiB); ask "
+                "shorter prompts, or fewer at the same time (BatchConfig.max_rows)"
+            )
+        self._memory = self._c.llama_get_memory(self._handle)
+        self.size = size
+
+    def free(self) -> None:
+        """Give its memory back."""
+        if self._handle:
+            self._c.llama_free(self._handle)
+        self._handle, self.size = None, 0
+        self._held.clear()
+
+    def require(self, cells: int) -> None:
+        """See that there is room.
+
+        Raises:
+            FullError: there is not.
+        """
+        if self.used + cells > self.size:
+            raise FullError(self.used + cells)
+
+    def open(self) -> int:
+        """An empty sequence.
+
+        Raises:
+            FullError: there are too many.
+        """
+        number = next((n for n in range(MAX_SEQUENCES) if n not in self._held), None)
+        if number is None:
+            raise FullError(self.size)
+        self._held[number] = 0
+        return number
+
+    def drop(self, sequence: int, heir: int | None = None) -> None:
+        """Forget a sequence, if it is there. Cells that others have taken from it stay.
+
+        Args:
+            heir: who has taken all of its cells; None for nobody.
+        """
+        if sequence in self._held:
+            count = self._held.pop(sequence)
+            self._c.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+            if heir is not None:
+                self._held[heir] += count
+
+    def cut(self, sequence: int, begin: int, tokens: int) -> None:
+        """Drop the tokens of a sequence from a position on.
+
+        Args:
+            tokens: how many they are.
+        """
+        self._c.llama_memory_seq_rm(self._memory, sequence, begin, -1)
+        self._held[sequence] -= tokens
+
+    def take(self, source: int, target: int, begin: int, end: int) -> None:
+        """Let a sequence have another one's tokens at positions `begin` to `end` (exclusive)."""
+        if begin < end:
+            self._c.llama_memory_seq_cp(self._memory, source, target, begin, end)
+
+    def put(self, sequence: int, positions: Sequence[int], parts: Sequence[Part]) -> None:
+        """Fill an empty sequence with KV; see `StateFormat.compose`.
+
+        Raises:
+            FullError: there are too few cells.
+            ModelError: llama.cpp refuses it.
+        """
+        if not len(positions):
+            return
+        assert self.format is not None
+        self.require(len(positions))
+        state = self.format.compose(torch.tensor(positions), parts)
+        read = self._c.llama_state_seq_set_data(
+            self._handle, state.data_ptr(), len(state), sequence
+        )
+        if read != len(state):
+            raise ModelError(f"llama.cpp took {read} of the {len(state)} bytes of a prompt's KV")
+        self._held[sequence] = len(positions)
+
+    def state(self, sequence: int) -> torch.Tensor:
+        """(num_bytes,) uint8: a sequence's KV in llama.cpp's own form."""
+        size = self._c.llama_state_seq_get_size(self._handle, sequence)
+        state = torch.empty(size, dtype=torch.uint8)
+        wrote = self._c.llama_state_seq_get_data(self._handle, state.data_ptr(), size, sequence)
+        if wrote != size:
+            raise ModelError(f"llama.cpp wrote {wrote} of the {size} bytes of a sequence's KV")
+        return state
+
+    def read(self, sequence: int, runs: Sequence[tuple[int, int]]) -> Cells:
+        """The KV of the tokens at positions `begin` to `end` of each run, in their order."""
+        assert self.format is not None
+        part = self.open()
+        try:
+            for begin, end in runs:
+                self.take(sequence, part, begin, end)
+            found = self.format.parse(self.state(part))
+        finally:
+            self.drop(part)
+        order = found.positions.argsort()
+        if torch.equal(order, torch.arange(len(order))):
+            return found
+        return Cells(found.positions[order], found.keys[:, order], found.values[:, order])
+
+    def compute(self, work: Sequence[Work]) -> torch.Tensor:
+        """Append tokens to sequences; (sum of `num_logits`, vocab_size) logits, in their order.
+
+        Raises:
+            FullError: there are too few cells.
+            ModelError: a token that the model does not know, or llama.cpp cannot compute them.
+        """
+        tokens = [
+            (token, one.position + n, one.sequence, n >= len(one.token_ids) - one.num_logits)
+            for one in work
+            for n, token in enumerate(one.token_ids)
+        ]
+        if not all(0 <= token < self._vocab_size for token, *_ in tokens):
+            raise ModelError(f"the GGUF file has only {self._vocab_size} tokens: another model's?")
+        self.require(len(tokens))
+        found = []
+        for begin in range(0, len(tokens), _BATCH):
+            some = tokens[begin : begin + _BATCH]
+            self._decode(some)
+            found += [self._logits(n) for n, (*_, wanted) in enumerate(some) if wanted]
+        for one in work:
+            self._held[one.sequence] += len(one.token_ids)
+        return torch.stack(found) if found else torch.empty(0, self._vocab_size)
+
+    def _decode(self, tokens: Sequence[tuple[int, int, int, bool]]) -> None:
+        """Compute tokens: (token, position, sequence, whether its logits are wanted) of each."""
+        count = len(tokens)
+        ids, positions, sequences = (
+            np.array([one[part] for one in tokens], dtype=np.int32) for part in range(3)
+        )
+        wanted = np.array([one[3] for one in tokens], dtype=np.int8)
+        ones = np.ones(count, dtype=np.int32)
+        places = sequences.ctypes.data + 4 * np.arange(count, dtype=np.uint64)
+        int32, int8 = ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_int8)
+        batch = api.Batch(
+            n_tokens=count,
+            token=ids.ctypes.data_as(int32),
+            pos=positions.ctypes.data_as(int32),
+            n_seq_id=ones.ctypes.data_as(int32),
+            seq_id=places.ctypes.data_as(ctypes.POINTER(int32)),
+            logits=wanted.ctypes.data_as(int8),
+        )
+        code = self._c.llama_decode(self._handle, batch)
+        if code == 1:
+            raise FullError(self.size + count)
+        if code:
+            raise ModelError(f"llama.cpp cannot compute {count} tokens (code {code})")
+
+    def _logits(self, number: int) -> torch.Tensor:
+        found = self._c.llama_get_logits_ith(self._handle, number)
+        if not found:
+            raise ModelError("llama.cpp gave no logits where they were asked for")
+        return torch.from_numpy(np.ctypeslib.as_array(found, (self._vocab_size,)).copy())

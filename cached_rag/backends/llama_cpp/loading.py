@@ -1,0 +1,292 @@
+"""Loads a GGUF with llama.cpp, and tries what the backend assumes of it before anything relies on it.
+
+What is tried: how states are laid out, how keys depend on position, whether KV that is put together
+gives what llama.cpp computes itself, and whether both tokenizers agree. llama.cpp rounds activations
+to 8 bits, so two equal computations differ; errors are compared with that difference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+
+from cached_rag.backends.llama_cpp import api
+from cached_rag.backends.llama_cpp.context import Context, Work
+from cached_rag.backends.llama_cpp.files import gguf_source, tokenizer_of, whole_file
+from cached_rag.backends.llama_cpp.model import LlamaCppModel
+from cached_rag.backends.llama_cpp.state import Cells, StateFormat
+from cached_rag.backends.transformers.memory import OVERHEAD_BYTES, free_bytes
+from cached_rag.errors import ModelError
+from cached_rag.kv import fingerprint
+from cached_rag.kv.buffer import KVShapes
+from cached_rag.kv.positions import LayerRule, PositionRule, match_rule
+
+# Part of the fingerprint: raised when the same tokens would get other KV than before.
+_KV_VERSION = 1
+_PROBE_TOKENS, _PROBE_DELTA = 24, 300
+# Largest error of moved keys, as a share of a pair of dimensions' size. Rounding to 8 bits causes
+# up to a fifth of that; a wrong rule gives about 1 (tests/test_llama_backend.py has both).
+_TOLERANCE = 0.25
+# Most that logits over KV that was put in may differ, in nats, and as a share of what wrong KV does.
+# Nothing is rounded on that way, but sums are taken in another order, and a last bit that differs
+# is enough for activations to be rounded to another of 255 values: .002 to .005 were seen.
+_PARTS_TOLERANCE, _PARTS_SHARE = 0.03, 0.1
+# Texts that both tokenizers must cut alike.
+_TEXTS = (
+    "Hello, World! It's 3 o'clock.",
+    "  two  spaces,\n\n\ttabs\nand 1234567.89 numbers",
+    "naïve café — “quotes” … 東京で 🙂 Ωμέγα",
+    "def f(x):\n    return {'a': [x ** 2, None]}  # 100%",
+)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a GGUF says of itself."""
+
+    library: ctypes.CDLL
+    handle: int
+
+    def text(self, key: str) -> str | None:
+        """A value of its metadata; `{arch}` stands for the architecture."""
+        name = key.replace("{arch}", self.architecture) if "{arch}" in key else key
+        value = ctypes.create_string_buffer(256)
+        got = self.library.llama_model_meta_val_str(self.handle, name.encode(), value, len(value))
+        return value.value.decode(errors="replace") if got >= 0 else None
+
+    def number(self, key: str, otherwise: float) -> float:
+        """A number of its metadata."""
+        found = self.text(key)
+        return otherwise if found is None else float(found)
+
+    @property
+    def architecture(self) -> str:
+        """Such as "llama"."""
+        return self.text("general.architecture") or ""
+
+
+def load_llama_cpp(name: str, threads: int | None = None) -> LlamaCppModel:
+    """Load a GGUF with llama.cpp, on the CPU.
+
+    Args:
+        name: an alias that stands for a GGUF, or a .gguf file.
+        threads: of prefill and decoding; None for torch's number.
+
+    Raises:
+        ConfigError: it is no GGUF.
+        ModelNotFoundError: there is no such file, or it has no tokenizer that transformers knows.
+        MissingPackageError: llama.cpp is not installed.
+        ModelError: the file is damaged, does not fit in memory, or is of a kind whose KV cannot be
+            put together (sliding windows, recurrent layers, several position axes).
+    """
+    library, source = api.load(), gguf_source(name)
+    path = whole_file(source)
+    _check_memory(name, path)
+    params = api.default_params(library, api.ModelParams)
+    params.n_gpu_layers = 0
+    handle = library.llama_model_load_from_file(os.fsencode(path), params)
+    if not handle:
+        raise ModelError(f"llama.cpp cannot load {path}; its messages in the log say why")
+    context: Context | None = None
+    try:
+        facts = _Facts(library, handle)
+        _check_kind(facts, name)
+        shapes, vocab = _shapes(facts), library.llama_model_get_vocab(handle)
+        size = library.llama_vocab_n_tokens(vocab)
+        context = Context(library, handle, shapes, size, threads or torch.get_num_threads())
+        tokenizer = tokenizer_of(source, path)
+        _check_tokenizer(library, vocab, tokenizer, name)
+        ids = _probe_ids(library, vocab, size)
+        rule = _examined(context, facts, path, ids)
+    except BaseException:
+        if context is not None:
+            context.free()
+        library.llama_model_free(handle)
+        raise
+    model = LlamaCppModel(
+        name=name,
+        context=context,
+        tokenizer=tokenizer,
+        shapes=shapes,
+        rule=rule,
+        fingerprint=fingerprint.model_fingerprint(
+            {
+                "version": _KV_VERSION,
+                "weights": source.digest,
+                "backend": f"{api.PACKAGE} {api.BUILD}",
+                "tokenizer": fingerprint.digest(tokenizer.backend_tokenizer.to_str()),
+                "dtype": str(shapes.dtype),
+            }
+        ),
+        vocab_size=size,
+        context_length=library.llama_model_n_ctx_train(handle),
+        eos_ids=frozenset(t for t in range(size) if library.llama_vocab_is_eog(vocab, t)),
+        weights_bytes=library.llama_model_size(handle),
+        about=f"llama.cpp ({api.PACKAGE} {api.BUILD})",
+    )
+    weakref.finalize(model, _release, library, context, handle)
+    return model
+
+
+def _release(library: ctypes.CDLL, context: Context, handle: int) -> None:
+    context.free()
+    library.llama_model_free(handle)
+
+
+def _check_memory(name: str, path: Path) -> None:
+    needed, free = path.stat().st_size + OVERHEAD_BYTES, free_bytes("cpu")
+    if needed > free:
+        raise ModelError(
+            f"{name} does not fit: its file and the first prompts take {needed / 2**30:.1f} GiB, "
+            f"and {max(free, 0) / 2**30:.1f} GiB of memory are free. Free some, or use a smaller "
+            "model or quantisation"
+        )
+
+
+def _check_kind(facts: _Facts, name: str) -> None:
+    kinds = {
+        "it has recurrent layers": facts.library.llama_model_is_recurrent(facts.handle)
+        or facts.library.llama_model_is_hybrid(facts.handle),
+        "its positions have several axes": facts.text("{arch}.rope.dimension_sections"),
+        "it has sliding windows": facts.number("{arch}.attention.sliding_window", 0),
+    }
+    if wrong := [why for why, is_so in kinds.items() if is_so]:
+        raise ModelError(
+            f"the KV of {name} cannot be put together in llama.cpp: {' and '.join(wrong)}; use "
+            'backend="transformers"'
+        )
+
+
+def _shapes(facts: _Facts) -> KVShapes:
+    c, model = facts.library, facts.handle
+    dim = c.llama_model_n_embd(model) // max(1, c.llama_model_n_head(model))
+    return KVShapes(
+        num_layers=c.llama_model_n_layer(model),
+        num_kv_heads=c.llama_model_n_head_kv(model),
+        head_dim=int(facts.number("{arch}.attention.key_length", dim)),
+        value_dim=int(facts.number("{arch}.attention.value_length", dim)),
+        dtype=torch.float16,
+        device=torch.device("cpu"),
+    )
+
+
+def _check_tokenizer(library: ctypes.CDLL, vocab: int, tokenizer: Any, name: str) -> None:
+    """See that transformers' tokenizer, which finds chunks, cuts texts as llama.cpp's does."""
+    for text in _TEXTS:
+        data, room = text.encode(), 4 * len(text) + 8
+        ids = (ctypes.c_int32 * room)()
+        count = library.llama_tokenize(vocab, data, len(data), ids, room, False, False)
+        wanted = tokenizer.encode(text, add_special_tokens=False)
+        if list(ids[: max(0, count)]) != wanted:
+            raise ModelError(
+                f"llama.cpp cuts {text!r} into other tokens than transformers does with the "
+                f'tokenizer in {name}, so chunks could not be found; use backend="transformers"'
+            )
+
+
+def _probe_ids(library: ctypes.CDLL, vocab: int, size: int) -> list[int]:
+    """Some tokens, spread over the vocabulary, none of which ends a text."""
+    step = size // (2 * _PROBE_TOKENS)
+    found = (token for token in range(step, size) if not library.llama_vocab_is_eog(vocab, token))
+    return [token for n, token in enumerate(found) if n % step == 0][:_PROBE_TOKENS]
+
+
+def _examined(context: Context, facts: _Facts, path: Path, ids: list[int]) -> PositionRule:
+    """Learn the states' format, and the rule by which keys are moved.
+
+    Raises:
+        ModelError: KV that is put together does not give what llama.cpp computes.
+    """
+    context.resize(0)
+    own, third = context.open(), len(ids) // 3
+    cuts = [0, third, 2 * third, len(ids) - 1, len(ids)]
+    for begin, end in pairwise(cuts):  # as `_check_parts` computes them: cuts change the rounding
+        logits = context.compute([Work(own, ids[begin:end], begin)])[0]
+    context.format = StateFormat.of(context.state(own), context._shapes, len(ids))
+    here = context.read(own, [(0, len(ids))])
+    rule = _rule(context, facts, path, ids, here)
+    _check_parts(context, ids, cuts, here, logits)
+    context.drop(own)
+    return rule
+
+
+def _rule(
+    context: Context, facts: _Facts, path: Path, ids: list[int], here: Cells
+) -> PositionRule:
+    """How keys depend on position, from the same tokens at two places."""
+    far = context.open()
+    context.compute([Work(far, ids, _PROBE_DELTA, 0)])
+    there = context.read(far, [(_PROBE_DELTA, _PROBE_DELTA + len(ids))])
+    context.drop(far)
+    layers: list[LayerRule] = []
+    candidates = _frequencies(facts, path)
+    for before, after in zip(here.part[0], there.part[0], strict=True):
+        found = match_rule(before, after, _PROBE_DELTA, candidates, _TOLERANCE)
+        if found is None:
+            return PositionRule(
+                reason=f"no known rotation explains how llama.cpp's keys of {facts.architecture} "
+                f"models move (layer {len(layers)})"
+            )
+        layers.append(found)
+    return PositionRule(tuple(layers))
+
+
+def _frequencies(facts: _Facts, path: Path) -> list[tuple[float, ...]]:
+    """Rotary frequencies that the file may mean: as they are, scaled, or with a factor each."""
+    dim = int(facts.number("{arch}.rope.dimension_count", 0)) or _shapes(facts).head_dim
+    base = facts.number("{arch}.rope.freq_base", 10_000.0)
+    plain = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    found = [plain, plain / facts.number("{arch}.rope.scaling.factor", 1.0)]
+    for tensor in gguf.GGUFReader(path).tensors if facts.text("{arch}.rope.freq_base") else ():
+        if tensor.name == "rope_freqs.weight":
+            found.append(plain / torch.tensor(tensor.data, dtype=torch.float64).flatten())
+    return list(dict.fromkeys(tuple(one.tolist()) for one in found))
+
+
+def _check_parts(
+    context: Context, ids: list[int], cuts: list[int], here: Cells, expected: torch.Tensor
+) -> None:
+    """See that tokens computed between KV that was put in give the logits of a plain prefill.
+
+    KV of other tokens, put in their place, must be noticed.
+
+    Args:
+        cuts: where the plain prefill was cut; every other piece is put in.
+        here: its KV.
+        expected: its logits.
+    """
+    _, first, second, last, _ = cuts
+    keys, values = here.part
+    known = [*range(first), *range(second, last)]
+
+    def logits(source: list[int]) -> torch.Tensor:
+        stored, own = context.open(), context.open()
+        context.put(stored, known, [(keys[:, :, source], values[:, :, source])])
+        context.take(stored, own, 0, first)
+        context.compute([Work(own, ids[first:second], first, 0)])
+        context.take(stored, own, second, last)
+        found = context.compute([Work(own, ids[last:], last)])[0]
+        context.drop(stored)
+        context.drop(own)
+        return found
+
+    error, control = _distance(logits(known), expected), _distance(logits(known[::-1]), expected)
+    if error > min(_PARTS_TOLERANCE, _PARTS_SHARE * control):
+        raise ModelError(
+            f"KV that is put together does not give what llama.cpp computes (error {error:.1e}, "
+            f'wrong KV {control:.1e}); use backend="transformers"'
+        )
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The Kullback-Leibler divergence between next-token distributions, in nats."""
+    wanted = expected.double().log_softmax(-1)
+    return float((wanted.exp() * (wanted - found.double().log_softmax(-1))).sum())
