@@ -9,6 +9,7 @@ import typer
 
 from cached_rag.cli.options import (
     DEFAULT_INDEX,
+    BackendName,
     Device,
     Drafts,
     Dtype,
@@ -46,6 +47,7 @@ def ask_command(
     dtype: Dtype = None,
     device: Device = None,
     weights: Weights = "as stored",
+    backend: BackendName = "transformers",
     as_json: Json = False,
 ) -> None:
     """Ask the documents of an index; the answer streams."""
@@ -63,6 +65,7 @@ def ask_command(
     )
     # The one question there is; and full prefill, to compare it with, must not find what it left.
     how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
+    how["backend"] = backend
     with CachedRAG.open(index, sequence_bytes=0, **how) as rag:
         stream = rag.stream(question, k=k, config=config)
         for piece in stream:

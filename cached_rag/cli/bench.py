@@ -12,6 +12,7 @@ import typer
 
 from cached_rag.cli.bench_answers import answers, chat, weights_formats
 from cached_rag.cli.options import (
+    BackendName,
     Device,
     Drafts,
     Dtype,
@@ -64,6 +65,7 @@ def ttft(
     dtype: Dtype = None,
     device: Device = None,
     weights: Weights = "as stored",
+    backend: BackendName = "transformers",
     as_json: Json = False,
 ) -> None:
     """Time to first token of each method against full prefill, in one run."""
@@ -81,6 +83,7 @@ def ttft(
     sizes: dict[str, Any] = {"modules": chunks, "module_tokens": chunk_tokens}
     stored = []
     how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
+    how["backend"] = backend
     with Engine.load(model, store=NEW_PROMPTS, **how) as engine:
         rows = bench_ttft(
             engine,
@@ -252,6 +255,7 @@ def traffic(
     dtype: Dtype = None,
     device: Device = None,
     weights: Weights = "as stored",
+    backend: BackendName = "transformers",
     as_json: Json = False,
 ) -> None:
     """Several clients with questions over shared chunks: requests a second, time to first token."""
@@ -261,6 +265,7 @@ def traffic(
     from cached_rag.evaluation import load_examples
 
     how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
+    how["backend"] = backend
     counts = numbers(clients, int, "clients are whole numbers")
     server = Vllm(vllm) if vllm else None
     with Engine.load(model, store=NEW_PROMPTS, **how) as engine:

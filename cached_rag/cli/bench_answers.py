@@ -10,6 +10,7 @@ import typer
 
 from cached_rag.cli.demo import CORPUS
 from cached_rag.cli.options import (
+    BackendName,
     Device,
     Dtype,
     Methods,
@@ -84,6 +85,7 @@ def answers(
     dtype: Dtype = None,
     device: Device = None,
     weights: Weights = "as stored",
+    backend: BackendName = "transformers",
     as_json: Json = False,
 ) -> None:
     """Whole answers over retrieved chunks, beside what people run today (docs/speed.md)."""
@@ -96,6 +98,7 @@ def answers(
     # Nothing is kept of finished prompts, and nothing is computed while another peer answers.
     store = StoreConfig(sequence_bytes=0, write_back=False, learn_prefixes=False)
     how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
+    how["backend"] = backend
     context = max(lengths, default=0) + new_tokens + _ROOM
     with Engine.load(model, store=store, **how) as engine:
         found, missing = open_peers(Means(engine, model, context, gguf, vllm), names(peers))

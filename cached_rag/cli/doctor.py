@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from cached_rag.cli.options import Device, Dtype, IndexModel, Weights, require_index
+from cached_rag.cli.options import (
+    BackendName,
+    Device,
+    Dtype,
+    IndexModel,
+    Weights,
+    require_index,
+)
 from cached_rag.cli.terminal import Json, print_json, print_table
 from cached_rag.config import DEFAULT_MODEL
 
@@ -18,20 +25,21 @@ def doctor_command(
     dtype: Dtype = None,
     device: Device = None,
     weights: Weights = "as stored",
+    backend: BackendName = "transformers",
     as_json: Json = False,
 ) -> None:
     """What this machine and model can do, and whether reuse computes what the model would."""
     from cached_rag import CachedRAG, Engine
     from cached_rag.benchmarks.examine import examine, self_test
 
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
+    how["backend"] = backend
     if index is not None:
         require_index(index)
-        with CachedRAG.open(index, model, dtype=dtype, device=device, weights=weights) as rag:
+        with CachedRAG.open(index, model, **how) as rag:
             facts, tests = examine(rag.engine), self_test(rag.engine)
     else:
-        with Engine.load(
-            model or DEFAULT_MODEL, dtype=dtype, device=device, weights=weights
-        ) as engine:
+        with Engine.load(model or DEFAULT_MODEL, **how) as engine:
             facts, tests = examine(engine), self_test(engine)
     if as_json:
         facts["modules"] = facts["texts"]  # the count's earlier name

@@ -9,7 +9,16 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress, TextColumn
 
-from cached_rag.cli.options import Device, Dtype, Model, Plot, Weights, names, numbers
+from cached_rag.cli.options import (
+    BackendName,
+    Device,
+    Dtype,
+    Model,
+    Plot,
+    Weights,
+    names,
+    numbers,
+)
 from cached_rag.cli.terminal import Json, err, out, print_json, print_table
 from cached_rag.config import DEFAULT_MODEL
 
@@ -52,6 +61,7 @@ def evaluate_command(
     dtype: Dtype = None,
     device: Device = None,
     weights: Weights = "as stored",
+    backend: BackendName = "transformers",
     as_json: Json = False,
 ) -> None:
     """Compare methods with full prefill: F1, likelihood of the answer, KL, time to first token."""
@@ -64,7 +74,7 @@ def evaluate_command(
     ratios = numbers(ratio, float, "a ratio is a number from 0 to 1")
     trials = make_trials(names(methods), ratios)
     settings = Settings(tuple(data), tuple(trials), limit, answers)
-    with Engine.load(model, dtype=dtype, device=device, weights=weights) as engine:
+    with Engine.load(model, dtype=dtype, device=device, weights=weights, backend=backend) as engine:
         where = journal or cache_dir() / "eval" / f"{settings.digest(engine)}.jsonl"
         kept = Journal(where, settings.facts(engine))
         columns = (*Progress.get_default_columns(), TextColumn("{task.completed}/{task.total}"))

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cached_rag.cli.options import DEFAULT_INDEX, Codec, Device, Dtype, Index, IndexModel, Weights
+from cached_rag.cli.options import (
+    DEFAULT_INDEX,
+    BackendName,
+    Codec,
+    Device,
+    Dtype,
+    Index,
+    IndexModel,
+    Weights,
+)
 from cached_rag.cli.terminal import Json, err, out, print_json
 
 if TYPE_CHECKING:
@@ -31,6 +40,7 @@ def ingest_command(
     dtype: Dtype = None,
     device: Device = None,
     weights: Weights = "as stored",
+    backend: BackendName = "transformers",
     as_json: Json = False,
 ) -> None:
     """Read, split, embed, index and prefill documents; what the index has already is skipped."""
@@ -38,7 +48,7 @@ def ingest_command(
 
     options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "codec": codec, "context": context}
     with CachedRAG.open(
-        index, model, dtype=dtype, device=device, weights=weights, **options
+        index, model, dtype=dtype, device=device, weights=weights, backend=backend, **options
     ) as rag:
         summary = rag.ingest(path, name=name, delete_missing=delete_missing, progress=not as_json)
     if as_json:

@@ -30,6 +30,10 @@ Weights = Annotated[
     str,
     typer.Option(help="How weights are kept for decoding: as stored, bf16, int8 or int4."),
 ]
+BackendName = Annotated[
+    str,
+    typer.Option("--backend", help="What runs the model: transformers, or llama.cpp for a GGUF."),
+]
 Method = Annotated[
     str, typer.Option(help="How cached text is used: auto, full, prefix, reuse, cacheblend, ...")
 ]

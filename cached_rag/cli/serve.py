@@ -8,7 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from cached_rag.cli.options import Device, Dtype, IndexModel, Weights, require_index
+from cached_rag.cli.options import (
+    BackendName,
+    Device,
+    Dtype,
+    IndexModel,
+    Weights,
+    require_index,
+)
 from cached_rag.cli.terminal import err
 from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError, needs_extra
@@ -76,6 +83,7 @@ def serve_command(
     dtype: Dtype = None,
     device: Device = None,
     weights: Weights = "as stored",
+    backend: BackendName = "transformers",
 ) -> None:
     """Serve a model over OpenAI's protocol, reusing chunks' KV wherever they occur in prompts."""
     with needs_extra("serve", "the server"):
@@ -109,6 +117,7 @@ def serve_command(
         max_bytes=kv_bytes,
     )
     where: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights, "batch": batch}
+    where["backend"] = backend
     kept: dict[str, Any] = {
         "memory_bytes": memory_bytes,
         "disk_bytes": disk_bytes,

@@ -9,15 +9,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
 import torch
 
 from cached_rag.backends.base import Backend
+from cached_rag.backends.load import load_backend
 from cached_rag.backends.thread import on_model_thread, submit
 from cached_rag.backends.tokenizer import Message, Rendered, Tokenization, Tokens
-from cached_rag.backends.transformers.loading import load_model
 from cached_rag.backends.transformers.memory import free_bytes
 from cached_rag.config import DEFAULT_MODEL, BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.engine import prefill
@@ -136,6 +137,7 @@ class Engine:
         dtype: torch.dtype | str | None = None,
         device: str | None = None,
         weights: str = "as stored",
+        backend: str = "transformers",
     ) -> Engine:
         """Load a model and open its library.
 
@@ -144,14 +146,14 @@ class Engine:
             store: a folder for KV, or all settings; None keeps KV in memory only.
             batch: bounds on what is answered at the same time.
             dtype, device, weights: see `load_model`.
+            backend: what runs the model: "transformers", or "llama.cpp" for a GGUF.
 
         Raises:
-            ModelNotFoundError, ModelError: see `load_model`.
+            ModelNotFoundError, ModelError, ConfigError: see `load_backend`.
         """
         settings = StoreConfig(path=store) if isinstance(store, str) else store
-        return cls(
-            submit(lambda: load_model(model, dtype, device, weights)).result(), settings, batch
-        )
+        load = partial(load_backend, model, backend, dtype=dtype, device=device, weights=weights)
+        return cls(submit(load).result(), settings, batch)
 
     @classmethod
     def shared(
@@ -162,16 +164,17 @@ class Engine:
         dtype: str | None = None,
         device: str | None = None,
         weights: str = "as stored",
+        backend: str = "transformers",
     ) -> Engine:
         """As `load`, but the same arguments give the same engine everywhere in this process."""
         settings = store or StoreConfig()
         with _SHARING:
-            name = (model, settings, dtype, device, weights)
+            options: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
+            options["backend"] = backend
+            name = (model, settings, *options.values())
             engine = _SHARED.get(name)
             if engine is None:
-                engine = cls.load(
-                    model, store=settings, dtype=dtype, device=device, weights=weights
-                )
+                engine = cls.load(model, store=settings, **options)
                 _SHARED[name] = engine
             return engine
 

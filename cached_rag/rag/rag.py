@@ -97,6 +97,7 @@ class CachedRAG:
         dtype: str | None = None,
         device: str | None = None,
         weights: str = "as stored",
+        backend: str = "transformers",
     ) -> CachedRAG:
         """Open an index folder, or make one.
 
@@ -121,6 +122,7 @@ class CachedRAG:
             engine: one that exists already, instead of loading `model`; it keeps its own store.
             batch: bounds on answers made at the same time.
             dtype, device, weights: see `load_model`.
+            backend: what runs the model: "transformers", or "llama.cpp" for a GGUF.
 
         Raises:
             IndexMismatchError: the index was made with other settings.
@@ -146,6 +148,7 @@ class CachedRAG:
             finish_seconds=finish_seconds,
         )
         options = {"dtype": dtype, "device": device, "weights": weights, "batch": batch}
+        options["backend"] = backend
         embedder = None if isinstance(embedding, str) else embedding
         return cls(root, settings, store, options, embedder, engine)
 

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 # them, or by others.
 Encode = Literal["eager", "background", "off"]
 # Settings of hosted models that applications pass to any model; a local one has no use for them.
-_OWN = ("store", "namespace", "dtype", "device", "weights")
+_OWN = ("store", "namespace", "dtype", "device", "weights", "backend")
 _REMOTE = frozenset({"api_key", "base_url", "timeout", "max_retries"})
 GENERATION_SETTINGS = (
     *("method", "recompute_ratio", "temperature", "top_p", "top_k", "max_tokens", "stop", "seed"),
@@ -63,8 +63,10 @@ class EngineSettings(BaseModel):
     """"cpu", "cuda", "mps"; None for the best this machine has."""
     weights: str = "as stored"
     """How weights are kept for decoding: "as stored", "bf16", "int8" or "int4"."""
+    backend: str = "transformers"
+    """What runs the model: "transformers", or "llama.cpp" for a GGUF."""
     engine: Engine | CachedRAG | None = Field(default=None, exclude=True, repr=False)
-    """One to share, instead of the six settings above."""
+    """One to share, instead of the settings above."""
     method: str = "auto"
     """How cached KV is used; see `cached_rag.METHODS`."""
     recompute_ratio: float | None = None
@@ -157,7 +159,7 @@ class EngineSettings(BaseModel):
             store = StoreConfig(
                 path=self.store, namespace=self.namespace, sequence_bytes=self.sequence_bytes
             )
-            names = ("dtype", "device", "weights")
+            names = ("dtype", "device", "weights", "backend")
             options: Any = {name: getattr(self, name) for name in names}
             self._engines[model] = Engine.shared(model, store=store, **options)
         return self._engines[model]

@@ -61,15 +61,16 @@ class Context:
     """One context of a model.
 
     Attributes:
+        shapes: of the model's KV.
         size: number of cells.
-        used: cells that sequences hold.
+        format: how states are laid out; None until it was learned.
     """
 
     def __init__(
         self, library: ctypes.CDLL, model: int, shapes: KVShapes, vocab_size: int, threads: int
     ) -> None:
         """Allocate nothing yet."""
-        self._c, self._model, self._shapes = library, model, shapes
+        self._c, self._model, self.shapes = library, model, shapes
         self._vocab_size, self._threads = vocab_size, threads
         self._handle: int | None = None
         self._memory: int | None = None
@@ -98,7 +99,7 @@ class Context:
         params.flash_attn_type, params.kv_unified = 1, True
         self._handle = self._c.llama_init_from_model(self._model, params)
         if not self._handle:
-            nbytes = size * self._shapes.bytes_per_token
+            nbytes = size * self.shapes.bytes_per_token
             raise ModelError(
                 f"llama.cpp has no memory for the KV of {size} tokens ({nbytes >> 20} MiB); ask "
                 "shorter prompts, or fewer at the same time (BatchConfig.max_rows)"
@@ -187,6 +188,20 @@ class Context:
         if wrote != size:
             raise ModelError(f"llama.cpp wrote {wrote} of the {size} bytes of a sequence's KV")
         return state
+
+    def relabel(self, sequence: int, shift: int) -> None:
+        """Raise the positions that a sequence's cells are called by; keys stay as they are rotated.
+
+        llama.cpp appends a token only at the position after the last. Of a cell's position it uses
+        nothing but the order, so a gap is left by calling all cells before it by later ones.
+        """
+        assert self.format is not None
+        cells = self.format.parse(self.state(sequence))
+        held = self._held[sequence]
+        self._c.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+        self._held[sequence] = 0
+        self.put(sequence, (cells.positions + shift).tolist(), [cells.part])
+        self._held[sequence] = held
 
     def read(self, sequence: int, runs: Sequence[tuple[int, int]]) -> Cells:
         """The KV of the tokens at positions `begin` to `end` of each run, in their order."""

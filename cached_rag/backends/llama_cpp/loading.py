@@ -1,8 +1,8 @@
-"""Loads a GGUF with llama.cpp, and tries what the backend assumes of it before anything relies on it.
+"""Loads a GGUF with llama.cpp, and tries what the backend assumes before anything relies on it.
 
 What is tried: how states are laid out, how keys depend on position, whether KV that is put together
-gives what llama.cpp computes itself, and whether both tokenizers agree. llama.cpp rounds activations
-to 8 bits, so two equal computations differ; errors are compared with that difference.
+gives what llama.cpp computes itself, and whether both tokenizers agree. With weights in few bits
+llama.cpp rounds activations to 8 bits, so two equal computations may differ a little.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _PROBE_TOKENS, _PROBE_DELTA = 24, 300
 # Largest error of moved keys, as a share of a pair of dimensions' size. Rounding to 8 bits causes
 # up to a fifth of that; a wrong rule gives about 1 (tests/test_llama_backend.py has both).
 _TOLERANCE = 0.25
-# Most that logits over KV that was put in may differ, in nats, and as a share of what wrong KV does.
-# Nothing is rounded on that way, but sums are taken in another order, and a last bit that differs
-# is enough for activations to be rounded to another of 255 values: .002 to .005 were seen.
+# Most that logits over KV that was put in may differ, in nats, and as a share of what wrong KV
+# does. Nothing is rounded on that way, but sums are taken in another order, and a last bit that
+# differs may round an activation to another of 255 values: .002 to .005 were seen.
 _PARTS_TOLERANCE, _PARTS_SHARE = 0.03, 0.1
 # Texts that both tokenizers must cut alike.
 _TEXTS = (
@@ -210,7 +210,7 @@ def _examined(context: Context, facts: _Facts, path: Path, ids: list[int]) -> Po
     cuts = [0, third, 2 * third, len(ids) - 1, len(ids)]
     for begin, end in pairwise(cuts):  # as `_check_parts` computes them: cuts change the rounding
         logits = context.compute([Work(own, ids[begin:end], begin)])[0]
-    context.format = StateFormat.of(context.state(own), context._shapes, len(ids))
+    context.format = StateFormat.of(context.state(own), context.shapes, len(ids))
     here = context.read(own, [(0, len(ids))])
     rule = _rule(context, facts, path, ids, here)
     _check_parts(context, ids, cuts, here, logits)
@@ -218,9 +218,7 @@ def _examined(context: Context, facts: _Facts, path: Path, ids: list[int]) -> Po
     return rule
 
 
-def _rule(
-    context: Context, facts: _Facts, path: Path, ids: list[int], here: Cells
-) -> PositionRule:
+def _rule(context: Context, facts: _Facts, path: Path, ids: list[int], here: Cells) -> PositionRule:
     """How keys depend on position, from the same tokens at two places."""
     far = context.open()
     context.compute([Work(far, ids, _PROBE_DELTA, 0)])

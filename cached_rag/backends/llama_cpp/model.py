@@ -21,7 +21,7 @@ from cached_rag.backends.llama_cpp.context import Context, FullError, Work
 from cached_rag.backends.llama_cpp.residents import Residents
 from cached_rag.backends.llama_cpp.state import runs_of
 from cached_rag.backends.transformers.memory import free_bytes
-from cached_rag.errors import ConfigError, ModelError
+from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.positions import PositionRule
 from cached_rag.kv.rows import RowKV
@@ -109,10 +109,11 @@ class LlamaCppModel:
         if method.check_layers(layout) or hasattr(method, "observed_layers"):
             raise ModelError(
                 f"{name_of(method)} looks into the model's layers, and llama.cpp does not show "
-                "them; use auto, epic, reuse, prefix or full, or backend=\"transformers\""
+                'them; use auto, epic, reuse, prefix or full, or backend="transformers"'
             )
-        for layer in range(self.shapes.num_layers) if ready else ():
-            ready(layer)
+        if ready is not None:
+            for layer in range(self.shapes.num_layers):
+                ready(layer)
         return self.prefill(buffer, token_ids, method.first_rows(layout).nonzero().squeeze(1))
 
     def choose(self, *_: object, **__: object) -> Chosen | None:
@@ -148,18 +149,14 @@ class LlamaCppModel:
         """Compute one prompt's tokens at `slots`, and write their KV to the buffer."""
         self.residents.remove(buffer)
         positions = [buffer.position(slot) for slot in range(slots[-1] + 1)]
-        runs = runs_of(slots)
-        _check_gaps(positions, runs)
+        runs = _without_gaps(runs_of(slots), positions)
 
         def compute() -> torch.Tensor:
             with self._sequence() as own:
                 with self._known(buffer, row, positions, runs, own) as known:
-                    logits = self._compute(known, own, ids, positions, runs, num_logits)
-                spans = [(positions[begin], positions[end - 1] + 1) for begin, end in runs]
-                keys, values = self.context.read(own, spans).part
-                at = torch.tensor(slots)
-                buffer.keys[:, row].index_copy_(2, at, keys)
-                buffer.values[:, row].index_copy_(2, at, values)
+                    logits = self._compute(
+                        known, own, buffer, row, ids, positions, runs, num_logits
+                    )
                 if buffer.keys.shape[1] == 1:
                     self.residents.add(buffer, own, slots[-1] + 1)
                 return logits
@@ -196,6 +193,8 @@ class LlamaCppModel:
         self,
         known: int | None,
         own: int,
+        buffer: KVBuffer,
+        row: int,
         ids: Sequence[int],
         positions: Sequence[int],
         runs: Runs,
@@ -203,16 +202,33 @@ class LlamaCppModel:
     ) -> torch.Tensor:
         """Fill a sequence with what is known and what is computed now, in turns."""
         done, left = 0, sum(end - begin for begin, end in runs)
-        found = []
+        found, unread = [], list[tuple[int, int]]()
         for begin, end in runs:
             if known is not None and done < begin:
                 self.context.take(known, own, positions[done], positions[begin - 1] + 1)
+            if begin and (gap := positions[begin] - positions[begin - 1] - 1):
+                self._read(own, buffer, row, positions, unread)
+                self.context.relabel(own, gap)
+                unread = []
             left -= end - begin
             wanted = min(end - begin, max(0, num_logits - left))
             work = Work(own, ids[begin:end], positions[begin], wanted)
             found.append(self.context.compute([work]))
+            unread.append((begin, end))
             done = end
+        self._read(own, buffer, row, positions, unread)
         return torch.cat(found)
+
+    def _read(
+        self, own: int, buffer: KVBuffer, row: int, positions: Sequence[int], runs: Runs
+    ) -> None:
+        """Write the KV of computed runs to the buffer."""
+        if runs:
+            spans = [(positions[begin], positions[end - 1] + 1) for begin, end in runs]
+            keys, values = self.context.read(own, spans).part
+            at = torch.tensor([slot for begin, end in runs for slot in range(begin, end)])
+            buffer.keys[:, row].index_copy_(2, at, keys)
+            buffer.values[:, row].index_copy_(2, at, values)
 
     # Answers ---------------------------------------------------------------------------------
 
@@ -301,23 +317,20 @@ class LlamaCppModel:
                 return work()
             except FullError as error:
                 cells = error.cells + error.cells // _SLACK
-            if cells * self.shapes.bytes_per_token > free_bytes("cpu") // 2:
-                if self.residents.make_room(rows):
-                    continue
+            is_much = cells * self.shapes.bytes_per_token > free_bytes("cpu") // 2
+            if is_much and self.residents.make_room(rows):
+                continue
             self.residents.clear()
             self.context.resize(max(cells, self.context.size + 1))
 
 
-def _check_gaps(positions: Sequence[int], runs: Runs) -> None:
-    """See that each computed token follows one at the position before its own.
-
-    Raises:
-        ConfigError: it does not.
-    """
+def _without_gaps(runs: Runs, positions: Sequence[int]) -> Runs:
+    """Runs of slots, cut where positions are left out."""
+    found: list[tuple[int, int]] = []
     for begin, end in runs:
-        at = positions[max(0, begin - 1) : end]
-        if at[-1] - at[0] != len(at) - 1:
-            raise ConfigError(
-                "llama.cpp computes tokens only right behind others, and this prompt leaves "
-                'positions out; use layout="compact", or backend="transformers"'
-            )
+        for slot in range(begin, end):
+            if slot > begin and positions[slot] == positions[slot - 1] + 1:
+                found[-1] = (found[-1][0], slot + 1)
+            else:
+                found.append((slot, slot + 1))
+    return found

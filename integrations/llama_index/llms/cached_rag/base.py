@@ -80,6 +80,7 @@ class CachedRAGLLM(CustomLLM):
     dtype: str | None = Field(default=None, description="None: the fastest this machine has.")
     device: str | None = Field(default=None, description="None: the best this machine has.")
     weights: str = Field(default="as stored", description="as stored, bf16, int8 or int4.")
+    backend: str = Field(default="transformers", description="Or llama.cpp, which runs a GGUF.")
     context_window: int | None = Field(default=None, description="Less than the model's own.")
     method: str = Field(default="auto", description="How cached KV is used.")
     recompute_ratio: float | None = Field(default=None, description="Share to recompute.")
@@ -142,7 +143,12 @@ class CachedRAGLLM(CustomLLM):
                 path=self.store, namespace=self.namespace, sequence_bytes=self.sequence_bytes
             )
             self._engine = Engine.shared(
-                self.model, store=store, dtype=self.dtype, device=self.device, weights=self.weights
+                self.model,
+                store=store,
+                dtype=self.dtype,
+                device=self.device,
+                weights=self.weights,
+                backend=self.backend,
             )
         return self._engine
 

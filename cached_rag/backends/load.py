@@ -1,0 +1,54 @@
+"""Loads a model with one of the backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from cached_rag.backends.base import Backend
+from cached_rag.backends.llama_cpp.loading import load_llama_cpp
+from cached_rag.backends.transformers.loading import load_model
+from cached_rag.errors import ConfigError
+
+
+def load_backend(
+    name: str,
+    backend: str = "transformers",
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: str | None = None,
+    weights: str = "as stored",
+) -> Backend:
+    """Load a model.
+
+    Args:
+        name: alias, hub id, folder or GGUF file; llama.cpp takes only what is a GGUF.
+        backend: "transformers" or "llama.cpp".
+        dtype, device, weights: see `load_model`. llama.cpp decides these itself.
+
+    Raises:
+        ConfigError: there is no such backend, or it has not these options.
+        Else as `load_model` and `load_llama_cpp`.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
+    return BACKENDS[backend](name, dtype, device, weights)
+
+
+def _llama_cpp(
+    name: str, dtype: torch.dtype | str | None, device: str | None, weights: str
+) -> Backend:
+    given = {"dtype": dtype, "device": None if device == "cpu" else device}
+    given["weights"] = None if weights == "as stored" else weights
+    if set_by_user := [f"{option}={value!r}" for option, value in given.items() if value]:
+        raise ConfigError(
+            f"llama.cpp runs a GGUF on the CPU with the weights that are in it, so "
+            f"{' and '.join(set_by_user)} cannot be had; leave it out, or use "
+            'backend="transformers"'
+        )
+    return load_llama_cpp(name)
+
+
+_Load = Callable[[str, torch.dtype | str | None, str | None, str], Backend]
+BACKENDS: dict[str, _Load] = {"transformers": load_model, "llama.cpp": _llama_cpp}
