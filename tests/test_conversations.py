@@ -270,8 +270,8 @@ def test_an_answer_that_is_kept_is_what_its_method_computed():
 
 @pytest.mark.parametrize("kind", [ChatCachedRAG, StringLLM, CachedRAGLLM])
 def test_integrations_keep_prompts_within_a_bound_that_can_be_set(kind, monkeypatch):
-    name = "cached_rag.engine.engine.load_model"
-    monkeypatch.setattr(name, lambda *_: tiny_model("llama"))
+    name = "cached_rag.engine.engine.load_backend"
+    monkeypatch.setattr(name, lambda *_, **__: tiny_model("llama"))
     for settings, bound in (({}, None), ({"sequence_bytes": 5000}, 5000)):
         with kind(model="tiny-kept", **settings).loaded_engine() as engine:
             assert engine.sequences.max_bytes > 0

@@ -323,11 +323,11 @@ def test_threads_do_not_change_each_others_tokens():
 def test_engines_are_shared_by_what_they_were_asked_for(monkeypatch):
     made = []
 
-    def load(name, dtype, device, weights):
+    def load(name, backend, **options):
         made.append(name)
         return tiny_model(name)
 
-    monkeypatch.setattr("cached_rag.engine.engine.load_model", load)
+    monkeypatch.setattr("cached_rag.engine.engine.load_backend", load)
     one = Engine.shared("llama")
     assert Engine.shared("llama") is one
     assert Engine.shared("llama", store=StoreConfig(namespace="b")) is not one

@@ -187,11 +187,11 @@ def test_a_response_cache_never_mixes_settings(engine):
 def test_engines_are_loaded_late_and_shared(monkeypatch, tmp_path):
     loads = []
 
-    def load(name, dtype, device, weights):
+    def load(name, backend, **options):
         loads.append(name)
         return tiny_model("llama")
 
-    monkeypatch.setattr("cached_rag.engine.engine.load_model", load)
+    monkeypatch.setattr("cached_rag.engine.engine.load_backend", load)
     one, two = (ChatCachedRAG(model="tiny-a", max_tokens=2) for _ in range(2))
     other = ChatCachedRAG(model="tiny-a", store=str(tmp_path))
     assert loads == []

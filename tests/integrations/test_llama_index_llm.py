@@ -189,11 +189,11 @@ def test_drafts_are_a_setting(llm):
 def test_engines_are_loaded_late_and_shared(monkeypatch, tmp_path, engine):
     loads = []
 
-    def load(name, dtype, device, weights):
+    def load(name, backend, **options):
         loads.append(name)
         return tiny_model("llama")
 
-    monkeypatch.setattr("cached_rag.engine.engine.load_model", load)
+    monkeypatch.setattr("cached_rag.engine.engine.load_backend", load)
     one, two = (CachedRAGLLM(model="tiny-c", max_tokens=2) for _ in range(2))
     assert loads == []
     assert one.loaded_engine() is two.loaded_engine()
