@@ -10,6 +10,7 @@ import torch
 
 from cached_rag.benchmarks.peers.base import Peer, Question, Sample
 from cached_rag.benchmarks.peers.llama_cpp import LlamaCpp, gguf_file
+from cached_rag.benchmarks.peers.llama_server import LlamaServer
 from cached_rag.benchmarks.peers.own import Own
 from cached_rag.benchmarks.peers.transformers import Transformers
 from cached_rag.benchmarks.peers.vllm import Vllm
@@ -46,9 +47,10 @@ class Means:
         """
         if name == "transformers":
             return Transformers(self.engine)
-        if name == "llama.cpp":
+        if name in ("llama.cpp", "llama-server"):
+            kind = LlamaCpp if name == "llama.cpp" else LlamaServer
             gguf = self.gguf or gguf_file(self.model)
-            return LlamaCpp(gguf, self.context, torch.get_num_threads())
+            return kind(gguf, self.context, torch.get_num_threads())
         if name == "vllm":
             return Vllm(self._server())
         return Own(self.engine, name)

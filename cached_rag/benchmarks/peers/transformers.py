@@ -34,7 +34,12 @@ class Transformers:
             )
 
         def load() -> Any:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=shapes.dtype)
+            try:
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=shapes.dtype)
+            except (OSError, ValueError) as error:  # such as a GGUF that llama.cpp runs
+                raise ModelNotFoundError(
+                    f"transformers finds no weights in {folder}: {error}"
+                ) from error
             densify(model, shapes.dtype)  # a GGUF's few bits are this library's affair
             model.generation_config = GenerationConfig()  # greedy, no penalty, no end
             return model.eval().to(shapes.device)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from contextlib import AbstractContextManager
+from http.client import HTTPResponse
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
 
 from cached_rag.benchmarks.peers.base import Question, Sample, Stopwatch
+from cached_rag.benchmarks.peers.http import address_of, asked, events
 from cached_rag.errors import ConfigError
-
-_SECONDS = 3600  # a long prompt takes minutes on a CPU, and more behind others
 
 
 class Vllm:
@@ -24,7 +21,7 @@ class Vllm:
         Raises:
             ConfigError: the address is none, or no such server answers there.
         """
-        self._url, self._address = url, _address(url)
+        self._url, self._address = url, address_of(url)
         with self._response("GET", "/v1/models") as response:
             self._model = json.load(response)["data"][0]["id"]
         with self._response("GET", "/version") as response:
@@ -52,7 +49,7 @@ class Vllm:
         }
         watch = Stopwatch()
         with self._response("POST", "/v1/completions", body) as response:
-            for event in _events(response):
+            for event in events(response):
                 for choice in event.get("choices", ()):
                     watch.add(*choice.get("token_ids", ()))
         sample = watch.sample()
@@ -66,44 +63,8 @@ class Vllm:
     def close(self) -> None:
         """Change nothing: the server is the user's."""
 
-    @contextmanager
     def _response(
         self, method: str, path: str, body: dict[str, Any] | None = None
-    ) -> Iterator[HTTPResponse]:
-        """The server's answer; errors in reading it are explained, too."""
-        kind = HTTPSConnection if self._address.scheme == "https" else HTTPConnection
-        connection = kind(str(self._address.hostname), self._address.port, timeout=_SECONDS)
-        sent = None if body is None else json.dumps(body)
-        try:
-            where = self._address.path.rstrip("/") + path
-            connection.request(method, where, sent, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            if response.status != 200:
-                said = response.read(500).decode(errors="replace")
-                raise ConfigError(f"{self._url}{path} answers {response.status}: {said}")
-            yield response
-        except (OSError, HTTPException, json.JSONDecodeError, LookupError) as error:
-            raise ConfigError(
-                f"no vLLM server answers at {self._url} ({error}); docs/speed.md says how to start "
-                "one"
-            ) from error
-        finally:
-            connection.close()
-
-
-def _address(url: str) -> SplitResult:
-    try:
-        found = urlsplit(url)
-        if found.scheme in ("http", "https") and found.hostname and found.port != 0:
-            return found
-    except ValueError:  # a port that is none
-        pass
-    raise ConfigError(f"{url!r} is no address of a server such as http://127.0.0.1:8000")
-
-
-def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The events of a stream, as they come."""
-    for line in response:
-        data = line.removeprefix(b"data:").strip()
-        if line.startswith(b"data:") and data != b"[DONE]":
-            yield json.loads(data)
+    ) -> AbstractContextManager[HTTPResponse]:
+        remedy = "docs/speed.md says how to start one"
+        return asked(self._address, method, path, body, "vLLM server", remedy)
