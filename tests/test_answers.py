@@ -32,6 +32,7 @@ from cached_rag.backends.tokenizer import Rendered
 from cached_rag.benchmarks import bench_answers, make_questions
 from cached_rag.benchmarks.peers import Means, Question, Sample, open_peers, vllm
 from cached_rag.benchmarks.peers.llama_cpp import LlamaCpp, gguf_file
+from cached_rag.benchmarks.peers.llama_server import LlamaServer
 from cached_rag.benchmarks.peers.own import Own
 from cached_rag.benchmarks.peers.transformers import Transformers
 from cached_rag.benchmarks.peers.vllm import Vllm
@@ -403,6 +404,23 @@ def test_llama_cpp_answers_as_transformers_does_whatever_it_kept(llama_gguf):
             assert 0 < found.ttft_ms < found.total_ms
         further = (*prompts[0], *found.token_ids, 5, 6)
         assert peer.answer(question(*further), NUM_TOKENS).token_ids == greedy(model, further)
+
+
+@pytest.mark.real
+def test_llama_cpps_server_answers_as_its_library_does(llama_gguf):
+    head = random_ids(300, seed=9)
+    prompts = [tuple(head + random_ids(length, seed=length)) for length in (30, 20)]
+    with (
+        closing(LlamaCpp(llama_gguf, context=400, threads=1)) as library,
+        closing(LlamaServer(llama_gguf, context=400, threads=1)) as server,
+    ):
+        assert "cache-reuse 256" in server.about
+        for ids in prompts:
+            expected, found = (one.answer(question(*ids), NUM_TOKENS) for one in (library, server))
+            assert found.token_ids == expected.token_ids
+            assert 0 < found.ttft_ms < found.total_ms
+        with pytest.raises(ConfigError, match=r"llama\.cpp"):
+            server.answer(question(), 3)
 
 
 @torch.inference_mode()

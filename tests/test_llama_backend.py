@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import CHUNKS, random_ids
 from gguf import GGMLQuantizationType as Kind
 from tiny_gguf import write_gguf
+from transformers import AutoModelForCausalLM
+from transformers import GenerationConfig as Settings
 
 from cached_rag import ConfigError, Engine, ModelError, Schema, StoreConfig
 from cached_rag.backends.base import StepInput
@@ -17,6 +20,7 @@ from cached_rag.backends.llama_cpp import model as backend_module
 from cached_rag.backends.llama_cpp.context import MAX_SEQUENCES, Work
 from cached_rag.backends.llama_cpp.loading import load_llama_cpp
 from cached_rag.backends.llama_cpp.state import StateFormat, runs_of
+from cached_rag.backends.tokenizer import Rendered
 from cached_rag.backends.transformers.loading import load_model
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.module import ModuleKV
@@ -142,6 +146,25 @@ def test_a_chunk_behind_its_own_prefix_is_exact(model):
         assert_same_kv(alone, whole, range(50))
 
 
+def test_more_logits_than_one_call_gives_are_all_there(model):
+    ids = random_ids(60)
+    buffer = KVBuffer.like(model.shapes, 60)
+    tail = model.prefill(buffer, torch.tensor([ids]), num_logits=40).tail
+    assert tail.shape == (1, 40, model.vocab_size)
+    for number in (0, 17, 39):
+        _, done = prefilled(model, ids[: 21 + number])
+        torch.testing.assert_close(tail[:, number], done.logits, **CLOSE)
+
+
+def test_a_step_of_more_rows_than_sequences(model):
+    ids = random_ids(12)
+    rows = [RowKV(prefilled(model, ids[: n % 12 + 1])[0], n % 12 + 1) for n in range(70)]
+    logits = model.step([StepInput(row, [7]) for row in rows])
+    assert logits.shape == (70, model.vocab_size)
+    torch.testing.assert_close(logits[:12], logits[12:24], **CLOSE)
+    assert [row.length for row in rows[:3]] == [2, 3, 4]
+
+
 def test_positions_may_be_left_out(model, path):
     ids, at = random_ids(40), [*range(10), *range(30, 45), *range(60, 75)]
     found = []
@@ -178,6 +201,24 @@ def test_batches_and_drafts_change_no_answer(model, method):
         assert max(a.report.drafted_tokens for a in drafted) > 0
         hits = {a.report.modules_hit for a in together}
         assert hits == ({0} if method in ("full", "prefix") else {1, len(CHUNKS)})
+
+
+@pytest.mark.parametrize("method", ["full", "prefix", "epic:recompute_ratio=1.0"])
+def test_exact_methods_answer_as_generate_does(model, path, method):
+    folder, name = Path(path).parent, Path(path).name
+    plain = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+    with Engine(model, StoreConfig(**NEW)) as engine:
+        engine.encode(CHUNKS)
+        for prompt in (ask(*CHUNKS), ask(*CHUNKS[::-1])):
+            options = {"method": method, "max_tokens": 20, "ignore_eos": True}
+            found = engine.generate(prompt, repetition_penalty=1.0, **options)
+            ids = torch.tensor([engine.tokenization.tokenize(Rendered(prompt)).ids])
+            expected = plain.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=Settings(max_new_tokens=20, min_new_tokens=20, do_sample=False),
+            )
+            assert list(found.token_ids) == expected[0, ids.shape[1] :].tolist()
 
 
 def test_auto_is_epic_and_says_so(model):

@@ -11,6 +11,7 @@ from doubles import Recording
 
 from cached_rag import BatchConfig, Engine
 from cached_rag.engine import request as requests
+from cached_rag.engine import sharing
 from cached_rag.engine.request import PAGE
 from cached_rag.kv import slab
 
@@ -90,6 +91,37 @@ def test_the_youngest_gives_way_and_goes_on_where_it_was(model, pages, method, s
     assert max(used) <= room
     assert engine.scheduler.nbytes == 0
     assert max(len(rows) for rows in model.steps) > 1
+
+
+def test_kv_that_others_read_stays_when_a_long_answer_ends(model, pages, monkeypatch):
+    monkeypatch.setattr(sharing, "MIN_SHARED", 16)
+    beginning = " ".join([*CHUNKS, *CHUNKS])
+    engine = Engine(model, NEW_PROMPTS)
+    expected = engine.generate(f"{beginning} Who?", **LONG, method="full").token_ids
+    first = engine.stream(f"{beginning} Why?", max_tokens=400, ignore_eos=True, method="full")
+    while len(first.token_ids) < 300:  # its KV lies in several buffers by now
+        next(first)
+    second = engine.stream(f"{beginning} Who?", **LONG, method="full")
+    next(second)
+    assert second.report.shared_kv_bytes > 0
+    first.close()
+    engine.generate("Something else. " * 20, **LONG, method="full")  # takes what is free
+    assert second.result().token_ids == expected
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_those_that_share_chunks_can_give_way(model, pages, drafts):
+    options = {"method": "reuse", "max_tokens": 240, "ignore_eos": True, "drafts": drafts}
+    asked = [f"{' '.join([CHUNKS[1]] * 9)}\n\nWhy {n}?" for n in range(3)]
+    free = Engine(model, NEW_PROMPTS)
+    free.encode([" ".join([CHUNKS[1]] * 9)])
+    expected = [answer.token_ids for answer in free.generate_batch(asked, **options)]
+    engine, used = reserved(model, max_bytes=900 * model.shapes.bytes_per_token)
+    engine.encode([" ".join([CHUNKS[1]] * 9)])
+    answers = engine.generate_batch(asked, **options)
+    assert [answer.token_ids for answer in answers] == expected
+    assert any("interrupted" in note for one in answers for note in one.report.notes)
+    assert max(used) <= 900 * model.shapes.bytes_per_token
 
 
 def test_a_request_that_gave_way_can_be_cancelled(model, pages):

@@ -78,14 +78,14 @@ def prepare(request: Request) -> None:
         choice = choose(resources.model, plan, config)
     request.plan, request.method = choice.plan, choice.method
     request.repair = repair_mark(choice.method)
-    request.exact_length = _exact_length(request, choice.plan)
+    request.exact_length = exact_length(request, choice.plan)
     report.decision = choice.decision
     report.notes += [note for note in choice.notes if note not in report.notes]
     if choice.method != request.config.selector():
         report.method = name_of(choice.method)
 
 
-def _exact_length(request: Request, plan: Plan) -> int:
+def exact_length(request: Request, plan: Plan) -> int:
     """Number of tokens, from the first, whose KV is, or will be, what full prefill computes."""
     disk = request.resources.library.disk
     is_lossy = disk is not None and disk.codec.name != "raw"
@@ -141,7 +141,7 @@ def compute(request: Request, beginning: Beginning = NOTHING, *, in_pieces: bool
         _leave_out(request, loader, problem)
         return compute(request, in_pieces=in_pieces)
     request.report.modules_hit = planned.num_chunks
-    request.exact_length = _exact_length(request, plan)
+    request.exact_length = exact_length(request, plan)
     request.buffer = buffer
     return computed // resources.model.shapes.num_layers
 
@@ -165,7 +165,7 @@ def follow(request: Request, beginning: Beginning) -> None:
     plan, report, done = request.plan, request.report, len(beginning)
     assert plan is not None
     request.begin_with(beginning)
-    request.exact_length = _exact_length(request, plan)
+    request.exact_length = exact_length(request, plan)
     request.pending = [*request.tokens.ids[done:], *request.decoding.token_ids]
     report.modules_hit = plan.num_chunks
     report.cached_tokens = done

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -31,7 +31,7 @@ from cached_rag.library.learning import Learning
 from cached_rag.library.library import Library
 from cached_rag.library.matching import inner_ids
 from cached_rag.library.plan import Plan
-from cached_rag.library.sequences import Ids, PromptKV, Sequences
+from cached_rag.library.sequences import Ids, PromptKV, Sequences, where
 from cached_rag.methods import Selector
 
 # A prompt ends with the header of the answer. Where an answer stands in the next turn's prompt, a
@@ -300,6 +300,12 @@ class Request:
             self.resources.workspace.give(self.buffer)
         self.buffer = self.sequence = self.repair_left = None
         self.beginning = NOTHING
+
+    def forget(self, namespace: str, token_ids: Sequence[int]) -> None:
+        """If the prompt contains these tokens, let no other prompt use its KV."""
+        if self.plan is not None and namespace == self.namespace:
+            wanted = np.asarray(token_ids, dtype=np.int64)
+            self.is_private = self.is_private or bool(where(self.ids, wanted))
 
     def release(self, *, is_free: bool = True) -> None:
         """Keep a copy of the KV that may serve later prompts, and release the rest.

@@ -21,7 +21,7 @@ from cached_rag.backends import thread as model_thread
 from cached_rag.backends.base import Backend
 from cached_rag.config import BatchConfig
 from cached_rag.engine import prefill
-from cached_rag.engine.request import Request, Status, Waiting
+from cached_rag.engine.request import PAGE, Request, Status, Waiting
 from cached_rag.engine.sharing import Beginning, Sharing
 from cached_rag.errors import ContextOverflowError
 from cached_rag.library.sequences import Sequences
@@ -335,8 +335,8 @@ class Scheduler:
         left = max(1, self.config.prefill_tokens - computed)
         answering = [one for one in self._running if one.status is Status.ANSWERING]
         for request in answering:
-            request.make_draft(len(answering))
             if request.status is Status.ANSWERING:  # making room for another may set one back
+                request.make_draft(len(answering))
                 self._make_room(request)
         answering = [one for one in answering if one.status is Status.ANSWERING]
         batch = [(request, 1) for request in answering]
@@ -352,12 +352,12 @@ class Scheduler:
 
     def _make_room(self, request: Request) -> None:
         """Add a page to an answer that needs one, or set the youngest request back for it."""
-        count, bound = request.missing_room, self.config.max_bytes
+        count = request.missing_room
         if not count:
             return
-        while bound is not None and len(self._running) > 1:
-            if self._sharing.nbytes + self._sharing.page_cost(count) <= bound:
-                break
+        if not self._has_bytes(count):
+            count = min(count, PAGE)
+        while len(self._running) > 1 and not self._has_bytes(count):
             youngest = self._running[-1]
             self._set_back(youngest)
             if youngest is request:
@@ -365,13 +365,21 @@ class Scheduler:
         assert request.sequence is not None
         self._sharing.extend(request.sequence, count)
 
+    def _has_bytes(self, tokens: int) -> bool:
+        """Whether `max_bytes` leaves room for the KV of so many tokens."""
+        bound, needed = self.config.max_bytes, tokens * self._model.shapes.bytes_per_token
+        return bound is None or self._sharing.nbytes + needed <= bound
+
     def _set_back(self, request: Request) -> None:
         """Let a request wait again, without its memory, until there is enough."""
         assert request.sequence is not None
         self._running.remove(request)
         is_free = self._sharing.leave(request.sequence, request.buffer)
         request.set_back(is_free=is_free)
-        request.report.notes.append(_SET_BACK)
+        assert request.plan is not None
+        request.exact_length = prefill.exact_length(request, request.plan)
+        if _SET_BACK not in request.report.notes:
+            request.report.notes.append(_SET_BACK)
         self._waiting.put_back(request)
 
     def _take_all(self, batch: Sequence[tuple[Request, int]], logits: torch.Tensor) -> None:
@@ -420,6 +428,8 @@ class Scheduler:
         while self._forgotten:
             kept, namespace, text_digest, token_ids = self._forgotten.popleft()
             self._sharing.forget(namespace, token_ids)
+            for request in self._waiting:  # those that were set back
+                request.forget(namespace, token_ids)
             kept.forget(namespace, text_digest, token_ids)  # prompts that ended in this turn
         while self._cancelled:
             self._finish(self._cancelled.popleft(), Status.CANCELLED)

@@ -105,7 +105,7 @@ class Sharing:
     """
 
     def __init__(self, shapes: KVShapes, *, shares: bool = True) -> None:
-        self._shares = shares
+        self._shapes, self._shares = shapes, shares
         self._sequences: list[RunningSequence] = []
         self._slabs = Slabs(shapes)
 
@@ -139,13 +139,9 @@ class Sharing:
         """Bytes that `begin` would take for a prompt with room for `count` tokens in all."""
         return self._slabs.cost(count - sum(map(len, self._common_runs(beginning.runs))))
 
-    def page_cost(self, count: int) -> int:
-        """Bytes that `extend` would take."""
-        return self._slabs.cost(count)
-
     def extend(self, sequence: RunningSequence, count: int) -> None:
         """Give a sequence room for `count` tokens more, in a buffer (a page) that it goes on in."""
-        sequence.kv.goes_on_in(self._slabs.take(count))
+        sequence.kv.goes_on_in(KVBuffer.like(self._shapes, count))
 
     def _running_beginning(self, namespace: str, wanted: Ids) -> tuple[Beginning, int]:
         """The longest KV of a beginning in a running prompt, and how long it will become."""
@@ -233,11 +229,10 @@ class Sharing:
         """
         self._sequences.remove(sequence)
         used = _buffers(self._sequences)
-        for name, buffer in _buffers([sequence]).items():
+        for name, one in _buffers([sequence]).items():
             if name not in used:
-                self._slabs.give(buffer)
-        if not used:
-            self._slabs.drop_idle()
+                self._slabs.give(one)
+        self._slabs.drop_idle()
         return id(buffer) not in used
 
     def forget(self, namespace: str, token_ids: Sequence[int]) -> None:

@@ -36,6 +36,8 @@ from cached_rag.errors import MissingPackageError, ModelError
 PACKAGE, BUILD = "xllamacpp", "2026.10.11549"
 _log = logging.getLogger(__name__)
 _LEVELS = {3: logging.WARNING, 4: logging.ERROR}  # of `enum ggml_log_level`; the others say little
+# How a warning begins that is none: each context says at its end that it took what it reserved.
+_CHATTER = b"~llama_context"
 # More than any struct has grown by: a library with a longer struct than ours fills this, not memory
 # that is not ours, and is then refused.
 _ROOM = 512
@@ -260,7 +262,7 @@ def _refused(why: str) -> str:
 
 def _pass_on(level: int, text: bytes, _: object) -> None:
     """Pass llama.cpp's warnings and errors on to Python's logging."""
-    if level in _LEVELS:
+    if level in _LEVELS and not text.startswith(_CHATTER):
         _log.log(_LEVELS[level], "%s", text.decode(errors="replace").strip())
 
 

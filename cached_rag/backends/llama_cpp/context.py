@@ -8,7 +8,8 @@ anew. Checks all numbers before llama.cpp sees them. Knows tokens and KV; knows 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,10 @@ _MOST_LOGITS = 160
 _LEAST_CELLS = 1024
 
 
+# (token, position, sequence, whether its logits are wanted).
+_Token = tuple[int, int, int, bool]
+
+
 @dataclass(frozen=True)
 class Work:
     """Tokens to append to a sequence.
@@ -49,10 +54,10 @@ class FullError(Exception):
     """The context has not so many free cells or sequences.
 
     Attributes:
-        cells: how many it would need in all.
+        cells: how many it would need in all; 0 if sequences are missing.
     """
 
-    def __init__(self, cells: int) -> None:
+    def __init__(self, cells: int = 0) -> None:
         super().__init__(f"{cells} cells are needed")
         self.cells = cells
 
@@ -101,8 +106,9 @@ class Context:
         if not self._handle:
             nbytes = size * self.shapes.bytes_per_token
             raise ModelError(
-                f"llama.cpp has no memory for the KV of {size} tokens ({nbytes >> 20} MiB); ask "
-                "shorter prompts, or fewer at the same time (BatchConfig.max_rows)"
+                f"llama.cpp makes no context for the KV of {size} tokens ({nbytes >> 20} MiB); its "
+                "messages in the log say why. If memory is short, ask shorter prompts, or fewer at "
+                "the same time (BatchConfig.max_rows)"
             )
         self._memory = self._c.llama_get_memory(self._handle)
         self.size = size
@@ -131,7 +137,7 @@ class Context:
         """
         number = next((n for n in range(MAX_SEQUENCES) if n not in self._held), None)
         if number is None:
-            raise FullError(self.size)
+            raise FullError
         self._held[number] = 0
         return number
 
@@ -234,16 +240,14 @@ class Context:
             raise ModelError(f"the GGUF file has only {self._vocab_size} tokens: another model's?")
         self.require(len(tokens))
         found = []
-        for begin in range(0, len(tokens), _BATCH):
-            some = tokens[begin : begin + _BATCH]
+        for some in _calls(tokens):
             self._decode(some)
             found += [self._logits(n) for n, (*_, wanted) in enumerate(some) if wanted]
         for one in work:
             self._held[one.sequence] += len(one.token_ids)
         return torch.stack(found) if found else torch.empty(0, self._vocab_size)
 
-    def _decode(self, tokens: Sequence[tuple[int, int, int, bool]]) -> None:
-        """Compute tokens: (token, position, sequence, whether its logits are wanted) of each."""
+    def _decode(self, tokens: Sequence[_Token]) -> None:
         count = len(tokens)
         ids, positions, sequences = (
             np.array([one[part] for one in tokens], dtype=np.int32) for part in range(3)
@@ -271,3 +275,18 @@ class Context:
         if not found:
             raise ModelError("llama.cpp gave no logits where they were asked for")
         return torch.from_numpy(np.ctypeslib.as_array(found, (self._vocab_size,)).copy())
+
+
+def _calls(tokens: Sequence[_Token]) -> Iterator[list[_Token]]:
+    """The tokens in calls that are no larger than what memory was reserved for."""
+    call: list[_Token] = []
+    logits: Counter[int] = Counter()
+    for token in tokens:
+        _, _, sequence, is_wanted = token
+        has_room = logits[sequence] < _LOGITS and logits.total() < _MOST_LOGITS
+        if len(call) == _BATCH or (is_wanted and not has_room):
+            yield call
+            call, logits = [], Counter()
+        logits[sequence] += is_wanted
+        call.append(token)
+    yield call

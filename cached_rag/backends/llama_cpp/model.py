@@ -12,12 +12,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from cached_rag.backends.base import Chosen, Prefilled, StepInput
-from cached_rag.backends.llama_cpp.context import Context, FullError, Work
+from cached_rag.backends.llama_cpp.context import MAX_SEQUENCES, Context, FullError, Work
 from cached_rag.backends.llama_cpp.residents import Residents
 from cached_rag.backends.llama_cpp.state import runs_of
 from cached_rag.backends.transformers.memory import free_bytes
@@ -28,6 +29,8 @@ from cached_rag.kv.rows import RowKV
 from cached_rag.methods import name_of
 from cached_rag.methods.base import Layout, Selector
 
+# Rows of one call: a sequence each, and some more are needed besides.
+_MOST_ROWS = MAX_SEQUENCES // 2
 # A context is made larger by one part in so many than is needed at once.
 _SLACK = 4
 Runs = Sequence[tuple[int, int]]
@@ -39,7 +42,7 @@ class LlamaCppModel:
     """A model that llama.cpp has loaded; implements `Backend`. See `loading.py`.
 
     Attributes:
-        handle: llama.cpp's; `context` uses it.
+        about: what runs it.
         The others: see `Backend`.
     """
 
@@ -106,7 +109,8 @@ class LlamaCppModel:
         Raises:
             ModelError: the method watches layers, or moves what it does not compute.
         """
-        if method.check_layers(layout) or hasattr(method, "observed_layers"):
+        looks = method.check_layers(layout) or hasattr(method, "observed_layers")
+        if looks or method.transfers_drift:
             raise ModelError(
                 f"{name_of(method)} looks into the model's layers, and llama.cpp does not show "
                 'them; use auto, epic, reuse, prefix or full, or backend="transformers"'
@@ -122,11 +126,11 @@ class LlamaCppModel:
 
     def step(self, batch: Sequence[StepInput]) -> torch.Tensor:
         """See `Backend`."""
-        rows = [ahead.kv for ahead in batch]
-        logits = self._retried(lambda: self._step(batch), rows)
+        parts = [batch[at : at + _MOST_ROWS] for at in range(0, len(batch), _MOST_ROWS)]
+        logits = [self._retried(partial(self._step, part)) for part in parts]
         for ahead in batch:
             ahead.kv.length = ahead.end
-        return logits
+        return torch.cat(logits)
 
     def forward(self, token_ids: torch.Tensor, split: int | None = None) -> torch.Tensor:
         """See `Backend`."""
@@ -152,6 +156,7 @@ class LlamaCppModel:
         runs = _without_gaps(runs_of(slots), positions)
 
         def compute() -> torch.Tensor:
+            self.context.require(slots[-1] + 1)
             with self._sequence() as own:
                 with self._known(buffer, row, positions, runs, own) as known:
                     logits = self._compute(
@@ -301,11 +306,10 @@ class LlamaCppModel:
             if not self.residents.has(number):
                 self.context.drop(number)
 
-    def _retried(self, work: Callable[[], T], rows: Sequence[RowKV] = ()) -> T:
+    def _retried(self, work: Callable[[], T]) -> T:
         """Do work that may need more cells than there are: make the context larger, or room in it.
 
-        Args:
-            rows: what the work is for, which therefore stays.
+        Work that fails leaves no sequence behind.
 
         Raises:
             ModelError: there is no memory for that.
@@ -317,11 +321,20 @@ class LlamaCppModel:
                 return work()
             except FullError as error:
                 cells = error.cells + error.cells // _SLACK
-            is_much = cells * self.shapes.bytes_per_token > free_bytes("cpu") // 2
-            if is_much and self.residents.make_room(rows):
-                continue
-            self.residents.clear()
-            self.context.resize(max(cells, self.context.size + 1))
+            if cells and self._has_memory(cells):
+                self.residents.clear()
+                self.context.resize(cells)
+            elif not self.residents.make_room():
+                raise ModelError(
+                    "llama.cpp's context cannot be made large enough for these prompts; free some "
+                    "memory, or ask shorter prompts, or fewer at the same time "
+                    "(BatchConfig.max_rows)"
+                )
+
+    def _has_memory(self, cells: int) -> bool:
+        """Whether a context of so many cells leaves at least as much memory as it takes."""
+        each, now = self.shapes.bytes_per_token, self.context.size
+        return cells > now and cells * each <= (free_bytes("cpu") + now * each) // 2
 
 
 def _without_gaps(runs: Runs, positions: Sequence[int]) -> Runs:

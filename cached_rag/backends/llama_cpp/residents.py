@@ -7,7 +7,6 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, ref
 
@@ -73,24 +72,22 @@ class Residents:
             self._sequences.pop(found.sequence)
             self._context.drop(found.sequence)
 
-    def sweep(self) -> None:
-        """Drop the sequences of prompts that are over."""
-        for sequence, owner in list(self._sequences.items()):
-            if owner() is None:
-                del self._sequences[sequence]
-                self._context.drop(sequence)
+    def sweep(self) -> bool:
+        """Drop the sequences of prompts that are over; False if there are none."""
+        over = [number for number, owner in self._sequences.items() if owner() is None]
+        for number in over:
+            del self._sequences[number]
+            self._context.drop(number)
+        return bool(over)
 
-    def make_room(self, but: Iterable[RowKV] = ()) -> bool:
-        """Drop the prompt that was not used for longest; False if there is none.
-
-        Args:
-            but: rows that stay.
-        """
-        stay = {id(row) for row in but}
-        others = [(one.used, owner) for owner, one in self._found.items() if id(owner) not in stay]
-        if not others:
+    def make_room(self) -> bool:
+        """Drop what is over, or else the prompt that waits for longest; False if there is none."""
+        if self.sweep():
+            return True
+        found = [(one.used, owner) for owner, one in self._found.items()]
+        if not found:
             return False
-        self.remove(min(others, key=lambda pair: pair[0])[1])
+        self.remove(min(found, key=lambda pair: pair[0])[1])
         return True
 
     def clear(self) -> None:
