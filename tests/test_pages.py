@@ -96,7 +96,8 @@ def test_the_youngest_gives_way_and_goes_on_where_it_was(model, pages, method, s
 def test_kv_that_others_read_stays_when_a_long_answer_ends(model, pages, monkeypatch):
     monkeypatch.setattr(sharing, "MIN_SHARED", 16)
     beginning = " ".join([*CHUNKS, *CHUNKS])
-    engine = Engine(model, NEW_PROMPTS)
+    engine, other = Engine(model, NEW_PROMPTS), " ".join([CHUNKS[2]] * 6)
+    engine.encode([other])
     expected = engine.generate(f"{beginning} Who?", **LONG, method="full").token_ids
     first = engine.stream(f"{beginning} Why?", max_tokens=400, ignore_eos=True, method="full")
     while len(first.token_ids) < 300:  # its KV lies in several buffers by now
@@ -105,7 +106,8 @@ def test_kv_that_others_read_stays_when_a_long_answer_ends(model, pages, monkeyp
     next(second)
     assert second.report.shared_kv_bytes > 0
     first.close()
-    engine.generate("Something else. " * 20, **LONG, method="full")  # takes what is free
+    # A prompt with a chunk takes the buffer that is free.
+    assert engine.generate(f"So: {other} Why?", **LONG, method="reuse").report.modules_hit == 1
     assert second.result().token_ids == expected
 
 
@@ -134,3 +136,20 @@ def test_a_request_that_gave_way_can_be_cancelled(model, pages):
     streams[1].close()
     assert streams[1].finish_reason == "cancelled"
     assert len(streams[0].result().token_ids) == 400
+
+
+def test_what_is_deleted_while_a_request_waits_again_is_not_kept(model, pages):
+    texts = [" ".join([chunk] * 8) for chunk in CHUNKS[:2]]
+    for deletes in (False, True):
+        room = 700 * model.shapes.bytes_per_token
+        engine = Engine(model, None, BatchConfig(max_bytes=room, shares=False))
+        streams = begun(engine, texts, max_tokens=400, ignore_eos=True, method="full")
+        while not streams[1].report.notes:
+            next(streams[0])
+        if deletes:  # a text that was not known yet when the prompt was read
+            engine.encode([texts[1]])
+            assert engine.forget([texts[1]]) == 1
+        for stream in streams:
+            stream.result()
+        kept = engine.generate(texts[1], max_tokens=1, method="full").report.kept_tokens
+        assert (kept == 0) == deletes

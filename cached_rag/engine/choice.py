@@ -18,6 +18,10 @@ from cached_rag.kv.module import ModuleKV
 from cached_rag.library.plan import Plan
 from cached_rag.methods import CacheBlend, Epic, Full, Prefix, Selector, Takes, name_of
 
+# First tokens of each chunk that `auto` repairs where nothing can be watched: as many as it repairs
+# elsewhere besides what the question chooses (docs/llama_cpp.md has the figures).
+_ANCHORS = 8
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -59,7 +63,7 @@ def _allowed(model: Backend, plan: Plan, config: GenerationConfig) -> Choice:
         method = Full() if switched else Prefix()
         plan = plan.taking(method.takes)
     if method.gives_way and not model.can_watch:
-        method = CacheBlend() if model.can_narrow else Epic()
+        method = CacheBlend() if model.can_narrow else Epic(_ANCHORS)
         notes.append(
             f"this model's attention cannot be watched, so {name_of(method)} is used instead"
         )

@@ -36,8 +36,9 @@ from cached_rag.errors import MissingPackageError, ModelError
 PACKAGE, BUILD = "xllamacpp", "2026.10.11549"
 _log = logging.getLogger(__name__)
 _LEVELS = {3: logging.WARNING, 4: logging.ERROR}  # of `enum ggml_log_level`; the others say little
-# How a warning begins that is none: each context says at its end that it took what it reserved.
-_CHATTER = b"~llama_context"
+# How warnings begin that are none: a context says at its end that it took what it reserved, and at
+# its beginning that it has more cells than one prompt may have; they are for several prompts.
+_CHATTER = (b"~llama_context", b"llama_context: n_ctx")
 # More than any struct has grown by: a library with a longer struct than ours fills this, not memory
 # that is not ours, and is then refused.
 _ROOM = 512

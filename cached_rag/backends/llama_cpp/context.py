@@ -186,9 +186,16 @@ class Context:
             raise ModelError(f"llama.cpp took {read} of the {len(state)} bytes of a prompt's KV")
         self._held[sequence] = len(positions)
 
-    def state(self, sequence: int) -> torch.Tensor:
-        """(num_bytes,) uint8: a sequence's KV in llama.cpp's own form."""
-        size = self._c.llama_state_seq_get_size(self._handle, sequence)
+    def state(self, sequence: int, tokens: int | None = None) -> torch.Tensor:
+        """(num_bytes,) uint8: a sequence's KV in llama.cpp's own form.
+
+        Args:
+            tokens: how many it has; None asks llama.cpp, which takes as long as writing it.
+        """
+        if tokens is None or self.format is None:
+            size = self._c.llama_state_seq_get_size(self._handle, sequence)
+        else:
+            size = self.format.size(tokens)
         state = torch.empty(size, dtype=torch.uint8)
         wrote = self._c.llama_state_seq_get_data(self._handle, state.data_ptr(), size, sequence)
         if wrote != size:
@@ -216,7 +223,8 @@ class Context:
         try:
             for begin, end in runs:
                 self.take(sequence, part, begin, end)
-            found = self.format.parse(self.state(part))
+            count = sum(end - begin for begin, end in runs)
+            found = self.format.parse(self.state(part, count))
         finally:
             self.drop(part)
         order = found.positions.argsort()
