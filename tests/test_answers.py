@@ -419,7 +419,7 @@ def test_llama_cpps_server_answers_as_its_library_does(llama_gguf):
             expected, found = (one.answer(question(*ids), NUM_TOKENS) for one in (library, server))
             assert found.token_ids == expected.token_ids
             assert 0 < found.ttft_ms < found.total_ms
-        with pytest.raises(ConfigError, match=r"llama\.cpp"):
+        with pytest.raises(ConfigError, match="answers 400"):
             server.answer(question(), 3)
 
 
