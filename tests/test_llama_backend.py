@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import CHUNKS, random_ids
 from gguf import GGMLQuantizationType as Kind
+from langchain_cached_rag import CachedRAGLLM as StringLLM
+from llama_index.llms.cached_rag import CachedRAGLLM
 from tiny_gguf import write_gguf
 from transformers import AutoModelForCausalLM
 from transformers import GenerationConfig as Settings
+from typer.testing import CliRunner
 
 from cached_rag import ConfigError, Engine, ModelError, Schema, StoreConfig
 from cached_rag.backends.base import StepInput
+from cached_rag.backends.llama_cpp import api
 from cached_rag.backends.llama_cpp import model as backend_module
 from cached_rag.backends.llama_cpp.context import MAX_SEQUENCES, Work
 from cached_rag.backends.llama_cpp.loading import load_llama_cpp
 from cached_rag.backends.llama_cpp.state import StateFormat, runs_of
 from cached_rag.backends.tokenizer import Rendered
 from cached_rag.backends.transformers.loading import load_model
+from cached_rag.cli.main import app
+from cached_rag.engine.drafts import DEAREST
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.rows import RowKV
@@ -189,7 +197,9 @@ METHODS = ("full", "prefix", "reuse", "epic", "auto", "random:recompute_ratio=0.
 
 @pytest.mark.parametrize("method", METHODS)
 def test_batches_and_drafts_change_no_answer(model, method):
-    with Engine(model, StoreConfig(**NEW)) as engine:
+    assert model.token_price > DEAREST  # on a CPU drafts do not pay; as if they did:
+    cheap = replace(model, token_price=0.1)
+    with Engine(cheap, StoreConfig(**NEW)) as engine:
         engine.encode(CHUNKS)
         asked = [ask(*CHUNKS), ask(*CHUNKS[::-1]), ask(CHUNKS[1])]
         options = {"method": method, "max_tokens": 120, "ignore_eos": True}
@@ -303,10 +313,29 @@ def test_what_it_cannot_do_is_refused_by_name(model, path, tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             Engine.load(path, **options)
+    if not api.load().llama_supports_gpu_offload():  # as the pinned wheel for Linux
+        with pytest.raises(ModelError, match="CPU only"):
+            Engine.load(path, backend="llama.cpp", device="gpu")
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(b"GGUF" + b"\0" * 100)
     with pytest.raises(ModelError, match="cannot load"):
         Engine.load(str(damaged), backend="llama.cpp")
+
+
+def test_the_command_line_has_it(path):
+    command = ["doctor", "--model", path, "--backend", "llama.cpp", "--json"]
+    found = json.loads(CliRunner().invoke(app, command).stdout)
+    assert found["layers"].startswith("llama.cpp")
+    assert found["attention"] == "the backend's own, run by run"
+    assert all(test["passed"] for test in found["self_test"])
+
+
+@pytest.mark.parametrize("kind", [StringLLM, CachedRAGLLM])
+def test_integrations_have_it(kind, path):
+    llm = kind(model=path, backend="llama.cpp", max_tokens=3, sequence_bytes=0)
+    with llm.loaded_engine() as engine:
+        assert isinstance(engine.model, backend_module.LlamaCppModel)
+        assert engine.generate("Why is copper green?", max_tokens=3).token_ids
 
 
 def test_a_folder_is_no_gguf(model_folder):

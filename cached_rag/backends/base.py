@@ -192,6 +192,11 @@ class Backend(Protocol):
         """Whether `step` accepts more than one new token in a row."""
         ...
 
+    @property
+    def token_price(self) -> float:
+        """The time of one more token in a step, as a share of the shortest step's; about."""
+        ...
+
     # Computing -------------------------------------------------------------------------------
 
     def prefill(

@@ -25,7 +25,8 @@ def load_backend(
     Args:
         name: alias, hub id, folder or GGUF file; llama.cpp takes only what is a GGUF.
         backend: "transformers" or "llama.cpp".
-        dtype, device, weights: see `load_model`. llama.cpp decides these itself.
+        dtype, device, weights: see `load_model`. llama.cpp decides about dtype and weights itself;
+            its devices are "cpu" and "gpu".
 
     Raises:
         ConfigError: there is no such backend, or it has not these options.
@@ -39,15 +40,15 @@ def load_backend(
 def _llama_cpp(
     name: str, dtype: torch.dtype | str | None, device: str | None, weights: str
 ) -> Backend:
-    given = {"dtype": dtype, "device": None if device == "cpu" else device}
+    given = {"dtype": dtype, "device": None if device in ("cpu", "gpu") else device}
     given["weights"] = None if weights == "as stored" else weights
     if set_by_user := [f"{option}={value!r}" for option, value in given.items() if value]:
         raise ConfigError(
-            f"llama.cpp runs a GGUF on the CPU with the weights that are in it, so "
+            f'llama.cpp runs a GGUF with the weights that are in it, on "cpu" or "gpu", so '
             f"{' and '.join(set_by_user)} cannot be had; leave it out, or use "
             'backend="transformers"'
         )
-    return load_llama_cpp(name)
+    return load_llama_cpp(name, on_gpu=device == "gpu")
 
 
 _Load = Callable[[str, torch.dtype | str | None, str | None, str], Backend]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cached_rag.backends.base import Backend
 from cached_rag.benchmarks.machine import machine
 from cached_rag.engine.controller import Controller
 from cached_rag.engine.engine import Engine
@@ -42,7 +43,7 @@ def examine(engine: Engine) -> dict[str, object]:
     return machine(model) | {
         "context_length": model.context_length,
         "position_rule": str(model.rule),
-        "attention": "scattered rows" if model.can_watch else "the model's own, dense masks",
+        "attention": _attention(model),
         **model.details,
         "kv_bytes_per_token": model.shapes.bytes_per_token,
         "store": str(disk.path) if disk else "memory only",
@@ -50,6 +51,12 @@ def examine(engine: Engine) -> dict[str, object]:
         "texts": len(engine.library.table),
         **_loading(engine),
     }
+
+
+def _attention(model: Backend) -> str:
+    if model.can_watch:
+        return "scattered rows"
+    return "the model's own, dense masks" if model.can_narrow else "the backend's own, run by run"
 
 
 def _loading(engine: Engine) -> dict[str, object]:

@@ -20,10 +20,8 @@ LONGEST = 8
 SHORTEST = 2
 # Most tokens of a draft.
 MOST = 8
-# A pass for n tokens takes the time of one for a single token and about a sixth of it for each
-# further token: measured for issue 17 with 4-bit weights on two cores (17 to 21 ms for one token,
-# 26 for four, 41 for eight). The longer the weights are read, the less further tokens cost.
-_SIXTHS = 6
+# Where a further token costs more of a step than this, nothing is drafted.
+DEAREST = 0.5
 # Before anything was checked: right, and checked. Two small models, asked about retrieved texts,
 # had five to nine of ten right, the more the longer the run.
 _AT_FIRST = (3.0, 4.0)
@@ -79,7 +77,11 @@ class Drafts:
     """
 
     def __init__(
-        self, prompt_ids: Sequence[int], chunks: Iterable[tuple[int, int]], max_tokens: int
+        self,
+        prompt_ids: Sequence[int],
+        chunks: Iterable[tuple[int, int]],
+        max_tokens: int,
+        price: float = 1 / 6,
     ) -> None:
         """Look up nothing yet.
 
@@ -87,7 +89,9 @@ class Drafts:
             prompt_ids: the prompt's tokens.
             chunks: (first token, token after the last) of each chunk in it.
             max_tokens: most tokens of the answer.
+            price: see `Backend.token_price`.
         """
+        self._price = price
         self._length = self._prompt_length = len(prompt_ids)
         self._ids: npt.NDArray[np.int64] = np.empty(self._length + max_tokens, dtype=np.int64)
         self._ids[: self._length] = prompt_ids
@@ -103,15 +107,17 @@ class Drafts:
         Args:
             answer: all of its tokens so far, at least one.
             rows: number of answers that get their next token in the same pass. The more, the less
-                of a pass an answer pays for, so the more a drafted token costs beside that: a sixth
-                of the shortest pass, while n answers share (6 + n - 1) sixths of it.
+                of a pass an answer pays for, so the more a drafted token costs beside that: its
+                price, while n answers share one pass and n - 1 prices.
         """
         begin, self._length = self._length, self._prompt_length + len(answer)
         self._ids[begin : self._length] = answer[begin - self._prompt_length :]
         self._matched, place = self._find()
         if self._matched < SHORTEST:
             return []
-        count = self._chances[self._matched].worth(rows / (_SIXTHS + rows - 1))
+        count = self._chances[self._matched].worth(
+            rows * self._price / (1 + (rows - 1) * self._price)
+        )
         last = min(place + min(count, len(self._ids) - self._length - 1), self._length)
         drafted: list[int] = self._ids[place:last].tolist()
         return drafted

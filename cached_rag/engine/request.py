@@ -18,7 +18,7 @@ from cached_rag.backends.base import Backend, StepInput
 from cached_rag.backends.tokenizer import Tokenization, Tokens
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.decoding import Decoding
-from cached_rag.engine.drafts import Drafts
+from cached_rag.engine.drafts import DEAREST, Drafts
 from cached_rag.engine.pieces import Pieces
 from cached_rag.engine.planner import Planner, Reading
 from cached_rag.engine.report import Clock, Report
@@ -193,10 +193,12 @@ class Request:
         if self.decoding.token_ids:  # it was set back, and goes on
             return
         self.decoding.begin(self.tokens.ids)
-        if config.drafts and self.resources.model.can_append:
+        model = self.resources.model
+        if config.drafts and model.can_append and model.token_price <= DEAREST:
             chunks = [(place.begin, place.end) for place in plan.placements if place.is_chunk]
             chunks += [(match.begin, match.end) for match in plan.matches]
-            self.drafts = Drafts(self.tokens.ids, chunks, config.max_tokens)
+            price = model.token_price
+            self.drafts = Drafts(self.tokens.ids, chunks, config.max_tokens, price)
 
     def make_draft(self, rows: int) -> None:
         """Draft the next tokens; see `Drafts.propose`."""

@@ -161,6 +161,7 @@ _HANDLE = c_void_p
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_log_set": (None, (c_void_p, c_void_p)),
     "llama_backend_init": (None, ()),
+    "llama_supports_gpu_offload": (c_bool, ()),
     "llama_model_load_from_file": (_HANDLE, (c_char_p, ModelParams)),
     "llama_model_free": (None, (_HANDLE,)),
     "llama_model_desc": (c_int32, (_HANDLE, c_char_p, c_size_t)),

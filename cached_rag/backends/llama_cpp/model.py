@@ -57,6 +57,7 @@ class LlamaCppModel:
     eos_ids: frozenset[int]
     weights_bytes: int
     about: str
+    token_price: float
     residents: Residents = field(init=False, compare=False, repr=False)
     lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
     repetition_penalty: float = 1.0
