@@ -22,10 +22,12 @@ from typer.testing import CliRunner
 from cached_rag import ConfigError, Engine, ModelError, Schema, StoreConfig
 from cached_rag.backends.base import StepInput
 from cached_rag.backends.llama_cpp import api
+from cached_rag.backends.llama_cpp import context as context_module
 from cached_rag.backends.llama_cpp import model as backend_module
 from cached_rag.backends.llama_cpp.context import MAX_SEQUENCES, Work
 from cached_rag.backends.llama_cpp.loading import load_llama_cpp
-from cached_rag.backends.llama_cpp.state import StateFormat, runs_of
+from cached_rag.backends.llama_cpp.prompt import neighbours
+from cached_rag.backends.llama_cpp.state import StateFormat
 from cached_rag.backends.tokenizer import Rendered
 from cached_rag.backends.transformers.loading import load_model
 from cached_rag.cli.main import app
@@ -72,13 +74,15 @@ def assert_same_kv(one, other, slots):
 def test_a_state_is_put_together_and_taken_apart():
     shapes = KVShapes(3, 2, 4, 6, torch.float16, torch.device("cpu"))
     form = StateFormat(shapes, (-7, 0), (0, 0))
-    parts = [(torch.randn(3, 2, n, 4).half(), torch.randn(3, 2, n, 6).half()) for n in (2, 5)]
-    positions = torch.tensor([4, 5, 9, 10, 11, 12, 13])
-    state = form.compose(positions, parts)
+    part = torch.randn(3, 2, 7, 4).half(), torch.randn(3, 2, 7, 6).half()
+    positions = torch.tensor([4, 5, 9, 10, 13, 12, 11])
+    state = form.compose(positions, *part)
     cells = form.parse(state)
     assert cells.positions.tolist() == positions.tolist()
     for side in (0, 1):
-        assert torch.equal(cells.part[side], torch.cat([part[side] for part in parts], dim=2))
+        assert torch.equal(cells.part[side], part[side])
+        in_order = part[side][:, :, [0, 1, 2, 3, 6, 5, 4]]
+        assert torch.equal(cells.sorted().part[side], in_order)
     assert StateFormat.of(state, shapes, 7) == form
     with pytest.raises(ModelError, match="other layers"):
         StateFormat.of(state[:-1], shapes, 7)
@@ -86,7 +90,11 @@ def test_a_state_is_put_together_and_taken_apart():
     wrong[16 + 7 * 12 + 16] += 1  # the type that stands before the first layer's rows
     with pytest.raises(ModelError, match="not laid out"):
         StateFormat.of(wrong, shapes, 7)
-    assert runs_of([1, 2, 3, 7, 9, 10]) == [(1, 4), (7, 8), (9, 11)]
+
+
+def test_neighbours_stand_at_neighbouring_slots_and_positions():
+    assert neighbours([1, 2, 3, 7, 9, 10], range(11)) == [(1, 4), (7, 8), (9, 11)]
+    assert neighbours([0, 1, 2], [0, 1, 9]) == [(0, 2), (2, 3)]
 
 
 # Computing -----------------------------------------------------------------------------------
@@ -96,12 +104,15 @@ def test_moved_keys_are_those_that_llama_cpp_moves(model):
     ids, context = random_ids(30), model.context
     own = context.open()
     context.compute([Work(own, ids, 0)])
-    keys, values = context.read(own, [(0, len(ids))]).part
+    here, there = (KVBuffer.like(model.shapes, len(ids)) for _ in range(2))
+    keys, values = here.keys[:, 0], here.values[:, 0]
+    context.read(own, 0, keys, values)
     add = context._c.llama_memory_seq_add
     add.restype, add.argtypes = None, (ctypes.c_void_p, *[ctypes.c_int32] * 4)
     add(context._memory, own, 0, -1, 100)
     context.compute([Work(own, [5], 100 + len(ids))])  # only now it moves them
-    its, _ = context.read(own, [(100, 100 + len(ids))]).part
+    its = there.keys[:, 0]
+    context.read(own, 100, its, there.values[:, 0])
     context.drop(own)
     buffer = KVBuffer.like(model.shapes, 200)
     buffer.place(ModuleKV(tuple(ids), 0, keys, values), 100, model.rule)
@@ -124,8 +135,10 @@ def test_recomputing_everything_is_full_prefill(model):
     assert_same_kv(stale, whole, range(90))
 
 
+@pytest.mark.parametrize("piece", [512, 7])
 @pytest.mark.parametrize("gaps", [[(3, 9), (20, 21), (40, 60)], [(0, 2), (59, 60)]])
-def test_tokens_between_known_ones_see_what_stands_before_them(model, gaps):
+def test_tokens_between_known_ones_see_what_stands_before_them(model, monkeypatch, gaps, piece):
+    monkeypatch.setattr(context_module, "_PIECE", piece)
     ids = random_ids(60)
     whole, done = prefilled(model, ids)
     slots = torch.tensor([slot for begin, end in gaps for slot in range(begin, end)])

@@ -300,6 +300,17 @@ def test_anchorflow_takes_anchors_and_of_the_rest_what_the_question_wants():
     assert chosen.nonzero().flatten().tolist() == [6, 17, 22, 28, 31, 33]
 
 
+def test_anchorflow_takes_the_windows_that_the_question_wants():
+    fresh = torch.zeros(40, dtype=torch.bool)
+    fresh[30:] = True
+    layout = Layout(fresh, torch.zeros(40, dtype=torch.bool), ((0, 12), (12, 30)), 2)
+    scores = torch.zeros(2, 40)
+    scores[:, 9] = 1.0  # alone among its neighbours
+    scores[:, 21:24] = 0.5
+    method = AnchorFlow(5 / 30, anchor_tokens=1, window=4)
+    assert method.choose(scores, layout).nonzero().flatten().tolist() == [0, 12, 21, 22, 23, 24]
+
+
 @pytest.mark.parametrize("text", ["cacheblend+epic", "prophetkv+infoflow"])
 def test_what_cannot_be_joined_is_refused(text):
     with pytest.raises(ConfigError, match="joined"):
@@ -318,6 +329,7 @@ def test_what_cannot_be_joined_is_refused(text):
         "random:seed=99999999999999999999",
         "random:seed=x",
         "anchorflow:transfers_drift=maybe",
+        "anchorflow:window=0",
         "infoflow:depth=true",
         "infoflow:recompute_ratio=NaN",
         "cacheblend:check_layer=[1.5]",

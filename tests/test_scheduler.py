@@ -21,7 +21,7 @@ from cached_rag import (
     Engine,
     StoreConfig,
 )
-from cached_rag.engine.request import Waiting
+from cached_rag.engine.waiting import Waiting
 
 PROMPTS = [f"{chunk}\n\nWhat is said {word}?" for chunk in CHUNKS for word in ("here", "there")]
 

@@ -21,8 +21,9 @@ from cached_rag.backends import thread as model_thread
 from cached_rag.backends.base import Backend
 from cached_rag.config import BatchConfig
 from cached_rag.engine import prefill
-from cached_rag.engine.request import PAGE, Request, Status, Waiting
+from cached_rag.engine.request import PAGE, Request, Status
 from cached_rag.engine.sharing import Beginning, Sharing
+from cached_rag.engine.waiting import Waiting
 from cached_rag.errors import ContextOverflowError
 from cached_rag.library.sequences import Sequences
 

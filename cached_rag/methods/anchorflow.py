@@ -32,16 +32,20 @@ class AnchorFlow(InfoFlow):
         recompute_ratio: share r of the reused tokens that the question chooses.
         anchor_tokens: how many of each chunk's first tokens come with them.
         transfers_drift: whether the tokens not recomputed are moved as the recomputed ones are.
+        window: the question chooses so many neighbours at once; 1 for each token by itself.
     """
 
     recompute_ratio: float = 0.03
     anchor_tokens: int = 8
     transfers_drift: bool = True
+    window: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.anchor_tokens < 0:
             raise ConfigError(f"anchor_tokens cannot be negative: {self.anchor_tokens}")
+        if self.window < 1:
+            raise ConfigError(f"a window has a token at least, not {self.window}")
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """The live rows and the anchors; with r = 1 all reused ones."""
@@ -52,8 +56,25 @@ class AnchorFlow(InfoFlow):
         anchors = self._anchors(layout)
         others = layout.reused & ~anchors
         budget = min(self.budget(layout), int(others.sum()))
-        chosen = top_rows(scores.mean(dim=0), others.to(scores.device), budget)
+        scores = scores.mean(dim=0)
+        if self.window == 1:
+            chosen = top_rows(scores, others.to(scores.device), budget)
+        else:
+            chosen = self._windows(scores, layout, budget)
         return chosen | anchors.to(scores.device)
+
+    def _windows(self, scores: torch.Tensor, layout: Layout, budget: int) -> torch.Tensor:
+        """The windows behind the anchors with the highest mean scores, about `budget` tokens."""
+        runs = [
+            (at, min(at + self.window, end))
+            for begin, end in layout.modules
+            for at in range(begin + self.anchor_tokens, end, self.window)
+        ]
+        runs.sort(key=lambda run: float(scores[slice(*run)].mean()), reverse=True)
+        chosen = torch.zeros_like(scores, dtype=torch.bool)
+        for begin, end in runs[: round(budget / self.window)]:
+            chosen[begin:end] = True
+        return chosen
 
     def _anchors(self, layout: Layout) -> torch.Tensor:
         return Epic(self.anchor_tokens).first_rows(layout) & layout.reused

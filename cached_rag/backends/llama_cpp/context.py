@@ -10,18 +10,21 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from cached_rag.backends.llama_cpp import api
-from cached_rag.backends.llama_cpp.state import Cells, Part, StateFormat
+from cached_rag.backends.llama_cpp.state import StateFormat
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVShapes
 
 # Sequences at the same time: running answers, and two that a prefill needs for itself.
 MAX_SEQUENCES = 64
+# Tokens whose KV goes in or out at once: as a state it is in memory once more meanwhile.
+_PIECE = 512
 # Tokens that one call of llama.cpp gets.
 _BATCH = 2048
 # Most logits that a sequence gives in one call: a token and the drafts behind it.
@@ -141,17 +144,20 @@ class Context:
         self._held[number] = 0
         return number
 
-    def drop(self, sequence: int, heir: int | None = None) -> None:
-        """Forget a sequence, if it is there. Cells that others have taken from it stay.
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """An empty sequence, which is dropped when the context ends."""
+        number = self.open()
+        try:
+            yield number
+        finally:
+            self.drop(number)
 
-        Args:
-            heir: who has taken all of its cells; None for nobody.
-        """
+    def drop(self, sequence: int) -> None:
+        """Forget a sequence, if it is there. Cells that others have taken from it stay."""
         if sequence in self._held:
-            count = self._held.pop(sequence)
+            del self._held[sequence]
             self._c.llama_memory_seq_rm(self._memory, sequence, -1, -1)
-            if heir is not None:
-                self._held[heir] += count
 
     def cut(self, sequence: int, begin: int, tokens: int) -> None:
         """Drop the tokens of a sequence from a position on.
@@ -167,24 +173,38 @@ class Context:
         if begin < end:
             self._c.llama_memory_seq_cp(self._memory, source, target, begin, end)
 
-    def put(self, sequence: int, positions: Sequence[int], parts: Sequence[Part]) -> None:
-        """Fill an empty sequence with KV; see `StateFormat.compose`.
+    def put(
+        self, sequence: int, positions: Sequence[int], keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Append KV to a sequence.
+
+        Args:
+            positions: of the tokens, ascending, behind the sequence's last.
+            keys, values: (num_layers, num_kv_heads, num_tokens, dim) of them.
 
         Raises:
             FullError: there are too few cells.
             ModelError: llama.cpp refuses it.
         """
-        if not len(positions):
-            return
-        assert self.format is not None
         self.require(len(positions))
-        state = self.format.compose(torch.tensor(positions), parts)
-        read = self._c.llama_state_seq_set_data(
-            self._handle, state.data_ptr(), len(state), sequence
-        )
-        if read != len(state):
-            raise ModelError(f"llama.cpp took {read} of the {len(state)} bytes of a prompt's KV")
-        self._held[sequence] = len(positions)
+        for begin in range(0, len(positions), _PIECE):
+            piece = slice(begin, begin + _PIECE)
+            self._put_piece(sequence, positions[piece], keys[:, :, piece], values[:, :, piece])
+
+    def _put_piece(
+        self, sequence: int, positions: Sequence[int], keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """By way of a sequence of its own, as llama.cpp empties the one that it fills."""
+        assert self.format is not None
+        state = self.format.compose(torch.tensor(positions), keys, values)
+        with self.opened() as own:
+            read = self._c.llama_state_seq_set_data(self._handle, state.data_ptr(), len(state), own)
+            if not read:  # no free cells side by side
+                raise FullError(self.used + len(positions))
+            if read != len(state):
+                raise ModelError(f"llama.cpp took {read} of {len(state)} bytes of a prompt's KV")
+            self.take(own, sequence, positions[0], positions[-1] + 1)
+        self._held[sequence] += len(positions)
 
     def state(self, sequence: int, tokens: int | None = None) -> torch.Tensor:
         """(num_bytes,) uint8: a sequence's KV in llama.cpp's own form.
@@ -209,28 +229,25 @@ class Context:
         nothing but the order, so a gap is left by calling all cells before it by later ones.
         """
         assert self.format is not None
-        cells = self.format.parse(self.state(sequence))
-        held = self._held[sequence]
+        cells = self.format.parse(self.state(sequence)).sorted()
         self._c.llama_memory_seq_rm(self._memory, sequence, -1, -1)
         self._held[sequence] = 0
-        self.put(sequence, (cells.positions + shift).tolist(), [cells.part])
-        self._held[sequence] = held
+        self.put(sequence, (cells.positions + shift).tolist(), *cells.part)
 
-    def read(self, sequence: int, runs: Sequence[tuple[int, int]]) -> Cells:
-        """The KV of the tokens at positions `begin` to `end` of each run, in their order."""
+    def read(self, sequence: int, begin: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy the KV of the tokens from position `begin` on.
+
+        Args:
+            keys, values: (num_layers, num_kv_heads, num_tokens, dim), where to. As many tokens are
+                read as they have room for; they stand at positions without gaps.
+        """
         assert self.format is not None
-        part = self.open()
-        try:
-            for begin, end in runs:
-                self.take(sequence, part, begin, end)
-            count = sum(end - begin for begin, end in runs)
-            found = self.format.parse(self.state(part, count))
-        finally:
-            self.drop(part)
-        order = found.positions.argsort()
-        if torch.equal(order, torch.arange(len(order))):
-            return found
-        return Cells(found.positions[order], found.keys[:, order], found.values[:, order])
+        for done in range(0, keys.shape[2], _PIECE):
+            some = min(_PIECE, keys.shape[2] - done)
+            with self.opened() as part:
+                self.take(sequence, part, begin + done, begin + done + some)
+                found = self.format.parse(self.state(part, some)).sorted()
+            keys[:, :, done : done + some], values[:, :, done : done + some] = found.part
 
     def compute(self, work: Sequence[Work]) -> torch.Tensor:
         """Append tokens to sequences; (sum of `num_logits`, vocab_size) logits, in their order.

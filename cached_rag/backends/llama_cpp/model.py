@@ -1,9 +1,7 @@
 """A GGUF that llama.cpp runs, as a backend: the engine's KV goes in, tokens are computed, KV out.
 
-llama.cpp appends tokens to sequences and does nothing else. So a prompt whose cached KV has gaps
-(the tokens that are computed) is put together run by run: all cached KV goes into one sequence;
-another one takes it up to the first gap, computes the gap's tokens, takes on, and so to the end.
-Each computed token then sees exactly what stands before it. Knows KV; knows no text.
+A prompt is put together in a sequence (`prompt.py`), and its answer goes on there. All KV is in the
+engine's buffers, too, so a prompt can leave the context and come back. Knows KV; knows no text.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ import torch
 
 from cached_rag.backends.base import Chosen, Prefilled, StepInput
 from cached_rag.backends.llama_cpp.context import MAX_SEQUENCES, Context, FullError, Work
+from cached_rag.backends.llama_cpp.prompt import Prompt
 from cached_rag.backends.llama_cpp.residents import Residents
-from cached_rag.backends.llama_cpp.state import runs_of
 from cached_rag.backends.transformers.memory import free_bytes
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer, KVShapes
@@ -33,7 +31,6 @@ from cached_rag.methods.base import Layout, Selector
 _MOST_ROWS = MAX_SEQUENCES // 2
 # A context is made larger by one part in so many than is needed at once.
 _SLACK = 4
-Runs = Sequence[tuple[int, int]]
 T = TypeVar("T")
 
 
@@ -153,88 +150,16 @@ class LlamaCppModel:
     ) -> torch.Tensor:
         """Compute one prompt's tokens at `slots`, and write their KV to the buffer."""
         self.residents.remove(buffer)
-        positions = [buffer.position(slot) for slot in range(slots[-1] + 1)]
-        runs = _without_gaps(runs_of(slots), positions)
+        prompt = Prompt(buffer, row, ids, slots)
 
         def compute() -> torch.Tensor:
-            self.context.require(slots[-1] + 1)
             with self._sequence() as own:
-                with self._known(buffer, row, positions, runs, own) as known:
-                    logits = self._compute(
-                        known, own, buffer, row, ids, positions, runs, num_logits
-                    )
+                logits = prompt.compose(self.context, own, num_logits)
                 if buffer.keys.shape[1] == 1:
-                    self.residents.add(buffer, own, slots[-1] + 1)
+                    self.residents.add(buffer, own, prompt.length)
                 return logits
 
         return self._retried(compute)
-
-    @contextmanager
-    def _known(
-        self, buffer: KVBuffer, row: int, positions: Sequence[int], runs: Runs, heir: int
-    ) -> Iterator[int | None]:
-        """Inside this context, a sequence has all KV that is not computed; None if all is.
-
-        Args:
-            heir: the sequence that has taken all of it when the context ends.
-        """
-        begins, ends = [0, *(end for _, end in runs)], [begin for begin, _ in runs]
-        spans = [span for span in zip(begins, ends, strict=False) if span[0] < span[1]]
-        if not spans:
-            yield None
-            return
-        number = self.context.open()
-        try:
-            parts = [
-                (buffer.keys[:, row, :, begin:end], buffer.values[:, row, :, begin:end])
-                for begin, end in spans
-            ]
-            at = [position for begin, end in spans for position in positions[begin:end]]
-            self.context.put(number, at, parts)
-            yield number
-        finally:
-            self.context.drop(number, heir)
-
-    def _compute(
-        self,
-        known: int | None,
-        own: int,
-        buffer: KVBuffer,
-        row: int,
-        ids: Sequence[int],
-        positions: Sequence[int],
-        runs: Runs,
-        num_logits: int,
-    ) -> torch.Tensor:
-        """Fill a sequence with what is known and what is computed now, in turns."""
-        done, left = 0, sum(end - begin for begin, end in runs)
-        found, unread = [], list[tuple[int, int]]()
-        for begin, end in runs:
-            if known is not None and done < begin:
-                self.context.take(known, own, positions[done], positions[begin - 1] + 1)
-            if begin and (gap := positions[begin] - positions[begin - 1] - 1):
-                self._read(own, buffer, row, positions, unread)
-                self.context.relabel(own, gap)
-                unread = []
-            left -= end - begin
-            wanted = min(end - begin, max(0, num_logits - left))
-            work = Work(own, ids[begin:end], positions[begin], wanted)
-            found.append(self.context.compute([work]))
-            unread.append((begin, end))
-            done = end
-        self._read(own, buffer, row, positions, unread)
-        return torch.cat(found)
-
-    def _read(
-        self, own: int, buffer: KVBuffer, row: int, positions: Sequence[int], runs: Runs
-    ) -> None:
-        """Write the KV of computed runs to the buffer."""
-        if runs:
-            spans = [(positions[begin], positions[end - 1] + 1) for begin, end in runs]
-            keys, values = self.context.read(own, spans).part
-            at = torch.tensor([slot for begin, end in runs for slot in range(begin, end)])
-            buffer.keys[:, row].index_copy_(2, at, keys)
-            buffer.values[:, row].index_copy_(2, at, values)
 
     # Answers ---------------------------------------------------------------------------------
 
@@ -257,10 +182,9 @@ class LlamaCppModel:
             )
             for sequence, ahead in zip(sequences, batch, strict=True):
                 kv, end = ahead.kv, ahead.end
-                span = kv.position(kv.length), kv.position(end - 1) + 1
-                keys, values = self.context.read(sequence, [span]).part
-                at = slice(kv.at(kv.length), kv.at(end))
-                kv.own.keys[:, 0, :, at], kv.own.values[:, 0, :, at] = keys, values
+                room = slice(kv.at(kv.length), kv.at(end))
+                keys, values = kv.own.keys[:, 0, :, room], kv.own.values[:, 0, :, room]
+                self.context.read(sequence, kv.position(kv.length), keys, values)
                 self.residents.add(kv, sequence, end)
         except BaseException:  # what is in the context may be more than the rows' lengths say
             for kv in rows:
@@ -280,14 +204,11 @@ class LlamaCppModel:
         self.residents.remove(kv)
         number = self.context.open()
         try:
-            parts = [
-                (
-                    run.buffer.keys[:, 0, :, run.begin : run.end],
-                    run.buffer.values[:, 0, :, run.begin : run.end],
-                )
-                for run in kv.every_run()
-            ]
-            self.context.put(number, [kv.position(slot) for slot in range(kv.length)], parts)
+            for run in kv.every_run():
+                positions = [kv.position(run.slot + n) for n in range(run.end - run.begin)]
+                keys = run.buffer.keys[:, 0, :, run.begin : run.end]
+                values = run.buffer.values[:, 0, :, run.begin : run.end]
+                self.context.put(number, positions, keys, values)
         except BaseException:
             self.context.drop(number)
             raise
@@ -336,15 +257,3 @@ class LlamaCppModel:
         """Whether a context of so many cells leaves at least as much memory as it takes."""
         each, now = self.shapes.bytes_per_token, self.context.size
         return cells > now and cells * each <= (free_bytes("cpu") + now * each) // 2
-
-
-def _without_gaps(runs: Runs, positions: Sequence[int]) -> Runs:
-    """Runs of slots, cut where positions are left out."""
-    found: list[tuple[int, int]] = []
-    for begin, end in runs:
-        for slot in range(begin, end):
-            if slot > begin and positions[slot] == positions[slot - 1] + 1:
-                found[-1] = (found[-1][0], slot + 1)
-            else:
-                found.append((slot, slot + 1))
-    return found

@@ -9,7 +9,6 @@ Knows bytes; knows no library.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +43,13 @@ class Cells:
     def part(self) -> Part:
         """Keys and values in this library's order of axes."""
         return self.keys.transpose(1, 2), self.values.transpose(1, 2)
+
+    def sorted(self) -> Cells:
+        """The same by position; copied only if it has another order."""
+        order = self.positions.argsort()
+        if torch.equal(order, torch.arange(len(order))):
+            return self
+        return Cells(self.positions[order], self.keys[:, order], self.values[:, order])
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class StateFormat:
         middle = state[at : at + 8].view(torch.int32).tolist()
         found = cls(shapes, (begin[0], begin[1]), (middle[0], middle[1]))
         cells = found.parse(state)
-        if not torch.equal(found.compose(cells.positions, [cells.part]), state):
+        if not torch.equal(found.compose(cells.positions, *cells.part), state):
             raise ModelError(
                 "llama.cpp's state is not laid out as in the build that was checked; install "
                 "that one (see docs/llama_cpp.md)"
@@ -110,12 +116,14 @@ class StateFormat:
         values, at = self._tensors(state, at, count, self.shapes.value_dim)
         return Cells(cells[:, 0], keys, values)
 
-    def compose(self, positions: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
+    def compose(
+        self, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
         """A state with this KV, for whichever sequence takes it.
 
         Args:
-            positions: (num_cells,) of all tokens.
-            parts: keys and values of some tokens each, one part after the other.
+            positions: (num_cells,) of the tokens.
+            keys, values: (num_layers, num_kv_heads, num_cells, dim) of them.
         """
         count, layers = len(positions), self.shapes.num_layers
         state = torch.empty(self.size(count), dtype=torch.uint8)
@@ -126,16 +134,13 @@ class StateFormat:
         middle = torch.tensor([0, layers, *self.middle])
         state[cells : cells + _MIDDLE].view(torch.int32).copy_(middle)
         at = cells + _MIDDLE
-        for side, width in enumerate((self.shapes.head_dim, self.shapes.value_dim)):
+        for side in (keys, values):
+            width = side.shape[-1]
             head = torch.tensor([_F16, 2 * self.shapes.num_kv_heads * width, 0], dtype=torch.int32)
             heads = self._heads(state, at, count, width)
             heads.copy_(head.view(torch.uint8).expand_as(heads))
             target, at = self._tensors(state, at, count, width)
-            begin = 0
-            for part in parts:
-                end = begin + part[side].shape[2]
-                target[:, begin:end] = part[side].transpose(1, 2)
-                begin = end
+            target.copy_(side.transpose(1, 2))
         return state
 
     def _heads(self, state: torch.Tensor, at: int, count: int, dim: int) -> torch.Tensor:
@@ -153,14 +158,3 @@ class StateFormat:
         strides = (each // 2, heads * dim, dim, 1)
         rows = halves.as_strided((layers, count, heads, dim), strides, (at + _TENSOR) // 2)
         return rows, at + layers * each
-
-
-def runs_of(slots: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending numbers as (begin, end) runs without gaps."""
-    runs: list[tuple[int, int]] = []
-    for slot in slots:
-        if runs and runs[-1][1] == slot:
-            runs[-1] = (runs[-1][0], slot + 1)
-        else:
-            runs.append((slot, slot + 1))
-    return runs

@@ -1,0 +1,94 @@
+"""What a GGUF says of itself, and whether llama.cpp's KV of such a model can be put together."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cached_rag.errors import ModelError
+from cached_rag.kv.buffer import KVShapes
+
+Frequencies = list[tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a GGUF says of itself."""
+
+    library: ctypes.CDLL
+    handle: int
+
+    def text(self, key: str) -> str | None:
+        """A value of its metadata; `{arch}` stands for the architecture."""
+        name = key.replace("{arch}", self.architecture) if "{arch}" in key else key
+        value = ctypes.create_string_buffer(256)
+        got = self.library.llama_model_meta_val_str(self.handle, name.encode(), value, len(value))
+        return value.value.decode(errors="replace") if got >= 0 else None
+
+    def number(self, key: str, otherwise: float) -> float:
+        """A number of its metadata."""
+        found = self.text(key)
+        return otherwise if found is None else float(found)
+
+    @property
+    def architecture(self) -> str:
+        """Such as "llama"."""
+        return self.text("general.architecture") or ""
+
+
+def check_kind(facts: Facts, reader: Any, name: str) -> None:
+    """See that a model's KV is one plain cache.
+
+    Args:
+        reader: the file's `gguf.GGUFReader`.
+
+    Raises:
+        ModelError: it is not.
+    """
+    library, tensors = facts.library, {tensor.name for tensor in reader.tensors}
+
+    def has(key: str) -> bool:
+        return f"{facts.architecture}.{key}" in reader.fields
+
+    kinds = {
+        "it has recurrent layers": library.llama_model_is_recurrent(facts.handle)
+        or library.llama_model_is_hybrid(facts.handle),
+        "its positions have several axes": has("rope.dimension_sections"),
+        "it has sliding windows": facts.number("{arch}.attention.sliding_window", 0),
+        "its scores depend on distance (ALiBi)": has("attention.max_alibi_bias"),
+        "its rotation changes with the context's length": "rope_factors_long.weight" in tensors,
+    }
+    if wrong := [why for why, is_so in kinds.items() if is_so]:
+        raise ModelError(
+            f"the KV of {name} cannot be put together in llama.cpp: {' and '.join(wrong)}; use "
+            'backend="transformers"'
+        )
+
+
+def shapes_of(facts: Facts) -> KVShapes:
+    """The model's KV as llama.cpp keeps it."""
+    c, model = facts.library, facts.handle
+    dim = c.llama_model_n_embd(model) // max(1, c.llama_model_n_head(model))
+    return KVShapes(
+        num_layers=c.llama_model_n_layer(model),
+        num_kv_heads=c.llama_model_n_head_kv(model),
+        head_dim=int(facts.number("{arch}.attention.key_length", dim)),
+        value_dim=int(facts.number("{arch}.attention.value_length", dim)),
+        dtype=torch.float16,
+        device=torch.device("cpu"),
+    )
+
+
+def frequencies_of(facts: Facts, reader: Any) -> Frequencies:
+    """Rotary frequencies that the file may mean: as they are, scaled, or with a factor each."""
+    dim = int(facts.number("{arch}.rope.dimension_count", 0)) or shapes_of(facts).head_dim
+    base = facts.number("{arch}.rope.freq_base", 10_000.0)
+    plain = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    found = [plain, plain / facts.number("{arch}.rope.scaling.factor", 1.0)]
+    for tensor in reader.tensors:
+        if tensor.name == "rope_freqs.weight":
+            found.append(plain / torch.tensor(tensor.data, dtype=torch.float64).flatten())
+    return list(dict.fromkeys(tuple(one.tolist()) for one in found))
