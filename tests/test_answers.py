@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import subprocess
+import sys
 import threading
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +31,7 @@ from cached_rag import (
 )
 from cached_rag.backends import resolve
 from cached_rag.backends.tokenizer import Rendered
+from cached_rag.backends.transformers.memory import peak_bytes
 from cached_rag.benchmarks import bench_answers, make_questions
 from cached_rag.benchmarks.peers import Means, Question, Sample, open_peers, vllm
 from cached_rag.benchmarks.peers.llama_cpp import LlamaCpp, gguf_file
@@ -356,6 +359,27 @@ def test_the_command_prints_a_row_for_each_peer_and_length(model_folder, tmp_pat
     assert "without vllm: " in result.stderr
     bad = CliRunner().invoke(cli.app, ["bench", "answers", "--texts", str(tmp_path / "none")])
     assert "no folder of texts" in str(bad.exception)
+
+
+def test_memory_is_measured_in_processes_of_their_own(model_folder, llama_gguf, tmp_path):
+    (tmp_path / "a.txt").write_text(CORPUS)
+    options = ["--model", llama_gguf, "--backend", "llama.cpp", "--texts", tmp_path]
+    options += ["--chunk-tokens", 100, "--prompt-tokens", 200, "--new-tokens", 4, "--repeats", 1]
+    options += ["--peers", "llama.cpp,auto", "--json"]
+    result = CliRunner().invoke(cli.app, ["bench", "memory", *map(str, options)])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["peer"] for row in rows] == ["llama.cpp", "auto"]
+    for row in rows:
+        assert 0 < row["imports"] <= row["loaded"] <= row["peak"]
+        assert row["ratio"] == pytest.approx(row["peak"] / rows[0]["peak"], rel=1e-2)
+
+
+def test_a_process_does_not_inherit_the_peak_of_who_started_it():
+    held = b"x" * (300 << 20)
+    code = "from cached_rag.backends.transformers.memory import peak_bytes; print(peak_bytes())"
+    alone, child = peak_bytes(), subprocess.check_output([sys.executable, "-c", code])
+    assert int(child) < alone - len(held) // 2
 
 
 # llama.cpp -------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from cached_rag.benchmarks.ingest import bench_ingest
 from cached_rag.benchmarks.kernels import bench_kernels
 from cached_rag.benchmarks.loading import bench_loading
 from cached_rag.benchmarks.machine import machine
+from cached_rag.benchmarks.memory import Workload, bench_memory
 from cached_rag.benchmarks.models import bench_models
 from cached_rag.benchmarks.new_prompts import NEW_PROMPTS
 from cached_rag.benchmarks.schemas import bench_lengths, bench_prompt, footprint, plot_lengths
@@ -21,6 +22,7 @@ from cached_rag.benchmarks.ttft import bench_ttft
 
 __all__ = [
     "NEW_PROMPTS",
+    "Workload",
     "bench_answers",
     "bench_architectures",
     "bench_arrivals",
@@ -30,6 +32,7 @@ __all__ = [
     "bench_kernels",
     "bench_lengths",
     "bench_loading",
+    "bench_memory",
     "bench_models",
     "bench_prompt",
     "bench_serving",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ from cached_rag.backends.base import Backend
 def machine(model: Backend | None = None) -> dict[str, object]:
     """Processor, threads, accelerator, versions; and the model's dtype and device."""
     facts: dict[str, object] = {
+        "commit": _commit(),
         "processor": _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -39,3 +42,12 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of this checkout, with a + if files have changed since; None if it is none."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+    with suppress(OSError):
+        done = subprocess.run([*git, "--exclude=*"], capture_output=True, text=True, check=False)
+        return done.stdout.strip() or None
+    return None

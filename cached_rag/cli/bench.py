@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cached_rag.cli.bench_answers import answers, chat, weights_formats
+from cached_rag.cli.bench_answers import answers, chat, memory, weights_formats
 from cached_rag.cli.options import (
     BackendName,
     Device,
@@ -317,5 +317,6 @@ def architectures(as_json: Json = False) -> None:
 
 
 bench_app.command()(answers)
+bench_app.command()(memory)
 bench_app.command()(chat)
 bench_app.command("weights")(weights_formats)

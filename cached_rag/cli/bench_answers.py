@@ -1,4 +1,4 @@
-"""`cached-rag bench answers`, `chat` and `weights`: whole answers, and what they are made with."""
+"""`cached-rag bench answers`, `memory`, `chat`, `weights`: whole answers and what they take."""
 
 from __future__ import annotations
 
@@ -120,6 +120,47 @@ def answers(
         about = {name: peer.about for name, peer in found.items()}
         facts = machine(engine.model) | {"peers": about, "missing": missing}
     print_rows(rows, facts, as_json=as_json)
+
+
+def memory(
+    model: Model = DEFAULT_MODEL,
+    peers: Annotated[
+        str,
+        typer.Option(
+            help="Who answers, comma-separated: llama.cpp, llama-server, transformers, methods of "
+            "this library; ratios are to the first."
+        ),
+    ] = "full,auto",
+    gguf: Annotated[
+        Path | None, typer.Option(help="File for llama.cpp; without it, the model's own.")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompts.")] = 4096,
+    chunk_tokens: Annotated[int, typer.Option(help="About how many tokens a chunk has.")] = 512,
+    new_tokens: NewTokens = 64,
+    texts: Annotated[Path, typer.Option(help="Folder of plain texts to cut chunks from.")] = CORPUS,
+    repeats: Repeats = 3,
+    dtype: Dtype = None,
+    device: Device = None,
+    weights: Weights = "as stored",
+    backend: BackendName = "transformers",
+    as_json: Json = False,
+) -> None:
+    """Peak memory of whole answers: each peer in a process of its own."""
+    from cached_rag.benchmarks import Workload, bench_memory, machine
+
+    work = Workload(
+        model,
+        _joined(texts),
+        prompt_tokens,
+        prompt_tokens + new_tokens + _ROOM,
+        {"dtype": dtype, "device": device, "weights": weights, "backend": backend},
+        chunk_tokens,
+        new_tokens,
+        repeats + 1,
+        gguf,
+    )
+    facts = machine() | {"model": model, "backend": backend}
+    print_rows(bench_memory(work, names(peers)), facts, as_json=as_json)
 
 
 def _joined(folder: Path) -> str:

@@ -26,14 +26,15 @@ class Means:
     """What peers are made of.
 
     Attributes:
-        engine: has the model, and encodes the chunks. It is this library's side.
+        engine: has the model, and encodes the chunks. It is this library's side; None if no peer
+            needs it.
         model: the name it was loaded by.
         context: most tokens of a prompt and its answer.
         gguf: the file that llama.cpp reads; None for the one behind `model`.
         vllm: address of a vLLM server; None for none.
     """
 
-    engine: Engine
+    engine: Engine | None
     model: str
     context: int
     gguf: Path | None = None
@@ -45,21 +46,22 @@ class Means:
         Raises:
             CachedRAGError: it is not there, or cannot be had with these means.
         """
-        if name == "transformers":
-            return Transformers(self.engine)
         if name in ("llama.cpp", "llama-server"):
             kind = LlamaCpp if name == "llama.cpp" else LlamaServer
             gguf = self.gguf or gguf_file(self.model)
             return kind(gguf, self.context, torch.get_num_threads())
+        assert self.engine is not None
+        if name == "transformers":
+            return Transformers(self.engine)
         if name == "vllm":
-            return Vllm(self._server())
+            return Vllm(self._server(self.engine))
         return Own(self.engine, name)
 
-    def _server(self) -> str:
+    def _server(self, engine: Engine) -> str:
         if self.vllm is None:
             raise ConfigError(
                 "vLLM is asked over HTTP: start a server with the weights in "
-                f"{self.engine.model.tokenizer.name_or_path} (docs/speed.md says how) and give its "
+                f"{engine.model.tokenizer.name_or_path} (docs/speed.md says how) and give its "
                 "address: --vllm URL"
             )
         return self.vllm
