@@ -17,11 +17,12 @@ if TYPE_CHECKING:
         GenerationConfig,
         StoreConfig,
     )
-    from cached_rag.engine.decoding import Generation
+    from cached_rag.engine.decoding import Generation, TokenLogprobs
     from cached_rag.engine.engine import Engine
     from cached_rag.engine.report import Report
     from cached_rag.engine.stream import Stream
     from cached_rag.engine.template_head import template_head
+    from cached_rag.engine.tools import CallPart, GrowingAnswer, Tools
     from cached_rag.errors import (
         BusyError,
         CachedRAGError,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
         StoreFullError,
         needs_extra,
     )
+    from cached_rag.grammar.grammar import Grammar
+    from cached_rag.grammar.tools import ToolCall
     from cached_rag.library.context import PRIMER, Context
     from cached_rag.library.encode import EncodeSummary
     from cached_rag.library.ledger import Ledger
@@ -62,6 +65,7 @@ __all__ = [
     "BusyError",
     "CachedRAG",
     "CachedRAGError",
+    "CallPart",
     "ClosedError",
     "ConfigError",
     "Context",
@@ -75,6 +79,8 @@ __all__ = [
     "EvaluationError",
     "Generation",
     "GenerationConfig",
+    "Grammar",
+    "GrowingAnswer",
     "Hit",
     "Import",
     "IndexMismatchError",
@@ -95,6 +101,9 @@ __all__ = [
     "StoreError",
     "StoreFullError",
     "Stream",
+    "TokenLogprobs",
+    "ToolCall",
+    "Tools",
     "load_model",
     "needs_extra",
     "template_head",
@@ -102,7 +111,17 @@ __all__ = [
 ]
 
 _MODULES = (
-    *("errors", "config", "library.context", "engine.report", "engine.decoding", "engine.stream"),
+    *(
+        "errors",
+        "config",
+        "grammar.grammar",
+        "grammar.tools",
+        "engine.tools",
+        "library.context",
+        "engine.report",
+        "engine.decoding",
+        "engine.stream",
+    ),
     *("backends.transformers.loading", "library.encode", "library.ledger"),
     *("pml", "engine.engine", "engine.template_head", "rag", "rag.answer", "rag.ingest", "rag.rag"),
 )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cached_rag.errors import ConfigError
+from cached_rag.grammar.grammar import Grammar
 from cached_rag.methods import SELECTORS, Selector, name_of, parse_method
 
 METHODS = tuple(SELECTORS)
@@ -18,6 +19,7 @@ DEFAULT_MODEL = "smollm2-135m"
 # The smallest temperature, and the smallest repetition penalty: logits divided by less overflow.
 # The inverse is the largest penalty, as logits multiplied by more overflow, too.
 _COLDEST = 1e-4
+_MOST_LOGPROBS = 20  # as OpenAI's
 # Which prompts may go on with KV that a method repaired; see `StoreConfig`.
 KeepsRepaired = bool | Literal["conversation"]
 _METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")
@@ -44,6 +46,11 @@ class GenerationConfig:
         seed: makes sampling repeatable; None for a new one each time.
         ignore_eos: go on to `max_tokens`, even if the model ends its answer earlier.
         repetition_penalty: 0.0001 to 10000; None for the one in the model's generation config.
+        presence_penalty, frequency_penalty: taken off the logit of a token that the answer has
+            already, once, and for each time; -2 to 2, as OpenAI has them.
+        logprobs: note the log probabilities of each token and of so many of the likeliest ones at
+            its place, by the model's logits as they are; None for none.
+        grammar: the form that the answer must have; None for any.
         drafts: guess tokens that the answer copies from the prompt or repeats, and check several in
             one pass. That changes how long an answer takes, not what it says.
 
@@ -64,6 +71,10 @@ class GenerationConfig:
     seed: int | None = None
     ignore_eos: bool = False
     repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
+    grammar: Grammar | None = None
     drafts: bool = True
 
     def __post_init__(self) -> None:
@@ -80,6 +91,17 @@ class GenerationConfig:
         _require(
             is_sane,
             f"repetition_penalty must be {_COLDEST} to {1 / _COLDEST:.0f}, not {penalty}",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            taken = getattr(self, name)
+            _require(-2 <= taken <= 2, f"{name} must be -2 to 2, not {taken}")
+        shown = self.logprobs
+        _require(
+            shown is None or 0 <= shown <= _MOST_LOGPROBS, f"logprobs must be 0 to 20: {shown}"
+        )
+        _require(
+            self.grammar is None or not self.ignore_eos,
+            "an answer in a given form ends with it, so ignore_eos cannot be followed",
         )
         chosen = self.selector()
         if self.adaptive:

@@ -13,13 +13,16 @@ import secrets
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import cached_property
+from itertools import count, groupby
 from typing import Any
 
 from jinja2 import TemplateError
 
 from cached_rag.backends.controls import backends_of
 from cached_rag.errors import ConfigError
+from cached_rag.grammar.calls import CallForm, Tool, told
+from cached_rag.grammar.messages import checked, is_about_tools, mapped
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -85,35 +88,55 @@ class Tokenization:
         """Tokens that the tokenizer adds before a prompt without chat template: BOS, or none."""
         return tuple(self._encode("").ids)
 
-    def render(self, prompt: str | Sequence[Message], *, open_answer: bool = True) -> Rendered:
+    @property
+    def controls(self) -> Mapping[str, int]:
+        """Ids of the control tokens, by their text."""
+        return self._controls
+
+    @cached_property
+    def call_form(self) -> CallForm:
+        """How the model writes calls of tools."""
+        return CallForm.of(self._templated)
+
+    def render(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        open_answer: bool = True,
+        tools: Sequence[Tool] = (),
+    ) -> Rendered:
         """A prompt string as it is, or chat messages through the model's template.
+
+        Messages may have OpenAI's `tool_calls`, and the role "tool" for a call's result. Where the
+        template knows neither, they are told to the model as text.
 
         Args:
             open_answer: end with the template's header of the assistant's answer.
+            tools: that the model may call, in OpenAI's form; only with messages.
 
         Raises:
             ConfigError: malformed messages; or the model has no chat template, or its template
-                refuses the messages.
+                refuses the messages; or tools are given with a string.
         """
         if isinstance(prompt, str):
+            if tools:
+                raise ConfigError("tools are listed by the chat template: give messages, no string")
             return Rendered(prompt)
-        messages = [_checked(message) for message in prompt]
-        spelled = [self._backends.spelled_out(message["content"]) for message in messages]
-        if not any(spelled):
-            return Rendered(self._apply_template(messages, open_answer), is_chat=True)
+        messages = [checked(message) for message in prompt]
         # A mark is put before each control token, and the template sees the content otherwise
         # unchanged. The mark is random, so no document can contain it.
         mark = f"\ue000{secrets.token_hex(16)}-"
-        marked = [
-            {**message, "content": self._marked(message["content"], spans, mark)}
-            for message, spans in zip(messages, spelled, strict=True)
-        ]
-        return self._unmarked(self._apply_template(marked, open_answer), mark)
+        marked = [mapped(message, lambda text: self._marked(text, mark)) for message in messages]
+        has_tools = bool(tools) or any(map(is_about_tools, messages))
+        if has_tools and not self.call_form.is_native:
+            marked, tools = told(marked, tools), ()
+        text = self._apply_template(marked, tools, open_answer)
+        return self._unmarked(text, mark) if marked != messages else Rendered(text, is_chat=True)
 
-    def _marked(self, content: str, spans: Sequence[Span], mark: str) -> str:
+    def _marked(self, content: str, mark: str) -> str:
         """The content with a mark and the token's id before each control token."""
         parts, done = [], 0
-        for begin, end in spans:
+        for begin, end in self._backends.spelled_out(content):
             parts += [content[done:begin], f"{mark}{self._controls[content[begin:end]]}\ue001"]
             done = begin
         return "".join(parts) + content[done:]
@@ -129,22 +152,31 @@ class Tokenization:
                 literal.append((length, length + len(token)))
         return Rendered("".join(parts) + text[done:], tuple(literal), is_chat=True)
 
-    def _apply_template(self, messages: list[dict[str, Any]], open_answer: bool) -> str:
+    def _apply_template(
+        self, messages: list[dict[str, Any]], tools: Sequence[Tool], open_answer: bool
+    ) -> str:
         if not getattr(self.tokenizer, "chat_template", None):
             raise ConfigError(
                 "this model has no chat template; give the prompt as one string, or use an "
                 "instruction-tuned model"
             )
-        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": open_answer}
         try:
-            return str(self.tokenizer.apply_chat_template(messages, **options))
+            return self._templated(messages, tools, open_answer)
         except TemplateError as error:
             merged = _merged(messages)
             if len(merged) == len(messages):
                 raise ConfigError(
                     f"the model's chat template refuses the messages: {error}"
                 ) from error
-            return self._apply_template(merged, open_answer)
+            return self._apply_template(merged, tools, open_answer)
+
+    def _templated(
+        self, messages: list[dict[str, Any]], tools: Sequence[Tool], open_answer: bool
+    ) -> str:
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": open_answer}
+        if tools:
+            options["tools"] = [dict(tool) for tool in tools]
+        return str(self.tokenizer.apply_chat_template(messages, **options))
 
     def least_tokens(self, text: str, room: int) -> int | None:
         """The least number of tokens a text can have, if that exceeds `room`; else None."""
@@ -256,18 +288,18 @@ class _Spans:
         return last >= 0 and begin < self._ends[last]
 
 
-def _checked(message: Message) -> dict[str, Any]:
-    if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-        raise ConfigError(f"a message needs a role and a content, both strings; got {message!r}")
-    return dict(message)
-
-
 def _merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages with neighbours of one role joined by a blank line.
 
     Some templates accept only turns that alternate between roles.
     """
-    turns = [list(turn) for _, turn in groupby(messages, key=lambda message: message["role"])]
+    numbers = count()
+    turns = [
+        list(turn)
+        for _, turn in groupby(
+            messages, lambda message: next(numbers) if is_about_tools(message) else message["role"]
+        )
+    ]
     return [
         {**turn[0], "content": "\n\n".join(message["content"] for message in turn)}
         for turn in turns

@@ -22,6 +22,20 @@ from cached_rag.kv.rows import RowKV
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """How likely a token was where it stands, by the model's logits as they are.
+
+    Attributes:
+        logprob: natural logarithm of the token's probability.
+        top: the likeliest tokens there, the first first, and theirs.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class Generation:
     """An answer.
 
@@ -31,12 +45,14 @@ class Generation:
         finish_reason: "stop" (the model ended it, or a stop string came), "length" (it has
             `max_tokens` tokens) or "cancelled".
         report: what was reused and computed, and how long it took.
+        logprobs: one for each token, if they were asked for.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     report: Report
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Prefilled(Protocol):
@@ -73,6 +89,7 @@ class Decoding:
     Attributes:
         token_ids: the answer's tokens so far; others may watch the list grow.
         finish_reason: see `Generation`; None until it is complete.
+        logprobs: see `Generation`.
     """
 
     def __init__(self, model: Backend, config: GenerationConfig) -> None:
@@ -81,8 +98,11 @@ class Decoding:
         self.finish_reason: str | None = None
         self._eos_ids = frozenset() if config.ignore_eos else model.eos_ids
         self._max_tokens = config.max_tokens
+        self._top = config.logprobs
+        self.logprobs: list[TokenLogprobs] = []
         self._sampler = Sampler(model, config)
-        self._text = Detokenizer(model.tokenizer, config.stop)
+        shows = config.grammar is not None and config.grammar.shows_control
+        self._text = Detokenizer(model.tokenizer, config.stop, shows_control=shows)
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """Set the prompt that is answered, before the first token is taken."""
@@ -90,19 +110,32 @@ class Decoding:
 
     def take(self, logits: torch.Tensor) -> str:
         """Pick the next token by (1, vocab_size) logits; returns the text that is now certain."""
-        token = self._sampler(self._ids, logits)
+        token = self._sampler(self._ids, len(self.token_ids), logits)
         if token in self._eos_ids:
             self.finish_reason = "stop"
             return self._text.flush()
+        if self._top is not None:
+            self.logprobs.append(_logprobs(token, logits[0], self._top))
         self.token_ids.append(token)
         self._ids.append(token)
-        piece = self._text.push(token)
+        piece, matcher = self._text.push(token), self._sampler.matcher
+        if matcher is not None:
+            matcher.take(token)
         if self._text.is_stopped:
             self.finish_reason = "stop"
+        elif matcher is not None and matcher.is_complete:
+            self.finish_reason = "stop"
+            piece += self._text.flush()
         elif len(self.token_ids) == self._max_tokens:
             self.finish_reason = "length"
             piece += self._text.flush()
         return piece
+
+    def forced(self, most: int) -> list[int]:
+        """Tokens that come next by the answer's grammar, whatever the model says; often none."""
+        room = min(most, self._max_tokens - len(self.token_ids) - 1)
+        matcher = self._sampler.matcher
+        return matcher.forced(room) if matcher is not None and room > 0 else []
 
     def take_drafted(self, logits: torch.Tensor, draft: Sequence[int]) -> tuple[str, int]:
         """Pick the next tokens, as long as they are the drafted ones, and one more.
@@ -126,6 +159,13 @@ class Decoding:
         return text, accepted
 
 
+def _logprobs(token: int, logits: torch.Tensor, top: int) -> TokenLogprobs:
+    found = logits.float().log_softmax(dim=-1)
+    best = found.topk(top)
+    likeliest = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    return TokenLogprobs(token, float(found[token]), likeliest)
+
+
 @torch.inference_mode()
 def answer_alone(model: Backend, prefill: Prefilled, config: GenerationConfig) -> Generation:
     """Answer a prefilled prompt, token after token. The caller releases the prefill.
@@ -145,4 +185,5 @@ def answer_alone(model: Backend, prefill: Prefilled, config: GenerationConfig) -
         text += answer.take(logits)
     prefill.report.output_tokens = len(answer.token_ids)
     prefill.report.total_ms = prefill.report.ttft_ms + clock.total()
-    return Generation(text, tuple(answer.token_ids), answer.finish_reason, prefill.report)
+    ids, logprobs = tuple(answer.token_ids), tuple(answer.logprobs)
+    return Generation(text, ids, answer.finish_reason, prefill.report, logprobs)

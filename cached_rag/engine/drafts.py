@@ -101,7 +101,9 @@ class Drafts:
         self._chances = [Chance() for _ in range(LONGEST + 1)]
         self._matched = 0
 
-    def propose(self, answer: Sequence[int], rows: int = 1) -> list[int]:
+    def propose(
+        self, answer: Sequence[int], rows: int = 1, forced: Sequence[int] = ()
+    ) -> list[int]:
         """Tokens that may follow the answer, fewer than it still has room for; maybe none.
 
         Args:
@@ -109,9 +111,13 @@ class Drafts:
             rows: number of answers that get their next token in the same pass. The more, the less
                 of a pass an answer pays for, so the more a drafted token costs beside that: its
                 price, while n answers share one pass and n - 1 prices.
+            forced: tokens that come next by the answer's grammar; they are the draft then.
         """
         begin, self._length = self._length, self._prompt_length + len(answer)
         self._ids[begin : self._length] = answer[begin - self._prompt_length :]
+        if forced:
+            self._matched = 0  # nothing is learned from them
+            return list(forced)
         self._matched, place = self._find()
         if self._matched < SHORTEST:
             return []

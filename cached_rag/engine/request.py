@@ -13,7 +13,7 @@ from cached_rag.backends.base import Backend, StepInput
 from cached_rag.backends.tokenizer import Tokenization, Tokens
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.decoding import Decoding
-from cached_rag.engine.drafts import DEAREST, Drafts
+from cached_rag.engine.drafts import DEAREST, MOST, Drafts
 from cached_rag.engine.pieces import Pieces
 from cached_rag.engine.planner import Planner, Reading
 from cached_rag.engine.report import Clock, Report
@@ -195,9 +195,10 @@ class Request:
             self.drafts = Drafts(self.tokens.ids, chunks, config.max_tokens, price)
 
     def make_draft(self, rows: int) -> None:
-        """Draft the next tokens; see `Drafts.propose`."""
+        """Draft the next tokens: those that the answer's grammar forces, or `Drafts.propose`."""
         if self.drafts is not None:
-            self.draft = self.drafts.propose(self.decoding.token_ids, rows)
+            forced = self.decoding.forced(MOST)
+            self.draft = self.drafts.propose(self.decoding.token_ids, rows, forced)
 
     @property
     def room(self) -> int:

@@ -6,6 +6,7 @@ stream, and does not stop when its consumer does.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -20,23 +21,42 @@ from transformers import (
 
 from cached_rag.backends.base import Backend
 from cached_rag.config import GenerationConfig
+from cached_rag.grammar.grammar import overlap
+from cached_rag.grammar.matcher import Matcher
 
 
 class Sampler:
     """Picks the next token by logits, as the config says: greedily, or at random."""
 
     def __init__(self, model: Backend, config: GenerationConfig) -> None:
+        """Read the grammar of the answer, if it has one.
+
+        Raises:
+            MissingPackageError, ConfigError: see `Matcher`.
+        """
         self._processors = _processors(model, config)
         self._is_greedy = config.temperature == 0
+        self._penalties = config.presence_penalty, config.frequency_penalty
+        self.matcher: Matcher | None = None
+        if config.grammar is not None:
+            self.matcher = Matcher(config.grammar, model.tokenizer, model.vocab_size, model.eos_ids)
         self._generator = torch.Generator(device=model.shapes.device)
         if config.seed is None:
             self._generator.seed()
         else:
             self._generator.manual_seed(config.seed)
 
-    def __call__(self, token_ids: list[int], logits: torch.Tensor) -> int:
-        """The token after `token_ids`, given (1, vocab_size) logits."""
+    def __call__(self, token_ids: list[int], answered: int, logits: torch.Tensor) -> int:
+        """The token after `token_ids`, given (1, vocab_size) logits.
+
+        Args:
+            answered: how many of the tokens are the answer's; the others are the prompt's.
+        """
         scores = logits.float()
+        if any(self._penalties) and answered:
+            scores = self._penalised(scores, token_ids[-answered:])
+        if self.matcher is not None:
+            scores = self.matcher.masked(scores)
         if self._processors:
             ids = torch.tensor([token_ids], device=scores.device)
             scores = self._processors(ids, scores)
@@ -44,6 +64,14 @@ class Sampler:
             return int(scores.argmax(dim=-1))
         weights = scores.softmax(dim=-1)
         return int(torch.multinomial(weights, 1, generator=self._generator))
+
+    def _penalised(self, scores: torch.Tensor, answer: list[int]) -> torch.Tensor:
+        """Scores less the penalties for tokens that the answer has already."""
+        presence, frequency = self._penalties
+        counts = Counter(answer)
+        tokens = torch.tensor([*counts], device=scores.device)
+        taken = [presence + frequency * count for count in counts.values()]
+        return scores.index_add(1, tokens, -scores.new_tensor([taken]))
 
 
 def _processors(model: Backend, config: GenerationConfig) -> LogitsProcessorList:
@@ -66,9 +94,18 @@ def _processors(model: Backend, config: GenerationConfig) -> LogitsProcessorList
 class Detokenizer:
     """Turns tokens into text, piece by piece. Holds back text that may begin a stop string."""
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: tuple[str, ...], *, shows_control: bool = False
+    ) -> None:
+        """Begin a text.
+
+        Args:
+            stop: strings that end it.
+            shows_control: control tokens stand in the text.
+        """
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._skips = not shows_control
+        self._stream = DecodeStream(skip_special_tokens=self._skips)
         self._stop = stop
         self._token_ids: list[int] = []
         self._decoded = 0
@@ -85,7 +122,7 @@ class Detokenizer:
 
         That is the beginning of a stop string, or of a character of several tokens.
         """
-        whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
+        whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skips)
         text = self._release(whole[self._decoded :])
         if not self.is_stopped:
             text, self._held = text + self._held, ""
@@ -99,14 +136,6 @@ class Detokenizer:
             self.is_stopped = True
             text, self._held = self._held[: min(hits)], ""
             return text
-        cut = len(self._held) - max((_overlap(self._held, s) for s in self._stop), default=0)
+        cut = len(self._held) - max((overlap(self._held, s) for s in self._stop), default=0)
         text, self._held = self._held[:cut], self._held[cut:]
         return text
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest ending of `text` that is a beginning of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0

@@ -15,7 +15,7 @@ from contextlib import aclosing, suppress
 from functools import partial
 
 from cached_rag.backends import thread as model_thread
-from cached_rag.engine.decoding import Generation
+from cached_rag.engine.decoding import Generation, TokenLogprobs
 from cached_rag.engine.report import Report
 from cached_rag.engine.request import Item, Request, Status
 from cached_rag.engine.scheduler import Scheduler
@@ -78,6 +78,11 @@ class Stream(Iterator[str]):
     def token_ids(self) -> list[int]:
         """The answer's tokens so far."""
         return self._request.decoding.token_ids
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """One for each token so far, if they were asked for."""
+        return self._request.decoding.logprobs
 
     @property
     def finish_reason(self) -> str:
@@ -144,7 +149,16 @@ class Stream(Iterator[str]):
             As `Engine.generate`.
         """
         text = "".join(self)
-        return Generation(text, tuple(self.token_ids), self.finish_reason, self.report)
+        return self.generation(text)
+
+    def generation(self, text: str) -> Generation:
+        """The answer, once it is over.
+
+        Args:
+            text: all of its pieces.
+        """
+        ids, logprobs = tuple(self.token_ids), tuple(self.logprobs)
+        return Generation(text, ids, self.finish_reason, self.report, logprobs)
 
     async def atext(self) -> str:
         """The whole text, without blocking the event loop. A cancelled task stops the answer."""

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cached_rag.engine.decoding import Generation
+from cached_rag.engine.decoding import Generation, TokenLogprobs
 from cached_rag.engine.report import Report
+from cached_rag.engine.tools import CallPart, Tools
 
 Json = dict[str, Any]
 
@@ -22,29 +23,54 @@ class Envelope:
         model: the name by which clients know it.
         fingerprint: tells models apart that have the same name.
         is_chat: whether it is a chat completion, else a completion.
+        tokenizer: spells tokens, where log probabilities are asked for.
+        num_answers: to each prompt.
         created: seconds since the epoch.
     """
 
     model: str
     fingerprint: str
     is_chat: bool
+    tokenizer: Any
+    num_answers: int = 1
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def response(self, answers: Sequence[Generation]) -> Json:
+    def response(self, answers: Sequence[Generation], tools: Tools) -> Json:
         """A whole response."""
-        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        choices = [self._choice(index, answer, tools) for index, answer in enumerate(answers)]
         reports = [answer.report for answer in answers]
-        return self._head("") | {"choices": choices, "usage": usage(reports)}
+        return self._head("") | {"choices": choices, "usage": usage(reports, self.num_answers)}
 
     def opening(self, index: int) -> Json:
         """The first chunk of a streamed choice."""
         start = {"delta": {"role": "assistant", "content": ""}} if self.is_chat else {"text": ""}
         return self._chunk(index, start)
 
-    def piece(self, index: int, text: str) -> Json:
-        """A chunk with text."""
-        return self._chunk(index, {"delta": {"content": text}} if self.is_chat else {"text": text})
+    def piece(
+        self,
+        index: int,
+        text: str,
+        parts: Sequence[CallPart] = (),
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> Json:
+        """A chunk with text, parts of calls, or the log probabilities of tokens."""
+        if not self.is_chat:
+            return self._chunk(index, {"text": text}, logprobs=logprobs)
+        delta: Json = {"content": text} if text or not parts else {}
+        if parts:
+            delta["tool_calls"] = [
+                {
+                    "index": part.index,
+                    **({} if part.name is None else {"id": _call_id(), "type": "function"}),
+                    "function": {
+                        **({} if part.name is None else {"name": part.name}),
+                        "arguments": part.arguments,
+                    },
+                }
+                for part in parts
+            ]
+        return self._chunk(index, {"delta": delta}, logprobs=logprobs)
 
     def closing(self, index: int, reason: str) -> Json:
         """The last chunk of a streamed choice."""
@@ -53,21 +79,66 @@ class Envelope:
 
     def counted(self, reports: Sequence[Report]) -> Json:
         """The chunk that says how many tokens were used."""
-        return self._head(".chunk") | {"choices": [], "usage": usage(reports)}
+        return self._head(".chunk") | {"choices": [], "usage": usage(reports, self.num_answers)}
 
-    def _choice(self, index: int, answer: Generation) -> Json:
-        said = {"role": "assistant", "content": answer.text, "refusal": None}
-        content: Json = {"message": said} if self.is_chat else {"text": answer.text}
+    def _choice(self, index: int, answer: Generation, tools: Tools) -> Json:
+        text, calls = tools.read(answer.text)
+        said: Json = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            said["content"] = text or None
+            said["tool_calls"] = [
+                {
+                    "id": _call_id(),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in calls
+            ]
+        content: Json = {"message": said} if self.is_chat else {"text": text}
         return {
             "index": index,
             **content,
-            "logprobs": None,
-            "finish_reason": answer.finish_reason,
+            "logprobs": self._logprobs(answer.logprobs),
+            "finish_reason": ended(answer.finish_reason, has_calls=bool(calls)),
         }
 
-    def _chunk(self, index: int, content: Json, reason: str | None = None) -> Json:
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": reason}
+    def _chunk(
+        self,
+        index: int,
+        content: Json,
+        reason: str | None = None,
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> Json:
+        shown = self._logprobs(logprobs)
+        choice = {"index": index, **content, "logprobs": shown, "finish_reason": reason}
         return self._head(".chunk") | {"choices": [choice]}
+
+    def _logprobs(self, found: Sequence[TokenLogprobs]) -> Json | None:
+        """Log probabilities; of completions in the older form that these have."""
+        if not found:
+            return None
+        if self.is_chat:
+            return {
+                "content": [
+                    {
+                        **self._token(at.token, at.logprob),
+                        "top_logprobs": [self._token(*pair) for pair in at.top],
+                    }
+                    for at in found
+                ],
+                "refusal": None,
+            }
+        spelled = [self._token(at.token, at.logprob)["token"] for at in found]
+        tops = [{self._token(*pair)["token"]: pair[1] for pair in at.top} for at in found]
+        return {
+            "tokens": spelled,
+            "token_logprobs": [at.logprob for at in found],
+            "top_logprobs": tops,
+        }
+
+    def _token(self, token: int, logprob: float) -> Json:
+        text = self.tokenizer.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
     def _head(self, suffix: str) -> Json:
         kind = f"chat.completion{suffix}" if self.is_chat else "text_completion"
@@ -80,11 +151,25 @@ class Envelope:
         }
 
 
-def usage(reports: Sequence[Report]) -> Json:
-    """OpenAI's `usage`: tokens of the prompts, of these from the cache, and of the answers."""
-    read = sum(report.prompt_tokens for report in reports)
+def ended(reason: str, *, has_calls: bool) -> str:
+    """Why an answer ended, in OpenAI's words."""
+    return "tool_calls" if has_calls and reason == "stop" else reason
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def usage(reports: Sequence[Report], num_answers: int = 1) -> Json:
+    """OpenAI's `usage`: tokens of the prompts, of these from the cache, and of the answers.
+
+    Args:
+        num_answers: how many neighbouring reports are of the same prompt, which counts once.
+    """
+    prompts = reports[::num_answers]
+    read = sum(report.prompt_tokens for report in prompts)
     written = sum(report.output_tokens for report in reports)
-    cached = sum(report.cached_tokens for report in reports)
+    cached = sum(report.cached_tokens for report in prompts)
     return {
         "prompt_tokens": read,
         "completion_tokens": written,

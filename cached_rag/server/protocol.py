@@ -17,32 +17,34 @@ from pydantic import (
     model_validator,
 )
 
+from cached_rag.server.forms import CalledTool, Choice, ResponseFormat, Tools
+
 _DEFAULT_TOKENS = 256
 # Most messages or texts of a request; each costs far more than its few bytes of JSON.
 _MOST = 10_000
 _MOST_FIELDS = 100
+_MOST_ANSWERS = 16
 # OpenAI's settings that we lack, with the values at which they change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
     "best_of": (None, 1),
     "echo": (None, False),
     "suffix": (None, ""),
-    "logprobs": (None, False, 0),
-    "top_logprobs": (None, 0),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
     "logit_bias": (None, {}),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True, False),
-    "response_format": (None, {"type": "text"}),
     "functions": (None, []),
+    "function_call": (None, "none", "auto"),
     "modalities": (None, ["text"]),
+    "min_p": (None, 0),
+    "typical_p": (None, 1),
+    "chat_template_kwargs": (None, {}),
+    "options": (None, {}),
+    "think": (None, False),
+    "web_search_options": (None,),
 }
-# OpenAI's settings that never change an answer: who asks, how it is billed.
+# Settings that never change an answer: who asks, how it is billed, how long a model stays loaded;
+# how hard a model thinks that does not think.
 _WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
-    *("prompt_cache_key", "prompt_cache_retention"),
+    *("prompt_cache_key", "prompt_cache_retention", "keep_alive", "reasoning_effort", "verbosity"),
 )
 
 # Fields that our answers, sent back as messages of a conversation, may have empty.
@@ -85,9 +87,11 @@ class TextPart(_Strict):
 class ChatMessage(_Strict):
     """One message of a conversation; content in several parts is joined."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(max_length=_MOST)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Field(max_length=_MOST)] = ""
     name: Name | None = None
+    tool_calls: Annotated[list[CalledTool], Field(max_length=_MOST)] | None = None
+    tool_call_id: Name | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -95,13 +99,31 @@ class ChatMessage(_Strict):
         """Leaves out the empty fields of our own messages, which clients send back to us."""
         if not isinstance(data, dict):
             return data
-        return {k: v for k, v in data.items() if k not in _ANSWERED or v not in (None, [])}
+        kept = {k: v for k, v in data.items() if k not in _ANSWERED or v not in (None, [])}
+        if kept.get("role") == "assistant" and kept.get("content") is None:
+            kept["content"] = ""
+        return kept
 
-    def plain(self) -> dict[str, str]:
-        """The message as chat templates take it, with the keys "role" and "content"."""
+    @model_validator(mode="after")
+    def _is_whole(self) -> ChatMessage:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role} cannot have tool_calls")
+        if "content" not in self.model_fields_set:
+            raise ValueError(f"a message of role {self.role} needs a content")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """The message as chat templates take it."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        role = "system" if self.role == "developer" else self.role
+        found: dict[str, Any] = {"role": role, "content": text}
+        if self.tool_calls:
+            calls = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
+            found["tool_calls"] = calls
+        if self.role == "tool":
+            found |= {"tool_call_id": self.tool_call_id or "", "name": self.name or ""}
+        return found
 
 
 class StreamOptions(_Strict):
@@ -129,6 +151,9 @@ class _Settings(_Strict):
     recompute_ratio: float | None = None
     top_k: int | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    n: int | None = Field(None, ge=1, le=_MOST_ANSWERS)
     drafts: bool | None = None
     cache_salt: Name | None = None
 
@@ -150,6 +175,11 @@ class _Settings(_Strict):
         """Most tokens of the answer; None if the client does not say."""
         return self.max_tokens
 
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many alternatives to show for each token; None for no log probabilities."""
+        return None
+
     def options(self) -> dict[str, Any]:
         """The settings as those of a `GenerationConfig`; the default temperature is OpenAI's, 1."""
         given = {
@@ -161,6 +191,9 @@ class _Settings(_Strict):
             "recompute_ratio": self.recompute_ratio,
             "top_k": self.top_k,
             "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logprobs": self.wanted_logprobs,
             "drafts": self.drafts,
             "max_tokens": self.wanted_tokens or _DEFAULT_TOKENS,
         }
@@ -172,15 +205,36 @@ class ChatRequest(_Settings):
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST)
     max_completion_tokens: int | None = Field(None, ge=1)
+    tools: Tools | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
 
     @property
     def wanted_tokens(self) -> int | None:
         """As above; OpenAI has two names for it."""
         return self.max_completion_tokens or self.max_tokens
 
-    def prompts(self) -> list[list[dict[str, str]]]:
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """As above."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def prompts(self) -> list[list[dict[str, Any]]]:
         """The conversation, as a list of one."""
         return [[message.plain() for message in self.messages]]
+
+    def form(self) -> dict[str, Any]:
+        """The form of the answer, as the settings of an engine's `Tools`."""
+        choice = self.tool_choice or "auto"
+        return {
+            "tools": [tool.plain() for tool in self.tools or []],
+            "choice": choice if isinstance(choice, str) else choice.function.name,
+            "parallel": self.parallel_tool_calls is not False,
+            "schema": self.response_format.schema_wanted() if self.response_format else None,
+        }
 
 
 class CompletionRequest(_Settings):
@@ -190,6 +244,16 @@ class CompletionRequest(_Settings):
         Annotated[Text, Field(min_length=1)]
         | Annotated[list[Text], Field(min_length=1, max_length=64)]
     )
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """As above."""
+        return self.logprobs
+
+    def form(self) -> dict[str, Any]:
+        """Any text."""
+        return {}
 
     def prompts(self) -> list[str]:
         """The prompts; one string is a list of one."""

@@ -14,9 +14,10 @@ from cached_rag.config import GenerationConfig
 from cached_rag.engine.decoding import Generation
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.stream import Stream
+from cached_rag.engine.tools import Tools
 from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.library.context import PRIMER
-from cached_rag.server.answers import Envelope, Json
+from cached_rag.server.answers import Envelope, Json, ended
 from cached_rag.server.metrics import Metrics
 from cached_rag.server.protocol import ChatRequest, CompletionRequest, DocumentsRequest
 from cached_rag.server.tenants import Tenants
@@ -29,14 +30,16 @@ _AHEAD = 16
 
 @dataclass(eq=False)
 class Asked:
-    """A request whose answers are being made, one for each of its prompts.
+    """A request whose answers are being made, `n` for each of its prompts.
 
     Attributes:
+        tools: those that the answers may call.
         counts_usage: whether the stream is to end with the numbers of tokens.
         lease: keeps the tenant's engine open; to be closed at the end.
     """
 
     streams: list[Stream]
+    tools: Tools
     envelope: Envelope
     counts_usage: bool
     lease: ExitStack
@@ -87,19 +90,25 @@ class Service:
         lease = ExitStack()
         try:
             engine = lease.enter_context(self.tenants.using(tenant, request.cache_salt))
-            prompts = [engine.tokenization.render(prompt) for prompt in request.prompts()]
-            streams = [
-                engine.stream(prompt, self._fitting(request, prompt, config), tenant=tenant)
-                for prompt in prompts
-            ]
+            tools = Tools(engine.tokenization, **request.form())
+            config = config.replace(grammar=tools.grammar)
+            streams = []
+            for prompt in map(tools.prompt, request.prompts()):
+                fitting = self._fitting(request, prompt, config)
+                streams += [
+                    engine.stream(prompt, _nth(fitting, n), tenant=tenant)
+                    for n in range(request.n or 1)
+                ]
         except BaseException:
             lease.close()
             raise
         is_chat = isinstance(request, ChatRequest)
         fingerprint = f"fp_{self.engine.model.fingerprint[:10]}"
-        envelope = Envelope(self.name, fingerprint, is_chat)
+        envelope = Envelope(
+            self.name, fingerprint, is_chat, engine.tokenization.tokenizer, request.n or 1
+        )
         counts = request.stream_options is not None and request.stream_options.include_usage
-        asked = Asked(streams, envelope, counts, lease)
+        asked = Asked(streams, tools, envelope, counts, lease)
         self._asked.add(asked)
         return asked
 
@@ -107,7 +116,7 @@ class Service:
         """The whole response. Errors as `Engine.generate`."""
         try:
             answers = await asyncio.gather(*(_whole(stream) for stream in asked.streams))
-            return asked.envelope.response(answers)
+            return asked.envelope.response(answers, asked.tools)
         finally:
             self.finish(asked)
 
@@ -120,6 +129,7 @@ class Service:
         arrived: asyncio.Queue[Json | BaseException | None] = asyncio.Queue(_AHEAD)
 
         async def follow(index: int, stream: Stream) -> None:
+            growing, noted = asked.tools.growing(), 0
             try:
                 async with aclosing(stream.apieces()) as pieces:
                     is_open = False
@@ -127,8 +137,16 @@ class Service:
                         if not is_open:
                             is_open = True
                             await arrived.put(asked.envelope.opening(index))
-                        await arrived.put(asked.envelope.piece(index, piece))
-                await arrived.put(asked.envelope.closing(index, stream.finish_reason))
+                        said, parts = growing.push(piece)
+                        now, noted = stream.logprobs[noted:], len(stream.logprobs)
+                        if said or parts or now:
+                            await arrived.put(asked.envelope.piece(index, said, parts, now))
+                said, parts = growing.push("", is_over=True)
+                now = stream.logprobs[noted:]
+                if said or parts or now:
+                    await arrived.put(asked.envelope.piece(index, said, parts, now))
+                reason = ended(stream.finish_reason, has_calls=growing.has_calls)
+                await arrived.put(asked.envelope.closing(index, reason))
                 await arrived.put(None)
             except Exception as error:
                 await arrived.put(error)
@@ -220,6 +238,11 @@ class Service:
         return engine.head([message.plain() for message in request.messages], _PLACE)
 
 
+def _nth(config: GenerationConfig, n: int) -> GenerationConfig:
+    """The settings of the n-th answer to one prompt: with a seed, each has its own."""
+    return config if config.seed is None or not n else config.replace(seed=config.seed + n)
+
+
 def _public(name: str) -> str:
     """A model's name without the folders above it, if it is a path."""
     path = Path(name).expanduser()
@@ -227,5 +250,4 @@ def _public(name: str) -> str:
 
 
 async def _whole(stream: Stream) -> Generation:
-    text = await stream.atext()
-    return Generation(text, tuple(stream.token_ids), stream.finish_reason, stream.report)
+    return stream.generation(await stream.atext())

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any
+from operator import itemgetter
+from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel, LangSmithParams
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 
-from cached_rag import Engine, SchemaPrompt, Stream
-from langchain_cached_rag.messages import Prompt, handed_over, metadata, plain, usage
+from cached_rag import Engine, GrowingAnswer, SchemaPrompt, Stream, Tools
+from langchain_cached_rag.messages import Prompt, handed_over, logprobs, metadata, plain, usage
 from langchain_cached_rag.settings import EngineSettings
+from langchain_cached_rag.tools import as_calls, as_chunks, bound, parser, response_format, taken
 
 
 class ChatCachedRAG(EngineSettings, BaseChatModel):
@@ -39,6 +42,10 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         for chunk in llm.stream("Why is copper green?"):
             print(chunk.text, end="")
 
+    Tools and structured output (`pip install -e ".[tools]"`):
+        llm.bind_tools([get_weather]).invoke("Is it warm in Rome?").tool_calls
+        llm.with_structured_output(Person).invoke("Ada Lovelace, born 1815")
+
     Chain:
         documents = CachedRetriever(retriever=retriever, llm=llm)
         chain = {"context": documents | join, "question": RunnablePassthrough()} | prompt | llm
@@ -53,13 +60,19 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
 
     def _start(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, options: dict[str, Any]
-    ) -> Stream:
+    ) -> tuple[Stream, Tools]:
         options = dict(options)
         engine = self._called(options.pop("model", None))
+        tools = taken(engine, options)
+        options.setdefault("grammar", tools.grammar)
         if chunks := handed_over(messages):
             engine.register(chunks)
-        prompt = plain(messages)
-        return engine.stream(SchemaPrompt.receive(prompt) or prompt, self._config(stop, options))
+        plain_messages = plain(messages)
+        prompt = SchemaPrompt.receive(plain_messages)
+        if prompt is not None and tools.is_offered:
+            raise ValueError("a schema's prompt lists no tools; put them into the schema's text")
+        config = self._config(stop, options)
+        return engine.stream(prompt or tools.prompt(plain_messages), config), tools
 
     def _called(self, model: str | None) -> Engine:
         """The engine of a call; the profile can be completed once there is one."""
@@ -76,8 +89,8 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        stream = self._start(messages, stop, kwargs)
-        return self._result("".join(stream), stream, kwargs)
+        stream, tools = self._start(messages, stop, kwargs)
+        return self._result("".join(stream), stream, tools, kwargs)
 
     async def _agenerate(
         self,
@@ -86,8 +99,8 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        stream = await asyncio.to_thread(self._start, messages, stop, kwargs)
-        return self._result(await stream.atext(), stream, kwargs)
+        stream, tools = await asyncio.to_thread(self._start, messages, stop, kwargs)
+        return self._result(await stream.atext(), stream, tools, kwargs)
 
     def _stream(
         self,
@@ -96,16 +109,17 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        stream = self._start(messages, stop, kwargs)
+        stream, tools = self._start(messages, stop, kwargs)
+        growing = tools.growing()
         try:
             for piece in stream:
-                chunk = _chunk(piece)
-                if run_manager:
-                    run_manager.on_llm_new_token(piece, chunk=chunk)
-                yield chunk
+                if chunk := _chunk(growing, piece):
+                    if run_manager:
+                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
         finally:
             stream.close()
-        yield self._last_chunk(stream, kwargs)
+        yield self._last_chunk(stream, growing, kwargs)
 
     async def _astream(
         self,
@@ -114,36 +128,57 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        stream = await asyncio.to_thread(self._start, messages, stop, kwargs)
-        async with aclosing(stream.apieces()) as taken:
-            async for piece in taken:
-                chunk = _chunk(piece)
-                if run_manager:
-                    await run_manager.on_llm_new_token(piece, chunk=chunk)
-                yield chunk
-        yield self._last_chunk(stream, kwargs)
+        stream, tools = await asyncio.to_thread(self._start, messages, stop, kwargs)
+        growing = tools.growing()
+        async with aclosing(stream.apieces()) as pieces:
+            async for piece in pieces:
+                if chunk := _chunk(growing, piece):
+                    if run_manager:
+                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
+        yield self._last_chunk(stream, growing, kwargs)
 
-    def _result(self, text: str, stream: Stream, options: dict[str, Any]) -> ChatResult:
-        about = self._about(stream, options)
-        message = AIMessage(text, response_metadata=about, usage_metadata=usage(stream.report))
-        info = {"finish_reason": stream.finish_reason}
+    def _result(
+        self, text: str, stream: Stream, tools: Tools, options: dict[str, Any]
+    ) -> ChatResult:
+        said, calls = tools.read(text)
+        good, bad = as_calls(calls)
+        about = self._about(stream, options, has_calls=bool(good))
+        message = AIMessage(
+            said,
+            tool_calls=good,
+            invalid_tool_calls=bad,
+            response_metadata=about,
+            usage_metadata=usage(stream.report),
+        )
+        info = {"finish_reason": about["finish_reason"]}
         generation = ChatGeneration(message=message, generation_info=info)
         output = {"model_name": about["model_name"], "token_usage": dict(usage(stream.report))}
         return ChatResult(generations=[generation], llm_output=output)
 
-    def _last_chunk(self, stream: Stream, options: dict[str, Any]) -> ChatGenerationChunk:
+    def _last_chunk(
+        self, stream: Stream, growing: GrowingAnswer, options: dict[str, Any]
+    ) -> ChatGenerationChunk:
+        rest, parts = growing.push("", is_over=True)
+        about = self._about(stream, options, has_calls=growing.has_calls)
         message = AIMessageChunk(
-            content="",
-            response_metadata=self._about(stream, options),
+            content=rest,
+            tool_call_chunks=as_chunks(parts),
+            response_metadata=about,
             usage_metadata=usage(stream.report),
             chunk_position="last",
         )
-        info = {"finish_reason": stream.finish_reason}
+        info = {"finish_reason": about["finish_reason"]}
         return ChatGenerationChunk(message=message, generation_info=info)
 
-    def _about(self, stream: Stream, options: dict[str, Any]) -> dict[str, Any]:
-        model = options.get("model", self._model)
-        return metadata(model, stream.report, stream.finish_reason)
+    def _about(self, stream: Stream, options: dict[str, Any], *, has_calls: bool) -> dict[str, Any]:
+        model, reason = options.get("model", self._model), stream.finish_reason
+        if has_calls and reason == "stop":
+            reason = "tool_calls"
+        about = metadata(model, stream.report, reason)
+        if stream.logprobs:
+            about["logprobs"] = logprobs(stream.logprobs, self.loaded_engine(model))
+        return about
 
     def _prompt(self, value: Any) -> Prompt:
         return plain(value.to_messages())
@@ -153,9 +188,9 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
     def _resolve_model_profile(self) -> Any:
         """What the model can do; the context length is added once it is loaded."""
         can = {"text_inputs": True, "text_outputs": True, "open_weights": True}
-        cannot = ("image_inputs", "audio_inputs", "video_inputs", "tool_calling")
-        none = dict.fromkeys((*cannot, "structured_output", "reasoning_output"), False)
-        return {"name": self._model, **can, **none}
+        can |= dict.fromkeys(("tool_calling", "tool_choice", "structured_output"), True)
+        cannot = ("image_inputs", "audio_inputs", "video_inputs", "reasoning_output")
+        return {"name": self._model, **can, **dict.fromkeys(cannot, False)}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         config = {"temperature": self.temperature, "max_tokens": self.max_tokens} | kwargs
@@ -173,15 +208,77 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
-        """Tokens of the messages in the model's own chat template.
+        """Tokens of the messages, and of tools, in the model's own chat template."""
+        engine = self.loaded_engine()
+        offered = taken(engine, {"tools": tools})
+        return engine.count_tokens(offered.prompt(plain(messages)))
 
-        Raises:
-            ValueError: tools are given, which the model cannot be told of.
+    # Tools and structured output -------------------------------------------------------------
+
+    def bind_tools(
+        self,
+        tools: Sequence[Any],
+        *,
+        tool_choice: Any = None,
+        strict: bool | None = None,
+        parallel_tool_calls: bool = True,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """A model that may call tools. Their arguments always fit their schemas.
+
+        Args:
+            tools: functions, pydantic classes, `BaseTool`s, or dicts in OpenAI's form.
+            tool_choice: "auto", "none", "any" or "required", or a tool's name.
+            strict: passed on; arguments are held to the schema in any case.
+            parallel_tool_calls: whether an answer may have several calls.
         """
-        if tools:
-            raise ValueError("the model calls no tools, so they have no token count")
-        return self.loaded_engine().count_tokens(plain(messages))
+        found = bound(tools, tool_choice, parallel=parallel_tool_calls, strict=strict)
+        return self.bind(**found, **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: Any,
+        *,
+        method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """A model whose answers are objects.
+
+        Args:
+            schema: a pydantic class, TypedDict or JSON schema.
+            method: "json_schema" holds the answer to the schema; "function_calling" makes it the
+                arguments of a tool; "json_mode" makes it any JSON object.
+            include_raw: give {"raw", "parsed", "parsing_error"} instead of the object.
+            strict: passed on; the schema is kept to in any case.
+        """
+        if method == "function_calling":
+            return super().with_structured_output(schema, include_raw=include_raw, **kwargs)
+        if method not in ("json_schema", "json_mode"):
+            raise ValueError(
+                f"method is json_schema, function_calling or json_mode, not {method!r}"
+            )
+        plain_json = {"type": "json_object"}
+        form = response_format(schema) if method == "json_schema" else plain_json
+        note = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
+        model = self.bind(response_format=form, ls_structured_output_format=note, **kwargs)
+        made = parser(schema)
+        if not include_raw:
+            return model | made
+        parsed = RunnablePassthrough.assign(
+            parsed=itemgetter("raw") | made, parsing_error=lambda _: None
+        )
+        failed = RunnablePassthrough.assign(parsed=lambda _: None)
+        fallback = parsed.with_fallbacks([failed], exception_key="parsing_error")
+        return RunnableMap(raw=model) | fallback
 
 
-def _chunk(piece: str) -> ChatGenerationChunk:
-    return ChatGenerationChunk(message=AIMessageChunk(content=piece))
+def _chunk(growing: GrowingAnswer, piece: str) -> ChatGenerationChunk | None:
+    """The chunk for a piece; None if nothing is certain yet."""
+    said, parts = growing.push(piece)
+    if not (said or parts):
+        return None
+    return ChatGenerationChunk(
+        message=AIMessageChunk(content=said, tool_call_chunks=as_chunks(parts))
+    )

@@ -5,7 +5,6 @@ Knows content blocks; knows no engine.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,25 +14,24 @@ from langchain_core.messages import (
     BaseMessageChunk,
     ChatMessage,
     HumanMessage,
+    ToolMessage,
     message_chunk_to_message,
 )
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.prompt_values import PromptValue
 from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, MessagesPlaceholder
 
-from cached_rag import Report
+from cached_rag import Engine, Report, TokenLogprobs
 
-Prompt = str | list[dict[str, str]]
-# Tools' and functions' results are something the model is told, as by a user: few templates of
-# local models know more roles.
+Prompt = str | list[dict[str, Any]]
 _ROLES = {
     **{"human": "user", "ai": "assistant", "system": "system", "developer": "system"},
-    **{"tool": "user", "function": "user"},
+    **{"tool": "tool", "function": "tool"},
 }
 
 
-def plain(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
-    """Messages as roles and strings; text blocks are joined as LangChain joins them.
+def plain(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
+    """Messages in OpenAI's form; text blocks are joined as LangChain joins them.
 
     Raises:
         ValueError: content that is no text, or a message of an unknown kind.
@@ -42,7 +40,23 @@ def plain(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
         message_chunk_to_message(message) if isinstance(message, BaseMessageChunk) else message
         for message in messages
     ]
-    return [{"role": _role(message), "content": _content(message)} for message in whole]
+    return [_plain(message) for message in whole]
+
+
+def _plain(message: BaseMessage) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": _role(message), "content": _content(message)}
+    if isinstance(message, AIMessage) and message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call["id"] or "",
+                "function": {"name": call["name"], "arguments": call["args"]},
+            }
+            for call in message.tool_calls
+        ]
+    if isinstance(message, ToolMessage):
+        found |= {"tool_call_id": message.tool_call_id, "name": message.name or ""}
+    return found
 
 
 def filled(template: BasePromptTemplate[Any], values: Mapping[str, str]) -> PromptValue:
@@ -91,6 +105,21 @@ def metadata(model: str, report: Report, finish_reason: str) -> dict[str, Any]:
     }
 
 
+def logprobs(found: Sequence[TokenLogprobs], engine: Engine) -> dict[str, Any]:
+    """Log probabilities in OpenAI's form."""
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        text = engine.tokenization.tokenizer.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    return {
+        "content": [
+            {**one(at.token, at.logprob), "top_logprobs": [one(*pair) for pair in at.top]}
+            for at in found
+        ]
+    }
+
+
 def _role(message: BaseMessage) -> str:
     if isinstance(message, ChatMessage):
         return _ROLES.get(message.role, message.role)
@@ -103,11 +132,7 @@ def _role(message: BaseMessage) -> str:
 
 
 def _content(message: BaseMessage) -> str:
-    text = message.content if isinstance(message.content, str) else "".join(_texts(message))
-    if isinstance(message, AIMessage) and message.tool_calls:
-        calls = [{"name": call["name"], "args": call["args"]} for call in message.tool_calls]
-        return "\n".join(filter(None, [text, json.dumps(calls, ensure_ascii=False)]))
-    return text
+    return message.content if isinstance(message.content, str) else "".join(_texts(message))
 
 
 def _texts(message: BaseMessage) -> Iterator[str]:

@@ -36,7 +36,7 @@ _OWN = ("store", "namespace", "dtype", "device", "weights", "backend")
 _REMOTE = frozenset({"api_key", "base_url", "timeout", "max_retries"})
 GENERATION_SETTINGS = (
     *("method", "recompute_ratio", "temperature", "top_p", "top_k", "max_tokens", "stop", "seed"),
-    *("repetition_penalty", "drafts"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "drafts"),
 )
 
 
@@ -83,6 +83,10 @@ class EngineSettings(BaseModel):
     """Makes sampling repeatable."""
     repetition_penalty: float | None = None
     """None for the model's own."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of each token that the answer has already; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """The same, for each time that it has it."""
     drafts: bool = True
     """Check several tokens in one pass where the answer copies; it says the same without."""
     _engines: dict[str, Engine] = PrivateAttr(default_factory=dict)
@@ -172,6 +176,9 @@ class EngineSettings(BaseModel):
         settings = {name: getattr(self, name) for name in GENERATION_SETTINGS}
         settings["stop"] = tuple(stop or self.stop or ())
         options = {name: value for name, value in options.items() if name != "stream"}
+        if "top_logprobs" in options or isinstance(options.get("logprobs"), bool):
+            wanted, top = options.pop("logprobs", True), options.pop("top_logprobs", None)
+            options["logprobs"] = (top or 0) if wanted else None
         return GenerationConfig(**settings).replace(**options)
 
     # Chunks ----------------------------------------------------------------------------------

@@ -77,11 +77,14 @@ def test_messages_of_all_kinds_become_roles_and_text(llm):
         ("user", "One. Two."),
         ("user", "Three."),
         ("assistant", "Well."),
-        ("assistant", '[{"name": "search", "args": {"q": "x"}}]'),
-        ("user", "A result."),
+        ("assistant", ""),
+        ("tool", "A result."),
         ("system", "Four."),
         ("assistant", "Five."),
     ]
+    call = {"name": "search", "arguments": {"q": "x"}}
+    assert plain(messages)[4]["tool_calls"] == [{"type": "function", "id": "1", "function": call}]
+    assert plain(messages)[5]["tool_call_id"] == "1"
     assert isinstance(llm.invoke(messages), AIMessage)
 
 

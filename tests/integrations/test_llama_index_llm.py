@@ -153,7 +153,7 @@ def test_metadata_and_serialisation_keep_the_truth(llm):
     assert llm.metadata.context_window == 1024
     assert llm.metadata.num_output == 8
     assert llm.metadata.is_chat_model
-    assert not llm.metadata.is_function_calling_model
+    assert llm.metadata.is_function_calling_model
     assert CachedRAGLLM(engine=llm.loaded_engine(), context_window=64).metadata.context_window == 64
     set_ = CachedRAGLLM(
         model="llama", max_tokens=8, method="epic", stop=["x"], seed=3, dtype="float32"

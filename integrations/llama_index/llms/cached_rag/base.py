@@ -18,12 +18,15 @@ from llama_index.core.base.llms.types import (
     CompletionResponseAsyncGen,
     CompletionResponseGen,
     LLMMetadata,
+    TextBlock,
 )
-from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
+from llama_index.core.bridge.pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.custom import CustomLLM
-from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import ToolSelection
+from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
 from llama_index.core.schema import BaseNode
+from llama_index.core.tools.types import BaseTool
 from llama_index.llms.cached_rag.messages import (
     Prompt,
     chat_response,
@@ -31,6 +34,14 @@ from llama_index.llms.cached_rag.messages import (
     plain,
 )
 from llama_index.llms.cached_rag.nodes import module_text
+from llama_index.llms.cached_rag.tools import (
+    blocks,
+    can_call,
+    forced_program,
+    offered,
+    selections,
+    taken,
+)
 
 from cached_rag import (
     DEFAULT_MODEL,
@@ -42,17 +53,18 @@ from cached_rag import (
     SchemaPrompt,
     StoreConfig,
     Stream,
+    Tools,
     template_head,
 )
 
 _T = TypeVar("_T")
 _GENERATION = (
     *("method", "recompute_ratio", "temperature", "top_p", "top_k", "max_tokens", "stop", "seed"),
-    *("repetition_penalty", "drafts"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "drafts"),
 )
 
 
-class CachedRAGLLM(CustomLLM):
+class CachedRAGLLM(FunctionCallingLLM):
     """A local model that does not prefill text again whose KV it holds.
 
     Whatever its engine has encoded is found in any prompt by its text, so query engines, chat
@@ -91,6 +103,8 @@ class CachedRAGLLM(CustomLLM):
     stop: list[str] | None = Field(default=None, description="Strings that end the answer.")
     seed: int | None = Field(default=None, description="Makes sampling repeatable.")
     repetition_penalty: float | None = Field(default=None, description="None: the model's own.")
+    presence_penalty: float = Field(default=0.0, description="-2 to 2, as OpenAI's.")
+    frequency_penalty: float = Field(default=0.0, description="-2 to 2, as OpenAI's.")
     drafts: bool = Field(default=True, description="Several tokens a pass where answers copy.")
     _engine: Engine | CachedRAG | None = PrivateAttr(default=None)
     _has_template: bool = PrivateAttr(default=False)
@@ -121,10 +135,12 @@ class CachedRAGLLM(CustomLLM):
         """The model's own limits."""
         loaded = self.loaded_engine().model
         own = loaded.context_length
+        is_chat = bool(getattr(loaded.tokenizer, "chat_template", None))
         return LLMMetadata(
             context_window=min(self.context_window or own, own),
             num_output=self.max_tokens,
-            is_chat_model=bool(getattr(loaded.tokenizer, "chat_template", None)),
+            is_chat_model=is_chat,
+            is_function_calling_model=is_chat and can_call(),
             model_name=self.model,
         )
 
@@ -244,19 +260,45 @@ class CachedRAGLLM(CustomLLM):
     async def _astart(self, prompt: Callable[[], Prompt], options: dict[str, Any]) -> Stream:
         return await asyncio.to_thread(self._start, prompt, options)
 
+    def _start_chat(
+        self, messages: Sequence[ChatMessage], options: dict[str, Any]
+    ) -> tuple[Stream, Tools]:
+        options = dict(options)
+        tools = taken(self.loaded_engine(), options)
+        if not tools.is_offered:
+            return self._start(lambda: self.chat_prompt(messages), options), tools
+        if self._has_template:
+            raise ValueError("messages_to_prompt lists no tools; leave it out to call tools")
+        options.setdefault("grammar", tools.grammar)
+        prompt = tools.prompt(plain(messages))
+        return self.loaded_engine().stream(prompt, self._config(options)), tools
+
     # Answers ---------------------------------------------------------------------------------
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """One answer to chat messages; `kwargs` are `GenerationConfig`'s."""
-        stream = self._start(lambda: self.chat_prompt(messages), kwargs)
-        return chat_response(self.model, "".join(stream), stream)
+        stream, tools = self._start_chat(messages, kwargs)
+        found = blocks(tools, "".join(stream), [], is_over=True)
+        return chat_response(self.model, found, stream)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """An answer piece by piece."""
-        stream = self._start(lambda: self.chat_prompt(messages), kwargs)
-        return self._pieces(stream, chat_response)
+        stream, tools = self._start_chat(messages, kwargs)
+        return self._pieces(stream, self._growing_chat(tools))
+
+    def _growing_chat(self, tools: Tools) -> Callable[..., ChatResponse]:
+        ids: list[str] = []
+        said = ""
+
+        def response(model: str, text: str, stream: Stream, delta: str) -> ChatResponse:
+            nonlocal said
+            found = blocks(tools, text, ids, is_over=not delta)
+            before, said = said, next((b.text for b in found if isinstance(b, TextBlock)), "")
+            return chat_response(model, found, stream, said[len(before) :])
+
+        return response
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -275,16 +317,17 @@ class CachedRAGLLM(CustomLLM):
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """As `chat`, off the event loop; a cancelled task stops the generation."""
-        stream = await self._astart(lambda: self.chat_prompt(messages), kwargs)
-        return chat_response(self.model, await stream.atext(), stream)
+        stream, tools = await asyncio.to_thread(self._start_chat, messages, kwargs)
+        found = blocks(tools, await stream.atext(), [], is_over=True)
+        return chat_response(self.model, found, stream)
 
     @llm_chat_callback()
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
         """As `stream_chat`, off the event loop."""
-        stream = await self._astart(lambda: self.chat_prompt(messages), kwargs)
-        return self._apieces(stream, chat_response)
+        stream, tools = await asyncio.to_thread(self._start_chat, messages, kwargs)
+        return self._apieces(stream, self._growing_chat(tools))
 
     @llm_completion_callback()
     async def acomplete(
@@ -317,3 +360,51 @@ class CachedRAGLLM(CustomLLM):
             text += piece
             yield response(self.model, text, stream, piece)
         yield response(self.model, text, stream, "")
+
+    # Tools -----------------------------------------------------------------------------------
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        tool_choice: str | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        messages = list(chat_history or [])
+        if isinstance(user_msg, str):
+            user_msg = ChatMessage(role="user", content=user_msg)
+        if user_msg is not None:
+            messages.append(user_msg)
+        choice = tool_choice or ("required" if tool_required else "auto")
+        found = offered(tools, choice, parallel=allow_parallel_tool_calls)
+        return {"messages": messages, **found, **kwargs}
+
+    def _structured_stream_call(
+        self, output_cls: type[BaseModel], prompt: PromptTemplate, *args: Any, **kwargs: Any
+    ) -> Generator[Any, None, None]:
+        """As LlamaIndex's, which lets the model choose whether it gives the object at all."""
+        yield from forced_program(self, output_cls, prompt).stream_call(*args, **kwargs)
+
+    async def _structured_astream_call(
+        self, output_cls: type[BaseModel], prompt: PromptTemplate, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        program = forced_program(self, output_cls, prompt)
+        found: AsyncGenerator[Any, None] = await program.astream_call(*args, **kwargs)
+        return found
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **_: Any
+    ) -> list[ToolSelection]:
+        """The calls in an answer.
+
+        Raises:
+            ValueError: there are none.
+        """
+        found = selections(response.message)
+        if error_on_no_tool_call and not found:
+            raise ValueError(f"the answer calls no tool: {response.message.content!r}")
+        return found

@@ -9,45 +9,52 @@ from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
     CompletionResponse,
+    ContentBlock,
     MessageRole,
     TextBlock,
 )
+from llama_index.llms.cached_rag.tools import called
 
 from cached_rag import Stream
 
-Prompt = str | list[dict[str, str]]
-# Tools' and functions' results are something the model is told, as by a user: few templates of
-# local models know more roles.
-_ROLES = {
-    **{"tool": "user", "function": "user", "chatbot": "assistant", "model": "assistant"},
-    **{"developer": "system"},
-}
+Prompt = str | list[dict[str, Any]]
+_ROLES = {"function": "tool", "chatbot": "assistant", "model": "assistant", "developer": "system"}
 
 
-def plain(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
-    """Messages as roles and strings.
+def plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages in OpenAI's form.
 
     Raises:
         ValueError: content that is no text.
     """
-    for message in messages:
-        for block in message.blocks:
-            if message.role != MessageRole.ASSISTANT and not isinstance(block, TextBlock):
-                raise ValueError(
-                    f"a {message.role.value} message holds a block of type {block.block_type!r}, "
-                    "and the model reads text only; take it out, or turn it into text first"
-                )
-    return [
-        {"role": _ROLES.get(m.role.value, m.role.value), "content": m.content or ""}
-        for m in messages
-    ]
+    return [_plain(message) for message in messages]
 
 
-def chat_response(model: str, text: str, stream: Stream, delta: str | None = None) -> ChatResponse:
+def _plain(message: ChatMessage) -> dict[str, Any]:
+    for block in message.blocks:
+        if message.role != MessageRole.ASSISTANT and not isinstance(block, TextBlock):
+            raise ValueError(
+                f"a {message.role.value} message holds a block of type {block.block_type!r}, "
+                "and the model reads text only; take it out, or turn it into text first"
+            )
+    role = _ROLES.get(message.role.value, message.role.value)
+    found: dict[str, Any] = {"role": role, "content": message.content or ""}
+    if role == "assistant" and (calls := called(message)):
+        found["tool_calls"] = calls
+    if role == "tool":
+        found["tool_call_id"] = str(message.additional_kwargs.get("tool_call_id", ""))
+        found["name"] = str(message.additional_kwargs.get("name", ""))
+    return found
+
+
+def chat_response(
+    model: str, blocks: Sequence[ContentBlock], stream: Stream, delta: str | None = None
+) -> ChatResponse:
     """What there is of an answer, with the report in `raw` and token counts beside the message."""
-    message = ChatMessage(
-        role=MessageRole.ASSISTANT, content=text, additional_kwargs=_counts(stream)
-    )
+    more: dict[str, Any] = _counts(stream)
+    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=list(blocks), additional_kwargs=more)
+    if calls := called(message):  # where LlamaIndex's programs look for them
+        message.additional_kwargs["tool_calls"] = calls
     return ChatResponse(message=message, delta=delta, raw=_raw(model, stream))
 
 

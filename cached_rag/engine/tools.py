@@ -1,0 +1,129 @@
+"""Tools for one answer: what the prompt says of them, what the answer may be, and its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from cached_rag.backends.tokenizer import Message, Rendered, Tokenization
+from cached_rag.errors import ConfigError
+from cached_rag.grammar.grammar import Grammar
+from cached_rag.grammar.tools import ToolCall, ToolChoice, read_answer, tool_grammar
+
+
+@dataclass(frozen=True)
+class CallPart:
+    """What a piece of an answer adds to a call.
+
+    Attributes:
+        index: which call of the answer it is.
+        name: the tool's, in a call's first part; None in later ones.
+        arguments: more of the JSON.
+    """
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Tools that a model may, or must, call in its answer.
+
+    `engine.generate(tools.prompt(messages), grammar=tools.grammar)` asks, and `read` takes the
+    answer apart. Without tools, or if none may be called, all of it is as without this class.
+
+    Attributes:
+        tokenization: of the engine that is asked (`Engine.tokenization`).
+        tools: in OpenAI's form.
+        choice: "auto", "none", "required", or the name of the tool to call.
+        parallel: whether there may be several calls in one answer.
+        schema: JSON schema of answers that call no tool; True for any object, None for any text.
+
+    Raises:
+        ConfigError: no such tool, or one that is malformed.
+    """
+
+    tokenization: Tokenization
+    tools: Sequence[Mapping[str, Any]] = ()
+    choice: ToolChoice = "auto"
+    parallel: bool = True
+    schema: Mapping[str, Any] | bool | None = None
+
+    def __post_init__(self) -> None:
+        if not self.tools and self.choice not in ("auto", "none"):
+            raise ConfigError(f"tools are to be called ({self.choice}), and there is none")
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether the answer may call any."""
+        return bool(self.tools) and self.choice != "none"
+
+    def prompt(self, messages: str | Sequence[Message]) -> Rendered:
+        """The prompt, in which the tools are listed as the model's template does it."""
+        return self.tokenization.render(messages, tools=self.tools if self.is_offered else ())
+
+    @cached_property
+    def grammar(self) -> Grammar | None:
+        """What the answer may be; None for anything."""
+        schema = {"type": "object"} if self.schema is True else self.schema or None
+        if not self.is_offered:
+            return None if schema is None else Grammar.json(schema)
+        return tool_grammar(
+            self.tools,
+            self.choice,
+            self.tokenization.call_form,
+            self.tokenization.controls,
+            parallel=self.parallel,
+            schema=schema,
+        )
+
+    def read(self, text: str, *, is_over: bool = True) -> tuple[str, list[ToolCall]]:
+        """What an answer says before its calls, and the calls.
+
+        Args:
+            text: the answer so far.
+            is_over: no more of it comes.
+        """
+        if not self.is_offered:
+            return text, []
+        names = {tool["function"]["name"] for tool in self.tools}
+        return read_answer(text, self.tokenization.call_form, names, is_over=is_over)
+
+    def growing(self) -> GrowingAnswer:
+        """Reads an answer that comes in pieces."""
+        return GrowingAnswer(self)
+
+
+class GrowingAnswer:
+    """An answer that comes in pieces, and what each of them adds to text and calls."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+        self._answer = self._said = ""
+        self._shown: list[str] = []
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a tool was called so far."""
+        return bool(self._shown)
+
+    def push(self, piece: str, *, is_over: bool = False) -> tuple[str, list[CallPart]]:
+        """What is new and certain: text, and parts of calls."""
+        if not self._tools.is_offered:
+            return piece, []
+        self._answer += piece
+        said, calls = self._tools.read(self._answer, is_over=is_over)
+        new, self._said = said[len(self._said) :], max(self._said, said, key=len)
+        parts = []
+        for index, call in enumerate(calls):
+            is_new = index == len(self._shown)
+            if is_new:
+                self._shown.append("")
+            added = call.arguments[len(self._shown[index]) :]
+            self._shown[index] = call.arguments
+            if is_new or added:
+                parts.append(CallPart(index, call.name if is_new else None, added))
+        return new, parts

@@ -1,0 +1,84 @@
+"""Holds an answer to a grammar, token by token, by the llguidance library.
+
+Knows tokens; knows no model. https://github.com/guidance-ai/llguidance
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from cached_rag.errors import ConfigError, MissingPackageError
+from cached_rag.grammar.grammar import Grammar
+
+# The library's own form of a tokenizer, which takes a second to make.
+_TOKENIZERS: WeakKeyDictionary[Any, tuple[tuple[object, ...], Any]] = WeakKeyDictionary()
+_MAKING = threading.Lock()
+
+
+class Matcher:
+    """One answer's place in its grammar."""
+
+    def __init__(
+        self, grammar: Grammar, tokenizer: Any, vocab_size: int, eos_ids: Iterable[int]
+    ) -> None:
+        """Read the grammar.
+
+        Args:
+            tokenizer: a fast tokenizer of the transformers library.
+            vocab_size: number of logits.
+            eos_ids: tokens that end an answer.
+
+        Raises:
+            MissingPackageError: llguidance is not installed.
+            ConfigError: the grammar cannot be read, or is too large.
+        """
+        try:
+            from llguidance import LLMatcher
+        except ImportError as error:
+            raise MissingPackageError("answers in a given form", "tools", error) from error
+        self._size = vocab_size
+        self._matcher = LLMatcher(_form_of(tokenizer, vocab_size, eos_ids), grammar.text)
+        self._check("cannot be read")
+
+    def masked(self, scores: torch.Tensor) -> torch.Tensor:
+        """(1, vocab_size) scores, with minus infinity for all tokens that cannot come next."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._check("cannot be followed")
+        allowed = torch.from_numpy(np.unpackbits(bits, count=self._size, bitorder="little"))
+        return scores.masked_fill(allowed.to(scores.device) == 0, float("-inf"))
+
+    def take(self, token: int) -> None:
+        """Go on behind a token."""
+        self._matcher.consume_token(token)
+        self._check(f"does not allow token {token}")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow but the end."""
+        return bool(self._matcher.is_stopped())
+
+    def forced(self, most: int) -> list[int]:
+        """Tokens that come next whatever the model says, `most` at most; often none."""
+        return list(self._matcher.compute_ff_tokens()[:most])
+
+    def _check(self, what: str) -> None:
+        if self._matcher.is_error():
+            raise ConfigError(f"the grammar {what}: {self._matcher.get_error().strip()}")
+
+
+def _form_of(tokenizer: Any, vocab_size: int, eos_ids: Iterable[int]) -> Any:
+    from llguidance.hf import from_tokenizer
+
+    facts = (vocab_size, *sorted(eos_ids))
+    with _MAKING:
+        known = _TOKENIZERS.get(tokenizer)
+        if known is None or known[0] != facts:
+            made = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(facts[1:]))
+            _TOKENIZERS[tokenizer] = known = (facts, made)
+        return known[1]

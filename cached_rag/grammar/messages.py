@@ -1,0 +1,65 @@
+"""Messages in OpenAI's form: checked, and their texts changed. Knows no template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cached_rag.errors import ConfigError
+
+
+def checked(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with a role, a content, and the arguments of tool calls as objects.
+
+    Raises:
+        ConfigError: it is malformed.
+    """
+    found = dict(message)
+    calls = found.get("tool_calls")
+    if calls:
+        found["tool_calls"] = [_call(call) for call in calls]
+        found["content"] = found.get("content") or ""
+    if not isinstance(found.get("role"), str) or not isinstance(found.get("content"), str):
+        raise ConfigError(f"a message needs a role and a content, both strings; got {message!r}")
+    return found
+
+
+def is_about_tools(message: Mapping[str, Any]) -> bool:
+    """Whether it calls tools or has what one gave."""
+    return message["role"] == "tool" or bool(message.get("tool_calls"))
+
+
+def mapped(message: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """The message with its content changed, and all texts in its tool calls."""
+    found = {**message, "content": change(message["content"])}
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = _mapped(calls, change)
+    return found
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(str(key)): _mapped(part, change) for key, part in value.items()}
+    return [_mapped(part, change) for part in value] if isinstance(value, list) else value
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """A tool call whose arguments are an object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ConfigError(
+            'a tool call is {"type": "function", "id": ..., "function": {"name": ..., '
+            f'"arguments": ...}}}}, not {call!r}'
+        )
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = {"arguments": arguments}  # what a model was cut off at, shown as it is
+    if not isinstance(arguments, Mapping):
+        raise ConfigError(f"the arguments of a tool call are a JSON object, not {arguments!r}")
+    return {**call, "function": {**function, "arguments": dict(arguments)}}

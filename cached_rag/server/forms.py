@@ -1,0 +1,92 @@
+"""The form of answers as OpenAI's protocol asks for it: tools, their choice, response formats.
+
+Knows JSON; knows no engine.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+_MOST_TOOLS = 128  # as OpenAI's
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class Function(_Strict):
+    """A function that may be called. Its arguments are held to the schema, strict or not."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        return self.model_dump(exclude_none=True, exclude={"strict"})
+
+
+class Tool(_Strict):
+    """A tool; only functions are known."""
+
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        return {"type": "function", "function": self.function.plain()}
+
+
+class _Named(_Strict):
+    name: str
+
+
+class NamedChoice(_Strict):
+    """The choice of one tool."""
+
+    type: Literal["function"]
+    function: _Named
+
+
+class CalledFunction(_Strict):
+    """A function that was called."""
+
+    name: str
+    arguments: str
+
+
+class CalledTool(_Strict):
+    """A call in a message of the conversation."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class _Schema(_Strict):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """The form of an answer that calls no tool."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _Schema | None = None
+
+    def schema_wanted(self) -> dict[str, Any] | bool | None:
+        """The JSON schema; True for any object, None for text."""
+        if self.type == "text":
+            return None
+        given = self.json_schema.schema_ if self.json_schema else None
+        return True if self.type == "json_object" or given is None else given
+
+
+Tools = Annotated[list[Tool], Field(max_length=_MOST_TOOLS)]
+Choice = Literal["none", "auto", "required"] | NamedChoice

@@ -1,0 +1,127 @@
+"""LangChain's tools and structured output, as the engine takes them and gives them back.
+
+Knows messages and schemas; knows no model.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from langchain_core.messages import InvalidToolCall, ToolCall, ToolCallChunk
+from langchain_core.output_parsers import (
+    BaseOutputParser,
+    JsonOutputParser,
+    PydanticOutputParser,
+)
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from pydantic import BaseModel
+
+from cached_rag import CallPart, Engine, Tools
+from cached_rag import ToolCall as Call
+
+# Options of a call that say what form its answer has.
+_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
+# LangChain notes here how a structured answer was asked for, for traces.
+_NOTES = ("strict", "ls_structured_output_format")
+_CHOICES = {"any": "required", True: "required", False: "none", None: "auto"}
+
+
+def bound(
+    tools: Sequence[Any], tool_choice: Any = None, *, parallel: bool = True, strict: Any = None
+) -> dict[str, Any]:
+    """What `bind_tools` binds: tools in OpenAI's form, and the choice as the engine has it.
+
+    Raises:
+        ValueError: no such tool.
+    """
+    found = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+    names = [tool["function"]["name"] for tool in found]
+    if isinstance(tool_choice, Mapping):
+        tool_choice = tool_choice.get("function", tool_choice).get("name")
+    choice = _CHOICES.get(tool_choice, tool_choice)
+    if choice not in ("auto", "none", "required", *names):
+        raise ValueError(f"there is no tool {choice!r} to be called; there are {names}")
+    return {"tools": found, "tool_choice": choice, "parallel_tool_calls": parallel}
+
+
+def taken(engine: Engine, options: dict[str, Any]) -> Tools:
+    """The tools and the form among a call's options, which lose them.
+
+    Raises:
+        ValueError: a response format that is not known.
+    """
+    given = {name: options.pop(name, None) for name in _OPTIONS}
+    for name in _NOTES:
+        options.pop(name, None)
+    tools = given["tools"] or []
+    parallel = given["parallel_tool_calls"] is not False
+    made = bound(tools, given["tool_choice"] if tools else None, parallel=parallel)
+    schema = _schema(given["response_format"])
+    return Tools(engine.tokenization, made["tools"], made["tool_choice"], parallel, schema)
+
+
+def _schema(wanted: Any) -> Any:
+    """The JSON schema in a response format of OpenAI's form, or a schema itself."""
+    if wanted is None or (isinstance(wanted, Mapping) and wanted.get("type") == "text"):
+        return None
+    if isinstance(wanted, Mapping) and wanted.get("type") == "json_object":
+        return True
+    if isinstance(wanted, Mapping) and wanted.get("type") == "json_schema":
+        return wanted["json_schema"]["schema"]
+    return convert_to_json_schema(wanted)
+
+
+def response_format(schema: Any) -> dict[str, Any]:
+    """OpenAI's response format for a pydantic class, TypedDict or JSON schema."""
+    found = convert_to_json_schema(schema)
+    name = str(found.get("title", "answer"))
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": found}}
+
+
+def parser(schema: Any) -> BaseOutputParser[Any]:
+    """What makes an object of a structured answer; a dict for all but pydantic classes."""
+    if isinstance(schema, type) and issubclass(schema, BaseModel):
+        return PydanticOutputParser(pydantic_object=schema)
+    return JsonOutputParser()
+
+
+def as_calls(calls: Sequence[Call]) -> tuple[list[ToolCall], list[InvalidToolCall]]:
+    """The calls of an answer, and those that its end cut off."""
+    good = [
+        ToolCall(name=call.name, args=json.loads(call.arguments), id=_new_id(), type="tool_call")
+        for call in calls
+        if call.is_complete
+    ]
+    bad = [
+        InvalidToolCall(
+            name=call.name,
+            args=call.arguments,
+            id=_new_id(),
+            error="the answer ended before the call did; raise max_tokens",
+            type="invalid_tool_call",
+        )
+        for call in calls
+        if not call.is_complete
+    ]
+    return good, bad
+
+
+def as_chunks(parts: Sequence[CallPart]) -> list[ToolCallChunk]:
+    """Parts of calls in LangChain's words; a call's first part has its id."""
+    return [
+        ToolCallChunk(
+            name=part.name,
+            args=part.arguments,
+            id=None if part.name is None else _new_id(),
+            index=part.index,
+            type="tool_call_chunk",
+        )
+        for part in parts
+    ]
+
+
+def _new_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"

@@ -1,0 +1,99 @@
+"""LlamaIndex's tools as the engine takes them, and an answer's calls in LlamaIndex's words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from llama_index.core.base.llms.types import ChatMessage, ContentBlock, TextBlock, ToolCallBlock
+from llama_index.core.bridge.pydantic import BaseModel
+from llama_index.core.llms.llm import LLM, ToolSelection
+from llama_index.core.llms.utils import parse_partial_json
+from llama_index.core.program.utils import get_program_for_llm
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.tools.types import BaseTool
+
+from cached_rag import Engine, Tools
+
+# Options of a call that say what form its answer has.
+_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")
+
+
+def can_call() -> bool:
+    """Whether the packages that calls need are installed (extra "tools")."""
+    return find_spec("llguidance") is not None
+
+
+def offered(tools: Sequence[BaseTool], choice: str, *, parallel: bool) -> dict[str, Any]:
+    """Options of a call in which these tools may be called."""
+    listed = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
+    return {"tools": listed, "tool_choice": choice, "parallel_tool_calls": parallel}
+
+
+def taken(engine: Engine, options: dict[str, Any]) -> Tools:
+    """The tools among a call's options, which lose them."""
+    tools, choice, parallel = (options.pop(name, None) for name in _OPTIONS)
+    if isinstance(choice, Mapping):
+        choice = choice["function"]["name"]
+    return Tools(engine.tokenization, tools or (), choice or "auto", parallel is not False)
+
+
+def forced_program(llm: LLM, output_cls: type[BaseModel], prompt: PromptTemplate) -> Any:
+    """LlamaIndex's program for a structured answer, in which the model must call the tool."""
+    mode = llm.pydantic_program_mode
+    forced = {"tool_choice": "required"} if llm.metadata.is_function_calling_model else {}
+    return get_program_for_llm(output_cls, prompt, llm, pydantic_program_mode=mode, **forced)
+
+
+def blocks(tools: Tools, text: str, ids: list[str], *, is_over: bool) -> list[ContentBlock]:
+    """An answer as blocks: what it says, and its calls.
+
+    Args:
+        ids: of the calls; an answer that grows keeps those it has.
+        is_over: no more of it comes.
+    """
+    said, calls = tools.read(text, is_over=is_over)
+    found: list[ContentBlock] = [TextBlock(text=said)] if said or not calls else []
+    ids += [f"call_{number}" for number in range(len(ids), len(calls))]
+    for call, name in zip(calls, ids, strict=True):
+        arguments = json.loads(call.arguments) if call.is_complete else call.arguments
+        block = ToolCallBlock(tool_call_id=name, tool_name=call.name, tool_kwargs=arguments)
+        found.append(block)
+    return found
+
+
+def selections(message: ChatMessage) -> list[ToolSelection]:
+    """The calls in a message; of one that is not complete yet, the arguments so far."""
+    return [
+        ToolSelection(
+            tool_id=block.tool_call_id or "",
+            tool_name=block.tool_name,
+            tool_kwargs=_arguments(block.tool_kwargs),
+        )
+        for block in message.blocks
+        if isinstance(block, ToolCallBlock)
+    ]
+
+
+def called(message: ChatMessage) -> list[dict[str, Any]]:
+    """The calls in a message of the conversation, in OpenAI's form."""
+    return [
+        {
+            "type": "function",
+            "id": one.tool_id,
+            "function": {"name": one.tool_name, "arguments": one.tool_kwargs},
+        }
+        for one in selections(message)
+    ]
+
+
+def _arguments(given: dict[str, Any] | str) -> dict[str, Any]:
+    if isinstance(given, dict):
+        return given
+    try:
+        found = parse_partial_json(given)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

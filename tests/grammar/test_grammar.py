@@ -1,0 +1,170 @@
+"""Answers in a given form: valid whatever the model would say, and as quick or slow."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jsonschema
+import pytest
+import torch
+from conftest import CHUNKS, NEW_PROMPTS, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cached_rag import ConfigError, Engine, GenerationConfig, Grammar
+from cached_rag.engine.sampling import Sampler
+from cached_rag.grammar.matcher import Matcher
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["keeper", "sailor"]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "kind", "tags"],
+    "additionalProperties": False,
+}
+PROMPT = f"{CHUNKS[0]}\n\nWho lit the lamp?"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine(tiny_model("llama"), NEW_PROMPTS) as made:
+        yield made
+
+
+def ask(engine, grammar, **options):
+    return engine.generate(PROMPT, grammar=grammar, max_tokens=200, **options)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_answer_fits_its_schema_at_any_temperature(engine, seed):
+    options = {"temperature": 1.5, "seed": seed} if seed else {}
+    answer = ask(engine, Grammar.json(PERSON), **options)
+    jsonschema.validate(json.loads(answer.text), PERSON)
+    assert answer.finish_reason == "stop"
+
+
+def test_a_random_model_left_to_itself_writes_no_json(engine):  # control
+    with pytest.raises(ValueError, match="Expecting"):
+        json.loads(ask(engine, None).text)
+
+
+def test_regular_expressions_and_choices(engine):
+    dated = ask(engine, Grammar.regex(r"\d{4}-\d{2}/\d{2}")).text
+    assert re.fullmatch(r"\d{4}-\d{2}/\d{2}", dated)
+    assert ask(engine, Grammar.choice(["yes", 'no "maybe"'])).text in ("yes", 'no "maybe"')
+    assert ask(engine, Grammar.json()).text.startswith("{")
+
+
+def test_drafts_and_neighbours_change_no_answer(engine):
+    grammars = [Grammar.json(PERSON), None, Grammar.regex("[a-f]{12}"), Grammar.json(PERSON)]
+    alone = [ask(engine, grammar, drafts=False).token_ids for grammar in grammars]
+    drafted = [ask(engine, grammar) for grammar in grammars]
+    assert [answer.token_ids for answer in drafted] == alone
+    assert drafted[0].report.accepted_tokens > 0  # the grammar forces names and punctuation
+    streams = [engine.stream(PROMPT, grammar=grammar, max_tokens=200) for grammar in grammars]
+    for stream in streams:
+        stream.start()
+    assert [stream.result().token_ids for stream in streams] == alone
+
+
+def test_the_mask_is_what_the_grammar_says(engine):
+    model = engine.model
+    tokenizer, size = model.tokenizer, model.vocab_size
+    matcher = Matcher(Grammar.choice(["ab", "cd"]), tokenizer, size, model.eos_ids)
+    allowed = matcher.masked(torch.zeros(1, size))[0] == 0
+    spelled = {tokenizer.decode([token]) for token in allowed.nonzero().flatten().tolist()}
+    assert {"a", "c"} <= spelled <= {"a", "ab", "c", "cd"}
+    matcher.take(tokenizer.convert_tokens_to_ids("a"))
+    assert [tokenizer.decode([token]) for token in matcher.forced(4)] in (["b"], [])
+    matcher.take(tokenizer.convert_tokens_to_ids("b"))
+    assert matcher.is_complete
+    with pytest.raises(ConfigError, match="does not allow"):
+        matcher.take(tokenizer.convert_tokens_to_ids("c"))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "says"),
+    [
+        (Grammar("start: nothing"), "cannot be read"),
+        (Grammar.regex("(unclosed"), "cannot be read"),
+        (Grammar.json({"type": "no such type"}), "cannot be read"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_before_anything_is_computed(engine, grammar, says):
+    with pytest.raises(ConfigError, match=says):
+        engine.stream(PROMPT, grammar=grammar)
+    assert engine.scheduler.num_running == engine.scheduler.num_waiting == 0
+
+
+def test_settings_that_contradict_a_grammar_are_refused():
+    with pytest.raises(ConfigError, match="ignore_eos"):
+        GenerationConfig(grammar=Grammar.json(), ignore_eos=True)
+    with pytest.raises(ConfigError, match="cannot be empty"):
+        Grammar(" ")
+    with pytest.raises(ConfigError, match="a text to choose"):
+        Grammar.choice([])
+    with pytest.raises(ConfigError, match="must be JSON"):
+        Grammar.json({"enum": [object()]})
+
+
+SCHEMAS = st.recursive(
+    st.sampled_from([{"type": "integer"}, {"type": "boolean"}, {"enum": ["x", 1, None]}]),
+    lambda inner: (
+        inner.map(lambda item: {"type": "array", "items": item, "maxItems": 2})
+        | inner.map(
+            lambda item: {
+                "type": "object",
+                "properties": {"k": item},
+                "required": ["k"],
+                "additionalProperties": False,
+            }
+        )
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(schema=SCHEMAS)
+def test_any_schema_is_kept(engine, schema):
+    answer = engine.generate("x", grammar=Grammar.json(schema), max_tokens=120)
+    if answer.finish_reason == "stop":
+        jsonschema.validate(json.loads(answer.text), schema)
+
+
+# What goes with it -----------------------------------------------------------------------------
+
+
+def test_log_probabilities_are_the_models_own(engine):
+    answer = engine.generate(PROMPT, max_tokens=5, logprobs=3, temperature=0)
+    plain = engine.generate(PROMPT, max_tokens=5)
+    assert answer.token_ids == plain.token_ids
+    assert plain.logprobs == ()
+    assert [at.token for at in answer.logprobs] == list(answer.token_ids)
+    ids = engine.tokenization.tokenize(engine.tokenization.render(PROMPT)).ids
+    for number, at in enumerate(answer.logprobs):
+        so_far = torch.tensor([[*ids, *answer.token_ids[:number]]])
+        expected = engine.model.forward(so_far)[0].log_softmax(-1)
+        assert at.logprob == pytest.approx(float(expected[at.token]), abs=1e-3)
+        assert at.top[0] == (at.token, at.logprob)
+        assert len(at.top) == 3
+
+
+def test_penalties_take_off_what_openai_says(engine):
+    scores = torch.zeros(1, engine.model.vocab_size)
+    config = GenerationConfig(presence_penalty=0.5, frequency_penalty=0.25)
+    found = Sampler(engine.model, config)._penalised(scores, [7, 9, 7])
+    assert found[0, 6:10].tolist() == [0, -1.0, 0, -0.75]
+    repeats = engine.generate(PROMPT, max_tokens=40).token_ids
+    fewer = engine.generate(PROMPT, max_tokens=40, frequency_penalty=2.0).token_ids
+    assert len(set(fewer)) > len(set(repeats))
+    for bad in (2.5, -2.5):
+        with pytest.raises(ConfigError, match="frequency_penalty"):
+            GenerationConfig(frequency_penalty=bad)
+    with pytest.raises(ConfigError, match="logprobs"):
+        GenerationConfig(logprobs=21)

@@ -1,0 +1,143 @@
+"""Tools and structured output under LangChain's own classes and agents."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal, TypedDict
+
+import pytest
+from conftest import NEW_PROMPTS, tiny_model
+from langchain.agents import create_agent
+from langchain.agents.structured_output import ToolStrategy
+from langchain_cached_rag import ChatCachedRAG
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from pydantic import BaseModel, Field
+
+from cached_rag import Engine
+
+
+class Keeper(BaseModel):
+    """Who keeps a lighthouse."""
+
+    name: str = Field(max_length=6)
+    years: int = Field(ge=0, le=99)
+    kind: Literal["keeper", "sailor"]
+
+
+class Lamp(TypedDict):
+    """A lamp."""
+
+    lit: bool
+
+
+@tool
+def weather(city: Literal["Rome", "Oslo"]) -> str:
+    """Weather of a city."""
+    return f"mild in {city}"
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with Engine(tiny_model("llama"), NEW_PROMPTS) as engine:
+        yield ChatCachedRAG(engine=engine, max_tokens=100)
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_structured_answers_are_objects(llm, method):
+    found = llm.with_structured_output(Keeper, method=method).invoke("Who keeps it?")
+    assert isinstance(found, Keeper)
+    raw = llm.with_structured_output(Keeper, method=method, include_raw=True).invoke("Who?")
+    assert isinstance(raw["parsed"], Keeper)
+    assert isinstance(raw["raw"], AIMessage)
+    assert raw["parsing_error"] is None
+    lamp = llm.with_structured_output(Lamp, method=method).invoke("Is it lit?")
+    assert set(lamp) == {"lit"}
+    schema = {"title": "n", "type": "object", "properties": {"n": {"enum": [1, 2]}}}
+    schema |= {"required": ["n"], "description": "a number"}
+    assert llm.with_structured_output(schema, method=method).invoke("n?")["n"] in (1, 2)
+
+
+def test_an_answer_that_was_cut_off_is_an_error_or_is_said(llm):
+    short = ChatCachedRAG(engine=llm.engine, max_tokens=3).with_structured_output(Keeper)
+    with pytest.raises(ValueError, match="Keeper"):
+        short.invoke("Who?")
+    short = ChatCachedRAG(engine=llm.engine, max_tokens=3)
+    raw = short.with_structured_output(Keeper, include_raw=True).invoke("Who?")
+    assert raw["parsed"] is None
+    assert raw["parsing_error"] is not None
+    cut = ChatCachedRAG(engine=llm.engine, max_tokens=12)
+    cut = cut.bind_tools([weather, Keeper], tool_choice="Keeper").invoke("Who?")
+    assert cut.tool_calls == []
+    assert [bad["name"] for bad in cut.invalid_tool_calls] in ([], ["Keeper"])
+    with pytest.raises(ValueError, match="json_schema, function_calling or json_mode"):
+        llm.with_structured_output(Keeper, method="magic")
+
+
+def test_any_object_in_json_mode(llm):
+    bound = llm.bind(response_format={"type": "json_object"})
+    assert bound.invoke("x").text.startswith("{")
+
+
+def test_tools_are_called_streamed_and_their_results_read(llm):
+    bound = llm.bind_tools([weather], tool_choice="any", parallel_tool_calls=False)
+    answer = bound.invoke("Is it warm?")
+    (call,) = answer.tool_calls
+    assert call["name"] == "weather"
+    assert call["args"]["city"] in ("Rome", "Oslo")
+    assert answer.response_metadata["finish_reason"] == "tool_calls"
+    first, *others = bound.stream("Is it warm?")
+    whole = sum(others, first)
+    assert [(one["name"], one["args"]) for one in whole.tool_calls] == [("weather", call["args"])]
+    assert len([c for c in (first, *others) if c.tool_call_chunks]) > 1
+
+    async def streamed():
+        chunks = [chunk async for chunk in bound.astream("Is it warm?")]
+        return sum(chunks[1:], chunks[0])
+
+    assert asyncio.run(streamed()).tool_calls[0]["args"] == call["args"]
+    result = ToolMessage("mild", tool_call_id=call["id"])
+    later = llm.bind_tools([weather]).invoke([HumanMessage("Is it warm?"), answer, result])
+    assert isinstance(later, AIMessage)
+    with pytest.raises(ValueError, match="no tool 'rain'"):
+        llm.bind_tools([weather], tool_choice="rain")
+
+
+def test_an_agent_calls_a_tool_and_gives_an_object(llm):
+    seen = []
+
+    @tool
+    def look(city: Literal["Rome", "Oslo"]) -> str:
+        """Look at a city's weather."""
+        seen.append(city)
+        return "mild"
+
+    class Forced(ChatCachedRAG):
+        """A random model would call none, or one without end."""
+
+        def bind_tools(self, tools, **kwargs):
+            choice = "Keeper" if seen else "look"
+            kwargs |= {"tool_choice": choice, "parallel_tool_calls": False}
+            return super().bind_tools(tools, **kwargs)
+
+    model = Forced(engine=llm.engine, max_tokens=120)
+    agent = create_agent(model, [look], response_format=ToolStrategy(Keeper))
+    found = agent.invoke({"messages": [("human", "Is it warm?")]}, {"recursion_limit": 40})
+    assert isinstance(found["structured_response"], Keeper)
+    assert seen
+
+
+def test_prompts_are_counted_with_their_tools(llm):
+    messages = [HumanMessage("Is it warm?")]
+    plain = llm.get_num_tokens_from_messages(messages)
+    assert llm.get_num_tokens_from_messages(messages, tools=[weather]) > plain + 20
+
+
+def test_log_probabilities_and_penalties_are_those_of_openai(llm):
+    answer = llm.bind(logprobs=True, top_logprobs=2, max_tokens=4).invoke("Why?")
+    content = answer.response_metadata["logprobs"]["content"]
+    assert len(content) == answer.usage_metadata["output_tokens"]
+    assert all(len(one["top_logprobs"]) == 2 for one in content)
+    assert "logprobs" not in llm.bind(logprobs=False).invoke("Why?").response_metadata
+    with pytest.raises(ValueError, match="presence_penalty"):
+        ChatCachedRAG(engine=llm.engine, presence_penalty=3)

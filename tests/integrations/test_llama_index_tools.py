@@ -1,0 +1,83 @@
+"""Tools and structured output under LlamaIndex's own programs and agents."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from conftest import NEW_PROMPTS, tiny_model
+from llama_index.core.base.llms.types import ChatMessage, ToolCallBlock
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.tools import FunctionTool
+from llama_index.llms.cached_rag import CachedRAGLLM
+from pydantic import BaseModel, Field
+
+from cached_rag import Engine
+
+
+class Keeper(BaseModel):
+    """Who keeps a lighthouse."""
+
+    name: str = Field(max_length=6)
+    years: int = Field(ge=0, le=99)
+
+
+def weather(north: bool) -> str:
+    """Weather in the north or the south."""
+    return f"mild: {north}"
+
+
+TOOL = FunctionTool.from_defaults(weather)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with Engine(tiny_model("llama"), NEW_PROMPTS) as engine:
+        yield CachedRAGLLM(engine=engine, max_tokens=100)
+
+
+def test_structured_answers_are_objects(llm):
+    found = llm.as_structured_llm(Keeper).complete("Who keeps it?")
+    assert isinstance(found.raw, Keeper)
+    prompt = PromptTemplate("Who keeps {what}?")
+    assert isinstance(llm.structured_predict(Keeper, prompt, what="it"), Keeper)
+    *_, last = llm.stream_structured_predict(Keeper, prompt, what="it")
+    assert last == llm.structured_predict(Keeper, prompt, what="it")
+    later = asyncio.run(llm.astructured_predict(Keeper, prompt, what="it"))
+    assert isinstance(later, Keeper)
+
+
+def test_tools_are_called_streamed_and_their_results_read(llm):
+    answer = llm.chat_with_tools([TOOL], "Is it warm?", tool_required=True)
+    (call,) = llm.get_tool_calls_from_response(answer)
+    assert (call.tool_name, set(call.tool_kwargs)) == ("weather", {"north"})
+    *_, last = llm.stream_chat_with_tools([TOOL], "Is it warm?", tool_required=True)
+    assert llm.get_tool_calls_from_response(last)[0].tool_kwargs == call.tool_kwargs
+
+    async def streamed():
+        found = await llm.astream_chat_with_tools([TOOL], "Is it warm?", tool_required=True)
+        return [one async for one in found][-1]
+
+    assert llm.get_tool_calls_from_response(asyncio.run(streamed())) != []
+    result = ChatMessage(
+        role="tool", content="mild", additional_kwargs={"tool_call_id": call.tool_id}
+    )
+    history = [ChatMessage(role="user", content="Is it warm?"), answer.message, result]
+    later = llm.chat_with_tools([TOOL], chat_history=history)
+    assert later.message.role.value == "assistant"
+    none = llm.chat([ChatMessage(role="user", content="Hm?")])
+    assert not any(isinstance(block, ToolCallBlock) for block in none.message.blocks)
+    assert llm.get_tool_calls_from_response(none, error_on_no_tool_call=False) == []
+    with pytest.raises(ValueError, match="calls no tool"):
+        llm.get_tool_calls_from_response(none)
+
+
+def test_a_tool_is_predicted_and_called(llm):
+    done = llm.predict_and_call([TOOL], "Is it warm?", tool_required=True)
+    assert done.response in ("mild: True", "mild: False")
+
+
+def test_a_template_of_ones_own_cannot_list_tools(llm):
+    own = CachedRAGLLM(engine=llm.loaded_engine(), messages_to_prompt=lambda messages: "x")
+    with pytest.raises(ValueError, match="lists no tools"):
+        own.chat_with_tools([TOOL], "Is it warm?")

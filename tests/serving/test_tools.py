@@ -1,0 +1,148 @@
+"""Tools, response formats, several answers and log probabilities, by OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+from conftest import NEW_PROMPTS, tiny_model
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+from served import NAME, serving
+
+from cached_rag import Engine
+
+QUESTION = [{"role": "user", "content": "Is it warm?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+ASK = {"model": NAME, "messages": QUESTION, "temperature": 0, "max_tokens": 100}
+
+
+@pytest.fixture(scope="module")
+def address():
+    with Engine(tiny_model("llama"), NEW_PROMPTS) as engine, serving(engine) as (address, _):
+        yield address
+
+
+@pytest.fixture
+def client(address):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_tools_are_called_and_their_results_read(client):
+    once = ASK | {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    choice = client.chat.completions.create(**once).choices[0]
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    named = {"type": "function", "function": {"name": "weather"}}
+    again = client.chat.completions.create(**once | {"tool_choice": named}).choices[0]
+    assert again.message.tool_calls[0].function == call.function
+    result = {"role": "tool", "tool_call_id": call.id, "content": "mild"}
+    messages = [*QUESTION, choice.message, result]
+    later = client.chat.completions.create(**once | {"messages": messages, "tool_choice": "none"})
+    assert later.choices[0].message.tool_calls is None
+
+
+def test_streamed_calls_are_the_whole_ones(client):
+    once = ASK | {"tools": TOOLS, "tool_choice": "required"}
+    whole = client.chat.completions.create(**once).choices[0].message.tool_calls
+    parts, reason = {}, None
+    for chunk in client.chat.completions.create(**once, stream=True):
+        choice = chunk.choices[0]
+        reason = choice.finish_reason or reason
+        for part in choice.delta.tool_calls or []:
+            name, arguments = parts.get(part.index, (None, ""))
+            parts[part.index] = part.function.name or name, arguments + part.function.arguments
+    found = list(parts.values())
+    assert found == [(call.function.name, call.function.arguments) for call in whole]
+    assert reason in ("tool_calls", "length")
+
+
+def test_answers_have_the_form_that_is_asked_for(client):
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
+    done = client.chat.completions.create(**ASK, response_format=form).choices[0].message
+    assert json.loads(done.content)["city"] in ("Rome", "Oslo")
+    plain = client.chat.completions.create(**ASK, response_format={"type": "json_object"})
+    assert plain.choices[0].message.content.startswith("{")
+
+    class Place(BaseModel):
+        city: bool
+
+    parsed = client.chat.completions.parse(**ASK, response_format=Place)
+    assert isinstance(parsed.choices[0].message.parsed, Place)
+
+
+def test_several_answers_to_one_prompt(client):
+    options = ASK | {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 6}
+    done = client.chat.completions.create(**options)
+    texts = [choice.message.content for choice in done.choices]
+    assert len(set(texts)) > 1
+    alone = client.chat.completions.create(**options | {"n": 1})
+    assert alone.choices[0].message.content == texts[0]
+    assert alone.usage.prompt_tokens == done.usage.prompt_tokens
+    assert done.usage.completion_tokens > alone.usage.completion_tokens
+    streamed = {}
+    for chunk in client.chat.completions.create(**options, stream=True):
+        choice = chunk.choices[0]
+        streamed[choice.index] = streamed.get(choice.index, "") + (choice.delta.content or "")
+    assert [streamed[index] for index in range(3)] == texts
+
+
+def test_log_probabilities(client):
+    options = ASK | {"logprobs": True, "top_logprobs": 2, "max_tokens": 5}
+    done = client.chat.completions.create(**options)
+    content = done.choices[0].logprobs.content
+    assert len(content) == done.usage.completion_tokens
+    assert all(len(one.top_logprobs) == 2 and one.logprob <= 0 for one in content)
+    streamed = [
+        one
+        for chunk in client.chat.completions.create(**options, stream=True)
+        if chunk.choices and chunk.choices[0].logprobs
+        for one in chunk.choices[0].logprobs.content
+    ]
+    assert [one.token for one in streamed] == [one.token for one in content]
+    assert client.chat.completions.create(**ASK).choices[0].logprobs is None
+    older = client.completions.create(model=NAME, prompt="x", max_tokens=3, logprobs=1)
+    assert len(older.choices[0].logprobs.tokens) == older.usage.completion_tokens
+
+
+@pytest.mark.parametrize(
+    "unasked",
+    [
+        {"tool_choice": "none"},
+        {"tools": [], "tool_choice": "auto"},
+        {"min_p": 0, "keep_alive": "5m", "reasoning_effort": "low", "chat_template_kwargs": {}},
+        {"frequency_penalty": 0, "presence_penalty": 0, "n": 1, "logprobs": False},
+    ],
+)
+def test_what_clients_send_unasked_changes_nothing(client, unasked):
+    plain = client.chat.completions.create(**ASK).choices[0].message.content
+    done = client.chat.completions.create(**ASK, extra_body=unasked).choices[0].message
+    assert done.content == plain
+
+
+def test_langchains_openai_model_calls_tools_and_gives_objects(address):
+    llm = ChatOpenAI(base_url=f"{address}/v1", api_key="none", model=NAME, max_tokens=100)
+
+    @tool
+    def lamp(lit: bool) -> str:
+        """Light the lamp."""
+        return "lit" if lit else "dark"
+
+    called = llm.bind_tools([lamp], tool_choice="required").invoke("Light it.").tool_calls
+    assert called[0]["name"] == "lamp"
+
+    class Place(BaseModel):
+        far: bool
+
+    assert isinstance(llm.with_structured_output(Place).invoke("Where?"), Place)
