@@ -39,7 +39,8 @@ class Tools:
         tokenization: of the engine that is asked (`Engine.tokenization`).
         tools: in OpenAI's form.
         choice: "auto", "none", "required", or the name of the tool to call.
-        parallel: whether there may be several calls in one answer.
+        parallel: whether there may be several calls in one answer; None if only where the model
+            is free to call none. One that must call repeats itself, if it is small.
         schema: JSON schema of answers that call no tool; True for any object, None for any text.
 
     Raises:
@@ -49,7 +50,7 @@ class Tools:
     tokenization: Tokenization
     tools: Sequence[Mapping[str, Any]] = ()
     choice: ToolChoice = "auto"
-    parallel: bool = True
+    parallel: bool | None = None
     schema: Mapping[str, Any] | bool | None = None
 
     def __post_init__(self) -> None:
@@ -76,7 +77,7 @@ class Tools:
             self.choice,
             self.tokenization.call_form,
             self.tokenization.controls,
-            parallel=self.parallel,
+            parallel=self.choice == "auto" if self.parallel is None else self.parallel,
             schema=schema,
         )
 

@@ -47,9 +47,13 @@ class Matcher:
         self._check("cannot be read")
 
     def masked(self, scores: torch.Tensor) -> torch.Tensor:
-        """(1, vocab_size) scores, with minus infinity for all tokens that cannot come next."""
+        """(1, vocab_size) scores, with minus infinity for all tokens that cannot come next.
+
+        Raises:
+            ConfigError: none can.
+        """
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        self._check("cannot be followed")
+        self._check("goes on with what this model's tokenizer cannot spell")
         allowed = torch.from_numpy(np.unpackbits(bits, count=self._size, bitorder="little"))
         return scores.masked_fill(allowed.to(scores.device) == 0, float("-inf"))
 
@@ -69,7 +73,8 @@ class Matcher:
 
     def _check(self, what: str) -> None:
         if self._matcher.is_error():
-            raise ConfigError(f"the grammar {what}: {self._matcher.get_error().strip()}")
+            why = self._matcher.get_error().strip().partition("\n<state>")[0]
+            raise ConfigError(f"the answer's grammar {what}: {why}")
 
 
 def _form_of(tokenizer: Any, vocab_size: int, eos_ids: Iterable[int]) -> Any:

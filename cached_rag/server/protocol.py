@@ -232,7 +232,7 @@ class ChatRequest(_Settings):
         return {
             "tools": [tool.plain() for tool in self.tools or []],
             "choice": choice if isinstance(choice, str) else choice.function.name,
-            "parallel": self.parallel_tool_calls is not False,
+            "parallel": self.parallel_tool_calls,
             "schema": self.response_format.schema_wanted() if self.response_format else None,
         }
 

@@ -221,7 +221,7 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         *,
         tool_choice: Any = None,
         strict: bool | None = None,
-        parallel_tool_calls: bool = True,
+        parallel_tool_calls: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """A model that may call tools. Their arguments always fit their schemas.
@@ -230,7 +230,8 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
             tools: functions, pydantic classes, `BaseTool`s, or dicts in OpenAI's form.
             tool_choice: "auto", "none", "any" or "required", or a tool's name.
             strict: passed on; arguments are held to the schema in any case.
-            parallel_tool_calls: whether an answer may have several calls.
+            parallel_tool_calls: whether an answer may have several calls; None if it may where it
+                need not have any.
         """
         found = bound(tools, tool_choice, parallel=parallel_tool_calls, strict=strict)
         return self.bind(**found, **kwargs)

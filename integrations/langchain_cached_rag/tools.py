@@ -17,7 +17,7 @@ from langchain_core.output_parsers import (
     PydanticOutputParser,
 )
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
-from pydantic import BaseModel
+from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from cached_rag import CallPart, Engine, Tools
 from cached_rag import ToolCall as Call
@@ -30,7 +30,11 @@ _CHOICES = {"any": "required", True: "required", False: "none", None: "auto"}
 
 
 def bound(
-    tools: Sequence[Any], tool_choice: Any = None, *, parallel: bool = True, strict: Any = None
+    tools: Sequence[Any],
+    tool_choice: Any = None,
+    *,
+    parallel: bool | None = None,
+    strict: Any = None,
 ) -> dict[str, Any]:
     """What `bind_tools` binds: tools in OpenAI's form, and the choice as the engine has it.
 
@@ -57,7 +61,7 @@ def taken(engine: Engine, options: dict[str, Any]) -> Tools:
     for name in _NOTES:
         options.pop(name, None)
     tools = given["tools"] or []
-    parallel = given["parallel_tool_calls"] is not False
+    parallel = given["parallel_tool_calls"]
     made = bound(tools, given["tool_choice"] if tools else None, parallel=parallel)
     schema = _schema(given["response_format"])
     return Tools(engine.tokenization, made["tools"], made["tool_choice"], parallel, schema)
@@ -83,7 +87,7 @@ def response_format(schema: Any) -> dict[str, Any]:
 
 def parser(schema: Any) -> BaseOutputParser[Any]:
     """What makes an object of a structured answer; a dict for all but pydantic classes."""
-    if isinstance(schema, type) and issubclass(schema, BaseModel):
+    if is_basemodel_subclass(schema):
         return PydanticOutputParser(pydantic_object=schema)
     return JsonOutputParser()
 

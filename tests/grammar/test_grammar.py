@@ -8,7 +8,7 @@ import re
 import jsonschema
 import pytest
 import torch
-from conftest import CHUNKS, NEW_PROMPTS, tiny_model
+from conftest import CHUNKS, NEW_PROMPTS, smollm2, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,6 +85,22 @@ def test_the_mask_is_what_the_grammar_says(engine):
     assert matcher.is_complete
     with pytest.raises(ConfigError, match="does not allow"):
         matcher.take(tokenizer.convert_tokens_to_ids("c"))
+
+
+def test_what_the_tokenizer_cannot_spell_is_an_error_and_the_next_answer_is_made(engine):
+    with pytest.raises(ConfigError, match="cannot spell"):
+        ask(engine, Grammar.choice(["你好"]))
+    assert ask(engine, Grammar.choice(["yes"])).text == "yes"
+
+
+@pytest.mark.real
+def test_texts_of_any_script_are_spelled_by_a_real_tokenizer():
+    names = ["你好啊集团", "Ωμέγα “🙂”"]
+    with Engine(smollm2("bfloat16"), NEW_PROMPTS) as engine:
+        for name in names:
+            schema = {"properties": {"name": {"const": name}}, "required": ["name"]}
+            answer = engine.generate("Greet.", grammar=Grammar.json({"type": "object", **schema}))
+            assert json.loads(answer.text) == {"name": name}
 
 
 @pytest.mark.parametrize(

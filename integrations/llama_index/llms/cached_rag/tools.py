@@ -37,7 +37,7 @@ def taken(engine: Engine, options: dict[str, Any]) -> Tools:
     tools, choice, parallel = (options.pop(name, None) for name in _OPTIONS)
     if isinstance(choice, Mapping):
         choice = choice["function"]["name"]
-    return Tools(engine.tokenization, tools or (), choice or "auto", parallel is not False)
+    return Tools(engine.tokenization, tools or (), choice or "auto", parallel)
 
 
 def forced_program(llm: LLM, output_cls: type[BaseModel], prompt: PromptTemplate) -> Any:
