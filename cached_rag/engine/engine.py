@@ -283,8 +283,13 @@ class Engine:
         return self._encoder.register(texts)
 
     def prefetch(self, texts: Sequence[str]) -> None:
-        """Begin to read the KV of texts from disk, because a prompt with them will follow."""
+        """Begin to read the KV of texts from disk, because a prompt with them will follow.
+
+        A text that is not in that prompt as it is here is looked for in parts, and the report says
+        so.
+        """
         self.check_open()
+        self.library.handed_over.add(texts)
         self.library.prefetch(texts)
 
     def forget(self, texts: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from cached_rag.backends.tokenizer import Rendered, Tokenization, Tokens
 from cached_rag.engine.report import Clock, Report
+from cached_rag.library.handed_over import merged
 from cached_rag.library.learning import Learning
 from cached_rag.library.library import Library
 from cached_rag.library.matching import Match
@@ -82,13 +83,18 @@ class TextPlanner:
             *((match.at, match.at + len(match.text)) for match in matches),
         )
         tokens = self.tokenization.tokenize(Rendered(rendered.text, literal, rendered.is_chat))
-        return partial(self._plan, takes, tokens, matches)
+        handed = self.library.handed_over
+        parts, notes = handed.find(self.library.table, rendered.text, tokens, matches)
+        if parts:
+            matches = merged(matches, parts, tokens)
+        return partial(self._plan, takes, tokens, matches, notes)
 
     def _plan(
         self,
         takes: Takes,
         tokens: Tokens,
         matches: Sequence[Match],
+        notes: Sequence[str],
         report: Report,
         *,
         lazy: bool,
@@ -97,6 +103,7 @@ class TextPlanner:
         sink_ids = self.tokenization.sink_ids
         plan = make_plan(self.library, tokens, matches, sink_ids, lazy=lazy, kept=self.kept)
         report.load_ms = clock.lap()
+        report.notes += [note for note in notes if note not in report.notes]
         report.modules_missed = len(plan.missed)
         if plan.missed:
             self._explain(plan, report)

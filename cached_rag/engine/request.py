@@ -177,8 +177,11 @@ class Request:
 
     def as_sequence(self) -> RunningSequence:
         """The prompt as others may share it; `Sharing` adds its KV."""
-        private = self.is_private
-        return RunningSequence(self.namespace, self.ids, self.exact_length, is_private=private)
+        private, matches = self.is_private, self.plan.matches if self.plan else ()
+        parts = frozenset(match.chunk.text_digest for match in matches if match.is_part)
+        return RunningSequence(
+            self.namespace, self.ids, self.exact_length, parts, is_private=private
+        )
 
     def begin_answer(self) -> None:
         """Set the prompt that is answered, before the first token is taken."""
@@ -298,11 +301,12 @@ class Request:
         self.buffer = self.sequence = self.repair_left = None
         self.beginning = NOTHING
 
-    def forget(self, namespace: str, token_ids: Sequence[int]) -> None:
-        """If the prompt contains these tokens, let no other prompt use its KV."""
+    def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> None:
+        """If the prompt contains a text, or a part of it, let no other prompt use its KV."""
         if self.plan is not None and namespace == self.namespace:
             wanted = np.asarray(token_ids, dtype=np.int64)
-            self.is_private = self.is_private or bool(where(self.ids, wanted))
+            named = any(match.chunk.text_digest == text_digest for match in self.plan.matches)
+            self.is_private = self.is_private or named or bool(where(self.ids, wanted))
 
     def release(self, *, is_free: bool = True) -> None:
         """Keep a copy of the KV that may serve later prompts, and release the rest.

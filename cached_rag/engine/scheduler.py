@@ -428,9 +428,9 @@ class Scheduler:
         """Do what `forget` and `cancel` have asked for."""
         while self._forgotten:
             kept, namespace, text_digest, token_ids = self._forgotten.popleft()
-            self._sharing.forget(namespace, token_ids)
+            self._sharing.forget(namespace, text_digest, token_ids)
             for request in self._waiting:  # those that were set back
-                request.forget(namespace, token_ids)
+                request.forget(namespace, text_digest, token_ids)
             kept.forget(namespace, text_digest, token_ids)  # prompts that ended in this turn
         while self._cancelled:
             self._finish(self._cancelled.popleft(), Status.CANCELLED)

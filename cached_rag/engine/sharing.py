@@ -66,6 +66,7 @@ class RunningSequence:
         ids: (seq_len,) int64, the prompt's tokens.
         exact_length: number of tokens, from the first, whose KV is, or will be, what full prefill
             computes.
+        parts: digests of texts of which it has a part.
         kv: the KV of the prompt and of its answer. While the prompt is prefilled, `kv.length` is
             the number of tokens, from the first, whose KV is final.
         chunks: (first slot, slot after the last) of each chunk that is not repaired, by the name
@@ -80,6 +81,7 @@ class RunningSequence:
     namespace: str
     ids: Ids
     exact_length: int
+    parts: frozenset[str] = frozenset()
     kv: RowKV = field(init=False)
     chunks: dict[_Name, tuple[int, int]] = field(default_factory=dict)
     held: tuple[ModuleKV, ...] = ()
@@ -235,11 +237,16 @@ class Sharing:
         self._slabs.drop_idle()
         return id(buffer) not in used
 
-    def forget(self, namespace: str, token_ids: Sequence[int]) -> None:
-        """Share no more KV of those running prompts of a tenant that contain these tokens."""
+    def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> None:
+        """Share no more KV of those running prompts of a tenant that contain a text.
+
+        Args:
+            text_digest, token_ids: see `Sequences.forget`.
+        """
         wanted = np.asarray(token_ids, dtype=np.int64)
         for sequence in self._sequences:
-            if sequence.namespace == namespace and where(sequence.ids, wanted):
+            has = text_digest in sequence.parts or where(sequence.ids, wanted)
+            if sequence.namespace == namespace and has:
                 sequence.is_private = True
 
     def _common_runs(self, runs: Sequence[Run]) -> list[Run]:

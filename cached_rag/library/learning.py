@@ -84,7 +84,7 @@ class Learning:
         if not plan.matches:
             return
         first = plan.matches[0]
-        head = tuple(tokens.ids[: first.first])
+        head = () if first.is_part else tuple(tokens.ids[: first.first])
         best = self._best(head, first.chunk.text_digest)
         if best not in self.library.encoded_after() and len(best.prefix_ids) > len(self._sink_ids):
             self._offer_encoding(best, partial(self._encoder.learn, best))

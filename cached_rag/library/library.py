@@ -30,6 +30,7 @@ from cached_rag.kv.store import (
     TieredStore,
 )
 from cached_rag.kv.store.database import BRIEFLY_S
+from cached_rag.library.handed_over import HandedOver
 from cached_rag.library.matching import ChunkTable, EncodedAfter
 
 _log = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Library:
         Files that cannot be opened are logged, and nothing is kept on disk; see `check_kept`.
         """
         self.maker, self.fingerprint = maker, maker.model
+        self.handed_over = HandedOver()
         self.namespace = config.namespace
         self.is_pipelined = bool(config.pipelined)
         self.table = ChunkTable()

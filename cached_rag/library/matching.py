@@ -63,6 +63,8 @@ class Match:
         offset: which of the chunk's tokens the one at `begin` is.
         encoded_after: what stood before the chunk when the KV that is used was encoded; None if
             the chunk has no KV.
+        is_part: only these tokens of the chunk are in the prompt (`handed_over.py`). `text` is the
+            whole chunk's then, and `at` means nothing.
     """
 
     chunk: ChunkRecord
@@ -72,6 +74,7 @@ class Match:
     end: int = 0
     offset: int = 0
     encoded_after: EncodedAfter | None = None
+    is_part: bool = False
 
     @property
     def first(self) -> int:
@@ -204,6 +207,8 @@ def align(match: Match, prompt: Tokens) -> Match | None:
         The match with `begin`, `end` and `offset`. None if more tokens than a few at the borders
         differ; the chunk is then prefilled as ordinary text.
     """
+    if match.is_part:
+        return match
     ids, starts = match.chunk.token_ids, match.chunk.token_starts
     last = match.at + len(match.text)
     stop = bisect_left(prompt.starts, last)

@@ -1,0 +1,186 @@
+"""Texts that were retrieved for a prompt to come, and what became of them in it.
+
+Applications change texts on their way into a prompt: cut them, join their lines, escape them. A
+text that is not in a prompt as it was handed over is looked for in parts: runs of at least `RUN`
+tokens that are the same in both. KV of a run is placed as a chunk's is. What was not found is said,
+with the first place where prompt and text part. Knows text and tokens; knows no KV.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from cached_rag.backends.tokenizer import Tokens
+from cached_rag.library.matching import ANCHOR, ChunkTable, Match, align
+
+_log = logging.getLogger(__name__)
+# The shortest run of tokens that is reused, and the length of the blocks by which runs are found: a
+# run of twice a block's length contains a whole one, wherever it begins.
+RUN, _BLOCK = 64, 32
+# How many texts are remembered, and for how long it is said that they were not found.
+_MOST, _SECONDS = 64, 60.0
+_SHOWN = 24
+_REMEDY = "docs/langchain.md says which changes cost what"
+
+
+class HandedOver:
+    """The last texts that were retrieved. Safe for several threads."""
+
+    def __init__(self) -> None:
+        self._texts: OrderedDict[str, float] = OrderedDict()  # and when each is no longer awaited
+        self._told: set[str] = set()
+        self._lock = threading.Lock()
+
+    def add(self, texts: Iterable[str]) -> None:
+        """Expect texts in a prompt to come."""
+        until = time.monotonic() + _SECONDS
+        with self._lock:
+            for text in texts:
+                self._texts[text.strip()] = until
+                self._texts.move_to_end(text.strip())
+            while len(self._texts) > _MOST:
+                self._texts.popitem(last=False)
+
+    def find(
+        self, table: ChunkTable, prompt: str, tokens: Tokens, whole: Sequence[Match]
+    ) -> tuple[list[Match], list[str]]:
+        """Parts of expected texts in a prompt, and a sentence on each text that was changed.
+
+        Args:
+            table: the known chunks.
+            prompt: the prompt's text, and `tokens` those of it.
+            whole: the chunks that are in it as they are.
+        """
+        now = time.monotonic()
+        with self._lock:
+            texts = list(self._texts.items())
+            for text in self._texts:  # each is spoken of once
+                self._texts[text] = 0.0
+        found = {match.text for match in whole}
+        missing = [(text, until > now) for text, until in texts if text not in found]
+        if not missing:
+            return [], []
+        runs = _Runs(tokens, [placed for one in whole if (placed := align(one, tokens))])
+        parts: list[Match] = []
+        notes: list[str] = []
+        for text, is_awaited in missing:
+            chunk = table.get(text)
+            if chunk is None:
+                continue
+            here = [Match(chunk, text, 0, *run, is_part=True) for run in runs.of(chunk.token_ids)]
+            parts += here
+            if is_awaited and here:
+                notes.append(self._changed(text, prompt, tokens, here))
+        awaited = [text for text, is_awaited in missing if is_awaited]
+        if awaited and not parts and len(missing) == len(texts):
+            notes.append(self._absent(awaited, prompt))
+        return parts, notes
+
+    def _changed(self, text: str, prompt: str, tokens: Tokens, parts: Sequence[Match]) -> str:
+        """On a text that is in the prompt in parts."""
+        chunk, first = parts[0].chunk, parts[0]
+        same = sum(part.end - part.begin for part in parts)
+        said = (
+            f"a retrieved text ({_shown(text)}) is not in the prompt as it was retrieved: "
+            f"{same} of its {len(chunk.token_ids)} tokens are in it"
+        )
+        last = first.offset + first.end - first.begin
+        mine = text[chunk.token_starts[last] :] if last < len(chunk.token_starts) else ""
+        its = prompt[tokens.starts[first.end] :] if first.end < len(tokens) else ""
+        said += f"; they part at {_shown(mine)}, where the prompt has {_shown(its)}. {_REMEDY}"
+        self._warn(f"{mine[:1]!r} {its[:1]!r}", said)
+        return said
+
+    def _absent(self, texts: Sequence[str], prompt: str) -> str:
+        """On texts of which nothing is in the prompt."""
+        text = texts[0]
+        at = prompt.find(text[:ANCHOR])
+        said = f"none of the {len(texts)} texts that were retrieved before is in this prompt"
+        if at >= 0:
+            same = _common(text, prompt[at:])
+            mine, its = _shown(text[same:]), _shown(prompt[at + same :])
+            said += f"; the first one is there up to {mine}, where the prompt has {its}. {_REMEDY}"
+        else:
+            said += (
+                f", neither does it contain the beginning of the first, {_shown(text)}. {_REMEDY}"
+            )
+        self._warn("absent", said)
+        return said
+
+    def _warn(self, cause: str, said: str) -> None:
+        """Log a warning, once for each cause."""
+        with self._lock:
+            is_new = cause not in self._told and len(self._told) < _MOST
+            self._told.add(cause)
+        if is_new:
+            _log.warning("%s", said)
+
+
+class _Runs:
+    """A prompt's tokens, and which of them are spoken for."""
+
+    def __init__(self, tokens: Tokens, taken: Iterable[Match]) -> None:
+        self._ids = np.asarray(tokens.ids, dtype=np.int32)
+        self._bytes = self._ids.tobytes()
+        self._is_free = np.ones(len(self._ids), dtype=bool)
+        for match in taken:
+            self._is_free[match.begin : match.end] = False
+
+    def of(self, token_ids: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Runs of a text's tokens that are in the prompt: (begin, end, first token of the text).
+
+        They are spoken for from then on.
+        """
+        ids = np.asarray(token_ids, dtype=np.int32)
+        found, at = [], 0
+        while at + _BLOCK <= len(ids):
+            run = next(self._around(ids, at), None)
+            if run is None:
+                at += _BLOCK
+                continue
+            begin, end, first = run
+            self._is_free[begin:end] = False
+            found.append(run)
+            at = -(-(first + end - begin) // _BLOCK) * _BLOCK
+        return sorted(found)
+
+    def _around(self, ids: np.ndarray, at: int) -> Iterator[tuple[int, int, int]]:
+        """Long enough runs around the places where the block at `at` stands in the prompt."""
+        block = ids[at : at + _BLOCK].tobytes()
+        place = self._bytes.find(block)
+        while place >= 0:
+            if place % 4 == 0:
+                begin = end = place // 4
+                first, last = at, at
+                while end < len(self._ids) and last < len(ids) and self._same(end, ids[last]):
+                    end, last = end + 1, last + 1
+                while begin and first and self._same(begin - 1, ids[first - 1]):
+                    begin, first = begin - 1, first - 1
+                if end - begin >= RUN:
+                    yield begin, end, first
+            place = self._bytes.find(block, place + 1)
+
+    def _same(self, slot: int, token: int) -> bool:
+        return bool(self._is_free[slot]) and self._ids[slot] == token
+
+
+def merged(whole: Sequence[Match], parts: Sequence[Match], tokens: Tokens) -> list[Match]:
+    """Chunks and parts of chunks in the order of their places in a prompt."""
+    placed = [one for match in whole if (one := align(match, tokens))]
+    return sorted([*placed, *parts], key=lambda match: match.begin)
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters two texts begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (mine, its) in pairs if mine != its), min(len(one), len(other)))
+
+
+def _shown(text: str) -> str:
+    return repr(text[:_SHOWN] + "…" if len(text) > _SHOWN else text)

@@ -1,0 +1,158 @@
+"""Retrieved texts that an application changed on their way into the prompt."""
+
+from __future__ import annotations
+
+import html
+import logging
+
+import pytest
+import torch
+from conftest import CHUNKS, NEW_PROMPTS, tiny_model
+
+from cached_rag import Engine, StoreConfig
+from cached_rag.library import handed_over
+from cached_rag.library.handed_over import RUN
+
+LINES = [f"Line {number}: {CHUNKS[number % 3]} And {number * 7} more." for number in range(12)]
+TEXT = "\n".join(LINES)
+OTHER = "\n".join(f"Item {number} of another kind: {CHUNKS[number % 2]}" for number in range(12))
+QUESTION = "\n\nWhat is said of copper?"
+
+
+@pytest.fixture
+def engine():
+    with Engine(tiny_model("llama"), NEW_PROMPTS) as made:
+        made.encode([TEXT, OTHER])
+        yield made
+
+
+def ask(engine, prompt, *retrieved, **options):
+    engine.prefetch(retrieved)
+    return engine.generate(prompt + QUESTION, max_tokens=4, **options)
+
+
+def tokens(engine, text):
+    return len(engine.tokenization.literal(text))
+
+
+@pytest.mark.parametrize(
+    ("change", "share"),
+    [
+        (lambda text: text[:500], 0.95),
+        (lambda text: text[300:], 0.9),
+        (lambda text: f"... {text[200:900]} ...", 0.9),
+        (lambda text: text[:400] + " [cut] " + text[420:], 0.85),
+        (lambda text: html.escape(text[:450] + " < " + text[450:]), 0.85),
+    ],
+)
+def test_what_is_left_of_a_changed_text_is_reused_and_said(engine, change, share):
+    changed = change(TEXT)
+    answer = ask(engine, changed, TEXT, method="reuse")
+    assert answer.report.cached_tokens >= share * tokens(engine, changed)
+    (note,) = answer.report.notes
+    assert "not in the prompt as it was retrieved" in note
+    assert "they part at" in note
+    assert "where the prompt has" in note
+    unasked = ask(engine, changed, method="reuse").report  # known, and of use again
+    assert unasked.cached_tokens == answer.report.cached_tokens
+    assert unasked.notes == []
+
+
+@pytest.mark.parametrize(
+    "change", [str.lower, lambda text: text.replace("\n", " "), lambda text: text[: len(text) // 9]]
+)
+def test_where_nothing_can_be_reused_that_is_said(engine, change):
+    report = ask(engine, change(TEXT), TEXT).report
+    assert report.cached_tokens == 0 or change is str.lower
+    (note,) = report.notes
+    assert "none of the 1 texts that were retrieved" in note or "part at" in note
+    assert ask(engine, "Something else.").report.notes == []
+
+
+def test_a_text_that_is_there_as_it_was_retrieved_needs_no_note(engine):
+    report = ask(engine, f"{TEXT}\n\n{OTHER}", TEXT, OTHER).report
+    assert report.notes == []
+    assert report.modules_hit == 2
+    dropped = ask(engine, TEXT, TEXT, OTHER).report  # by a reranker
+    assert dropped.notes == []
+
+
+def test_parts_of_several_texts_stand_where_they_are(engine):
+    prompt = f"{OTHER[:600]}\n\n{TEXT}\n\n{OTHER[620:]}"
+    report = ask(engine, prompt, TEXT, OTHER, method="reuse").report
+    assert report.modules_hit == 3
+    assert report.cached_tokens >= 0.9 * tokens(engine, prompt)
+
+
+def test_parts_that_are_recomputed_give_full_prefill(engine):
+    prompt = f"Before. {TEXT[:500]} Between. {OTHER[250:]}{QUESTION}"
+    engine.prefetch([TEXT, OTHER])
+    full = engine.prefill(prompt, method="full")
+    expected = full.logits.clone()
+    full.release()
+    engine.prefetch([TEXT, OTHER])
+    part = engine.prefill(prompt, method="epic:recompute_ratio=1")
+    assert part.plan.num_chunks == 2
+    torch.testing.assert_close(part.logits, expected, atol=1e-4, rtol=0)
+    part.release()
+    engine.prefetch([TEXT, OTHER])
+    stale = engine.prefill(prompt, method="reuse")
+    assert not torch.allclose(stale.logits, expected, atol=1e-4)  # control
+    stale.release()
+
+
+def test_a_part_is_placed_as_the_same_tokens_of_the_whole(engine):
+    engine.prefetch([TEXT])
+    request = engine.prefill(TEXT[:500] + QUESTION, method="reuse")
+    (place,) = request.plan.placements
+    whole = engine.prefill(TEXT + QUESTION, method="reuse")
+    (other,) = whole.plan.placements
+    assert place.begin == other.begin == 0
+    assert place.end >= RUN
+    keys, expected = (one.buffer.keys[..., 1 : place.end - 5, :] for one in (request, whole))
+    torch.testing.assert_close(keys, expected)
+    request.release()
+    whole.release()
+
+
+def test_a_changed_text_without_kv_is_encoded_for_the_next_time():
+    with Engine(tiny_model("llama"), StoreConfig(sequence_bytes=0)) as engine:
+        engine.register([TEXT])
+        first = ask(engine, TEXT[:500], TEXT).report
+        assert first.cached_tokens == 0
+        assert first.modules_missed == 1
+        engine.write_back.drain()
+        assert ask(engine, TEXT[:500], TEXT, method="reuse").report.cached_tokens > 100
+
+
+def test_a_warning_is_logged_once_for_each_cause(engine, caplog):
+    with caplog.at_level(logging.WARNING, handed_over.__name__):
+        for _ in range(3):
+            ask(engine, TEXT[:500], TEXT)
+        assert len(caplog.records) == 1
+        ask(engine, TEXT.lower(), TEXT)
+        assert len(caplog.records) == 2
+
+
+def test_a_deleted_text_is_not_reused_in_parts_nor_from_prompts_with_parts():
+    with Engine(tiny_model("llama"), StoreConfig(write_back=False)) as engine:
+        engine.encode([TEXT])
+        prompt = f"{TEXT[:700]}{QUESTION}"
+        engine.prefetch([TEXT])
+        assert engine.generate(prompt, max_tokens=4).report.cached_tokens > 0
+        assert engine.generate(prompt, max_tokens=4).report.kept_tokens > 0
+        engine.forget([TEXT])
+        report = engine.generate(prompt, max_tokens=4).report
+        assert report.cached_tokens == 0
+
+
+def test_only_so_many_texts_are_remembered(engine, monkeypatch):
+    monkeypatch.setattr(handed_over, "_MOST", 2)
+    engine.prefetch([TEXT])
+    engine.prefetch([OTHER, "x" * 100])
+    assert ask(engine, TEXT[:500]).report.cached_tokens == 0
+
+
+def test_what_was_retrieved_long_ago_is_not_spoken_of(engine, monkeypatch):
+    monkeypatch.setattr(handed_over, "_SECONDS", -1.0)
+    assert ask(engine, "Something else.", TEXT).report.notes == []
