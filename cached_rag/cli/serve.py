@@ -41,6 +41,10 @@ def serve_command(
         list[str] | None,
         typer.Option(help="A name the server is asked under, besides its own; may be repeated."),
     ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="A web page whose scripts may ask, https://host; may be repeated."),
+    ] = None,
     method: Annotated[
         str, typer.Option(help="How cached text is used in requests that name no method.")
     ] = "auto",
@@ -89,6 +93,7 @@ def serve_command(
     with needs_extra("serve", "the server"):
         from cached_rag.server.app import create_app
         from cached_rag.server.gate import LOCAL_HOSTS
+        from cached_rag.server.index import ServedIndex
         from cached_rag.server.limits import default_disk_bytes, share_descriptors
         from cached_rag.server.run import Server, bind
         from cached_rag.server.service import Service
@@ -133,7 +138,8 @@ def serve_command(
             settings = StoreConfig(path=None if store is None else str(store), **kept)
             engine = Engine.load(model or DEFAULT_MODEL, store=settings, **where)
             close = engine.close
-        service = Service(engine, name, method, share.spaces)
+        served = None if index is None else ServedIndex(rag)
+        service = Service(engine, name, method, share.spaces, served)
 
         def say() -> None:
             if folder is not None:
@@ -148,6 +154,7 @@ def serve_command(
             max_body_bytes,
             close,
             hosts=hosts,
+            origins=cors_origin or (),
             max_requests=max(1, share.connections * 3 // 4),
         )
         Server(

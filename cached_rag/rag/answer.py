@@ -48,6 +48,11 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
     _text: list[str] = field(default_factory=list)
 
     @property
+    def stream(self) -> Stream:
+        """The engine's stream, of which these are the pieces; take them from one of the two."""
+        return self._stream
+
+    @property
     def answer(self) -> Answer:
         """The answer as far as it was taken; complete once all pieces were."""
         found = self._stream.report

@@ -25,6 +25,7 @@ class Envelope:
         is_chat: whether it is a chat completion, else a completion.
         tokenizer: spells tokens, where log probabilities are asked for.
         num_answers: to each prompt.
+        sources: the chunks that an index found for the question; None without an index.
         created: seconds since the epoch.
     """
 
@@ -33,6 +34,7 @@ class Envelope:
     is_chat: bool
     tokenizer: Any
     num_answers: int = 1
+    sources: list[Json] | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -40,12 +42,15 @@ class Envelope:
         """A whole response."""
         choices = [self._choice(index, answer, tools) for index, answer in enumerate(answers)]
         reports = [answer.report for answer in answers]
-        return self._head("") | {"choices": choices, "usage": usage(reports, self.num_answers)}
+        found = {} if self.sources is None else {"sources": self.sources}
+        counts = {"usage": usage(reports, self.num_answers)}
+        return self._head("") | {"choices": choices} | counts | found
 
     def opening(self, index: int) -> Json:
         """The first chunk of a streamed choice."""
         start = {"delta": {"role": "assistant", "content": ""}} if self.is_chat else {"text": ""}
-        return self._chunk(index, start)
+        found = {} if self.sources is None else {"sources": self.sources}
+        return self._chunk(index, start) | found
 
     def piece(
         self,

@@ -11,11 +11,18 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from cached_rag import __version__
 from cached_rag.server.failures import Endings, described, event, handle_errors
 from cached_rag.server.gate import Gate
-from cached_rag.server.protocol import ChatRequest, CompletionRequest, DocumentsRequest
+from cached_rag.server.index import ServedIndex
+from cached_rag.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DocumentsRequest,
+    EmbeddingsRequest,
+)
 from cached_rag.server.service import Asked, Service
 from cached_rag.server.tenants import Keys
 
@@ -31,6 +38,7 @@ def create_app(
     at_end: Callable[[], object] = lambda: None,
     *,
     hosts: Collection[str] | None = None,
+    origins: Collection[str] = (),
     max_requests: int = 750,
 ) -> FastAPI:
     """The server for one service; while `app.state.is_stopping`, it refuses new requests.
@@ -41,6 +49,7 @@ def create_app(
         at_end: called when it has stopped; signals may end the process right after.
         hosts: names that requests' Host headers may have, without ports; None for any. Without
             this, a web page could reach a server on its reader's machine by a name of its own.
+        origins: web pages, as "https://host:port", whose scripts may ask; "*" for any.
         max_requests: most requests that are being answered.
     """
 
@@ -60,9 +69,15 @@ def create_app(
         max_requests=max_requests,
     )
     app.add_middleware(Endings, metrics=service.metrics)  # outside of the gate
+    if origins:  # outermost: a browser asks without a key whether it may ask
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
+        )
     handle_errors(app)
     _add_answers(app, service)
     _add_documents(app, service)
+    if service.index is not None:
+        _add_embeddings(app, service.index)
     _add_status(app, service)
     return app
 
@@ -79,7 +94,8 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     async def answer(
         request: Request, asked_for: ChatRequest | CompletionRequest, tenant: str
     ) -> Response:
-        _check_model(service, asked_for.model)
+        is_chat = isinstance(asked_for, ChatRequest)
+        _check_model(service, asked_for.model, tenant, may_be_index=is_chat)
         asked = await asyncio.to_thread(service.ask, asked_for, tenant)
         if asked_for.stream:
             return await _streamed(request, service, asked)
@@ -96,9 +112,13 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         return await answer(request, body, tenant)
 
 
-def _check_model(service: Service, name: str) -> None:
-    if name != service.name:
-        raise HTTPException(404, f"no model {name!r} here; it is {service.name!r}")
+def _check_model(
+    service: Service, name: str, tenant: str = "", *, may_be_index: bool = True
+) -> None:
+    """Only requests of no tenant see the index, as its documents are nobody else's."""
+    if name == service.name or (may_be_index and not tenant and service.is_index(name)):
+        return
+    raise HTTPException(404, f"no model {name!r} here; it is {service.name!r}")
 
 
 async def _streamed(request: Request, service: Service, asked: Asked) -> Response:
@@ -153,19 +173,35 @@ def _add_documents(app: FastAPI, service: Service) -> None:
         return await asyncio.to_thread(service.forget, body, tenant)
 
 
-def _add_status(app: FastAPI, service: Service) -> None:
-    only = {"id": service.name, "object": "model", "created": 0, "owned_by": "cached-rag"}
+def _add_embeddings(app: FastAPI, index: ServedIndex) -> None:
+    @app.post("/v1/embeddings")
+    async def embed(body: EmbeddingsRequest) -> dict[str, Any]:
+        """OpenAI's embeddings, by the index's embedding model."""
+        if body.model not in (index.embedding, index.name):
+            raise HTTPException(404, f"no model {body.model!r} here; it is {index.embedding!r}")
+        return await asyncio.to_thread(index.embed, body)
 
+
+def _about(service: Service, name: str) -> dict[str, Any]:
+    """A model in OpenAI's form, with the length of its context as vLLM's servers tell it."""
+    facts = {"id": name, "object": "model", "created": 0, "owned_by": "cached-rag"}
+    return facts | {"max_model_len": service.engine.model.context_length}
+
+
+def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """The one model."""
-        return {"object": "list", "data": [only]}
+    async def models(tenant: Tenant) -> dict[str, Any]:
+        """The model; and the index under its own name, if there is one."""
+        names = [service.name]
+        if service.index is not None and not tenant:
+            names.append(service.index.name)
+        return {"object": "list", "data": [_about(service, name) for name in names]}
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        """The one model, by name."""
-        _check_model(service, name)
-        return only
+    async def model(name: str, tenant: Tenant) -> dict[str, Any]:
+        """A model by name."""
+        _check_model(service, name, tenant)
+        return _about(service, name)
 
     @app.get("/health")
     async def health(request: Request) -> Response:

@@ -270,3 +270,18 @@ class DocumentsRequest(_Strict):
     texts: list[Text] = Field(min_length=1, max_length=_MOST)
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=_MOST)] | None = None
     cache_salt: Name | None = None
+
+
+class EmbeddingsRequest(_Strict):
+    """POST /v1/embeddings."""
+
+    model: Annotated[Text, Field(max_length=1000)]
+    input: (
+        Annotated[Text, Field(min_length=1)]
+        | Annotated[
+            list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, max_length=2048)
+        ]
+    )
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: None = None
+    user: str | None = None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cached_rag.backends.tokenizer import Rendered
 from cached_rag.config import GenerationConfig
@@ -18,9 +19,13 @@ from cached_rag.engine.tools import Tools
 from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.library.context import PRIMER
 from cached_rag.server.answers import Envelope, Json, ended
+from cached_rag.server.index import ServedIndex, sources
 from cached_rag.server.metrics import Metrics
 from cached_rag.server.protocol import ChatRequest, CompletionRequest, DocumentsRequest
 from cached_rag.server.tenants import Tenants
+
+if TYPE_CHECKING:  # its packages are another extra's
+    from cached_rag.rag.index import Hit
 
 _log = logging.getLogger(__name__)
 _PLACE = "{documents}"
@@ -49,17 +54,24 @@ class Service:
     """One engine for many clients."""
 
     def __init__(
-        self, engine: Engine, name: str | None = None, method: str = "auto", max_spaces: int = 320
+        self,
+        engine: Engine,
+        name: str | None = None,
+        method: str = "auto",
+        max_spaces: int = 320,
+        index: ServedIndex | None = None,
     ) -> None:
         """Serve an engine.
 
         Args:
+            index: answers from its documents under a name of its own; None for none.
             name: what clients call the model; None for its own name, or its file's or folder's.
             method: that of requests that name none.
             max_spaces: most engines of tenants and salts that may be open.
         """
         self.engine = engine
         self.name = name or _public(engine.model.name)
+        self.index = index
         self.tenants = Tenants(engine, max_spaces)
         self.metrics = Metrics(engine)
         self._defaults = GenerationConfig(method=method)
@@ -88,29 +100,53 @@ class Service:
         """
         config = self._defaults.replace(**request.options())
         lease = ExitStack()
+        hits: Sequence[Hit] | None = None
         try:
             engine = lease.enter_context(self.tenants.using(tenant, request.cache_salt))
             tools = Tools(engine.tokenization, **request.form())
             config = config.replace(grammar=tools.grammar)
-            streams = []
-            for prompt in map(tools.prompt, request.prompts()):
-                fitting = self._fitting(request, prompt, config)
-                streams += [
-                    engine.stream(prompt, _nth(fitting, n), tenant=tenant)
-                    for n in range(request.n or 1)
-                ]
+            if isinstance(request, ChatRequest) and self.is_index(request.model):
+                streams, hits = self._searched(request, tools, config)
+            else:
+                streams = []
+                for prompt in map(tools.prompt, request.prompts()):
+                    fitting = self._fitting(request, prompt, config)
+                    streams += [
+                        engine.stream(prompt, _nth(fitting, n), tenant=tenant)
+                        for n in range(request.n or 1)
+                    ]
         except BaseException:
             lease.close()
             raise
         is_chat = isinstance(request, ChatRequest)
         fingerprint = f"fp_{self.engine.model.fingerprint[:10]}"
         envelope = Envelope(
-            self.name, fingerprint, is_chat, engine.tokenization.tokenizer, request.n or 1
+            request.model,
+            fingerprint,
+            is_chat,
+            engine.tokenization.tokenizer,
+            request.n or 1,
+            None if hits is None else sources(hits),
         )
         counts = request.stream_options is not None and request.stream_options.include_usage
         asked = Asked(streams, tools, envelope, counts, lease)
         self._asked.add(asked)
         return asked
+
+    def is_index(self, model: str) -> bool:
+        """Whether a model's name stands for the index."""
+        return self.index is not None and model == self.index.name
+
+    def _searched(
+        self, request: ChatRequest, tools: Tools, config: GenerationConfig
+    ) -> tuple[list[Stream], Sequence[Hit]]:
+        """Answers from the index, and the chunks that they are given."""
+        assert self.index is not None
+        if tools.is_offered or request.cache_salt:
+            raise ConfigError(f"{self.index.name} takes neither tools nor a cache_salt")
+        [messages] = request.prompts()
+        found = [self.index.stream(messages, _nth(config, n)) for n in range(request.n or 1)]
+        return [answer.stream for answer in found], found[0].sources
 
     async def answer(self, asked: Asked) -> Json:
         """The whole response. Errors as `Engine.generate`."""

@@ -32,9 +32,9 @@ def serving(engine, keys=(), drain=5, **limits):
 
 
 @contextlib.contextmanager
-def running(engine, keys=(), drain=5, connections=None, spaces=320, **limits):
+def running(engine, keys=(), drain=5, connections=None, spaces=320, index=None, **limits):
     """Yields the server; `address` is where."""
-    app = create_app(Service(engine, NAME, max_spaces=spaces), Keys(keys), **limits)
+    app = create_app(Service(engine, NAME, max_spaces=spaces, index=index), Keys(keys), **limits)
     bound = bind("127.0.0.1", 0)
     server = Server(app, drain, **(connections or {}))
     server.address = f"http://127.0.0.1:{bound.getsockname()[1]}"

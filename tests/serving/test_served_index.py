@@ -1,0 +1,153 @@
+"""The server in front of an index: answers from its documents, embeddings, web pages that ask."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from conftest import CHUNKS, tiny_model
+from served import NAME, serving
+
+from cached_rag import CachedRAG, Engine
+from cached_rag.server.index import ServedIndex
+
+PAGE = "https://chat.example"
+QUESTION = [{"role": "user", "content": "Why is copper green?"}]
+
+
+class Letters:
+    """Embeds texts by the letters in them."""
+
+    name = "letters"
+
+    def embed(self, texts):
+        counts = np.array([[text.lower().count(chr(97 + n)) for n in range(26)] for text in texts])
+        vectors = counts + 1e-3
+        return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def rag(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("docs")
+    for number, text in enumerate(CHUNKS):
+        (folder / f"{number}.txt").write_text(f"{text} {text}")
+    engine = Engine(tiny_model("llama"))
+    with CachedRAG.open(
+        tmp_path_factory.mktemp("index") / "manual", engine=engine, embedding=Letters()
+    ) as made:
+        made.ingest(folder, progress=False)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def address(rag):
+    keys = ["main", "other:theirs"]
+    with serving(rag.engine, keys, origins=[PAGE], index=ServedIndex(rag)) as (found, _):
+        yield found
+
+
+@contextlib.contextmanager
+def asking(address, key="main"):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture
+def client(address):
+    with asking(address) as made:
+        yield made
+
+
+def test_questions_are_answered_from_the_documents(client, rag):
+    options = {"model": "index:manual", "temperature": 0, "max_tokens": 8}
+    done = client.chat.completions.create(messages=QUESTION, **options)
+    mine = rag.ask(QUESTION[0]["content"], max_tokens=8)
+    assert done.choices[0].message.content == mine.text
+    found = [(one["source"], one["text"]) for one in done.sources]
+    assert found == [(hit.source, hit.text) for hit in mine.sources]
+    assert done.model == "index:manual"
+    assert done.usage.prompt_tokens == mine.report.prompt_tokens
+    chunks = list(client.chat.completions.create(messages=QUESTION, stream=True, **options))
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert said == mine.text
+    assert [one["source"] for one in chunks[0].sources] == [hit.source for hit in mine.sources]
+    later = [
+        {"role": "system", "content": "Talk like a sailor."},
+        *QUESTION,
+        {"role": "assistant", "content": mine.text},
+        {"role": "user", "content": "And why?"},
+    ]
+    again = client.chat.completions.create(messages=later, **options)
+    assert (
+        again.choices[0].message.content == rag.ask("And why?", history=[mine], max_tokens=8).text
+    )
+    plain = client.chat.completions.create(messages=QUESTION, **options | {"model": NAME})
+    assert not hasattr(plain, "sources")
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "user's last message"),
+        ({"extra_body": {"cache_salt": "x"}}, "cache_salt"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"messages": [{"role": "user", "content": " "}]}, "needs some text"),
+    ],
+)
+def test_what_an_index_cannot_do_is_said(client, changed, says):
+    asked = {"model": "index:manual", "messages": QUESTION, "max_tokens": 4} | changed
+    with pytest.raises(openai.BadRequestError, match=says):
+        client.chat.completions.create(**asked)
+
+
+def test_texts_are_embedded_as_the_index_embeds_them(client):
+    texts = ["Copper", "a lamp"]
+    expected = Letters().embed(texts)
+    for form in ("float", "base64"):
+        done = client.embeddings.create(model="letters", input=texts, encoding_format=form)
+        vectors = [one.embedding for one in done.data]
+        if form == "base64":
+            vectors = [np.frombuffer(base64.b64decode(v), "<f4") for v in vectors]
+        np.testing.assert_allclose(vectors, expected, rtol=1e-6)
+    one = client.embeddings.create(model="index:manual", input="Copper")  # base64 by itself
+    np.testing.assert_allclose(one.data[0].embedding, expected[0], rtol=1e-6)
+    with pytest.raises(openai.NotFoundError, match="letters"):
+        client.embeddings.create(model="ada", input="x")
+    with pytest.raises(openai.BadRequestError, match="input"):
+        client.embeddings.create(model="letters", input=[])
+
+
+def test_models_are_listed_with_their_context(client, address):
+    found = {one.id: one.max_model_len for one in client.models.list()}
+    assert found == {NAME: 1024, "index:manual": 1024}
+    assert client.models.retrieve("index:manual").id == "index:manual"
+    with asking(address, "theirs") as other:  # another tenant, whose documents these are not
+        assert [one.id for one in other.models.list()] == [NAME]
+        with pytest.raises(openai.NotFoundError):
+            other.chat.completions.create(model="index:manual", messages=QUESTION)
+
+
+def test_a_web_page_may_ask_if_it_was_allowed(address):
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x"}
+    url = f"{address}/v1/chat/completions"
+    answer = httpx.options(url, headers={"Origin": PAGE, **asked})
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == PAGE
+    other = httpx.options(url, headers={"Origin": "https://evil.example", **asked})
+    assert "access-control-allow-origin" not in other.headers
+    listed = httpx.get(
+        f"{address}/v1/models", headers={"Origin": PAGE, "Authorization": "Bearer main"}
+    )
+    assert listed.headers["access-control-allow-origin"] == PAGE
+
+
+def test_without_an_index_nothing_is_embedded_and_no_page_may_ask(rag):
+    with serving(rag.engine) as (address, _):
+        assert httpx.post(f"{address}/v1/embeddings", json={}).status_code == 404
+        headers = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
+        answer = httpx.options(f"{address}/v1/models", headers=headers)
+        assert "access-control-allow-origin" not in answer.headers
