@@ -115,7 +115,7 @@ def test_ingest_says_in_one_line_what_it_passed_over(index, tmp_path):
     assert "4 files passed over: 2 .py, " in shown
     assert "1 .png" in shown
     assert "1 without suffix" in shown
-    assert "known kinds: .htm, .html, .markdown, .md, .pdf" in shown
+    assert "known kinds: .csv, .docx, .epub, .htm, .html" in shown
     found = json.loads(run(cli.app, [*command, "--json"]).stdout)
     assert found["passed_over"][0] == [".py", 2]
     assert found["skipped"] == []

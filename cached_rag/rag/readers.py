@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cached_rag.errors import DocumentError
+from cached_rag.rag.office import SUFFIXES, read_office
 
 MAX_BYTES = 50 << 20
 # Halves of surrogate pairs (U+D800 to U+DFFF) are no characters, and cannot be encoded.
@@ -198,4 +199,5 @@ READERS: dict[str, Callable[[Path], str]] = {
     ".html": _read_html,
     ".htm": _read_html,
     ".pdf": _read_pdf,
+    **dict.fromkeys(SUFFIXES, read_office),
 }

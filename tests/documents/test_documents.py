@@ -66,7 +66,8 @@ BAD = {
     "blank.md": (b" \n\n ", "no text"),
     "broken.pdf": (b"%PDF-1.4 nonsense", "cannot be read|no text"),
     "binary.txt": (bytes(range(256)) * 20, "not text"),
-    "table.xlsx": (b"PK", "no reader"),
+    "table.xlsx": (b"PK", "cannot be read|no text"),
+    "picture.png": (b"PNG", "no reader"),
 }
 
 
