@@ -153,6 +153,10 @@ def test_only_so_many_texts_are_remembered(engine, monkeypatch):
     assert ask(engine, TEXT[:500]).report.cached_tokens == 0
 
 
+def test_texts_that_are_too_short_to_be_known_are_not_missed(engine):
+    assert ask(engine, "Short.", "Short.", "Also short.").report.notes == []
+
+
 def test_what_was_retrieved_long_ago_is_not_spoken_of(engine, monkeypatch):
     monkeypatch.setattr(handed_over, "_SECONDS", -1.0)
     assert ask(engine, "Something else.", TEXT).report.notes == []

@@ -22,7 +22,7 @@ from jinja2 import TemplateError
 from cached_rag.backends.controls import backends_of
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.calls import CallForm, Tool, told
-from cached_rag.grammar.messages import checked, is_about_tools, mapped
+from cached_rag.grammar.messages import check_text, checked, is_about_tools, mapped, mapped_texts
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -126,12 +126,19 @@ class Tokenization:
         # A mark is put before each control token, and the template sees the content otherwise
         # unchanged. The mark is random, so no document can contain it.
         mark = f"\ue000{secrets.token_hex(16)}-"
-        marked = [mapped(message, lambda text: self._marked(text, mark)) for message in messages]
+
+        def change(text: str) -> str:
+            return self._marked(text, mark)
+
+        check_text([dict(tool) for tool in tools])
+        marked = [mapped(message, change) for message in messages]
+        listed = mapped_texts([dict(tool) for tool in tools], change)
+        has_marks = marked != messages or listed != [*tools]
         has_tools = bool(tools) or any(map(is_about_tools, messages))
         if has_tools and not self.call_form.is_native:
-            marked, tools = told(marked, tools), ()
-        text = self._apply_template(marked, tools, open_answer)
-        return self._unmarked(text, mark) if marked != messages else Rendered(text, is_chat=True)
+            marked, listed = told(marked, listed), []
+        text = self._apply_template(marked, listed, open_answer)
+        return self._unmarked(text, mark) if has_marks else Rendered(text, is_chat=True)
 
     def _marked(self, content: str, mark: str) -> str:
         """The content with a mark and the token's id before each control token."""
@@ -169,6 +176,8 @@ class Tokenization:
                     f"the model's chat template refuses the messages: {error}"
                 ) from error
             return self._apply_template(merged, tools, open_answer)
+        except (TypeError, ValueError) as error:  # what a template does with an odd schema
+            raise ConfigError(f"the model's chat template fails on this prompt: {error}") from error
 
     def _templated(
         self, messages: list[dict[str, Any]], tools: Sequence[Tool], open_answer: bool

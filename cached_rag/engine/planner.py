@@ -104,7 +104,8 @@ class TextPlanner:
         plan = make_plan(self.library, tokens, matches, sink_ids, lazy=lazy, kept=self.kept)
         report.load_ms = clock.lap()
         report.notes += [note for note in notes if note not in report.notes]
-        report.modules_missed = len(plan.missed)
+        missed = {match.chunk.text_digest: match.chunk for match in plan.missed}
+        report.modules_missed = len(missed)
         if plan.missed:
             self._explain(plan, report)
         if plan.harvested and takes is Takes.ALL:
@@ -113,7 +114,7 @@ class TextPlanner:
                 "prompts that contained them (harvest), as they are not encoded yet"
             )
         if self.learning.write_back is not None:
-            report.missed_tokens = sum(len(match.chunk.token_ids) for match in plan.missed)
+            report.missed_tokens = sum(len(chunk.token_ids) for chunk in missed.values())
         return tokens, plan.taking(takes)
 
     def _explain(self, plan: Plan, report: Report) -> None:

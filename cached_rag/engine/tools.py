@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from cached_rag.backends.tokenizer import Message, Rendered, Tokenization
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.grammar import Grammar
+from cached_rag.grammar.messages import check_text
 from cached_rag.grammar.tools import ToolCall, ToolChoice, read_answer, tool_grammar
 
 
@@ -51,7 +52,7 @@ class Tools:
     tools: Sequence[Mapping[str, Any]] = ()
     choice: ToolChoice = "auto"
     parallel: bool | None = None
-    schema: Mapping[str, Any] | bool | None = None
+    schema: Mapping[str, Any] | Literal[True] | None = None
 
     def __post_init__(self) -> None:
         if not self.tools and self.choice not in ("auto", "none"):
@@ -69,7 +70,8 @@ class Tools:
     @cached_property
     def grammar(self) -> Grammar | None:
         """What the answer may be; None for anything."""
-        schema = {"type": "object"} if self.schema is True else self.schema or None
+        schema = {"type": "object"} if self.schema is True else self.schema
+        check_text(schema)
         if not self.is_offered:
             return None if schema is None else Grammar.json(schema)
         return tool_grammar(

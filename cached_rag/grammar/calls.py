@@ -115,7 +115,8 @@ def _native(apply: Apply) -> CallForm | None:
         two = _called(apply, user, 2, header, after)
     except TemplateError:
         two = None
-    opening, middle, last = one[0], one[1], one[-1]
+    lead = said[len(header) : said.index(_SAID)]  # such as an empty thought, which is no mark
+    opening, middle, last = one[0].removeprefix(lead), one[1], one[-1]
     if two is None:
         return CallForm("", opening, middle, last, None, "")
     between = two[2]

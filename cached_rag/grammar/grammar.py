@@ -13,8 +13,9 @@ Json = Mapping[str, Any]
 # As most templates write JSON. White space of any length would be a loop that small models do not
 # find out of.
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Parts of a schema that are no schemas; and those that say only together what an object has.
-_VERBATIM = ("enum", "const", "default", "examples", "allOf")
+# Where a schema has others: by name, and by themselves or in lists.
+_MAPS = {"properties", "$defs", "definitions"}
+_SCHEMAS = {"items", "prefixItems", "anyOf", "oneOf", "additionalProperties"}
 
 
 @dataclass(frozen=True)
@@ -72,30 +73,38 @@ def json_rule(schema: Json | bool) -> str:
     """The grammar's notation for a JSON value that fits a schema.
 
     Raises:
-        ConfigError: it is no JSON.
+        ConfigError: it is no JSON, or nested too deeply.
     """
-    if isinstance(schema, Mapping):
-        schema = {**_closed(schema), "x-guidance": _LAYOUT | dict(schema.get("x-guidance", {}))}
     try:
+        if isinstance(schema, Mapping):
+            has_all_of = '"allOf"' in json.dumps(schema)
+            own = schema.get("x-guidance")
+            layout = _LAYOUT | (dict(own) if isinstance(own, Mapping) else {})
+            schema = {**(schema if has_all_of else _closed(schema)), "x-guidance": layout}
         return "%json " + json.dumps(schema)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"a JSON schema must be JSON: {error}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"a JSON schema must be JSON of some depth at most: {error}") from error
 
 
-def _closed(schema: Any, key: str = "") -> Any:
+def _closed(schema: Any) -> Any:
     """The schema, in which objects whose properties are listed have no others, unless it says so.
 
-    A model that may add properties does not know when to stop.
+    A model that may add properties does not know when to stop. Schemas in which several parts say
+    together what an object has (`allOf`, or others beside `properties`) are left as they are.
     """
-    if key in _VERBATIM:
-        return schema
     if isinstance(schema, list):
-        return [_closed(part, key) for part in schema]
+        return [_closed(part) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found = {name: _closed(part, name) for name, part in schema.items()}
-    if isinstance(schema.get("properties"), Mapping) and key != "properties":
-        found.setdefault("additionalProperties", "patternProperties" in schema)
+    found = dict(schema)
+    for name in _MAPS & schema.keys():
+        if isinstance(schema[name], Mapping):
+            found[name] = {key: _closed(part) for key, part in schema[name].items()}
+    for name in _SCHEMAS & schema.keys():
+        found[name] = _closed(schema[name])
+    is_alone = not ({"anyOf", "oneOf", "$ref", "if", "patternProperties"} & schema.keys())
+    if isinstance(schema.get("properties"), Mapping) and is_alone:
+        found.setdefault("additionalProperties", False)
     return found
 
 

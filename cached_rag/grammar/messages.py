@@ -8,6 +8,9 @@ from typing import Any
 
 from cached_rag.errors import ConfigError
 
+_DEEPEST = 64
+_ABOUT_TOOLS = {"tool_calls", "tool_call_id", "name"}
+
 
 def checked(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message with a role, a content, and the arguments of tool calls as objects.
@@ -22,7 +25,31 @@ def checked(message: Mapping[str, Any]) -> dict[str, Any]:
         found["content"] = found.get("content") or ""
     if not isinstance(found.get("role"), str) or not isinstance(found.get("content"), str):
         raise ConfigError(f"a message needs a role and a content, both strings; got {message!r}")
+    if calls:
+        check_text(found["tool_calls"])
     return found
+
+
+def check_text(value: Any, depth: int = 0) -> None:
+    """See that all texts in tools, calls or schemas can be encoded, and that they are not deep.
+
+    Raises:
+        ConfigError: half of a surrogate pair, which no tokenizer takes; or more than 64 levels.
+    """
+    if depth > _DEEPEST:
+        raise ConfigError(f"tools, calls and schemas may be nested {_DEEPEST} levels deep at most")
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError("half of a surrogate pair stands alone in a tool or call") from error
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            check_text(str(key), depth)
+            check_text(part, depth + 1)
+    elif isinstance(value, list):
+        for part in value:
+            check_text(part, depth + 1)
 
 
 def is_about_tools(message: Mapping[str, Any]) -> bool:
@@ -31,19 +58,20 @@ def is_about_tools(message: Mapping[str, Any]) -> bool:
 
 
 def mapped(message: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """The message with its content changed, and all texts in its tool calls."""
+    """The message with its content changed, and all texts that have to do with tools."""
     found = {**message, "content": change(message["content"])}
-    if calls := message.get("tool_calls"):
-        found["tool_calls"] = _mapped(calls, change)
+    for name in _ABOUT_TOOLS & message.keys():
+        found[name] = mapped_texts(message[name], change)
     return found
 
 
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+def mapped_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with all of its texts changed, names among them."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {change(str(key)): _mapped(part, change) for key, part in value.items()}
-    return [_mapped(part, change) for part in value] if isinstance(value, list) else value
+        return {change(str(key)): mapped_texts(part, change) for key, part in value.items()}
+    return [mapped_texts(part, change) for part in value] if isinstance(value, list) else value
 
 
 def _call(call: Any) -> dict[str, Any]:
@@ -58,7 +86,7 @@ def _call(call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = {"arguments": arguments}  # what a model was cut off at, shown as it is
     if not isinstance(arguments, Mapping):
         raise ConfigError(f"the arguments of a tool call are a JSON object, not {arguments!r}")

@@ -131,17 +131,26 @@ def read_answer(
     start = form.opening + form.begin
     said, found, rest = text.partition(start)
     if found:
-        return said.rstrip(), _calls(rest, form)
-    unmarked, alone = form.begin[form.begin.find("{") :], text.lstrip()
-    if alone.startswith(unmarked):
+        calls = _calls(rest, form)
+        return (said.rstrip(), calls) if _are_known(calls, names) else (text, [])
+    alone, brace = text.lstrip(), form.begin.find("{")
+    unmarked = form.begin[brace:] if brace >= 0 else ""
+    if unmarked and alone.startswith(unmarked):
         calls = _calls(alone[len(unmarked) :], form)
-        if all(call.name in names for call in calls) and (calls or not is_over):
+        if _are_known(calls, names) and (calls or not is_over):
             return "", calls
         return text, []
-    if not is_over and unmarked.startswith(alone):
+    if unmarked and not is_over and unmarked.startswith(alone):
         return "", []
     held = 0 if is_over else overlap(text, start)
     return text[: len(text) - held], []
+
+
+def _are_known(calls: Sequence[ToolCall], names: Collection[str]) -> bool:
+    """Whether these are calls of known tools, whose arguments are objects."""
+    return all(
+        call.name in names and (call.arguments.lstrip() or "{").startswith("{") for call in calls
+    )
 
 
 def _calls(rest: str, form: CallForm) -> list[ToolCall]:

@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 RUN, _BLOCK = 64, 32
 # How many texts are remembered, and for how long it is said that they were not found.
 _MOST, _SECONDS = 64, 60.0
+# A bound on the time of a search, in tokens compared: texts may be made to repeat themselves.
+_STEPS = 100_000
 _SHOWN = 24
 _REMEDY = "docs/langchain.md says which changes cost what"
 
@@ -63,22 +65,20 @@ class HandedOver:
             for text in self._texts:  # each is spoken of once
                 self._texts[text] = 0.0
         found = {match.text for match in whole}
-        missing = [(text, until > now) for text, until in texts if text not in found]
+        known = [(text, until, chunk) for text, until in texts if (chunk := table.get(text))]
+        missing = [(text, until > now, chunk) for text, until, chunk in known if text not in found]
         if not missing:
             return [], []
         runs = _Runs(tokens, [placed for one in whole if (placed := align(one, tokens))])
         parts: list[Match] = []
         notes: list[str] = []
-        for text, is_awaited in missing:
-            chunk = table.get(text)
-            if chunk is None:
-                continue
+        for text, is_awaited, chunk in missing:
             here = [Match(chunk, text, 0, *run, is_part=True) for run in runs.of(chunk.token_ids)]
             parts += here
             if is_awaited and here:
                 notes.append(self._changed(text, prompt, tokens, here))
-        awaited = [text for text, is_awaited in missing if is_awaited]
-        if awaited and not parts and len(missing) == len(texts):
+        awaited = [text for text, is_awaited, _ in missing if is_awaited]
+        if awaited and not parts and len(missing) == len(known):
             notes.append(self._absent(awaited, prompt))
         return parts, notes
 
@@ -129,6 +129,7 @@ class _Runs:
         self._ids = np.asarray(tokens.ids, dtype=np.int32)
         self._bytes = self._ids.tobytes()
         self._is_free = np.ones(len(self._ids), dtype=bool)
+        self._budget = _STEPS + len(self._ids)
         for match in taken:
             self._is_free[match.begin : match.end] = False
 
@@ -154,7 +155,7 @@ class _Runs:
         """Long enough runs around the places where the block at `at` stands in the prompt."""
         block = ids[at : at + _BLOCK].tobytes()
         place = self._bytes.find(block)
-        while place >= 0:
+        while place >= 0 and self._budget > 0:
             if place % 4 == 0:
                 begin = end = place // 4
                 first, last = at, at
@@ -162,6 +163,7 @@ class _Runs:
                     end, last = end + 1, last + 1
                 while begin and first and self._same(begin - 1, ids[first - 1]):
                     begin, first = begin - 1, first - 1
+                self._budget -= end - begin + 1
                 if end - begin >= RUN:
                     yield begin, end, first
             place = self._bytes.find(block, place + 1)

@@ -187,7 +187,9 @@ def make_plan(
         begin = max(match.begin, placements[-1].end if placements else 0)
         # The prompt's last token is always computed, for its logits.
         end = min(match.end, len(ids) - 1)
-        if end <= begin:
+        if end <= begin:  # covered already, but a part of it is in the prompt
+            if match.is_part:
+                chunks.append((match.chunk.text_digest, begin))
             continue
         offset = begin - match.first
         kv = kv.slice(offset, offset + end - begin)

@@ -23,6 +23,7 @@ from cached_rag.errors import (
     CachedRAGError,
     ConfigError,
     ContextOverflowError,
+    MissingPackageError,
     RelocationError,
     StoreFullError,
 )
@@ -49,6 +50,8 @@ def described(error: BaseException) -> tuple[int, Json]:
         return 400, failure(str(error), "invalid_request_error")
     if isinstance(error, BusyError):
         return 429, failure(str(error), "rate_limit_error", "busy")
+    if isinstance(error, MissingPackageError):
+        return 501, failure(str(error), "server_error", "not_installed")
     name = uuid.uuid4().hex[:12]
     _log.error("error %s", name, exc_info=error)
     if isinstance(error, StoreFullError):

@@ -7,16 +7,30 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
 _MOST_TOOLS = 128  # as OpenAI's
+_MOST_ARGUMENTS = 100_000
 
 
-class _Strict(BaseModel):
+_MOST_FIELDS = 100
+
+
+class Strict(BaseModel):
+    """A part of a body, whose unknown fields are errors."""
+
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _few_fields(cls, data: Any, read: ModelWrapValidatorHandler[Any]) -> Any:
+        """A body has room for a million unknown fields, each of which would be an error."""
+        if isinstance(data, dict) and len(data) > _MOST_FIELDS:
+            raise ValueError(f"more than {_MOST_FIELDS} fields")
+        return read(data)
 
-class Function(_Strict):
+
+class Function(Strict):
     """A function that may be called. Its arguments are held to the schema, strict or not."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
@@ -26,10 +40,11 @@ class Function(_Strict):
 
     def plain(self) -> dict[str, Any]:
         """As chat templates take it."""
-        return self.model_dump(exclude_none=True, exclude={"strict"})
+        found = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {name: value for name, value in found.items() if value is not None}
 
 
-class Tool(_Strict):
+class Tool(Strict):
     """A tool; only functions are known."""
 
     type: Literal["function"]
@@ -40,25 +55,25 @@ class Tool(_Strict):
         return {"type": "function", "function": self.function.plain()}
 
 
-class _Named(_Strict):
+class _Named(Strict):
     name: str
 
 
-class NamedChoice(_Strict):
+class NamedChoice(Strict):
     """The choice of one tool."""
 
     type: Literal["function"]
     function: _Named
 
 
-class CalledFunction(_Strict):
+class CalledFunction(Strict):
     """A function that was called."""
 
-    name: str
-    arguments: str
+    name: Annotated[str, Field(max_length=256)]
+    arguments: Annotated[str, Field(max_length=_MOST_ARGUMENTS)]
 
 
-class CalledTool(_Strict):
+class CalledTool(Strict):
     """A call in a message of the conversation."""
 
     id: str
@@ -67,14 +82,14 @@ class CalledTool(_Strict):
     index: int | None = None
 
 
-class _Schema(_Strict):
+class _Schema(Strict):
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     """The form of an answer that calls no tool."""
 
     type: Literal["text", "json_object", "json_schema"]

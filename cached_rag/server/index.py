@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # their packages are another extra's
 
 Json = dict[str, Any]
 PREFIX = "index:"
+_AT_ONCE = 8
 
 
 class ServedIndex:
@@ -52,7 +53,10 @@ class ServedIndex:
     def embed(self, request: EmbeddingsRequest) -> Json:
         """OpenAI's embeddings."""
         texts = [request.input] if isinstance(request.input, str) else request.input
-        vectors = self._rag.embedder.embed(texts)
+        embedder = self._rag.embedder
+        # A few at a time: answers are made in between, by the same thread.
+        parts = [texts[at : at + _AT_ONCE] for at in range(0, len(texts), _AT_ONCE)]
+        vectors = [vector for part in parts for vector in embedder.embed(part)]
         as_text = request.encoding_format == "base64"
         data = [
             {

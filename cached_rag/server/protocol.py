@@ -10,19 +10,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
-    ModelWrapValidatorHandler,
     model_validator,
 )
 
-from cached_rag.server.forms import CalledTool, Choice, ResponseFormat, Tools
+from cached_rag.server.forms import CalledTool, Choice, ResponseFormat, Strict, Tools
 
 _DEFAULT_TOKENS = 256
 # Most messages or texts of a request; each costs far more than its few bytes of JSON.
 _MOST = 10_000
-_MOST_FIELDS = 100
 _MOST_ANSWERS = 16
 # OpenAI's settings that we lack, with the values at which they change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -65,26 +61,14 @@ Name = Annotated[Text, Field(max_length=256)]
 Stop = Annotated[Text, Field(max_length=1000)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _few_fields(cls, data: Any, read: ModelWrapValidatorHandler[Any]) -> Any:
-        """A body has room for a million unknown fields, each of which would be an error."""
-        if isinstance(data, dict) and len(data) > _MOST_FIELDS:
-            raise ValueError(f"more than {_MOST_FIELDS} fields")
-        return read(data)
-
-
-class TextPart(_Strict):
+class TextPart(Strict):
     """A piece of a message's content."""
 
     type: Literal["text"]
     text: Text
 
 
-class ChatMessage(_Strict):
+class ChatMessage(Strict):
     """One message of a conversation; content in several parts is joined."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -126,13 +110,13 @@ class ChatMessage(_Strict):
         return found
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """OpenAI's `stream_options`."""
 
     include_usage: bool = False
 
 
-class _Settings(_Strict):
+class _Settings(Strict):
     """The settings of both kinds of completion.
 
     Not OpenAI's but ours are `method`, `recompute_ratio`, `top_k`, `repetition_penalty` and
@@ -260,7 +244,7 @@ class CompletionRequest(_Settings):
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
 
-class DocumentsRequest(_Strict):
+class DocumentsRequest(Strict):
     """POST and DELETE /v1/documents: texts as they will stand in prompts.
 
     Attributes:
@@ -272,7 +256,7 @@ class DocumentsRequest(_Strict):
     cache_salt: Name | None = None
 
 
-class EmbeddingsRequest(_Strict):
+class EmbeddingsRequest(Strict):
     """POST /v1/embeddings."""
 
     model: Annotated[Text, Field(max_length=1000)]

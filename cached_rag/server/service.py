@@ -174,7 +174,8 @@ class Service:
                             is_open = True
                             await arrived.put(asked.envelope.opening(index))
                         said, parts = growing.push(piece)
-                        now, noted = stream.logprobs[noted:], len(stream.logprobs)
+                        now = stream.logprobs[noted:]  # more may come at any moment
+                        noted += len(now)
                         if said or parts or now:
                             await arrived.put(asked.envelope.piece(index, said, parts, now))
                 said, parts = growing.push("", is_over=True)

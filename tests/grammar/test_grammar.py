@@ -117,6 +117,33 @@ def test_what_is_no_grammar_is_refused_before_anything_is_computed(engine, gramm
     assert engine.scheduler.num_running == engine.scheduler.num_waiting == 0
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {
+            "allOf": [
+                {"$ref": "#/$defs/a"},
+                {"properties": {"b": {"const": 1}}, "required": ["b"]},
+            ],
+            "$defs": {
+                "a": {"type": "object", "properties": {"a": {"const": 2}}, "required": ["a"]}
+            },
+        },
+        {
+            "type": "object",
+            "properties": {"enum": {"type": "object", "properties": {"x": {"const": 1}}}},
+            "required": ["enum"],
+        },
+    ],
+)
+def test_closed_objects_leave_schemas_what_they_say(engine, schema):
+    found = ask(engine, Grammar.json(schema))
+    if found.finish_reason == "stop":
+        jsonschema.validate(json.loads(found.text), schema)
+    if "allOf" not in schema:
+        assert set(json.loads(found.text)["enum"]) <= {"x"}
+
+
 def test_settings_that_contradict_a_grammar_are_refused():
     with pytest.raises(ConfigError, match="ignore_eos"):
         GenerationConfig(grammar=Grammar.json(), ignore_eos=True)

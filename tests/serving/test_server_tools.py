@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 
+import httpx
 import openai
 import pytest
 from conftest import NEW_PROMPTS, tiny_model
@@ -129,6 +131,60 @@ def test_what_clients_send_unasked_changes_nothing(client, unasked):
     plain = client.chat.completions.create(**ASK).choices[0].message.content
     done = client.chat.completions.create(**ASK, extra_body=unasked).choices[0].message
     assert done.content == plain
+
+
+def deep(levels):
+    schema = {"type": "object"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"x": schema}}
+    return schema
+
+
+@pytest.mark.parametrize("levels", [100, 280])
+def test_a_schema_that_is_too_deep_is_the_clients_error(client, levels):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": deep(levels)}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": deep(levels)}}]
+    for changed in ({"response_format": form}, {"tools": tools}):
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(**ASK, **changed)
+
+
+def calling(arguments):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"messages": [*QUESTION, {"role": "assistant", "tool_calls": [call]}]}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+        {"tools": [{"type": "function", "function": {"name": "f", "description": "\ud800"}}]},
+        {"tools": [{"type": "function", "function": {"name": "f"}, "x": 1}]},
+        calling('"\\ud800"'),
+        calling('{"a": "\\ud800"}'),
+        calling("[" * 90_000),
+        calling("x" * 200_000),
+    ],
+)
+def test_what_is_malformed_is_the_clients_error(address, changed):
+    headers = {"Content-Type": "application/json"}
+    url, body = f"{address}/v1/chat/completions", json.dumps(ASK | changed)
+    answer = httpx.post(url, content=body, headers=headers, timeout=60)
+    assert answer.status_code == 400, answer.text
+
+
+def test_odd_parts_of_a_schema_change_nothing(client):
+    schema = SCHEMA | {"x-guidance": 1}
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}
+    done = client.chat.completions.create(**ASK, response_format=form).choices[0].message
+    assert json.loads(done.content)["city"] in ("Rome", "Oslo")
+
+
+def test_without_the_package_the_server_says_what_is_missing(client, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(openai.InternalServerError, match=r"\[tools\]") as caught:
+        client.chat.completions.create(**ASK, response_format={"type": "json_object"})
+    assert caught.value.status_code == 501
 
 
 def test_langchains_openai_model_calls_tools_and_gives_objects(address):
