@@ -30,8 +30,8 @@ from cached_rag import (
     ModelNotFoundError,
 )
 from cached_rag.backends import resolve
+from cached_rag.backends.process import peak_bytes
 from cached_rag.backends.tokenizer import Rendered
-from cached_rag.backends.transformers.memory import peak_bytes
 from cached_rag.benchmarks import bench_answers, make_questions
 from cached_rag.benchmarks.peers import Means, Question, Sample, open_peers, vllm
 from cached_rag.benchmarks.peers.llama_cpp import LlamaCpp, gguf_file
@@ -377,7 +377,7 @@ def test_memory_is_measured_in_processes_of_their_own(model_folder, llama_gguf, 
 
 def test_a_process_does_not_inherit_the_peak_of_who_started_it():
     held = b"x" * (300 << 20)
-    code = "from cached_rag.backends.transformers.memory import peak_bytes; print(peak_bytes())"
+    code = "from cached_rag.backends.process import peak_bytes; print(peak_bytes())"
     alone, child = peak_bytes(), subprocess.check_output([sys.executable, "-c", code])
     assert int(child) < alone - len(held) // 2
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cached_rag.backends.process import peak_bytes
 from cached_rag.backends.tokenizer import Rendered
-from cached_rag.backends.transformers.memory import peak_bytes
 from cached_rag.benchmarks.answers import make_questions
 from cached_rag.benchmarks.peers import Means, Question, open_peers
 from cached_rag.config import StoreConfig

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 
 from cached_rag.backends.base import Backend
+from cached_rag.backends.process import peak_bytes
 from cached_rag.backends.transformers.loading import load_model
-from cached_rag.backends.transformers.memory import peak_bytes
 from cached_rag.benchmarks.loop import medians
 from cached_rag.benchmarks.new_prompts import NEW_PROMPTS
 from cached_rag.benchmarks.ttft import bench_ttft

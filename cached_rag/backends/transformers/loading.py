@@ -22,11 +22,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from cached_rag.backends.base import Chosen, Prefilled, StepInput
+from cached_rag.backends.process import peak_bytes
 from cached_rag.backends.resolve import ModelSource, cache_dir, resolve
 from cached_rag.backends.transformers.batch import can_batch, step_batch
 from cached_rag.backends.transformers.gguf import convert, put_together
 from cached_rag.backends.transformers.lean.build import lean_model
-from cached_rag.backends.transformers.memory import fits_dense, peak_bytes
+from cached_rag.backends.transformers.memory import fits_dense
 from cached_rag.backends.transformers.prefill import choose_rows, prefill_rows, prefill_selected
 from cached_rag.backends.transformers.probe import examine
 from cached_rag.backends.transformers.row_pass import Decoder

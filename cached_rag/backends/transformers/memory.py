@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,21 +98,6 @@ def fits_dense(name: str, config: Any, dtype: torch.dtype, device: str, weights:
         f"memory are free on {device}. Free some, use a smaller model or its Q4 GGUF on a CPU, or "
         f"a machine with more memory{smaller}"
     )
-
-
-def peak_bytes() -> int:
-    """Most bytes of memory that this process has held so far, mapped files included."""
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
-    status = Path("/proc/self/status")
-    if status.is_file():  # `ru_maxrss` would count what the process had that started this one
-        found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text())
-        if found:
-            return int(found[1]) * 1024
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _number(path: Path) -> int | None:
