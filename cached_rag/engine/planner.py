@@ -13,7 +13,6 @@ from typing import Protocol
 
 from cached_rag.backends.tokenizer import Rendered, Tokenization, Tokens
 from cached_rag.engine.report import Clock, Report
-from cached_rag.library.handed_over import merged
 from cached_rag.library.learning import Learning
 from cached_rag.library.library import Library
 from cached_rag.library.matching import Match
@@ -83,11 +82,9 @@ class TextPlanner:
             *((match.at, match.at + len(match.text)) for match in matches),
         )
         tokens = self.tokenization.tokenize(Rendered(rendered.text, literal, rendered.is_chat))
-        handed = self.library.handed_over
-        parts, notes = handed.find(self.library.table, rendered.text, tokens, matches)
-        if parts:
-            matches = merged(matches, parts, tokens)
-        return partial(self._plan, takes, tokens, matches, notes)
+        table, handed = self.library.table, self.library.handed_over
+        found, notes = handed.find(table, rendered.text, tokens, matches)
+        return partial(self._plan, takes, tokens, found, notes)
 
     def _plan(
         self,

@@ -51,13 +51,16 @@ class HandedOver:
 
     def find(
         self, table: ChunkTable, prompt: str, tokens: Tokens, whole: Sequence[Match]
-    ) -> tuple[list[Match], list[str]]:
-        """Parts of expected texts in a prompt, and a sentence on each text that was changed.
+    ) -> tuple[Sequence[Match], list[str]]:
+        """The chunks in a prompt with parts of expected texts among them, by their places.
 
         Args:
             table: the known chunks.
             prompt: the prompt's text, and `tokens` those of it.
             whole: the chunks that are in it as they are.
+
+        Returns:
+            The matches, and a sentence on each expected text that was changed.
         """
         now = time.monotonic()
         with self._lock:
@@ -68,8 +71,9 @@ class HandedOver:
         known = [(text, until, chunk) for text, until in texts if (chunk := table.get(text))]
         missing = [(text, until > now, chunk) for text, until, chunk in known if text not in found]
         if not missing:
-            return [], []
-        runs = _Runs(tokens, [placed for one in whole if (placed := align(one, tokens))])
+            return whole, []
+        placed = [one for match in whole if (one := align(match, tokens))]
+        runs = _Runs(tokens, placed)
         parts: list[Match] = []
         notes: list[str] = []
         for text, is_awaited, chunk in missing:
@@ -80,7 +84,9 @@ class HandedOver:
         awaited = [text for text, is_awaited, _ in missing if is_awaited]
         if awaited and not parts and len(missing) == len(known):
             notes.append(self._absent(awaited, prompt))
-        return parts, notes
+        if parts:
+            whole = sorted([*placed, *parts], key=lambda match: match.begin)
+        return whole, notes
 
     def _changed(self, text: str, prompt: str, tokens: Tokens, parts: Sequence[Match]) -> str:
         """On a text that is in the prompt in parts."""
@@ -139,7 +145,10 @@ class _Runs:
         They are spoken for from then on.
         """
         ids = np.asarray(token_ids, dtype=np.int32)
-        found, at = [], 0
+        found: list[tuple[int, int, int]] = []
+        at = 0
+        if int(self._is_free.sum()) < RUN:
+            return found
         while at + _BLOCK <= len(ids):
             run = next(self._around(ids, at), None)
             if run is None:
@@ -170,12 +179,6 @@ class _Runs:
 
     def _same(self, slot: int, token: int) -> bool:
         return bool(self._is_free[slot]) and self._ids[slot] == token
-
-
-def merged(whole: Sequence[Match], parts: Sequence[Match], tokens: Tokens) -> list[Match]:
-    """Chunks and parts of chunks in the order of their places in a prompt."""
-    placed = [one for match in whole if (one := align(match, tokens))]
-    return sorted([*placed, *parts], key=lambda match: match.begin)
 
 
 def _common(one: str, other: str) -> int:

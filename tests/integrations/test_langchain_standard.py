@@ -69,12 +69,14 @@ class TestChatModelIntegration(ChatModelIntegrationTests):
         both = ["cache_read_input", "cache_creation_input"]
         return {"invoke": both, "stream": both}
 
-    @pytest.mark.xfail(reason="a model of 135M calls no tool unless it must")
+    @pytest.mark.xfail(reason="a model of 135M calls no tool unless it must", strict=True)
     def test_agent_loop(self, model):
         """Agents are tried in test_langchain_tools.py."""
         super().test_agent_loop(model)
 
-    @pytest.mark.xfail(reason="a model of 135M does not come to the end of a Chinese name")
+    @pytest.mark.xfail(
+        reason="a model of 135M does not come to the end of a Chinese name", strict=True
+    )
     def test_unicode_tool_call_integration(self, model):
         """Other scripts are tried in grammar/test_grammar.py."""
         super().test_unicode_tool_call_integration(model)

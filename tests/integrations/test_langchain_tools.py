@@ -66,10 +66,10 @@ def test_an_answer_that_was_cut_off_is_an_error_or_is_said(llm):
     raw = short.with_structured_output(Keeper, include_raw=True).invoke("Who?")
     assert raw["parsed"] is None
     assert raw["parsing_error"] is not None
-    cut = ChatCachedRAG(engine=llm.engine, max_tokens=12)
+    cut = ChatCachedRAG(engine=llm.engine, max_tokens=40)
     cut = cut.bind_tools([weather, Keeper], tool_choice="Keeper").invoke("Who?")
     assert cut.tool_calls == []
-    assert [bad["name"] for bad in cut.invalid_tool_calls] in ([], ["Keeper"])
+    assert [bad["name"] for bad in cut.invalid_tool_calls] == ["Keeper"]
     with pytest.raises(ValueError, match="json_schema, function_calling or json_mode"):
         llm.with_structured_output(Keeper, method="magic")
 
