@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from cached_rag.pml import Import, Said, Schema, SchemaPrompt
     from cached_rag.rag import Embedder, Hit, IndexedDocument
     from cached_rag.rag.answer import Answer, AnswerStream
+    from cached_rag.rag.chat import Chat
     from cached_rag.rag.ingest import IngestSummary
     from cached_rag.rag.rag import CachedRAG, Deletion
 
@@ -66,6 +67,7 @@ __all__ = [
     "CachedRAG",
     "CachedRAGError",
     "CallPart",
+    "Chat",
     "ClosedError",
     "ConfigError",
     "Context",

@@ -10,6 +10,7 @@ import typer
 from cached_rag import __version__
 from cached_rag.cli.ask import ask_command
 from cached_rag.cli.bench import bench_app
+from cached_rag.cli.chat import chat_command
 from cached_rag.cli.demo import demo_command
 from cached_rag.cli.doctor import doctor_command
 from cached_rag.cli.documents import delete_command, list_command
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 app.command("ingest")(ingest_command)
 app.command("ask")(ask_command)
+app.command("chat")(chat_command)
 app.command("list")(list_command)
 app.command("delete")(delete_command)
 app.command("demo")(demo_command)

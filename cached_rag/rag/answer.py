@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from cached_rag.backends.tokenizer import Message
 from cached_rag.engine.report import Report
 from cached_rag.engine.stream import Stream
-from cached_rag.rag.index import Hit
+from cached_rag.rag.hit import Hit
 from cached_rag.rag.prompts import Turn, checked
 
 _SHOWN = 60
@@ -21,12 +21,14 @@ class Answer:
 
     Attributes:
         question: what was asked; with it, an answer can stand in the history of a follow-up.
+        searched: what chunks were searched for with.
     """
 
     text: str
     sources: tuple[Hit, ...]
     report: Report
     question: str = ""
+    searched: str = ""
 
     def __str__(self) -> str:
         return self.text
@@ -45,6 +47,7 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
     sources: tuple[Hit, ...]
     _search_ms: float
     _notes: list[str]
+    _searched: str = ""
     _text: list[str] = field(default_factory=list)
 
     @property
@@ -57,7 +60,7 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
         """The answer as far as it was taken; complete once all pieces were."""
         found = self._stream.report
         report = replace(found, search_ms=self._search_ms, notes=[*self._notes, *found.notes])
-        return Answer("".join(self._text), self.sources, report, self.question)
+        return Answer("".join(self._text), self.sources, report, self.question, self._searched)
 
     def __next__(self) -> str:
         piece = next(self._stream)

@@ -58,6 +58,7 @@ def _whole(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_whole)]
 Name = Annotated[Text, Field(max_length=256)]
+Value = Annotated[Text, Field(max_length=1000)] | int | float
 Stop = Annotated[Text, Field(max_length=1000)]
 
 
@@ -185,7 +186,10 @@ class _Settings(Strict):
 
 
 class ChatRequest(_Settings):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions.
+
+    Ours is `where`: which chunks an index may answer from, see `CachedRAG.ask`.
+    """
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -195,6 +199,7 @@ class ChatRequest(_Settings):
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    where: Annotated[dict[Name, Value | list[Value]], Field(max_length=16)] | None = None
 
     @property
     def wanted_tokens(self) -> int | None:
