@@ -7,6 +7,7 @@ as a script it writes the page's tables.
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +21,29 @@ Says = Callable[[type], bool]
 
 @dataclass(frozen=True)
 class Feature:
-    """A row: what it is, the test that shows ours has it ("" for no), and how to ask a class."""
+    """A row of a table.
+
+    Attributes:
+        name: what it is.
+        test: shows that ours has it; "" if it has not.
+        asks: whether another class has it.
+        needs_endpoint: ChatHuggingFace passes it to an endpoint, and not to a model of one's own
+            (its `_to_chat_prompt`, and what `HuggingFacePipeline._generate` takes).
+    """
 
     name: str
     test: str
     asks: Says
+    needs_endpoint: bool = False
 
 
 def own(name: str) -> Says:
-    """Whether a class has a method of its own where its framework's base class has one."""
+    """Whether a class has a method of its own, which is not its framework's."""
 
     def asks(kind: type) -> bool:
-        bases = [base for base in kind.__mro__ if base.__module__.split(".")[1:2] == ["core"]]
-        bases += [base for base in kind.__mro__ if base.__module__.startswith("langchain_core.")]
-        return all(getattr(kind, name, None) is not getattr(base, name, None) for base in bases)
+        # Frameworks wrap methods, also inherited ones; the innermost says where it is written.
+        written = inspect.unwrap(getattr(kind, name)).__module__
+        return not written.startswith(("langchain_core.", "llama_index.core."))
 
     return asks
 
@@ -55,43 +65,40 @@ def nobody(_: type) -> bool:
 
 CHAT, TOOLS, CHAINS = (f"test_langchain_{name}.py" for name in ("chat", "tools", "chains"))
 LANGCHAIN = (
+    Feature("streams", f"{CHAT}::test_all_ways_of_asking_give_the_same_text", own("_stream")),
     Feature(
-        "streams tokens", f"{CHAT}::test_all_ways_of_asking_give_the_same_text", own("_stream")
-    ),
-    Feature(
-        "answers in an event loop without a thread for each",
+        "asynchronous by itself, not by a thread for each call",
         f"{CHAT}::test_the_event_loop_goes_on_while_the_model_works",
         own("_agenerate"),
+        needs_endpoint=True,
     ),
-    Feature("a batch is computed together", f"{CHAT}::test_a_batch_is_a_batch", nobody),
-    Feature("cancelling stops the model", f"{CHAT}::test_cancelling_stops_the_generation", nobody),
     Feature(
-        "`bind_tools`",
+        "`bind_tools`, agents",
         f"{TOOLS}::test_tools_are_called_streamed_and_their_results_read",
         own("bind_tools"),
+        needs_endpoint=True,
     ),
     Feature(
-        "`with_structured_output` by a JSON schema",
+        "`with_structured_output`",
         f"{TOOLS}::test_structured_answers_are_objects",
         own("with_structured_output"),
-    ),
-    Feature(
-        "arguments of tool calls always fit their schema",
-        f"{TOOLS}::test_an_agent_calls_a_tool_and_gives_an_object",
-        nobody,
+        needs_endpoint=True,
     ),
     Feature(
         "log probabilities",
         f"{TOOLS}::test_log_probabilities_and_penalties_are_those_of_openai",
         setting("logprobs"),
+        needs_endpoint=True,
     ),
     Feature(
         "a seed",
         f"{CHAT}::test_settings_reach_the_engine_and_can_be_bound",
         setting("seed"),
+        needs_endpoint=True,
     ),
+    Feature("how hard a model thinks", "", setting("reasoning")),
     Feature(
-        "how many prompt tokens came from a cache, in `usage_metadata`",
+        "prompt tokens from cache in `usage_metadata`",
         f"{CHAINS}::test_a_chain_by_hand",
         nobody,
     ),
@@ -100,30 +107,28 @@ LANGCHAIN = (
         f"{CHAINS}::test_stuff_and_retrieval_chains",
         nobody,
     ),
-    Feature("images", "", own("_convert_messages_to_ollama_messages")),
 )
 LLM, ENGINES, CALLS = (f"test_llama_index_{name}.py" for name in ("llm", "engines", "tools"))
 LLAMA_INDEX = (
+    Feature("streams", f"{LLM}::test_all_ways_of_chatting_give_the_same_text", own("stream_chat")),
     Feature(
-        "streams tokens", f"{LLM}::test_all_ways_of_chatting_give_the_same_text", own("stream_chat")
-    ),
-    Feature(
-        "answers in an event loop without a thread for each",
+        "asynchronous by itself",
         f"{LLM}::test_cancelling_stops_the_generation_and_the_loop_goes_on",
         own("astream_chat"),
     ),
     Feature(
-        "`predict_and_call`, `FunctionAgent`: a `FunctionCallingLLM`",
+        "a `FunctionCallingLLM`: `predict_and_call`, `FunctionAgent`",
         f"{CALLS}::test_a_tool_is_predicted_and_called",
         is_a("FunctionCallingLLM"),
     ),
     Feature(
-        "`as_structured_llm` by a JSON schema",
+        "`structured_predict` by a schema, not by asking for JSON",
         f"{CALLS}::test_structured_answers_are_objects",
         own("structured_predict"),
     ),
+    Feature("how hard a model thinks", "", setting("thinking")),
     Feature(
-        "how many prompt tokens came from a cache",
+        "prompt tokens from cache in each answer",
         f"{LLM}::test_usage_and_report_come_with_every_answer",
         nobody,
     ),
@@ -155,9 +160,16 @@ def _table(features: tuple[Feature, ...], ours: str, others: tuple[type, ...]) -
     for feature in features:
         file = feature.test.partition("::")[0]
         mine = f"[yes](../tests/integrations/{file})" if feature.test else "no"
-        theirs = ["yes" if feature.asks(kind) else "no" for kind in others]
+        theirs = [_said(feature, kind) for kind in others]
         lines.append(f"| {' | '.join((feature.name, mine, *theirs))} |")
     return "\n".join(lines)
+
+
+def _said(feature: Feature, kind: type) -> str:
+    if not feature.asks(kind):
+        return "no"
+    is_remote = feature.needs_endpoint and kind.__name__ == "ChatHuggingFace"
+    return "with an endpoint only" if is_remote else "yes"
 
 
 @pytest.mark.parametrize("feature", [*LANGCHAIN, *LLAMA_INDEX], ids=lambda one: one.name)
