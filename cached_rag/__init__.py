@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         StoreFullError,
         needs_extra,
     )
+    from cached_rag.explain import Explanation
     from cached_rag.grammar.grammar import Grammar
     from cached_rag.grammar.tools import ToolCall
     from cached_rag.library.context import PRIMER, Context
@@ -79,6 +80,7 @@ __all__ = [
     "EncodeSummary",
     "Engine",
     "EvaluationError",
+    "Explanation",
     "Generation",
     "GenerationConfig",
     "Grammar",
@@ -123,6 +125,7 @@ _MODULES = (
         "engine.report",
         "engine.decoding",
         "engine.stream",
+        "explain",
     ),
     *("backends.transformers.loading", "library.encode", "library.ledger"),
     *("pml", "engine.engine", "engine.template_head", "rag", "rag.answer", "rag.ingest", "rag.rag"),

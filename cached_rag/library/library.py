@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +37,26 @@ from cached_rag.library.handed_over import HandedOver
 from cached_rag.library.matching import ChunkTable, EncodedAfter
 
 _log = logging.getLogger(__name__)
+# How many chunks that `prefetch` brings are remembered as read from disk.
+_AHEAD = 256
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where KV came from.
+
+    Attributes:
+        tier: "memory" or "disk", also if `prefetch` brought it from there; "kept" (what a prompt
+            computed that begins alike), "harvest" (what a prompt computed that contains it) or
+            "new" (encoded for this prompt).
+        load_ms: milliseconds that fetching it took; None if it was not fetched by itself.
+    """
+
+    tier: str
+    load_ms: float | None = None
+
+
+KEPT = Origin("kept")
 
 
 class Library:
@@ -78,6 +101,7 @@ class Library:
             tiers.append(self.disk)
         self.store: KVStore = TieredStore(tiers) if len(tiers) > 1 else tiers[0]
         self._prefetcher = Prefetcher()
+        self._ahead: deque[str] = deque(maxlen=_AHEAD)
         self._encoded_after: list[EncodedAfter] = []
         self._last_row = 0
         self._generation = 0
@@ -317,9 +341,23 @@ class Library:
         for chunk in filter(None, (self.table.get(text.strip()) for text in texts)):
             for behind in self._encoded_after:
                 if self.holds(behind, chunk.token_ids):
+                    key = self.key(behind, chunk.token_ids)
+                    if not self._is_in_memory(key):
+                        self._ahead.append(key)
                     fetch = partial(self._fetch, behind, chunk.token_ids)
-                    self._prefetcher.start(self.key(behind, chunk.token_ids), fetch)
+                    self._prefetcher.start(key, fetch)
                     break
+
+    def _is_in_memory(self, key: str) -> bool:
+        return any(key in tier for tier in self.memory)
+
+    def tier(self, behind: EncodedAfter, token_ids: Sequence[int]) -> str:
+        """The tier that KV of these tokens comes from now, if there is any; see `Origin`."""
+        key = self.key(behind, token_ids)
+        with suppress(ValueError):
+            self._ahead.remove(key)
+            return "disk"
+        return "memory" if self._is_in_memory(key) else "disk"
 
     def open(self, behind: EncodedAfter, token_ids: Sequence[int]) -> LayerSource | None:
         """As `fetch`, but KV on disk is only opened, and read layer by layer when it is used."""
@@ -329,7 +367,7 @@ class Library:
 
     def best_encoding(
         self, behinds: Sequence[EncodedAfter], token_ids: Sequence[int], *, lazy: bool
-    ) -> tuple[EncodedAfter, LayerSource] | None:
+    ) -> tuple[EncodedAfter, LayerSource, Origin] | None:
         """The first of several encodings of a chunk that has KV, with this KV.
 
         Args:
@@ -337,9 +375,11 @@ class Library:
             lazy: as `open`, else as `fetch`.
         """
         for behind in behinds:
+            tier, began = self.tier(behind, token_ids), time.perf_counter()
             kv = self.open(behind, token_ids) if lazy else self.fetch(behind, token_ids)
             if kv is not None:
-                return behind, kv
+                taken = None if lazy else (time.perf_counter() - began) * 1000
+                return behind, kv, Origin(tier, taken)
         return None
 
 

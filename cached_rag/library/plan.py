@@ -16,7 +16,7 @@ import torch
 from cached_rag.backends.tokenizer import Tokens
 from cached_rag.kv.module import LayerSource, ModuleKV
 from cached_rag.library.harvest import harvested
-from cached_rag.library.library import Library
+from cached_rag.library.library import KEPT, Library, Origin
 from cached_rag.library.matching import HARVESTED, EncodedAfter, Match, align
 from cached_rag.library.sequences import Sequences
 from cached_rag.methods import Layout, Takes
@@ -37,6 +37,8 @@ class Placement:
         is_chunk: it counts as a chunk that was hit; False for KV of the prompt's beginning.
         source: (what the KV was encoded after, its token ids), by which the library finds it; None
             if it is not the library's.
+        origin: where the KV was when it was planned.
+        name: of the module that the tokens are, in a prompt of a schema; else empty.
     """
 
     begin: int
@@ -44,6 +46,8 @@ class Placement:
     is_exact: bool
     is_chunk: bool = True
     source: tuple[EncodedAfter, tuple[int, ...]] | None = None
+    origin: Origin = KEPT
+    name: str = ""
 
     @property
     def end(self) -> int:
@@ -182,7 +186,7 @@ def make_plan(
             found.append(match)
             chunks.append((match.chunk.text_digest, match.end))
             continue
-        encoded_after, kv = best
+        encoded_after, kv, origin = best
         found.append(replace(match, encoded_after=encoded_after))
         begin = max(match.begin, placements[-1].end if placements else 0)
         # The prompt's last token is always computed, for its logits.
@@ -195,21 +199,22 @@ def make_plan(
         kv = kv.slice(offset, offset + end - begin)
         is_exact = offset == 0 and kv.start == begin and encoded_after == in_place
         source = None if encoded_after == HARVESTED else (encoded_after, match.chunk.token_ids)
-        placements.append(Placement(begin, kv, is_exact, source=source))
+        placements.append(Placement(begin, kv, is_exact, source=source, origin=origin))
         chunks.append((match.chunk.text_digest, end))
     return Plan(tuple(placements), tuple(found), len(ids), tuple(chunks))
 
 
 def _harvested(
     kept: Sequences, namespace: str, ids: tuple[int, ...], match: Match
-) -> tuple[Match, tuple[EncodedAfter, LayerSource] | None]:
+) -> tuple[Match, tuple[EncodedAfter, LayerSource, Origin] | None]:
     """A chunk as far as a kept prompt has KV of its tokens, with this KV; None for no KV."""
     taken = harvested(kept, namespace, ids[match.begin : match.end])
     if taken is None:
         return match, None
     first, kv = taken
     begin = match.begin + first
-    return replace(match, begin=begin, end=begin + kv.seq_len, offset=0), (HARVESTED, kv)
+    whole = replace(match, begin=begin, end=begin + kv.seq_len, offset=0)
+    return whole, (HARVESTED, kv, Origin("harvest"))
 
 
 def _head(
@@ -221,9 +226,11 @@ def _head(
     """
     for prefix_ids in prefixes:
         length = min(_shared(prefix_ids, ids), len(ids) - 1)
-        kv = library.fetch(EncodedAfter(()), prefix_ids) if length else None
-        if kv is not None:
-            return [Placement(0, kv.slice(0, length), is_exact=True, is_chunk=False)]
+        alone = [EncodedAfter(())] if length else []
+        if found := library.best_encoding(alone, prefix_ids, lazy=False):
+            _, kv, origin = found
+            part = kv.slice(0, length)
+            return [Placement(0, part, is_exact=True, is_chunk=False, origin=origin)]
     return []
 
 
