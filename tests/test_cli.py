@@ -493,6 +493,15 @@ def test_chat_answers_turn_by_turn_and_shows_what_it_used(index):
     assert new == none == ""
 
 
+def test_search_shows_the_nearest_chunks(index):
+    arguments = ["search", "copper green?", "--index", str(index), "-k", "1"]
+    found = json.loads(run(cli.app, [*arguments, "--json"]).stdout)["hits"]
+    assert [hit["source"] for hit in found] == ["docs/b.txt"]
+    shown = run(cli.app, [*arguments, "--where", "source=*c.txt"]).stdout
+    assert CHUNKS[2] in shown
+    assert CHUNKS[1] not in shown
+
+
 def test_where_chooses_the_chunks(index):
     arguments = ["ask", "copper green?", "--index", str(index), "--max-tokens", "2", "--json"]
     result = run(cli.app, [*arguments, "--dtype", "float32", "--where", "source=docs/[bc].txt"])

@@ -13,7 +13,7 @@ from cached_rag.cli.bench import bench_app
 from cached_rag.cli.chat import chat_command
 from cached_rag.cli.demo import demo_command
 from cached_rag.cli.doctor import doctor_command
-from cached_rag.cli.documents import delete_command, list_command
+from cached_rag.cli.documents import delete_command, list_command, search_command
 from cached_rag.cli.eval import evaluate_command
 from cached_rag.cli.explain import explain_command
 from cached_rag.cli.ingest import ingest_command
@@ -34,6 +34,7 @@ app.command("ask")(ask_command)
 app.command("chat")(chat_command)
 app.command("explain")(explain_command)
 app.command("list")(list_command)
+app.command("search")(search_command)
 app.command("delete")(delete_command)
 app.command("demo")(demo_command)
 app.command("doctor")(doctor_command)

@@ -39,10 +39,17 @@ class Document:
     parts: tuple[tuple[int, Metadata], ...] = ()
     language: str = ""
 
-    def metadata(self, place: int) -> Metadata:
-        """What is known of the text at a character."""
-        index = bisect_right(self.parts, place, key=lambda part: part[0])
-        return self.parts[index - 1][1] if index else {}
+    def metadata(self, begin: int, end: int) -> Metadata:
+        """What is known of the characters from `begin` to `end`.
+
+        Of parts that differ the first one's is given, and of headings all, joined by "; ".
+        """
+        first = max(0, bisect_right(self.parts, begin, key=lambda part: part[0]) - 1)
+        found = [known for place, known in self.parts[first:] if place < end]
+        if not found or self.parts[first][0] > begin:
+            found.insert(0, {})
+        headings = dict.fromkeys(str(one["heading"]) for one in found if "heading" in one)
+        return {**found[0], **({"heading": "; ".join(headings)} if headings else {})}
 
 
 def assembled(

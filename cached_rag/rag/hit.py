@@ -18,8 +18,9 @@ class Hit:
         title: its document's title.
         ordinal: its number in the document, from 0.
         score: cosine similarity to the question, -1 to 1.
-        metadata: what is known of it: "page" (of a PDF, from 1), "heading" ("Install > Linux"),
-            and what was said of it when it was added.
+        metadata: what is known of it: "page" (of a PDF, from 1, where it begins), "heading"
+            ("Install > Linux"; of several, joined by "; "), and what was said of it when it was
+            added.
     """
 
     text: str
@@ -30,7 +31,7 @@ class Hit:
     metadata: Metadata = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.score:.2f}  {self._name}  {self.metadata.get('heading', self.title)}"
+        return f"{self.score:.2f}  {self._name}  {self.title}"
 
     def __repr__(self) -> str:
         return f"<Hit {self.score:.2f} {self._name} {self.title!r}>"

@@ -31,7 +31,7 @@ class Chunk:
     Attributes:
         ordinal: its number in the document, from 0.
         text: begins with the document's title.
-        metadata: what is known of the part of the document that it begins in.
+        metadata: what is known of this part of the document, see `Document.metadata`.
     """
 
     source: str
@@ -77,7 +77,7 @@ class Splitter:
         for text in filter(None, texts):
             place = document.text.index(text, place)
             headed = _headed(document.title, text)
-            metadata = document.metadata(place)
+            metadata = document.metadata(place, place + len(text))
             chunks.append(Chunk(document.source, document.title, len(chunks), headed, metadata))
             place += 1 if self._overlap else len(text)
         return chunks

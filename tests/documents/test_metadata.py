@@ -13,14 +13,15 @@ from test_rag import WordEmbedding, docs, opened  # noqa: F401
 
 from cached_rag import ConfigError, DocumentError
 from cached_rag.kv.store.signed import row_sum
-from cached_rag.rag import Chunk, DocumentIndex, load_document
+from cached_rag.rag import Chunk, DocumentIndex, Splitter, load_document
 
 PAGE = """<h1>Copper</h1><p>turns green</p><h2>On roofs</h2><p>within years</p>
 <h3>Near the sea</h3><p>sooner</p><h2>In soil</h2><p>seldom</p>"""
 
 
 def of(document, text):
-    return document.metadata(document.text.index(text))
+    begin = document.text.index(text)
+    return document.metadata(begin, begin + len(text))
 
 
 def test_a_chunk_knows_the_headings_above_it(tmp_path):
@@ -31,6 +32,10 @@ def test_a_chunk_knows_the_headings_above_it(tmp_path):
     assert of(document, "within years") == {"heading": "Copper > On roofs"}
     assert of(document, "sooner") == {"heading": "Copper > On roofs > Near the sea"}
     assert of(document, "seldom") == {"heading": "Copper > In soil"}
+    (chunk,) = Splitter(lambda text: len(text.split()), 256).split(document)
+    assert chunk.metadata == {
+        "heading": "Copper; Copper > On roofs; Copper > On roofs > Near the sea; Copper > In soil"
+    }
 
 
 def test_markdown_and_rst_have_headings_too(tmp_path):
