@@ -77,7 +77,8 @@ def test_the_page_has_the_whole_prompt_each_token_by_its_kind(generation):
     for span in generation.trace.spans:
         assert generation.trace.text[span.begin : span.end] in shown
     for kind, count in generation.trace.counts.items():
-        assert f'<span class="{kind.name}">{kind.value}</span> {count}</dt>' in page
+        key = f'<span class="{kind.name}">{kind.value}</span> {count}</dt>'
+        assert (key in page) == (count > 0)
     assert all(f"span.{kind.name} " in page for kind in set(Kind) - {Kind.COMPUTED})
     assert all(f"i.{kind.name} " in page for kind in Kind)
 
@@ -117,7 +118,7 @@ def test_hostile_text_is_shown_and_does_nothing(engine, tmp_path):
     assert "{{ 7 * 7 }}" in "".join(read.text)
     for shown in (page, str(explanation)):
         assert not set("\x00\x1b\r\u202e\u2066\x9b\x85\ud800") & set(shown)
-        assert "␛[2J␀␍ ⟨U+202E⟩EVIL⟨U+2066⟩⟨U+009B⟩" in shown
+        assert "⟨U+001B⟩[2J⟨U+0000⟩⟨U+000D⟩ ⟨U+202E⟩EVIL⟨U+2066⟩⟨U+009B⟩" in shown
     json.dumps(explanation.to_dict())
 
 
@@ -152,7 +153,7 @@ def test_text_for_a_terminal(answer):
     assert shown.startswith(report.to_line())
     assert f"repaired {report.recomputed_tokens:>7}" in shown
     assert "0.50  b.txt #0" in shown
-    assert "from memory in" in shown
+    assert "tokens from memory" in shown
     for stage in ("match", "load", "prefill", "further tokens"):
         assert stage in shown
     assert "search" not in shown  # it took no time

@@ -118,7 +118,7 @@ def test_tiers_are_those_the_kv_came_from_also_when_it_was_read_ahead(tmp_path):
     with Engine(tiny_model("llama"), store) as engine:
         assert tiers(engine, ask(CHUNKS[0])) == ["disk"]
         engine.prefetch(CHUNKS[:2])
-        assert tiers(engine, ask(*CHUNKS[:2])) == ["memory", "disk"]
+        assert tiers(engine, ask(*CHUNKS[:2])) == ["memory", "ahead"]
         assert tiers(engine, ask(*CHUNKS[:2])) == ["memory", "memory"]
 
 

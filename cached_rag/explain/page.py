@@ -23,7 +23,7 @@ def page(view: View, *, is_whole: bool) -> str:
     compared = [("", view.stages)]
     if view.full is not None:
         compared = [("As it was", view.stages), ("With full prefill", stages(view.full))]
-    longest = max(one.begin_ms + one.ms for _, found in compared for one in found)
+    longest = max((one.begin_ms + one.ms for _, found in compared for one in found), default=1.0)
     return _template().render(
         view=view,
         is_whole=is_whole,
@@ -31,7 +31,7 @@ def page(view: View, *, is_whole: bool) -> str:
         meaning=MEANING,
         kinds=list(Kind),
         compared=compared,
-        longest=max(longest, 1e-9),
+        longest=longest,
     )
 
 

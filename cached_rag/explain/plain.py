@@ -30,8 +30,7 @@ def _bars(stages: list[Stage]) -> list[str]:
     """A line for each stage, with a bar where it lies in the whole time."""
     scale = _WIDTH / max(1e-9, sum(stage.ms for stage in stages))
     return [
-        f"  {stage.name:<14} {stage.ms:>8.1f} ms  "
+        f"  {stage.name:<14} {stage.said:>10}  "
         f"{' ' * int(stage.begin_ms * scale)}{'█' * round(stage.ms * scale) or '▏'}"
         for stage in stages
-        if stage.ms
     ]

@@ -20,6 +20,7 @@ MEANING = {
     Kind.COMPUTED: "had no KV that this method uses; computed",
 }
 _TIERS = {
+    "ahead": "disk, read ahead",
     "kept": "an earlier prompt",
     "harvest": "an earlier prompt that contained it (harvest)",
     "new": "what was encoded for it just now",
@@ -28,6 +29,7 @@ _TIERS = {
 _SHOWN, _LEAST, _MOST_SEGMENTS = 100_000, 400, 250
 # Prompts, and texts between chunks, of so many characters are not folded; and how long names are.
 _SHORT, _BRIEF, _EXCERPT = 4_000, 600, 60
+_LEAST_MS = 0.05  # less is not worth a word
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,11 @@ class Stage:
     name: str
     begin_ms: float
     ms: float
+
+    @property
+    def said(self) -> str:
+        """How long it took."""
+        return f"{self.ms:.{1 if self.ms < 100 else 0}f} ms"
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,11 @@ class Segment:
     left_out: int
     tail: Sequence[tuple[Kind, str]]
     is_short: bool
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether all of it is white space."""
+        return not any(text.strip() for _, text in (*self.pieces, *self.tail))
 
 
 @dataclass(frozen=True)
@@ -172,7 +184,7 @@ class View:
 
 
 def stages(report: Report) -> list[Stage]:
-    """The stages of a request in their order; what no figure names is the first token's."""
+    """The stages that took time, in order; what no figure names is the first token's."""
     known = {
         "search": report.search_ms,
         "match": report.match_ms,
@@ -182,9 +194,8 @@ def stages(report: Report) -> list[Stage]:
     known["first token"] = max(0.0, report.ttft_ms - sum(known.values()))
     known["further tokens"] = max(0.0, report.total_ms - report.ttft_ms)
     begins = accumulate(known.values(), initial=0.0)
-    return [
-        Stage(name, begin, ms) for (name, ms), begin in zip(known.items(), begins, strict=False)
-    ]
+    pairs = zip(known.items(), begins, strict=False)
+    return [Stage(name, begin, ms) for (name, ms), begin in pairs if ms]
 
 
 def _said(part: Part) -> str:
@@ -194,8 +205,9 @@ def _said(part: Part) -> str:
         why = {"missed": "no KV yet", "unused": "its KV is not used by this method"}
         return f"{found}, computed: {why[part.state]}"
     found += f" from {_TIERS.get(part.origin.tier, part.origin.tier)}"
-    if part.origin.load_ms is not None:
-        found += f" in {part.origin.load_ms:.1f} ms"
+    if part.origin.load_ms is not None and part.origin.load_ms >= _LEAST_MS:
+        how = " (waited {:.1f} ms)" if part.origin.tier == "ahead" else " in {:.1f} ms"
+        found += how.format(part.origin.load_ms)
     if part.moved_by:
         found += f", moved {'on' if part.moved_by > 0 else 'back'} by {abs(part.moved_by)}"
     again = [

@@ -13,14 +13,8 @@ _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"
     "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
-_PICTURES = 0x2400  # the control pictures of Unicode, in the order of the controls
 
 
 def visible(text: str) -> str:
-    """The text with a picture, or the number, of each character that cannot be seen."""
-    return _UNSEEN.sub(_shown, text)
-
-
-def _shown(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    return chr(_PICTURES + code) if code < 0x20 else f"⟨U+{code:04X}⟩"
+    """The text, with the number of each character that cannot be seen in its place."""
+    return _UNSEEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)

@@ -46,10 +46,11 @@ class Origin:
     """Where KV came from.
 
     Attributes:
-        tier: "memory" or "disk", also if `prefetch` brought it from there; "kept" (what a prompt
-            computed that begins alike), "harvest" (what a prompt computed that contains it) or
-            "new" (encoded for this prompt).
-        load_ms: milliseconds that fetching it took; None if it was not fetched by itself.
+        tier: "memory", "disk", "ahead" (from disk, by `prefetch`), "kept" (what a prompt computed
+            that begins alike), "harvest" (what a prompt computed that contains it) or "new"
+            (encoded for this prompt).
+        load_ms: milliseconds that fetching it took, or waiting for what is read ahead; None if it
+            was not fetched by itself.
     """
 
     tier: str
@@ -356,7 +357,7 @@ class Library:
         key = self.key(behind, token_ids)
         with suppress(ValueError):
             self._ahead.remove(key)
-            return "disk"
+            return "ahead"
         return "memory" if self._is_in_memory(key) else "disk"
 
     def open(self, behind: EncodedAfter, token_ids: Sequence[int]) -> LayerSource | None:
