@@ -20,6 +20,7 @@ _DEFAULT_TOKENS = 256
 # Most messages or texts of a request; each costs far more than its few bytes of JSON.
 _MOST = 10_000
 _MOST_ANSWERS = 16
+_MOST_STOPS = 32  # Continue's autocomplete sends up to two dozen, where OpenAI takes 4
 # OpenAI's settings that we lack, with the values at which they change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
@@ -129,7 +130,7 @@ class _Settings(Strict):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None = None
     seed: int | None = None
     method: Name | None = None
     recompute_ratio: float | None = None
