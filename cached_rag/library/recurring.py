@@ -156,7 +156,7 @@ def _pieces(text: str, spans: Iterator[Span]) -> Iterator[_Piece]:
                 whole.update(text[done:begin].encode())
                 done = begin
                 name = xxh3_64_intdigest(said.encode())
-                after = None if previous is None else hash((previous, name))
+                after: int | None = None if previous is None else hash((previous, name))
                 yield _Piece(begin, end, name, whole.intdigest(), after)
                 previous = name
             begin = end
