@@ -44,6 +44,8 @@ _WITHOUT_EFFECT = (
     *("prompt_cache_key", "prompt_cache_retention", "keep_alive", "reasoning_effort", "verbosity"),
 )
 
+# Settings that others call otherwise: llama.cpp, Ollama, and Open WebUI for both.
+_OTHER_NAMES = {"repeat_penalty": "repetition_penalty"}
 # Fields that our answers, sent back as messages of a conversation, may have empty.
 _ANSWERED = ("refusal", "tool_calls", "function_call", "audio", "annotations")
 
@@ -148,6 +150,9 @@ class _Settings(Strict):
         if not isinstance(data, dict):
             return data
         kept = {name: value for name, value in data.items() if name not in _WITHOUT_EFFECT}
+        for name, ours in _OTHER_NAMES.items():
+            if name in kept and ours not in kept:
+                kept[ours] = kept.pop(name)
         for name, neutral in _NEUTRAL.items():
             if name in kept and name not in cls.model_fields:
                 value = kept.pop(name)

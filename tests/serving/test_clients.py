@@ -55,12 +55,35 @@ REQUESTS = {
         CHAT,
         STREAMED | {"messages": said("Be brief.", f"<source id='1'>{CHUNKS[0]}</source> Who?")},
     ),
-    "Open WebUI: a title, as all of its tasks": (
+    "Open WebUI: an answer with all advanced parameters that are not refused": (
+        CHAT,
+        STREAMED
+        | {
+            "messages": said("Be brief.", "Who?"),
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "top_k": 40,
+            "repeat_penalty": 1.1,
+            "frequency_penalty": 0.1,
+            "presence_penalty": 0.1,
+            "seed": 1,
+            "stop": ["###"],
+            "max_tokens": 20,
+        },
+    ),
+    "Open WebUI: a title": (
         CHAT,
         {
             "messages": [{"role": "user", "content": "### Task:\nGenerate a title.\n"}],
             "stream": False,
-            "max_completion_tokens": 20,
+            "max_tokens": 200,
+        },
+    ),
+    "Open WebUI: its other tasks, such as search queries": (
+        CHAT,
+        {
+            "messages": [{"role": "user", "content": "### Task:\nGenerate queries.\n"}],
+            "stream": False,
         },
     ),
     "Continue: an answer, with tools for its agent": (
