@@ -37,6 +37,8 @@ from cached_rag.library.handed_over import HandedOver
 from cached_rag.library.matching import ChunkTable, EncodedAfter
 
 _log = logging.getLogger(__name__)
+# Most tokens of texts that were learned from prompts. A token of a known text takes some 70 bytes.
+LEARNED_TOKENS = 1 << 18
 # How many chunks that `prefetch` brings are remembered as read from disk.
 _AHEAD = 256
 
@@ -109,10 +111,18 @@ class Library:
         self._lock = threading.Lock()
         self._forgotten = forgotten
         self._unwritten: dict[str, ChunkRecord] = {}
+        self._learned: dict[str, int] = {}  # texts that nobody gave, oldest first: their tokens
         if self._catalog is not None:
             with self.spared():
                 self._catalog.finish_removals(self.store)
         self.refresh(force=True)
+        if self._catalog is not None:
+            with self.spared():
+                self._learned = {
+                    name: len(chunk.token_ids)
+                    for name in self._catalog.learned()
+                    if (chunk := self.table.by_digest(name)) is not None
+                }
 
     def _open_files(self, root: Path, config: StoreConfig) -> None:
         disk = DiskStore(root, codec=config.codec, max_bytes=config.disk_bytes)
@@ -233,9 +243,35 @@ class Library:
         with self._lock:
             for chunk in chunks:
                 self.table.add(chunk)
+                self._learned.pop(chunk.text_digest, None)
+
+    def learn(self, chunk: ChunkRecord) -> None:
+        """As `register`, for a text that nobody gave, but prompts repeat.
+
+        The oldest such texts are forgotten where all of them have more than `LEARNED_TOKENS`.
+        """
+        self.register([chunk])
+        if self._catalog is not None:
+            with self.spared():
+                self._catalog.mark_learned(chunk.text_digest)
+        surplus: list[str] = []
+        with self._lock:
+            self._learned[chunk.text_digest] = len(chunk.token_ids)
+            while sum(self._learned.values()) > LEARNED_TOKENS:
+                surplus.append(next(iter(self._learned)))
+                del self._learned[surplus[-1]]
+        if surplus:
+            self._remove(surplus)
+
+    def was_given(self, text: str) -> bool:
+        """Whether a text is known, and was not only learned."""
+        known = self.table.get(text)
+        return known is not None and known.text_digest not in self._learned
 
     def remove(self, text_digests: Collection[str]) -> int:
         """Forget texts, and delete all their KV, whichever process encoded it.
+
+        All texts that were learned from prompts go with them, as they may have the same words.
 
         Returns:
             How many KVs were deleted.
@@ -244,6 +280,15 @@ class Library:
             StoreError: the files cannot be opened or written, so KV would stay there.
         """
         self.check_kept()
+        if not text_digests:
+            return 0
+        with self._lock:
+            learned, self._learned = set(self._learned), {}
+        if self._catalog is not None:
+            learned.update(self._catalog.learned())
+        return self._remove({*text_digests, *learned})
+
+    def _remove(self, text_digests: Collection[str]) -> int:
         with self._lock:
             chunks = [m for m in map(self.table.by_digest, text_digests) if m is not None]
             for text_digest in text_digests:

@@ -1,7 +1,8 @@
 """Decides which tokens of a prompt come from which cached KV.
 
 The prompt's beginning is reused exactly: the longest known prefix, and the chunk right behind it,
-if it was encoded behind this prefix and nothing else. All other chunks are reused approximately.
+if it was encoded behind this prefix and nothing else. All other chunks are reused approximately,
+where there is no better KV also those that were encoded behind the head of another prompt.
 The rest is computed, and so is the prompt's last token in any case. Knows tokens and the library;
 computes nothing.
 """
@@ -23,6 +24,9 @@ from cached_rag.methods import Layout, Takes
 
 # The last tokens of a known prefix may differ in a prompt, where they merged with what follows.
 _HEAD_SLACK = 4
+# How many encodings behind other heads are tried for a chunk: each try is a look-up in the store,
+# and a client may make any number of heads known.
+_MOST_OTHERS = 16
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Plan:
         num_tokens: number of the prompt's tokens.
         chunks: (digest, token after the last) of each chunk whose KV is used or computed, in order.
         positions: of the tokens; None if token i stands at position i.
+        text: the prompt's, in which texts that recur are looked for; empty to learn nothing.
     """
 
     placements: tuple[Placement, ...]
@@ -78,6 +83,7 @@ class Plan:
     num_tokens: int
     chunks: tuple[tuple[str, int], ...] = ()
     positions: tuple[int, ...] | None = None
+    text: str = ""
 
     @property
     def length(self) -> int:
@@ -168,12 +174,9 @@ def make_plan(
     """
     ids = tuple(tokens.ids)
     known = library.encoded_after()
-    usable = [one for one in known if is_before(one.prefix_ids, ids)]
-    placements = _head(library, [one.prefix_ids for one in usable], ids)
-    # KV that was encoded without a prefix serves anywhere, also in prompts without BOS.
-    alone = [one for one in known if one.prefix_ids in (sink_ids, ())]
-    alone += [EncodedAfter(sink_ids), EncodedAfter(())]
-    usable += [one for one in alone if one not in usable]
+    heads = [one for one in known if is_before(one.prefix_ids, ids)]
+    placements = _head(library, [one.prefix_ids for one in heads], ids)
+    usable = _ranked(known, heads, sink_ids)
     found, chunks = [], []
     for match in (aligned for one in matches if (aligned := align(one, tokens))):
         # Best is KV that was encoded behind exactly what stands before the chunk here: it is exact.
@@ -202,6 +205,27 @@ def make_plan(
         placements.append(Placement(begin, kv, is_exact, source=source, origin=origin))
         chunks.append((match.chunk.text_digest, end))
     return Plan(tuple(placements), tuple(found), len(ids), tuple(chunks))
+
+
+def _ranked(
+    known: Sequence[EncodedAfter], heads: Sequence[EncodedAfter], sink_ids: tuple[int, ...]
+) -> list[EncodedAfter]:
+    """All that a prompt's chunks may have been encoded behind, best first.
+
+    That is first a head that the prompt begins with; then nothing, as such KV serves anywhere, also
+    in prompts without BOS; then the heads of other prompts. A context, such as the primer, counts
+    more than the head (docs/quality.md).
+
+    Args:
+        heads: those of `known` that the prompt begins with.
+    """
+    none = (sink_ids, ())
+    own = [one for one in heads if one.prefix_ids not in none]
+    alone = [one for one in known if one.prefix_ids in none]
+    alone += [one for one in map(EncodedAfter, none) if one not in alone]
+    others = [one for one in known if one not in own and one not in alone]
+    others.sort(key=lambda one: not one.context)
+    return [*own, *sorted((*alone, *others[:_MOST_OTHERS]), key=lambda one: not one.context)]
 
 
 def _harvested(

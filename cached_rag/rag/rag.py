@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cached_rag.backends.tokenizer import Message
-from cached_rag.config import BatchConfig, GenerationConfig, KeepsRepaired, StoreConfig
+from cached_rag.config import BatchConfig, GenerationConfig, KeepsRepaired, Learns, StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import DocumentError, IndexMismatchError, needs_extra
 from cached_rag.kv.store.holdings import forget
@@ -99,6 +99,7 @@ class CachedRAG:
         disk_bytes: int | None = None,
         sequence_bytes: int | None = None,
         keeps_repaired: KeepsRepaired = "conversation",
+        learn: Learns = "off",
         finish_seconds: float = 30.0,
         engine: Engine | None = None,
         batch: BatchConfig | None = None,
@@ -128,6 +129,7 @@ class CachedRAG:
             memory_bytes, disk_bytes: most bytes of KV in memory and on disk.
             sequence_bytes, keeps_repaired: KV of finished prompts that is kept for prompts that
                 begin alike, above all a conversation's next turn; see `StoreConfig`.
+            learn: "recurring" for texts in prompts that are not the index's; see `StoreConfig`.
             finish_seconds: how long `close` may go on encoding what waits, see `StoreConfig`.
             engine: one that exists already, instead of loading `model`; it keeps its own store.
             batch: bounds on answers made at the same time.
@@ -160,6 +162,7 @@ class CachedRAG:
             disk_bytes,
             sequence_bytes=sequence_bytes,
             keeps_repaired=keeps_repaired,
+            learn=learn,
             finish_seconds=finish_seconds,
         )
         options = {"dtype": dtype, "device": device, "weights": weights, "batch": batch}

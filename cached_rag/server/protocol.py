@@ -20,6 +20,7 @@ _DEFAULT_TOKENS = 256
 # Most messages or texts of a request; each costs far more than its few bytes of JSON.
 _MOST = 10_000
 _MOST_ANSWERS = 16
+_MOST_STOPS = 32  # Continue's autocomplete sends up to two dozen, where OpenAI takes 4
 # OpenAI's settings that we lack, with the values at which they change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
@@ -43,6 +44,8 @@ _WITHOUT_EFFECT = (
     *("prompt_cache_key", "prompt_cache_retention", "keep_alive", "reasoning_effort", "verbosity"),
 )
 
+# Settings that others call otherwise: llama.cpp, Ollama, and Open WebUI for both.
+_OTHER_NAMES = {"repeat_penalty": "repetition_penalty"}
 # Fields that our answers, sent back as messages of a conversation, may have empty.
 _ANSWERED = ("refusal", "tool_calls", "function_call", "audio", "annotations")
 
@@ -130,7 +133,7 @@ class _Settings(Strict):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None = None
     seed: int | None = None
     method: Name | None = None
     recompute_ratio: float | None = None
@@ -148,6 +151,9 @@ class _Settings(Strict):
         if not isinstance(data, dict):
             return data
         kept = {name: value for name, value in data.items() if name not in _WITHOUT_EFFECT}
+        for name, ours in _OTHER_NAMES.items():
+            if name in kept and ours not in kept:
+                kept[ours] = kept.pop(name)
         for name, neutral in _NEUTRAL.items():
             if name in kept and name not in cls.model_fields:
                 value = kept.pop(name)
