@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,10 @@ class CachedRAG:
         device: str | None = None,
         weights: str = "as stored",
         backend: str = "transformers",
+        revision: str | None = None,
+        adapter: str | None = None,
+        model_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> CachedRAG:
         """Open an index folder, or make one.
 
@@ -123,6 +127,7 @@ class CachedRAG:
             batch: bounds on answers made at the same time.
             dtype, device, weights: see `load_model`.
             backend: what runs the model: "transformers", or "llama.cpp" for a GGUF.
+            revision, adapter, model_kwargs, chat_template_kwargs: see `Engine.load`.
 
         Raises:
             IndexMismatchError: the index was made with other settings.
@@ -147,8 +152,9 @@ class CachedRAG:
             keeps_repaired=keeps_repaired,
             finish_seconds=finish_seconds,
         )
-        options = {"dtype": dtype, "device": device, "weights": weights, "batch": batch}
-        options["backend"] = backend
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
+        options |= {"batch": batch, "backend": backend, "revision": revision, "adapter": adapter}
+        options |= {"model_kwargs": model_kwargs, "chat_template_kwargs": chat_template_kwargs}
         embedder = None if isinstance(embedding, str) else embedding
         return cls(root, settings, store, options, embedder, engine)
 
