@@ -21,10 +21,6 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 
 from cached_rag import Engine, StoreConfig
 
-pytestmark = [
-    # langchain-community says with each import that it is no longer maintained
-    pytest.mark.filterwarnings("ignore:.*langchain-community.*:DeprecationWarning"),
-]
 FAKE = DeterministicFakeEmbedding(size=6)
 IDS = [str(UUID(int=number)) for number in range(1, 4)]
 CHANGED = "Another text altogether, and long enough to be a module."
