@@ -15,6 +15,7 @@ from tiny_gguf import write_gguf
 from transformers import AutoModelForCausalLM
 
 from cached_rag import CachedRAG, ConfigError, Engine, ModelError, ModelNotFoundError, StoreConfig
+from cached_rag.backends.transformers.weights.linear import FewBitLinear
 
 # peft 0.21 asks transformers 5.23 for what that calls by another name now
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is:FutureWarning")
@@ -84,15 +85,22 @@ def test_no_kv_is_shared_with_another_adapter(model_folder, adapter, tmp_path):
     assert hits == [0, 3, 0, 0]
 
 
-def test_an_adapter_of_a_gguf_is_not_lost_with_its_few_bits(tmp_path, adapter):
+@pytest.mark.parametrize(("weights", "kept"), [("as stored", "bf16"), ("int4", "int4")])
+def test_an_adapter_of_a_gguf_is_not_lost_with_its_few_bits(tmp_path, adapter, weights, kept):
     file = tmp_path / "tiny.gguf"
     write_gguf(file)
     with (
-        Engine.load(str(file), adapter=adapter, **CPU) as engine,
-        Engine.load(str(file), **CPU) as plain,
+        Engine.load(str(file), adapter=adapter, weights=weights, **CPU) as engine,
+        Engine.load(str(file), weights=weights, **CPU) as plain,
     ):
         assert not torch.allclose(logits(engine, CHUNKS[0]), logits(plain, CHUNKS[0]), atol=1e-2)
-        assert engine.model.weights == "bf16"
+        assert engine.model.weights == kept
+        for part in engine.model.decoder.network.modules():
+            if isinstance(
+                part, FewBitLinear
+            ):  # one row takes the few bits, many take dense weights
+                rows = torch.randn(64, part.in_features)
+                assert torch.allclose(part(rows[:1]), part(rows)[:1], atol=0.05)
 
 
 def test_what_is_no_adapter_of_this_model_is_refused(model_folder, tmp_path):

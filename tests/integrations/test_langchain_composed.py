@@ -245,6 +245,17 @@ def test_what_a_model_chose_is_a_chunk(llm, engine):
     assert (report.modules_hit, report.modules_missed) == (2, 0)
 
 
+def test_what_a_model_looked_for_is_a_chunk(llm):
+    """No retriever is asked here, so nothing was there for the model to rewrite."""
+
+    def search(question):
+        llm.invoke(f"Say it shorter: {question}")
+        return [Document(CHUNKS[0])]
+
+    ask(llm, cached(llm, RunnableLambda(search)), "What turned green?")
+    assert chunks(llm) == {len(CHUNKS[0])}
+
+
 def test_what_cannot_be_encoded_is_heard_of(llm, extractor, monkeypatch):
     """LangChain logs what fails in a callback; an error of the store is no detail."""
 
@@ -255,3 +266,4 @@ def test_what_cannot_be_encoded_is_heard_of(llm, extractor, monkeypatch):
     base = ContextualCompressionRetriever(base_compressor=extractor, base_retriever=over(LONG))
     with pytest.raises(OSError, match="the disk is full"):
         CachedRetriever(retriever=base, llm=llm, encode="eager").invoke("What turned green?")
+    assert made == []  # it is heard of before the model reads on
