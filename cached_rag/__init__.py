@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from cached_rag.rag.answer import Answer, AnswerStream
     from cached_rag.rag.chat import Chat
     from cached_rag.rag.ingest import IngestSummary
+    from cached_rag.rag.progress import Progress, encode_progress
     from cached_rag.rag.rag import CachedRAG, Deletion
 
 __version__ = "0.1.0"
@@ -96,6 +97,7 @@ __all__ = [
     "ModelError",
     "ModelNotFoundError",
     "PMLError",
+    "Progress",
     "RelocationError",
     "Report",
     "Said",
@@ -108,6 +110,7 @@ __all__ = [
     "TokenLogprobs",
     "ToolCall",
     "Tools",
+    "encode_progress",
     "load_model",
     "needs_extra",
     "template_head",
@@ -129,6 +132,7 @@ _MODULES = (
     ),
     *("backends.transformers.loading", "library.encode", "library.ledger"),
     *("pml", "engine.engine", "engine.template_head", "rag", "rag.answer", "rag.ingest", "rag.rag"),
+    "rag.progress",
 )
 
 

@@ -87,3 +87,35 @@ def test_encoding_tells_modules_and_tokens(engine):
     done = engine.encode(CHUNKS, progress=modules.append, token_progress=tokens.append)
     assert (sum(modules), sum(tokens)) == (3, done.tokens)
     assert engine.register(CHUNKS) == done.tokens
+
+
+def test_an_encoding_shows_its_tokens(bars):
+    engine = Engine(tiny_model("llama"))
+    with progress.encode_progress(True) as shown:
+        done = engine.encode(CHUNKS, **shown)
+    bar = bars["prefilling"]
+    assert bar.n == bar.total == done.tokens
+    assert bar.delay > 0  # so that a few chunks draw nothing
+    with progress.encode_progress(True) as shown:
+        engine.encode(CHUNKS, **shown)
+    assert bars["prefilling"].n == 0
+
+
+@pytest.mark.parametrize(("wanted", "is_terminal", "hidden"), [
+    (None, True, False), (None, False, True), (False, True, True), (True, False, False),
+])  # fmt: skip
+def test_a_bar_is_for_terminals(bars, monkeypatch, wanted, is_terminal, hidden):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    with progress.encode_progress(wanted):
+        assert bool(bars["prefilling"].disable) is hidden
+
+
+def test_a_function_hears_what_is_done_and_what_is_to_do(bars, monkeypatch):
+    monkeypatch.setattr("cached_rag.library.encode.BATCH_TOKENS", 1)
+    engine, heard = Engine(tiny_model("llama")), []
+    with progress.encode_progress(lambda *counts: heard.append(counts)) as shown:
+        done = engine.encode(CHUNKS, **shown)
+    assert bars == {}
+    assert [at for at, _ in heard] == sorted(at for at, _ in heard)
+    assert (heard[0], heard[-1]) == ((0, done.tokens), (done.tokens, done.tokens))
+    assert len(heard) == 4

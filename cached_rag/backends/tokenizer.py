@@ -24,6 +24,11 @@ from cached_rag.errors import ConfigError
 from cached_rag.grammar.calls import CallForm, Tool, told
 from cached_rag.grammar.messages import check_text, checked, is_about_tools, mapped, mapped_texts
 
+# Arguments of `apply_chat_template` that are not the user's to give.
+_OUR_TEMPLATE_KWARGS = {
+    *("conversation", "messages", "tools", "tokenize", "add_generation_prompt"),
+    *("continue_final_message", "return_tensors", "return_dict", "chat_template"),
+}
 Message = Mapping[str, Any]
 Span = tuple[int, int]
 
@@ -68,7 +73,21 @@ class Tokens:
 class Tokenization:
     """A tokenizer and its chat template, with the operations that this library needs."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Look at a tokenizer.
+
+        Args:
+            template_kwargs: what its chat template is given besides the messages.
+
+        Raises:
+            ConfigError: one of them is this library's to give.
+        """
+        self.template_kwargs = dict(template_kwargs or {})
+        if taken := sorted(self.template_kwargs.keys() & _OUR_TEMPLATE_KWARGS):
+            raise ConfigError(
+                f"chat_template_kwargs has {taken}, which this library gives the template itself; "
+                "leave it out"
+            )
         self.tokenizer = tokenizer
         self._backends = backends_of(tokenizer)
         self._controls = self._backends.controls
@@ -183,6 +202,7 @@ class Tokenization:
         self, messages: list[dict[str, Any]], tools: Sequence[Tool], open_answer: bool
     ) -> str:
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": open_answer}
+        options |= self.template_kwargs
         if tools:
             options["tools"] = [dict(tool) for tool in tools]
         return str(self.tokenizer.apply_chat_template(messages, **options))

@@ -7,9 +7,10 @@ prompt is prefilled stands in `prefill.py`. Knows no documents and no framework.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import starmap
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
@@ -20,6 +21,7 @@ from cached_rag.backends.load import load_backend
 from cached_rag.backends.thread import on_model_thread, submit
 from cached_rag.backends.tokenizer import Message, Rendered, Tokenization, Tokens
 from cached_rag.backends.transformers.memory import free_bytes
+from cached_rag.backends.variant import Variant, plain_json
 from cached_rag.config import DEFAULT_MODEL, BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.engine import prefill
 from cached_rag.engine.decoding import Generation
@@ -79,6 +81,7 @@ class Engine:
         store: StoreConfig | None = None,
         batch: BatchConfig | None = None,
         *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         beside: Engine | None = None,
     ) -> None:
         """Open the store.
@@ -87,6 +90,8 @@ class Engine:
             model: what runs the model.
             store: where KV is kept; None for `StoreConfig()`, which keeps it in memory.
             batch: bounds on what is answered at the same time; None for `BatchConfig()`.
+            chat_template_kwargs: what the model's chat template is given besides the messages, such
+                as {"enable_thinking": False}.
             beside: the engine whose memory and scheduler this one uses, as `tenant` does.
 
         A store on disk that cannot be opened is logged, and nothing is kept on disk.
@@ -97,7 +102,7 @@ class Engine:
         memory = beside.library.memory if beside else None
         maker = Maker(model.fingerprint, model.name, str(model.shapes.dtype).removeprefix("torch."))
         self.library: Library = Library(settings, maker, model.shapes.device, memory, self._let_go)
-        self.tokenization = Tokenization(model.tokenizer)
+        self.tokenization = Tokenization(model.tokenizer, chat_template_kwargs)
         self.lock = model.lock
         self._encoder = Encoder(model, self.library, self.tokenization)
         shared = beside._resources if beside else None
@@ -138,6 +143,10 @@ class Engine:
         device: str | None = None,
         weights: str = "as stored",
         backend: str = "transformers",
+        revision: str | None = None,
+        adapter: str | None = None,
+        model_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Engine:
         """Load a model and open its library.
 
@@ -147,13 +156,23 @@ class Engine:
             batch: bounds on what is answered at the same time.
             dtype, device, weights: see `load_model`.
             backend: what runs the model: "transformers", or "llama.cpp" for a GGUF.
+            revision: branch, tag or commit of a hub id.
+            adapter: folder or hub id of a LoRA adapter, which is merged into the weights (needs the
+                extra `lora`).
+            model_kwargs: further options of `AutoModelForCausalLM.from_pretrained`.
+            chat_template_kwargs: what the chat template is given besides the messages, such as
+                {"enable_thinking": False}.
 
         Raises:
             ModelNotFoundError, ModelError, ConfigError: see `load_backend`.
+            MissingPackageError: a package that the backend or the adapter needs is not installed.
         """
         settings = StoreConfig(path=store) if isinstance(store, str) else store
-        load = partial(load_backend, model, backend, dtype=dtype, device=device, weights=weights)
-        return cls(submit(load).result(), settings, batch)
+        variant = Variant.of(revision, adapter, model_kwargs)
+        how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
+        load = partial(load_backend, model, backend, variant=variant, **how)
+        loaded = submit(load).result()
+        return cls(loaded, settings, batch, chat_template_kwargs=chat_template_kwargs)
 
     @classmethod
     def shared(
@@ -165,13 +184,19 @@ class Engine:
         device: str | None = None,
         weights: str = "as stored",
         backend: str = "transformers",
+        revision: str | None = None,
+        adapter: str | None = None,
+        model_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Engine:
         """As `load`, but the same arguments give the same engine everywhere in this process."""
         settings = store or StoreConfig()
         with _SHARING:
             options: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
-            options["backend"] = backend
-            name = (model, settings, *options.values())
+            options |= {"backend": backend, "revision": revision, "adapter": adapter}
+            further = {"model_kwargs": model_kwargs, "chat_template_kwargs": chat_template_kwargs}
+            name = (model, settings, *options.values(), *starmap(plain_json, further.items()))
+            options |= further
             engine = _SHARED.get(name)
             if engine is None:
                 engine = cls.load(model, store=settings, **options)
@@ -185,7 +210,8 @@ class Engine:
             namespace: the tenant's; engines with the same namespace do share KV.
         """
         settings = replace(self.settings, namespace=namespace)
-        return Engine(self.model, settings, beside=self)
+        given = self.tokenization.template_kwargs
+        return Engine(self.model, settings, chat_template_kwargs=given, beside=self)
 
     def close(self, finish_seconds: float | None = None) -> None:
         """End all answers, encode what still waits in the background, and release files.
@@ -237,6 +263,7 @@ class Engine:
         *,
         context: Context | None = None,
         token_progress: Callable[[int], object] = lambda _: None,
+        token_total: Callable[[int], object] = lambda _: None,
     ) -> EncodeSummary:
         """Prefill texts and keep their KV. Texts whose KV is kept already cost nothing.
 
@@ -249,6 +276,7 @@ class Engine:
             context: texts that stand between the prefix and the chunk while it is prefilled, such
                 as `PRIMER`; None for nothing.
             token_progress: called after each batch with the number of tokens in it.
+            token_total: called before the first batch with the number of tokens in all of them.
 
         Raises:
             ContextOverflowError: a text exceeds the model's context.
@@ -266,7 +294,7 @@ class Engine:
 
         def encode() -> EncodeSummary:
             with self.lock:
-                return self._encoder.encode(order, done)
+                return self._encoder.encode(order, done, token_total)
 
         return on_model_thread(encode)
 
@@ -282,14 +310,17 @@ class Engine:
         self.check_open()
         return self._encoder.register(texts)
 
-    def prefetch(self, texts: Sequence[str]) -> None:
+    def prefetch(self, texts: Sequence[str], *, in_parts: bool = False) -> None:
         """Begin to read the KV of texts from disk, because a prompt with them will follow.
 
         A text that is not in that prompt as it is here is looked for in parts, and the report says
         so.
+
+        Args:
+            in_parts: the prompt will have parts of them only, so that reports need not say it.
         """
         self.check_open()
-        self.library.handed_over.add(texts)
+        self.library.handed_over.add(texts, in_parts=in_parts)
         self.library.prefetch(texts)
 
     def forget(self, texts: Sequence[str]) -> int:

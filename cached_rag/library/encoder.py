@@ -7,7 +7,7 @@ around `encode`, `learn` and `recover`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cached_rag.backends.base import Backend
@@ -81,7 +81,9 @@ class Encoder:
         behind = EncodedAfter(self.prefix_ids(prefix, following), context.name if context else "")
         return Order(behind, tuple(records), tuple(skipped))
 
-    def encode(self, order: Order, progress: Progress) -> EncodeSummary:
+    def encode(
+        self, order: Order, progress: Progress, total: Callable[[int], object]
+    ) -> EncodeSummary:
         """Prefill the texts of an order that have no KV; see `Engine.encode`."""
         started = time.perf_counter()
         behind = order.behind
@@ -89,13 +91,16 @@ class Encoder:
         longest = max(map(len, wanted), default=0)
         check_fits(self.model, len(behind.prefix_ids), longest)
         self.library.add_chunks([record for record, _ in order.records])
+        tokens = sum(map(len, wanted))
+        if wanted:
+            total(tokens)
         if wanted or behind not in self.library.encoded_after():
             self._encode_wanted(behind, wanted, progress)
         return EncodeSummary(
             encoded=len(wanted),
             present=num_present,
             skipped=order.skipped,
-            tokens=sum(map(len, wanted)),
+            tokens=tokens,
             seconds=time.perf_counter() - started,
         )
 

@@ -1,4 +1,4 @@
-"""An ingestion's bars on the terminal: bytes that were read, then tokens that were prefilled.
+"""Bars on the terminal: bytes that were read, tokens that were prefilled.
 
 Knows tqdm; knows no document.
 """
@@ -15,8 +15,14 @@ from tqdm import tqdm
 # The bar does not say what is done with smaller files: that would change too fast to be read.
 LONG_BYTES = 1 << 18
 
+# How long an encoding takes before its bar is drawn: that of a few chunks would only flicker.
+_DELAY_S = 0.5
+
 # Called by whoever works on a file with what is being done, and the share that is done, 0 to 1.
 Say = Callable[[str, float], None]
+# How an encoding shows how far it is: a bar (True), a bar if standard error is a terminal (None),
+# nothing (False), or calls with the numbers of tokens that are done and that are to be done.
+Progress = bool | Callable[[int, int], object] | None
 
 
 @contextmanager
@@ -48,8 +54,46 @@ def prefilling(tokens: int, *, is_shown: bool) -> tqdm[Any]:
     return _bar(tokens, "prefilling", "token", is_shown=is_shown)
 
 
+@contextmanager
+def encode_progress(progress: Progress) -> Iterator[dict[str, Callable[[int], object]]]:
+    """The arguments of `Engine.encode` by which it shows how far it is.
+
+    Args:
+        progress: True for a bar on standard error, None for one if that is a terminal, False for
+            nothing; or a function, called with the numbers of tokens that are done and that are
+            to be done, at the beginning and after each batch.
+    """
+    if callable(progress):
+        counted = _Counted(progress)
+        yield {"token_progress": counted.move, "token_total": counted.begin}
+        return
+    with _bar(None, "prefilling", "token", is_shown=progress, delay=_DELAY_S) as bar:
+        yield {"token_progress": bar.update, "token_total": bar.reset}
+
+
+class _Counted:
+    """Adds up what is done, for a function that wants the sum."""
+
+    def __init__(self, tell: Callable[[int, int], object]) -> None:
+        self._tell, self._done, self._total = tell, 0, 0
+
+    def begin(self, total: int) -> None:
+        self._done, self._total = 0, total
+        self._tell(0, total)
+
+    def move(self, tokens: int) -> None:
+        self._done += tokens
+        self._tell(self._done, self._total)
+
+
 def _bar(
-    total: int, what: str, unit: str, *, is_shown: bool, unit_divisor: int = 1000
+    total: int | None,
+    what: str,
+    unit: str,
+    *,
+    is_shown: bool | None,
+    unit_divisor: int = 1000,
+    delay: float = 0.0,
 ) -> tqdm[Any]:
     return tqdm(
         total=total,
@@ -57,7 +101,8 @@ def _bar(
         unit=unit,
         unit_scale=True,
         unit_divisor=unit_divisor,
-        disable=not is_shown,
+        delay=delay,
+        disable=None if is_shown is None else not is_shown,
     )
 
 

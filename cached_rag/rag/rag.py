@@ -109,6 +109,10 @@ class CachedRAG:
         backend: str = "transformers",
         reranker: Reranker | None = None,
         candidates: int = 24,
+        revision: str | None = None,
+        adapter: str | None = None,
+        model_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> CachedRAG:
         """Open an index folder, or make one.
 
@@ -140,6 +144,7 @@ class CachedRAG:
                 the better, as `lambda question, texts: encoder.predict([(question, t) for t in
                 texts])` with a `sentence_transformers.CrossEncoder`.
             candidates: how many chunks the reranker is given.
+            revision, adapter, model_kwargs, chat_template_kwargs: see `Engine.load`.
 
         Raises:
             IndexMismatchError: the index was made with other settings.
@@ -165,8 +170,9 @@ class CachedRAG:
             learn=learn,
             finish_seconds=finish_seconds,
         )
-        options = {"dtype": dtype, "device": device, "weights": weights, "batch": batch}
-        options["backend"] = backend
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
+        options |= {"batch": batch, "backend": backend, "revision": revision, "adapter": adapter}
+        options |= {"model_kwargs": model_kwargs, "chat_template_kwargs": chat_template_kwargs}
         embedder = None if isinstance(embedding, str) else embedding
         return cls(root, settings, store, options, embedder, engine, reranker, candidates)
 

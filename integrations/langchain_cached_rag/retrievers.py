@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 from langchain_core.callbacks import (
     AsyncCallbackManagerForRetrieverRun,
@@ -11,14 +11,20 @@ from langchain_core.callbacks import (
 )
 from langchain_core.documents import Document
 from langchain_core.prompts import BasePromptTemplate
-from langchain_core.retrievers import BaseRetriever
-from pydantic import ConfigDict, InstanceOf
+from langchain_core.retrievers import BaseRetriever, RetrieverLike
+from pydantic import BeforeValidator, ConfigDict, InstanceOf
 
+from cached_rag import Progress
+from langchain_cached_rag.origins import Origins
 from langchain_cached_rag.settings import Encode, EngineSettings
+from langchain_cached_rag.unwrap import unwrapped
 
 
 class CachedRetriever(BaseRetriever):
     """Returns what the retriever inside returns, and sees that the model can reuse it.
+
+    What a language model inside made of the documents, as `LLMChainExtractor` does, differs with
+    every question and is not kept; the documents it was made of are.
 
     Example:
         documents = CachedRetriever(retriever=store.as_retriever(), llm=llm)
@@ -26,10 +32,12 @@ class CachedRetriever(BaseRetriever):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
-    retriever: BaseRetriever
-    """Any retriever; further arguments of `invoke` are passed on to it."""
-    llm: EngineSettings
-    """The `ChatCachedRAG` or `CachedRAGLLM` that will read the documents."""
+    retriever: RetrieverLike
+    """Any retriever, or a chain that returns documents; further arguments of `invoke` are passed
+    on to it."""
+    llm: Annotated[EngineSettings, BeforeValidator(unwrapped)]
+    """The `ChatCachedRAG` or `CachedRAGLLM` that will read the documents, or what was made of it
+    by `bind`, `with_retry`, `with_structured_output` and the like."""
     encode: Encode = "background"
     """What happens to documents that have no KV: "eager" prefills them before they are returned,
     "background" after the first answer that used them, "off" leaves them alone."""
@@ -39,23 +47,25 @@ class CachedRetriever(BaseRetriever):
     """The prompt's variable that the documents go to."""
     k: int | None = None
     """Most documents to return; None leaves that to the retriever inside."""
+    progress: Progress = None
+    """How "eager" shows how far it is; see `cached_rag.encode_progress`."""
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         kwargs, k = self._arguments(kwargs)
-        config: Any = {"callbacks": run_manager.get_child()}
+        config, origins = self._listening(run_manager)
         documents = self.retriever.invoke(query, config, **kwargs)[:k]
-        self._know(documents)
+        self._know(documents, origins)
         return documents
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         kwargs, k = self._arguments(kwargs)
-        config: Any = {"callbacks": run_manager.get_child()}
+        config, origins = self._listening(run_manager)
         documents = (await self.retriever.ainvoke(query, config, **kwargs))[:k]
-        await asyncio.to_thread(self._know, documents)
+        await asyncio.to_thread(self._know, documents, origins)
         return documents
 
     def _arguments(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
@@ -64,7 +74,18 @@ class CachedRetriever(BaseRetriever):
             kwargs = {"k": self.k, **kwargs}
         return kwargs, kwargs.get("k")
 
-    def _know(self, documents: list[Document]) -> None:
-        texts = [document.page_content for document in documents]
-        self.llm.learn(texts, self.encode, prompt=self.prompt, variable=self.variable)
+    def _listening(
+        self, run_manager: CallbackManagerForRetrieverRun | AsyncCallbackManagerForRetrieverRun
+    ) -> tuple[Any, Origins]:
+        """A configuration for the retriever inside, and what hears where its documents are from."""
+        origins = Origins(lambda texts: self.llm.learn(texts, self.encode, progress=self.progress))
+        inside = run_manager.get_child()
+        inside.add_handler(origins)
+        return {"callbacks": inside}, origins
+
+    def _know(self, documents: list[Document], origins: Origins) -> None:
+        texts, sources = origins.sort_out([document.page_content for document in documents])
+        options: Any = {"prompt": self.prompt, "variable": self.variable}
+        self.llm.learn(texts, self.encode, progress=self.progress, **options)
+        self.llm.prefetch(sources, in_parts=True)
         self.llm.prefetch(texts)

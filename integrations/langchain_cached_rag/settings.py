@@ -22,7 +22,9 @@ from cached_rag import (
     EncodeSummary,
     Engine,
     GenerationConfig,
+    Progress,
     StoreConfig,
+    encode_progress,
     template_head,
 )
 from langchain_cached_rag.messages import Prompt, filled
@@ -31,8 +33,13 @@ _log = logging.getLogger(__name__)
 # What happens to texts that have no KV: they are prefilled now, after the first answer that used
 # them, or by others.
 Encode = Literal["eager", "background", "off"]
-# Settings of hosted models that applications pass to any model; a local one has no use for them.
-_OWN = ("store", "namespace", "dtype", "device", "weights", "backend")
+# Settings that a model is loaded by, those that its store has, too; and settings of hosted models
+# that applications pass to any model: a local one has no use for them.
+_LOADING = (
+    *("dtype", "device", "weights", "backend", "revision", "adapter"),
+    *("model_kwargs", "chat_template_kwargs"),
+)
+_OWN = ("store", "namespace", *_LOADING)
 _REMOTE = frozenset({"api_key", "base_url", "timeout", "max_retries"})
 GENERATION_SETTINGS = (
     *("method", "recompute_ratio", "temperature", "top_p", "top_k", "max_tokens", "stop", "seed"),
@@ -65,6 +72,14 @@ class EngineSettings(BaseModel):
     """How weights are kept for decoding: "as stored", "bf16", "int8" or "int4"."""
     backend: str = "transformers"
     """What runs the model: "transformers", or "llama.cpp" for a GGUF."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    adapter: str | None = None
+    """Folder or hub id of a LoRA adapter, merged into the weights when they are loaded."""
+    model_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further options of `AutoModelForCausalLM.from_pretrained`."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """What the chat template is given besides the messages, e.g. {"enable_thinking": False}."""
     engine: Engine | CachedRAG | None = Field(default=None, exclude=True, repr=False)
     """One to share, instead of the settings above."""
     method: str = "auto"
@@ -136,6 +151,13 @@ class EngineSettings(BaseModel):
         return {"model": self.model_name, **own, **settings}
 
     @property
+    def engine_key(self) -> tuple[object, ...]:
+        """Models with the same key have the same engine."""
+        if self.engine is not None:
+            return (id(self.engine),)
+        return (self.model_name, self.sequence_bytes, *(str(getattr(self, n)) for n in _OWN))
+
+    @property
     def _model(self) -> str:
         """The model's name as users see it."""
         if isinstance(self.engine, CachedRAG):
@@ -158,13 +180,18 @@ class EngineSettings(BaseModel):
             return self.engine
         return self._shared(self.model_name)
 
+    def renamed(self, model: str | None) -> EngineSettings:
+        """These settings with another model, as a call with `model=` has it; None for the same."""
+        if model is None or model == self._model:
+            return self
+        return self.model_copy(update={"model_name": model, "engine": None})
+
     def _shared(self, model: str) -> Engine:
         if model not in self._engines:  # held, for the process forgets what nobody holds
             store = StoreConfig(
                 path=self.store, namespace=self.namespace, sequence_bytes=self.sequence_bytes
             )
-            names = ("dtype", "device", "weights", "backend")
-            options: Any = {name: getattr(self, name) for name in names}
+            options: Any = {name: getattr(self, name) for name in _LOADING}
             self._engines[model] = Engine.shared(model, store=store, **options)
         return self._engines[model]
 
@@ -189,6 +216,7 @@ class EngineSettings(BaseModel):
         *,
         prompt: BasePromptTemplate[Any] | None = None,
         variable: str = "context",
+        progress: Progress = None,
     ) -> EncodeSummary:
         """Prefill texts once and keep their KV; what is there already costs nothing.
 
@@ -196,6 +224,8 @@ class EngineSettings(BaseModel):
             prompt: the template they will be used in. What it says before `variable` is then
                 reused without loss, and the texts are encoded behind it. Without it, that is
                 learned from use.
+            progress: True for a bar on standard error, None for one if that is a terminal, False
+                for none; or a function that is called with the numbers of tokens done and to do.
 
         Raises:
             ValueError: the prompt has no such variable, or another one stands before it.
@@ -203,31 +233,33 @@ class EngineSettings(BaseModel):
             cached_rag.StoreFullError: no room left; what was encoded before is kept.
         """
         engine = self.loaded_engine()
-        if prompt is None:
-            return engine.encode(list(texts), context=PRIMER)
-        head = template_head(
-            engine,
-            prompt.input_variables,
-            variable,
-            lambda values: self._prompt(filled(prompt, values)),
-        )
-        return engine.encode(list(texts), head, context=PRIMER)
+        head = None
+        if prompt is not None:
+            head = template_head(
+                engine,
+                prompt.input_variables,
+                variable,
+                lambda values: self._prompt(filled(prompt, values)),
+            )
+        with encode_progress(progress) as shown:
+            return engine.encode(list(texts), head, context=PRIMER, **shown)
 
-    def encode_all(self, texts: Sequence[str], **where: Any) -> None:
+    def encode_all(self, texts: Sequence[str], **options: Any) -> None:
         """As `encode`; texts that exceed the model's context are left out, and logged."""
         try:
-            self.encode(texts, **where)
+            self.encode(texts, **options)
         except ContextOverflowError as error:
             if len(texts) == 1:
                 _log.warning("a document stays without KV: %s", error)
                 return
-            for text in texts:
-                self.encode_all([text], **where)
+            middle = len(texts) // 2
+            for half in (texts[:middle], texts[middle:]):
+                self.encode_all(half, **options)
 
-    def learn(self, texts: Sequence[str], encode: Encode, **where: Any) -> None:
+    def learn(self, texts: Sequence[str], encode: Encode, **options: Any) -> None:
         """Encode texts now, or after the first answer that used them, or not at all."""
         if encode == "eager":
-            self.encode_all(texts, **where)
+            self.encode_all(texts, **options)
         elif encode == "background":
             self.register(texts)
 
@@ -235,9 +267,9 @@ class EngineSettings(BaseModel):
         """Know texts as chunks: those that prompts contain are encoded after the answers."""
         self.loaded_engine().register(list(texts))
 
-    def prefetch(self, texts: Iterable[str]) -> None:
-        """Begin to bring texts' KV into memory."""
-        self.loaded_engine().prefetch(list(texts))
+    def prefetch(self, texts: Iterable[str], *, in_parts: bool = False) -> None:
+        """Begin to bring texts' KV into memory; see `cached_rag.Engine.prefetch`."""
+        self.loaded_engine().prefetch(list(texts), in_parts=in_parts)
 
     def forget(self, texts: Iterable[str]) -> None:
         """Drop texts and their KV."""

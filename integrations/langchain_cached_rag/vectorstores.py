@@ -13,10 +13,12 @@ from typing import Any, get_args
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.prompts import BasePromptTemplate
+from langchain_core.runnables import Runnable
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
-from cached_rag import ConfigError, Ledger
+from cached_rag import ConfigError, Ledger, Progress
 from langchain_cached_rag.settings import Encode, EngineSettings
+from langchain_cached_rag.unwrap import unwrapped
 
 _log = logging.getLogger(__name__)
 
@@ -58,26 +60,30 @@ class CachedRAGVectorStore(VectorStore):
     def __init__(
         self,
         vector_store: VectorStore,
-        llm: EngineSettings,
+        llm: EngineSettings | Runnable[Any, Any],
         *,
         encode: Encode = "eager",
         prompt: BasePromptTemplate[Any] | None = None,
         variable: str = "context",
         ledger: str | Path | None = None,
+        progress: Progress = None,
     ) -> None:
         """Wrap a vector store; what it holds already is left as it is.
 
         Args:
-            llm: the `ChatCachedRAG` or `CachedRAGLLM` that will read the documents.
+            llm: the `ChatCachedRAG` or `CachedRAGLLM` that will read the documents, or what was
+                made of it by `bind`, `with_retry`, `with_structured_output` and the like.
             encode: "eager" prefills documents when they are added, "background" after the first
                 answer that used them, "off" leaves that to others.
             prompt, variable: the chain's prompt, for "eager"; see `EngineSettings.encode`.
             ledger: file that remembers which document has which text, so that a later process can
                 forget what it deletes; None for memory. A store that implements `get_by_ids` is
                 asked for texts that the ledger does not know.
+            progress: how "eager" shows how far it is; see `cached_rag.encode_progress`.
 
         Raises:
-            cached_rag.ConfigError: `vector_store` is none, or `encode` none of these.
+            cached_rag.ConfigError: `vector_store` is none, or `encode` none of these, or there is
+                no single model in `llm`.
         """
         if not isinstance(vector_store, VectorStore):
             kind = type(vector_store).__name__
@@ -87,8 +93,8 @@ class CachedRAGVectorStore(VectorStore):
         if encode not in get_args(Encode):
             raise ConfigError(f"encode is one of {get_args(Encode)}, not {encode!r}")
         self.vector_store = vector_store
-        self._llm, self._encode = llm, encode
-        self._prompt, self._variable = prompt, variable
+        self._llm, self._encode = unwrapped(llm), encode
+        self._options: Any = {"prompt": prompt, "variable": variable, "progress": progress}
         self._ledger = Ledger(ledger)
 
     @property
@@ -180,7 +186,7 @@ class CachedRAGVectorStore(VectorStore):
 
     def _learn(self, ids: list[str], texts: list[str], before: list[str]) -> None:
         self._write((self._held(before) or {}) | dict(zip(ids, texts, strict=True)))
-        self._llm.learn(texts, self._encode, prompt=self._prompt, variable=self._variable)
+        self._llm.learn(texts, self._encode, **self._options)
 
     def _drop(self, ids: list[str] | None, before: list[str]) -> None:
         held = self._held(before)

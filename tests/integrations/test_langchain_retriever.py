@@ -95,6 +95,13 @@ def test_eager_encodes_before_returning(llm, inner, is_async):
     assert report["cached_tokens"] >= len(behind.prefix_ids)
 
 
+def test_eager_says_how_far_it_is(llm, inner):
+    heard = []
+    options = {"encode": "eager", "progress": lambda *counts: heard.append(counts)}
+    CachedRetriever(retriever=inner, llm=llm, **options).invoke("copper")
+    assert heard[-1][0] == heard[-1][1] > 20
+
+
 def test_a_document_that_fits_no_context_does_not_break_retrieval(llm, caplog):
     texts = [CHUNKS[0], "word " * 3000, CHUNKS[1]]
 

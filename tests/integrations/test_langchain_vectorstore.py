@@ -321,3 +321,40 @@ def test_langchains_indexing_keeps_kv_in_step(llm):
     assert run({})["num_deleted"] == 2
     assert held(llm) == [False] * 3
     store.close()
+
+
+def test_encoding_says_how_far_it_is(llm, inner):
+    heard = []
+    store = CachedRAGVectorStore(inner, llm, progress=lambda *counts: heard.append(counts))
+    store.add_documents(documents())
+    assert heard[0][0] == 0
+    assert heard[-1][0] == heard[-1][1] > 20
+    count = len(heard)
+    store.add_documents(documents())  # which have KV
+    assert len(heard) == count
+    store.close()
+
+
+@pytest.mark.parametrize(("progress", "is_drawn"), [(True, True), (False, False), (None, False)])
+def test_its_bar_can_be_switched_on_and_off(llm, inner, progress, is_drawn, capsys, monkeypatch):
+    monkeypatch.setattr("cached_rag.rag.progress._DELAY_S", 1e-9)
+    store = CachedRAGVectorStore(inner, llm, progress=progress)
+    store.add_documents(documents())
+    assert ("prefilling: 100%" in capsys.readouterr().err) is is_drawn
+    store.close()
+
+
+def test_one_document_that_is_too_long_does_not_cost_the_others_their_batches(
+    llm, monkeypatch, caplog
+):
+    texts = [f"Number {number}. {CHUNKS[0]}" for number in range(32)]
+    texts[5] = "word " * 3000
+    calls = []
+    encode = Engine.encode
+    monkeypatch.setattr(Engine, "encode", lambda *a, **k: calls.append(1) or encode(*a, **k))
+    store = CachedRAGVectorStore(InMemoryVectorStore(FAKE), llm)
+    store.add_texts(texts)
+    assert [has_kv(llm, text) for text in texts].count(False) == 1
+    assert len(calls) < 16
+    assert caplog.text.count("stays without KV") == 1
+    store.close()

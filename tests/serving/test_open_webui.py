@@ -24,7 +24,23 @@ pytestmark = [
     pytest.mark.real,
     pytest.mark.skipif(not EXECUTABLE, reason="CACHED_RAG_OPEN_WEBUI names no executable"),
 ]
-WORDS = "valve pump wheel oil lamp copper water pressure left right open shut slow fast rim".split()
+WORDS = [
+    "valve",
+    "pump",
+    "wheel",
+    "oil",
+    "lamp",
+    "copper",
+    "water",
+    "pressure",
+    "left",
+    "right",
+    "open",
+    "shut",
+    "slow",
+    "fast",
+    "rim",
+]
 QUESTIONS = ["What is said of valves?", "What of the pump?", "And of lamps?", "And of oil?"]
 
 

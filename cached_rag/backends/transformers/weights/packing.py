@@ -55,6 +55,12 @@ def densify(model: Any, dtype: torch.dtype, *, keeps_groups: bool = False) -> No
         model.is_quantized = False
 
 
+def forget_stored(model: Any) -> None:
+    """Have layers forget what they were stored as, because their weights have changed."""
+    for part in model.modules():
+        keep(part, None)
+
+
 def dense_of(stored: StoredLinear, dtype: torch.dtype) -> nn.Linear:
     """An ordinary layer with the same weights, which remembers its groups."""
     found = nn.Linear(stored.in_features, stored.out_features, bias=False, device="meta")

@@ -86,7 +86,7 @@ def form_of(linear: nn.Module) -> Groups | str | None:
     return found
 
 
-def keep(linear: nn.Module, form: Groups | str) -> None:
+def keep(linear: nn.Module, form: Groups | str | None) -> None:
     """Have an ordinary layer remember what it is stored as, see `form_of`."""
     vars(linear)["stored"] = form
 

@@ -1,0 +1,64 @@
+"""Merges a LoRA adapter into a model's weights. Knows peft; knows no prompt and no KV."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+
+from cached_rag.backends.resolve import file_digest
+from cached_rag.errors import ModelError, ModelNotFoundError, needs_extra
+from cached_rag.kv.fingerprint import digest
+
+_CONFIG = "adapter_config.json"
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+def merge_adapter(model: Any, name: str) -> tuple[Any, str]:
+    """Add an adapter to a model's weights, in their dtype.
+
+    Args:
+        model: a transformers model with dense weights, which are changed.
+        name: the adapter's folder, or its hub id.
+
+    Returns:
+        The model; and a digest of the adapter.
+
+    Raises:
+        ModelNotFoundError: there is no such adapter.
+        ModelError: it was made for another model, or is of a kind that cannot be merged.
+        MissingPackageError: peft is not installed.
+    """
+    with needs_extra("lora", "a LoRA adapter", "peft"):
+        from peft import PeftConfig, PeftModel
+    folder, weights = _files(name)
+    try:
+        if PeftConfig.from_pretrained(str(folder)).is_prompt_learning:
+            raise ValueError("it learned a prompt, which is not part of the weights")
+        merged = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    except (OSError, ValueError, TypeError, RuntimeError, KeyError) as error:
+        raise ModelError(
+            f"the adapter {name} cannot be merged into the model: {' '.join(str(error).split())}. "
+            f"Give the model it was trained on, which {_CONFIG} names, or leave the adapter out"
+        ) from error
+    return merged, digest((folder / _CONFIG).read_bytes(), file_digest(weights))
+
+
+def _files(name: str) -> tuple[Path, Path]:
+    """The adapter's folder, and the file of its weights."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=[_CONFIG, *_WEIGHTS]))
+        except (OSError, ValueError) as error:
+            raise ModelNotFoundError(
+                f"there is no adapter {name}: it is no folder, and as a hub id: {error}"
+            ) from error
+    weights = next((folder / one for one in _WEIGHTS if (folder / one).is_file()), None)
+    if weights is None or not (folder / _CONFIG).is_file():
+        raise ModelNotFoundError(
+            f"{folder} holds no adapter: it needs {_CONFIG} and {_WEIGHTS[0]}, as peft's "
+            "save_pretrained writes them"
+        )
+    return folder, weights

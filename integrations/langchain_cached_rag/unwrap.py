@@ -1,0 +1,78 @@
+"""The model of this package in what an application made of it: bound, retried, part of a chain.
+
+Knows LangChain's runnables; asks nothing of any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from langchain_core.runnables import (
+    Runnable,
+    RunnableBranch,
+    RunnableLambda,
+    RunnableParallel,
+    RunnableSequence,
+    RunnableWithFallbacks,
+)
+from langchain_core.runnables.base import RunnableBindingBase, RunnableEachBase
+from langchain_core.runnables.configurable import DynamicRunnable
+from langchain_core.runnables.passthrough import RunnableAssign
+
+from cached_rag import ConfigError
+from langchain_cached_rag.settings import EngineSettings
+
+
+def unwrapped(llm: Any) -> EngineSettings:
+    """The model whose engine reads what a runnable is asked.
+
+    Args:
+        llm: a `ChatCachedRAG` or `CachedRAGLLM`; or what `bind`, `bind_tools`, `with_config`,
+            `with_retry`, `with_fallbacks`, `with_structured_output`, `configurable_fields` or a
+            chain made of one. Of several fallbacks, the first one counts.
+
+    Raises:
+        ConfigError: there is no such model in it, or more than one.
+    """
+    found = {model.engine_key: model for model in _models(llm)}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    names = sorted(model._model for model in found.values())
+    inside = f"has {len(found)} models in it ({', '.join(names)})" if found else "has none in it"
+    kind = type(llm).__name__
+    raise ConfigError(
+        f"llm is the model that will read the documents, and a {kind} {inside}; give the "
+        "ChatCachedRAG or CachedRAGLLM that answers, before anything was bound to it or piped"
+    )
+
+
+def _models(llm: Any) -> Iterator[EngineSettings]:
+    """The models in a runnable, in the order of their use."""
+    if isinstance(llm, EngineSettings):
+        yield llm
+    elif isinstance(llm, RunnableBindingBase):
+        for model in _models(llm.bound):
+            yield model.renamed(llm.kwargs.get("model"))
+    elif isinstance(llm, RunnableWithFallbacks):
+        yield from next(filter(None, (list(_models(one)) for one in llm.runnables)), [])
+    else:
+        for part in _parts(llm):
+            yield from _models(part)
+
+
+def _parts(runnable: Any) -> Iterable[Runnable[Any, Any]]:
+    """What a runnable runs; nothing for one of a kind that is not known."""
+    if isinstance(runnable, RunnableSequence):
+        return runnable.steps
+    if isinstance(runnable, RunnableParallel):
+        return runnable.steps__.values()
+    if isinstance(runnable, RunnableAssign):
+        return [runnable.mapper]
+    if isinstance(runnable, RunnableBranch):
+        return [*(then for _, then in runnable.branches), runnable.default]
+    if isinstance(runnable, RunnableEachBase):
+        return [runnable.bound]
+    if isinstance(runnable, DynamicRunnable):
+        return [runnable.default]
+    return runnable.deps if isinstance(runnable, RunnableLambda) else []
