@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import warnings
+from typing import Literal
 
 import pytest
 from conftest import CHUNKS
@@ -24,6 +25,7 @@ from llama_index.core.query_engine import (
     RouterQueryEngine,
     SubQuestionQueryEngine,
 )
+from llama_index.core.question_gen import LLMQuestionGenerator
 from llama_index.core.question_gen.types import BaseQuestionGenerator, SubQuestion
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import TextNode
@@ -32,6 +34,7 @@ from llama_index.llms.cached_rag import CachedRAGLLM, module_text
 from llama_index.postprocessor.cached_rag import CachedPostprocessor
 from llama_index.response_synthesizers.cached_rag import CachedSynthesizer, WholeChunks
 from llama_index.retrievers.cached_rag import CachedRetriever
+from pydantic import BaseModel, Field
 
 # Of the chat memory's database, where it is collected while a test still runs (see `unclosed`).
 pytestmark = pytest.mark.filterwarnings("ignore:<aiosqlite:ResourceWarning")
@@ -266,6 +269,34 @@ class First(BaseSelector):
 def tool(index):
     engine = index.as_query_engine(similarity_top_k=3)
     return QueryEngineTool.from_defaults(engine, name="docs", description="All there is to know.")
+
+
+class Asked(BaseModel):
+    """What to ask, and whom."""
+
+    sub_question: str = Field(max_length=8)
+    tool_name: Literal["docs"]
+
+
+class Several(BaseModel):
+    """Questions."""
+
+    items: list[Asked] = Field(min_length=1, max_length=2)
+
+
+def test_sub_questions_of_any_model_name_tools_that_there_are(llm, index):
+    llm.max_tokens = 200
+    asking = LLMQuestionGenerator.from_defaults(
+        llm.as_structured_llm(Several), "Ask {tools_str} about this: {query_str}"
+    )
+    engine = SubQuestionQueryEngine.from_defaults(
+        [tool(index)], question_gen=asking, verbose=False, use_async=False
+    )
+    llm.encode_nodes(nodes())
+    first, *sources = engine.query(QUESTION).source_nodes
+    assert first.text.startswith("Sub question: ")
+    assert len(sources) >= 3
+    assert llm.reports()[0].modules_hit == 3
 
 
 @pytest.mark.parametrize("use_async", [False, True])

@@ -20,7 +20,9 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.llms.cached_rag import CachedRAGLLM
 from llama_index.vector_stores.cached_rag import CachedVectorStore
 from llama_index.vector_stores.faiss import FaissMapVectorStore, FaissVectorStore
-from test_llama_index_engines import Recording
+from llama_index.vector_stores.qdrant import QdrantVectorStore
+from qdrant_client import QdrantClient
+from test_llama_index_engines import Recording, unclosed  # noqa: F401
 from test_llama_index_stores import has_kv
 
 from cached_rag import Engine, StoreConfig
@@ -117,6 +119,36 @@ def test_what_a_store_cannot_delete_keeps_its_kv(tmp_path):
         process.index.delete_ref_doc("d1")
     with Process(tmp_path, "faiss") as process:
         assert process.hits() == [(3, 0)]
+
+
+@pytest.mark.filterwarnings("ignore:Payload indexes have no effect:UserWarning")
+def test_a_store_that_keeps_texts_itself(tmp_path):
+    def query_and(change, is_new=False):
+        client = QdrantClient(path=str(tmp_path / "qdrant"))
+        engine = Engine(tiny_model("llama"), StoreConfig(path=str(tmp_path / "kv")))
+        llm = Recording(engine=engine, max_tokens=4, method="reuse")
+        ledger = tmp_path / "nodes.sqlite"
+        store = CachedVectorStore(QdrantVectorStore("nodes", client=client), llm, ledger=ledger)
+        index = VectorStoreIndex.from_vector_store(store)
+        for document in documents() if is_new else ():
+            index.insert(document)
+        index.as_query_engine(llm=llm, similarity_top_k=3).query("Why?")
+        change(index)
+        held = [has_kv(llm, text) for text in (*CHUNKS, CHANGED)]
+        engine.close()
+        client.close()
+        return [report.modules_hit for report in llm.reports()], held
+
+    def update(index):
+        index.update_ref_doc(Document(text=CHANGED, id_="d0"))
+
+    def delete(index):
+        index.delete_ref_doc("d1")
+
+    assert query_and(lambda _: None, is_new=True) == ([3], [True, True, True, False])
+    assert query_and(update) == ([3], [False, True, True, True])
+    assert query_and(delete) == ([3], [False, False, True, True])
+    assert query_and(lambda _: None) == ([2], [False, False, True, True])
 
 
 CODE = """

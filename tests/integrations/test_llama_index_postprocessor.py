@@ -20,7 +20,7 @@ from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.llms.cached_rag import module_text
 from llama_index.postprocessor.cached_rag import CachedPostprocessor
 from llama_index.retrievers.cached_rag import CachedRetriever
-from test_llama_index_engines import Recording
+from test_llama_index_engines import Recording, unclosed  # noqa: F401
 from test_llama_index_stores import has_kv
 
 from cached_rag import ConfigError

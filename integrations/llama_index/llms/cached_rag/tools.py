@@ -34,9 +34,13 @@ def can_call() -> bool:
 
 
 def offered(tools: Sequence[BaseTool], choice: str, *, parallel: bool) -> dict[str, Any]:
-    """Options of a call in which these tools may be called."""
+    """Options of a call in which these tools may be called; one that is named, once.
+
+    Agents allow several calls whatever the choice, and a small model that must call repeats itself.
+    """
     listed = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
-    return {"tools": listed, "tool_choice": choice, "parallel_tool_calls": parallel}
+    several = parallel and choice in ("auto", "required")
+    return {"tools": listed, "tool_choice": choice, "parallel_tool_calls": several}
 
 
 def taken(engine: Engine, options: dict[str, Any]) -> Tools:
