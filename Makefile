@@ -55,7 +55,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy cached_rag
 	$(BIN)/mypy -p langchain_cached_rag -p llama_index.llms.cached_rag \
 		-p llama_index.retrievers.cached_rag -p llama_index.vector_stores.cached_rag \
-		-p llama_index.response_synthesizers.cached_rag
+		-p llama_index.response_synthesizers.cached_rag -p llama_index.postprocessor.cached_rag
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -8,26 +8,33 @@ from __future__ import annotations
 import asyncio
 import gc
 import warnings
+from typing import Literal
 
 import pytest
 from conftest import CHUNKS
-from llama_index.core import MockEmbedding, Settings, VectorStoreIndex
+from llama_index.core import Document, MockEmbedding, Settings, VectorStoreIndex
 from llama_index.core.agent.react import ReActChatFormatter
 from llama_index.core.agent.workflow import ReActAgent
 from llama_index.core.base.base_selector import BaseSelector, SelectorResult, SingleSelection
 from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.node_parser import SentenceWindowNodeParser
+from llama_index.core.postprocessor import MetadataReplacementPostProcessor
 from llama_index.core.query_engine import (
+    CitationQueryEngine,
     RetrieverQueryEngine,
     RouterQueryEngine,
     SubQuestionQueryEngine,
 )
+from llama_index.core.question_gen import LLMQuestionGenerator
 from llama_index.core.question_gen.types import BaseQuestionGenerator, SubQuestion
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import TextNode
 from llama_index.core.tools import QueryEngineTool
-from llama_index.llms.cached_rag import CachedRAGLLM
+from llama_index.llms.cached_rag import CachedRAGLLM, module_text
+from llama_index.postprocessor.cached_rag import CachedPostprocessor
 from llama_index.response_synthesizers.cached_rag import CachedSynthesizer, WholeChunks
 from llama_index.retrievers.cached_rag import CachedRetriever
+from pydantic import BaseModel, Field
 
 # Of the chat memory's database, where it is collected while a test still runs (see `unclosed`).
 pytestmark = pytest.mark.filterwarnings("ignore:<aiosqlite:ResourceWarning")
@@ -203,6 +210,34 @@ def test_a_condense_question_chat_engine(llm, index):
     assert max(report.modules_hit for report in warm) == 3
 
 
+def test_a_chat_engine_with_postprocessors(llm):
+    parts = SentenceWindowNodeParser(window_size=1).get_nodes_from_documents(
+        [Document(text=" ".join(CHUNKS), metadata={"page": 7})]
+    )
+    last = [MetadataReplacementPostProcessor("window"), CachedPostprocessor(llm)]
+    chat = VectorStoreIndex(parts).as_chat_engine(
+        chat_mode="context", similarity_top_k=3, node_postprocessors=last
+    )
+    (first, *_) = chat.chat(QUESTION).source_nodes
+    assert module_text(first.node).startswith(f"page: 7\n\n{CHUNKS[0]}")
+    assert CHUNKS[1] in first.node.get_content()
+    llm.loaded_engine().write_back.drain()
+    chat.reset()
+    chat.chat(QUESTION)
+    assert [report.modules_hit for report in llm.reports()] == [0, 3]
+
+
+def test_a_citation_engine_shows_nodes_without_metadata(llm, index):
+    retriever = CachedRetriever(index.as_retriever(similarity_top_k=3), llm)
+    engine = CitationQueryEngine.from_args(index, retriever=retriever)
+    engine.query(QUESTION)
+    llm.loaded_engine().write_back.drain()
+    assert "Source 1:" in engine.query("And why?").source_nodes[0].text
+    first, second = llm.reports()
+    assert (second.modules_hit, second.modules_missed) == (3, 0)
+    assert not [note for note in (*first.notes, *second.notes) if "retrieved" in note]
+
+
 class Questions(BaseQuestionGenerator):
     def generate(self, tools, query):
         return [SubQuestion(sub_question=q, tool_name="docs") for q in ("Which metal?", "Why?")]
@@ -234,6 +269,34 @@ class First(BaseSelector):
 def tool(index):
     engine = index.as_query_engine(similarity_top_k=3)
     return QueryEngineTool.from_defaults(engine, name="docs", description="All there is to know.")
+
+
+class Asked(BaseModel):
+    """What to ask, and whom."""
+
+    sub_question: str = Field(max_length=8)
+    tool_name: Literal["docs"]
+
+
+class Several(BaseModel):
+    """Questions."""
+
+    items: list[Asked] = Field(min_length=1, max_length=2)
+
+
+def test_sub_questions_of_any_model_name_tools_that_there_are(llm, index):
+    llm.max_tokens = 200
+    asking = LLMQuestionGenerator.from_defaults(
+        llm.as_structured_llm(Several), "Ask {tools_str} about this: {query_str}"
+    )
+    engine = SubQuestionQueryEngine.from_defaults(
+        [tool(index)], question_gen=asking, verbose=False, use_async=False
+    )
+    llm.encode_nodes(nodes())
+    first, *sources = engine.query(QUESTION).source_nodes
+    assert first.text.startswith("Sub question: ")
+    assert len(sources) >= 3
+    assert llm.reports()[0].modules_hit == 3
 
 
 @pytest.mark.parametrize("use_async", [False, True])

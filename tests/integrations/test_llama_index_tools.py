@@ -6,13 +6,23 @@ import asyncio
 
 import pytest
 from conftest import NEW_PROMPTS, tiny_model
+from llama_index.core.agent.workflow import (
+    AgentInput,
+    AgentOutput,
+    AgentWorkflow,
+    FunctionAgent,
+    ToolCallResult,
+)
 from llama_index.core.base.llms.types import ChatMessage, ToolCallBlock
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.cached_rag import CachedRAGLLM
 from pydantic import BaseModel, Field
+from test_llama_index_engines import unclosed  # noqa: F401
 
-from cached_rag import Engine
+from cached_rag import ConfigError, Engine
+
+pytestmark = pytest.mark.filterwarnings("ignore:<aiosqlite:ResourceWarning")
 
 
 class Keeper(BaseModel):
@@ -81,3 +91,50 @@ def test_a_template_of_ones_own_cannot_list_tools(llm):
     own = CachedRAGLLM(engine=llm.loaded_engine(), messages_to_prompt=lambda messages: "x")
     with pytest.raises(ValueError, match="lists no tools"):
         own.chat_with_tools([TOOL], "Is it warm?")
+
+
+def echo(words: str) -> str:
+    """Say it again."""
+    return words
+
+
+def test_a_call_that_is_cut_off_is_an_error_and_no_call(llm):
+    tools, asked = [FunctionTool.from_defaults(echo)], {"tool_required": True, "max_tokens": 70}
+    answer = llm.chat_with_tools(tools, "Is it warm?", **asked)
+    *parts, last = llm.stream_chat_with_tools(tools, "Is it warm?", **asked)
+    for cut in (answer, last):
+        assert cut.raw["finish_reason"] == "length"
+        with pytest.raises(ConfigError, match="within its call of 'echo'; raise max_tokens"):
+            llm.get_tool_calls_from_response(cut)
+    assert parts[-1].raw["finish_reason"] is None
+    assert llm.get_tool_calls_from_response(parts[-1])[0].tool_kwargs["words"]
+
+
+def test_calls_have_ids_of_their_own(llm):
+    answers = [llm.chat_with_tools([TOOL], "Warm?", tool_required=True) for _ in range(2)]
+    ids = {llm.get_tool_calls_from_response(answer)[0].tool_id for answer in answers}
+    assert len(ids) == 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # its base looks at itself
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_agent_calls_a_tool_once_and_reads_what_it_gave(llm, streaming):
+    async def main():
+        agent = FunctionAgent(
+            name="keeper",
+            tools=[TOOL],
+            llm=llm,
+            initial_tool_choice="weather",  # once, though agents allow several calls
+            streaming=streaming,
+        )
+        run = AgentWorkflow(agents=[agent]).run("Is it warm?", early_stopping_method="generate")
+        events = [event async for event in run.stream_events()]
+        return [e for e in events if isinstance(e, ToolCallResult)], events, await run
+
+    results, events, output = asyncio.run(main())
+    assert results[0].tool_output.content in ("mild: True", "mild: False")
+    steps = [event for event in events if isinstance(event, AgentOutput)]
+    assert len(steps[0].tool_calls) == 1
+    seen = [event.input for event in events if isinstance(event, AgentInput)]
+    assert [message.role.value for message in seen[1]] == ["user", "assistant", "tool"]
+    assert output.current_agent_name == "keeper"

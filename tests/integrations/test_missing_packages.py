@@ -99,7 +99,10 @@ def test_a_command_names_its_extra(extra, arguments, tmp_path):
         ("langchain_cached_rag", "langchain_core", "langchain"),
         *(
             (f"llama_index.{part}.cached_rag", "llama_index.core", "llama-index")
-            for part in ("llms", "retrievers", "vector_stores", "response_synthesizers")
+            for part in (
+                *("llms", "retrievers", "vector_stores"),
+                *("response_synthesizers", "postprocessor"),
+            )
         ),
     ],
 )

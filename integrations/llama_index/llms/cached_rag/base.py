@@ -37,6 +37,7 @@ from llama_index.llms.cached_rag.nodes import module_text
 from llama_index.llms.cached_rag.tools import (
     blocks,
     can_call,
+    check_whole,
     forced_program,
     offered,
     selections,
@@ -296,7 +297,7 @@ class CachedRAGLLM(FunctionCallingLLM):
             nonlocal said
             found = blocks(tools, text, ids, is_over=not delta)
             before, said = said, next((b.text for b in found if isinstance(b, TextBlock)), "")
-            return chat_response(model, found, stream, said[len(before) :])
+            return chat_response(model, found, stream, said[len(before) :], is_over=not delta)
 
         return response
 
@@ -399,12 +400,13 @@ class CachedRAGLLM(FunctionCallingLLM):
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **_: Any
     ) -> list[ToolSelection]:
-        """The calls in an answer.
+        """The calls in an answer; while it grows, with the arguments so far.
 
         Raises:
-            ValueError: there are none.
+            ValueError: there are none, or `max_tokens` cut one off.
         """
         found = selections(response.message)
+        check_whole(response)
         if error_on_no_tool_call and not found:
             raise ValueError(f"the answer calls no tool: {response.message.content!r}")
         return found

@@ -48,23 +48,27 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
 
 
 def chat_response(
-    model: str, blocks: Sequence[ContentBlock], stream: Stream, delta: str | None = None
+    model: str,
+    blocks: Sequence[ContentBlock],
+    stream: Stream,
+    delta: str | None = None,
+    *,
+    is_over: bool = True,
 ) -> ChatResponse:
     """What there is of an answer, with the report in `raw` and token counts beside the message."""
     more: dict[str, Any] = _counts(stream)
     message = ChatMessage(role=MessageRole.ASSISTANT, blocks=list(blocks), additional_kwargs=more)
     if calls := called(message):  # where LlamaIndex's programs look for them
         message.additional_kwargs["tool_calls"] = calls
-    return ChatResponse(message=message, delta=delta, raw=_raw(model, stream))
+    return ChatResponse(message=message, delta=delta, raw=_raw(model, stream, is_over))
 
 
 def completion_response(
     model: str, text: str, stream: Stream, delta: str | None = None
 ) -> CompletionResponse:
     """As `chat_response`, for a completion."""
-    return CompletionResponse(
-        text=text, delta=delta, raw=_raw(model, stream), additional_kwargs=_counts(stream)
-    )
+    raw = _raw(model, stream, not delta)
+    return CompletionResponse(text=text, delta=delta, raw=raw, additional_kwargs=_counts(stream))
 
 
 def _counts(stream: Stream) -> dict[str, int]:
@@ -77,13 +81,13 @@ def _counts(stream: Stream) -> dict[str, int]:
     }
 
 
-def _raw(model: str, stream: Stream) -> dict[str, Any]:
+def _raw(model: str, stream: Stream, is_over: bool) -> dict[str, Any]:
     """Names as in OpenAI's answers, which LlamaIndex's token counters look for."""
     counts = _counts(stream)
     details = {"cached_tokens": counts.pop("cached_tokens")}
     return {
         "model": model,
         "usage": {**counts, "prompt_tokens_details": details},
-        "finish_reason": stream.finish_reason,
+        "finish_reason": stream.finish_reason if is_over else None,
         "cached_rag": stream.report.to_dict(),
     }

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from llama_index.core.base.llms.types import ChatMessage, ContentBlock, TextBlock, ToolCallBlock
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ContentBlock,
+    TextBlock,
+    ToolCallBlock,
+)
 from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.llms.llm import LLM, ToolSelection
 from llama_index.core.llms.utils import parse_partial_json
@@ -15,7 +22,7 @@ from llama_index.core.program.utils import get_program_for_llm
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools.types import BaseTool
 
-from cached_rag import Engine, Tools
+from cached_rag import ConfigError, Engine, Tools
 
 # Options of a call that say what form its answer has.
 _OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")
@@ -27,9 +34,13 @@ def can_call() -> bool:
 
 
 def offered(tools: Sequence[BaseTool], choice: str, *, parallel: bool) -> dict[str, Any]:
-    """Options of a call in which these tools may be called."""
+    """Options of a call in which these tools may be called; one that is named, once.
+
+    Agents allow several calls whatever the choice, and a small model that must call repeats itself.
+    """
     listed = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
-    return {"tools": listed, "tool_choice": choice, "parallel_tool_calls": parallel}
+    several = parallel and choice in ("auto", "required")
+    return {"tools": listed, "tool_choice": choice, "parallel_tool_calls": several}
 
 
 def taken(engine: Engine, options: dict[str, Any]) -> Tools:
@@ -56,7 +67,7 @@ def blocks(tools: Tools, text: str, ids: list[str], *, is_over: bool) -> list[Co
     """
     said, calls = tools.read(text, is_over=is_over)
     found: list[ContentBlock] = [TextBlock(text=said)] if said or not calls else []
-    ids += [f"call_{number}" for number in range(len(ids), len(calls))]
+    ids += [f"call_{uuid.uuid4().hex[:24]}" for _ in calls[len(ids) :]]
     for call, name in zip(calls, ids, strict=True):
         arguments = json.loads(call.arguments) if call.is_complete else call.arguments
         block = ToolCallBlock(tool_call_id=name, tool_name=call.name, tool_kwargs=arguments)
@@ -75,6 +86,21 @@ def selections(message: ChatMessage) -> list[ToolSelection]:
         for block in message.blocks
         if isinstance(block, ToolCallBlock)
     ]
+
+
+def check_whole(response: ChatResponse) -> None:
+    """See that no call in a finished answer lacks its end: it would be made as it is.
+
+    Raises:
+        ConfigError: `max_tokens` cut one off.
+    """
+    if not isinstance(response.raw, dict) or response.raw.get("finish_reason") != "length":
+        return
+    for block in response.message.blocks:
+        if isinstance(block, ToolCallBlock) and isinstance(block.tool_kwargs, str):
+            raise ConfigError(
+                f"the answer ended within its call of {block.tool_name!r}; raise max_tokens"
+            )
 
 
 def called(message: ChatMessage) -> list[dict[str, Any]]:

@@ -1,0 +1,53 @@
+"""The last of a query engine's postprocessors: the model is told of nodes as it will read them."""
+
+from __future__ import annotations
+
+from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.schema import NodeWithScore, QueryBundle
+from llama_index.llms.cached_rag import CachedRAGLLM, Encode, Reader
+
+
+class CachedPostprocessor(BaseNodePostprocessor):
+    """Returns nodes as they come, and sees that the model can reuse them.
+
+    It does for nodes what `CachedRetriever` does, behind postprocessors that give them other texts
+    or bring further nodes. Put it last.
+
+    Example:
+        window = MetadataReplacementPostProcessor("window")
+        index.as_query_engine(node_postprocessors=[window, CachedPostprocessor(llm)])
+    """
+
+    _reader: Reader = PrivateAttr()
+
+    def __init__(
+        self,
+        llm: CachedRAGLLM,
+        *,
+        encode: Encode = "background",
+        prompt: BasePromptTemplate | None = None,
+        variable: str = "context_str",
+    ) -> None:
+        """Say who reads the nodes.
+
+        Args:
+            encode, prompt, variable: see `Reader`.
+
+        Raises:
+            cached_rag.ConfigError: there is no such `encode`.
+        """
+        super().__init__()
+        self._reader = Reader(llm, encode, prompt, variable)
+
+    @classmethod
+    def class_name(cls) -> str:
+        """The name LlamaIndex serialises under."""
+        return "CachedPostprocessor"
+
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        self._reader.expect(nodes)
+        return nodes
