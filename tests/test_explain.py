@@ -85,7 +85,7 @@ def test_the_page_has_the_whole_prompt_each_token_by_its_kind(generation):
 
 def test_the_page_loads_nothing_and_follows_the_readers_colours(generation):
     page = Explanation.of(generation).html()
-    assert "prefers-color-scheme: dark" in page
+    assert page.count("prefers-color-scheme: dark") == 2  # what is in it, and the ground behind
     assert 'name="viewport"' in page
     assert "default-src 'none'" in page
     for word in ("://", "url(", "@import", "<script", "<link", "src="):

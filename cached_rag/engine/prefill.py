@@ -227,6 +227,7 @@ def _note_rows(
 ) -> None:
     """Report which rows of a prompt are computed, and how many (token, layer) pairs."""
     report, cached = request.report, int((~layout.fresh).sum())
+    request.rows = rows
     request.coverage = Coverage.of(plan, rows, request.method, layout)
     report.charged_recompute = computed / (len(request.tokens) * layout.num_layers)
     report.recomputed_tokens = int((~layout.fresh[rows.cpu()]).sum())

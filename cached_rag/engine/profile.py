@@ -103,14 +103,11 @@ def profile_of(model: Backend, *, fresh: bool = False) -> Profile:
 
 
 def kept_profile(model: Backend) -> Profile | None:
-    """The profile that was measured earlier on this machine; None if there is none."""
-    path = _path(model)
-    if not path.is_file():
-        return None
+    """The profile that was measured earlier on this machine; None if there is none to be read."""
     try:
+        path = _path(model)
         return Profile(**json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError):
-        path.unlink(missing_ok=True)  # written by an earlier version, or incomplete
+    except (OSError, ValueError, TypeError):  # a ValueError: by an earlier version, or incomplete
         return None
 
 

@@ -98,7 +98,9 @@ class Request:
         beginning: the KV of the prompt's first tokens that was taken from other prompts.
         buffer: all of the prompt's KV, with room for the answer; None if the KV lies elsewhere.
         logits: (1, vocab_size) after the last prompt token.
-        coverage: which of the prompt's tokens had KV, and which were computed.
+        rows: (num_rows,) int64 slots of the tokens that were computed in every layer; the KV of
+            all others is cached.
+        coverage: the same for each token, and where its KV came from.
         sequence: the prompt as others may share it, while it runs in the scheduler's batch.
         is_private: as in `RunningSequence`, of one that was set back.
         pending: tokens whose KV is still to be computed: the rest of the prompt, or the answer's
@@ -130,6 +132,7 @@ class Request:
     beginning: Beginning = NOTHING
     buffer: KVBuffer | None = None
     logits: torch.Tensor = field(init=False)
+    rows: torch.Tensor = field(init=False)
     coverage: Coverage | None = None
     sequence: RunningSequence | None = None
     is_private: bool = False
