@@ -107,7 +107,7 @@ def test_a_call_that_is_cut_off_is_an_error_and_no_call(llm):
         with pytest.raises(ConfigError, match="within its call of 'echo'; raise max_tokens"):
             llm.get_tool_calls_from_response(cut)
     assert parts[-1].raw["finish_reason"] is None
-    assert llm.get_tool_calls_from_response(parts[-1])[0].tool_kwargs["words"]
+    assert llm.get_tool_calls_from_response(parts[-1])[0].tool_name == "echo"
 
 
 def test_calls_have_ids_of_their_own(llm):
@@ -138,3 +138,12 @@ def test_an_agent_calls_a_tool_once_and_reads_what_it_gave(llm, streaming):
     seen = [event.input for event in events if isinstance(event, AgentInput)]
     assert [message.role.value for message in seen[1]] == ["user", "assistant", "tool"]
     assert output.current_agent_name == "keeper"
+
+
+@pytest.mark.parametrize(
+    ("asked", "several"),
+    [({"tool_choice": "weather"}, False), ({"tool_required": True}, True), ({}, True)],
+)
+def test_a_tool_that_is_named_is_called_once(llm, asked, several):
+    options = llm._prepare_chat_with_tools([TOOL], "Warm?", allow_parallel_tool_calls=True, **asked)
+    assert options["parallel_tool_calls"] is several
