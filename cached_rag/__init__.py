@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         StoreFullError,
         needs_extra,
     )
+    from cached_rag.explain import Explanation
     from cached_rag.grammar.grammar import Grammar
     from cached_rag.grammar.tools import ToolCall
     from cached_rag.library.context import PRIMER, Context
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from cached_rag.pml import Import, Said, Schema, SchemaPrompt
     from cached_rag.rag import Embedder, Hit, IndexedDocument
     from cached_rag.rag.answer import Answer, AnswerStream
+    from cached_rag.rag.chat import Chat
     from cached_rag.rag.ingest import IngestSummary
     from cached_rag.rag.progress import Progress, encode_progress
     from cached_rag.rag.rag import CachedRAG, Deletion
@@ -67,6 +69,7 @@ __all__ = [
     "CachedRAG",
     "CachedRAGError",
     "CallPart",
+    "Chat",
     "ClosedError",
     "ConfigError",
     "Context",
@@ -78,6 +81,7 @@ __all__ = [
     "EncodeSummary",
     "Engine",
     "EvaluationError",
+    "Explanation",
     "Generation",
     "GenerationConfig",
     "Grammar",
@@ -124,6 +128,7 @@ _MODULES = (
         "engine.report",
         "engine.decoding",
         "engine.stream",
+        "explain",
     ),
     *("backends.transformers.loading", "library.encode", "library.ledger"),
     *("pml", "engine.engine", "engine.template_head", "rag", "rag.answer", "rag.ingest", "rag.rag"),

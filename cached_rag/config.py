@@ -22,6 +22,8 @@ _COLDEST = 1e-4
 _MOST_LOGPROBS = 20  # as OpenAI's
 # Which prompts may go on with KV that a method repaired; see `StoreConfig`.
 KeepsRepaired = bool | Literal["conversation"]
+# What is learned from prompts; see `StoreConfig`.
+Learns = Literal["off", "recurring"]
 _METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")
 
 
@@ -207,6 +209,10 @@ class StoreConfig:
             `path` nothing is encoded then.
         learn_prefixes: a head that recurs before the first chunks of prompts is encoded in the
             background, and then reused without loss. Missed chunks are encoded behind it.
+        learn: with "recurring", texts of at least 128 tokens that several prompts have at different
+            places become known, as if they had been given to `Engine.register`, and are encoded in
+            the background: documents that an application puts into its prompts, of which nobody
+            told the engine. Prompts are remembered as digests only, within a bound.
         pipelined: read KV from disk layer by layer, while the model computes layers that were read.
             If not, all is read first. None turns it on for accelerators only: on a CPU, reading
             and computing compete for the same cores (measured in docs/store.md).
@@ -227,6 +233,7 @@ class StoreConfig:
     write_back: bool = True
     finish_seconds: float = 30.0
     learn_prefixes: bool = True
+    learn: Learns = "off"
     pipelined: bool | None = None
 
     def __post_init__(self) -> None:
@@ -241,6 +248,14 @@ class StoreConfig:
             keeps or not self.harvest,
             "harvest takes KV from earlier prompts, and sequence_bytes=0 or keeps_repaired=False "
             "lets none serve; leave one of them out",
+        )
+        _require(
+            self.learn in ("off", "recurring"), f'learn is "off" or "recurring", not {self.learn!r}'
+        )
+        _require(
+            self.write_back or self.learn == "off",
+            'learn="recurring" has texts encoded in the background, and write_back=False lets '
+            "nothing be; leave one of them out",
         )
         finish = self.finish_seconds
         _require(finish >= 0, f"finish_seconds cannot be negative: {finish}")

@@ -17,7 +17,7 @@ ROOT = Path(cached_rag.__file__).parent
 # From the ground up; a package may import those before it.
 FLOORS = (
     *("errors", "methods", "grammar", "config", "kv", "backends", "library", "engine"),
-    *("pml", "rag", "server", "benchmarks", "evaluation", "cli"),
+    *("explain", "pml", "rag", "server", "benchmarks", "evaluation", "cli"),
 )
 PUBLIC = ("cached_rag", "cached_rag.benchmarks", "cached_rag.evaluation", "cached_rag.pml")
 FRAMEWORKS = ("langchain_core", "langchain", "llama_index", "langchain_cached_rag")

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from test_rag import WordEmbedding
 from typer.testing import CliRunner
 
-from cached_rag import ConfigError, DocumentError
+from cached_rag import CachedRAG, ConfigError, DocumentError
 from cached_rag.cli import main as cli
 from cached_rag.cli.terminal import plain, sooner
 from cached_rag.rag import Embedder
@@ -108,16 +108,16 @@ def test_verify_looks_into_all_three_databases(index):
 
 
 def test_ingest_says_in_one_line_what_it_passed_over(index, tmp_path):
-    for name in ("a.py", "b.py", "c.png", "Makefile", ".hidden.py"):
+    for name in ("a.bin", "b.bin", "c.png", "Makefile", ".hidden.bin"):
         (tmp_path / "docs" / name).write_text("text")
     command = ["ingest", str(tmp_path / "docs"), "--index", str(index), "--dtype", "float32"]
     shown = " ".join(run(cli.app, command).stderr.split())
-    assert "4 files passed over: 2 .py, " in shown
+    assert "4 files passed over: 2 .bin, " in shown
     assert "1 .png" in shown
     assert "1 without suffix" in shown
-    assert "known kinds: .csv, .docx, .epub, .htm, .html" in shown
+    assert "known kinds: .c, .cbl, .cc," in shown
     found = json.loads(run(cli.app, [*command, "--json"]).stdout)
-    assert found["passed_over"][0] == [".py", 2]
+    assert found["passed_over"][0] == [".bin", 2]
     assert found["skipped"] == []
 
 
@@ -479,3 +479,52 @@ def test_every_command_has_help(command):
     result = run(cli.app, [*command.split(), "--help"])
     assert result.exit_code == 0
     assert "Usage" in result.stdout
+
+
+def test_chat_answers_turn_by_turn_and_shows_what_it_used(index):
+    arguments = ["chat", "--index", str(index), "-k", "1", "--max-tokens", "3", "--no-condense"]
+    said = "copper green?\n/sources\nand lighthouses?\n/new\n/sources\n\nnever asked\n"
+    result = run(cli.app, [*arguments, "--dtype", "float32"], input=said)
+    assert result.exit_code == 0, result.output
+    assert result.output.count("prompt tokens from cache") == 2
+    _, first, shown, _, new, none, _ = result.output.split("> ")
+    assert CHUNKS[1] in first
+    assert shown.count(CHUNKS[1]) == 2  # as a title, and as a text
+    assert new == none == ""
+
+
+def test_search_shows_the_nearest_chunks(index):
+    arguments = ["search", "copper green?", "--index", str(index), "-k", "1"]
+    found = json.loads(run(cli.app, [*arguments, "--json"]).stdout)["hits"]
+    assert [hit["source"] for hit in found] == ["docs/b.txt"]
+    shown = run(cli.app, [*arguments, "--where", "source=*c.txt"]).stdout
+    assert CHUNKS[2] in shown
+    assert CHUNKS[1] not in shown
+
+
+def test_where_chooses_the_chunks(index):
+    arguments = ["ask", "copper green?", "--index", str(index), "--max-tokens", "2", "--json"]
+    result = run(cli.app, [*arguments, "--dtype", "float32", "--where", "source=docs/[bc].txt"])
+    names = [hit["source"] for hit in json.loads(result.stdout)["sources"]]
+    assert sorted(names) == ["docs/b.txt", "docs/c.txt"]
+    for wrong, says in (("source", "FIELD=VALUE"), ("page=1", "no chunk has a field 'page'")):
+        result = run(cli.app, [*arguments, "--dtype", "float32", "--where", wrong])
+        assert isinstance(result.exception, ConfigError)
+        assert says in str(result.exception)
+
+
+def test_ingest_watch_goes_on_until_interrupted(index, tmp_path, monkeypatch):
+    seen = []
+
+    def interrupted(self, path):
+        seen.append(path)
+        yield self.ingest(path, progress=False)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CachedRAG, "watch", interrupted)
+    result = run(cli.app, ["ingest", str(tmp_path / "docs"), "--index", str(index), "--watch"])
+    assert result.exit_code == 0, result.output
+    assert "3 unchanged" in result.output
+    assert seen == [tmp_path / "docs"]
+    named = ["ingest", str(tmp_path), "--index", str(index), "--watch", "--name", "x"]
+    assert isinstance(run(cli.app, named).exception, ConfigError)

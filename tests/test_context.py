@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from conftest import CHUNKS, plain_cache, tiny_model
 from test_engine import ask
@@ -109,3 +110,48 @@ def test_passages_that_do_not_fit_are_left_out_farthest_first(engine):
     (behind,) = engine.library.encoded_after()
     kv = engine.library.fetch(behind, engine.tokenization.literal(CHUNKS[0]).ids)
     assert kv.start == len(behind.prefix_ids) + len(engine.tokenization.literal(CHUNKS[1]).ids)
+
+
+def elsewhere(engine, **options):
+    """Encode all chunks as other prompts have them, which say something else first."""
+    other = [{"role": "system", "content": "You are a lamp. Be bright."}, *ask(CHUNKS[0])]
+    engine.encode(CHUNKS, engine.head(other, CHUNKS[0]), **options)
+
+
+@pytest.mark.parametrize("context", [None, PRIMER])
+def test_chunks_behind_another_head_serve_approximately(engine, context):
+    elsewhere(engine, context=context)
+    done = engine.prefill(ask(*CHUNKS), method="auto")
+    assert (done.report.modules_hit, done.report.modules_missed) == (3, 0)
+    assert done.report.recomputed_tokens > 0
+    assert not any(place.is_exact for place in done.plan.placements)
+    assert engine.prefill(ask(*CHUNKS), method="prefix").report.cached_tokens == 0
+    full = engine.prefill(ask(*CHUNKS), method="full").logits
+    whole = engine.prefill(ask(*CHUNKS), method="prophetkv", recompute_ratio=1.0)
+    assert torch.allclose(whole.logits, full, atol=1e-4)
+
+
+def test_a_better_encoding_is_preferred_to_one_behind_another_head(engine):
+    def used():
+        _, plan = engine.plan(ask(*CHUNKS), "reuse", engine.prefill(ask(*CHUNKS)).report)
+        return {(len(m.encoded_after.prefix_ids), m.encoded_after.context) for m in plan.matches}
+
+    elsewhere(engine)
+    ((other, _),) = used()
+    engine.encode(CHUNKS)
+    ((alone, _),) = used()
+    assert alone < other
+    elsewhere(engine, context=PRIMER)  # the primer matters more than the head
+    assert used() == {(other, PRIMER.name)}
+    engine.encode(CHUNKS, context=PRIMER)
+    assert used() == {(alone, PRIMER.name)}
+    engine.encode(CHUNKS, head_of(engine), context=PRIMER)
+    ((own, context),) = used()
+    assert alone < own < other
+    assert context == PRIMER.name
+
+
+def test_other_heads_are_those_of_the_same_tenant(engine):
+    elsewhere(engine)
+    with engine.tenant("other") as tenant:
+        assert tenant.prefill(ask(*CHUNKS)).report.modules_hit == 0

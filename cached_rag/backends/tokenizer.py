@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count, groupby
+from itertools import count, groupby, pairwise
 from typing import Any
 
 from jinja2 import TemplateError
@@ -263,6 +263,21 @@ class Tokenization:
             return self.literal(text)
         starts, ends = [at - 1 for at in tokens.starts[1:]], [at - 1 for at in tokens.ends[1:]]
         return Tokens(tokens.ids[1:], starts, ends)
+
+    def texts(self, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
+        """The texts of runs of tokens that follow each other, control tokens among them.
+
+        Args:
+            cuts: the first token of each run, and the token after the last.
+        """
+        runs = list(pairwise(cuts))
+        # A decoder drops white space before a text's first token, so another token goes before it.
+        behind = [list(ids[max(0, begin - 1) : end]) for begin, end in runs]
+        before = [list(ids[max(0, begin - 1) : begin]) for begin, _ in runs]
+        decode = self._backends.plain.decode_batch
+        whole = decode(behind, skip_special_tokens=False)
+        extra = decode(before, skip_special_tokens=False)
+        return [text.removeprefix(ahead) for text, ahead in zip(whole, extra, strict=True)]
 
     def _pieces(self, text: str, literal: _Spans) -> list[tuple[str, int, int | None]]:
         """The prompt in pieces: (text, start, id), where id is None for text.

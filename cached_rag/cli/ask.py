@@ -17,6 +17,8 @@ from cached_rag.cli.options import (
     MaxTokens,
     Method,
     Weights,
+    Where,
+    filters,
     require_index,
 )
 from cached_rag.cli.terminal import Json, err, out, print_json, print_reports
@@ -26,6 +28,7 @@ def ask_command(
     question: str,
     index: Index = DEFAULT_INDEX,
     k: Annotated[int, typer.Option("-k", help="Chunks to retrieve.")] = 6,
+    where: Where = None,
     method: Method = "auto",
     ratio: Annotated[
         float | None,
@@ -67,12 +70,14 @@ def ask_command(
     how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
     how["backend"] = backend
     with CachedRAG.open(index, sequence_bytes=0, **how) as rag:
-        stream = rag.stream(question, k=k, config=config)
+        chosen: dict[str, Any] = {"k": k, "where": filters(where)}
+        stream = rag.stream(question, config=config, **chosen)
         for piece in stream:
             if not as_json:
                 out.print(piece, end="", markup=False, highlight=False)
         answer = stream.answer
-        full = rag.ask(question, k=k, config=config.replace(method="full")) if compare else None
+        plain = config.replace(method="full")
+        full = rag.ask(question, config=plain, **chosen) if compare else None
     if as_json:
         found: dict[str, Any] = {
             "text": answer.text,

@@ -1,4 +1,4 @@
-"""`cached-rag list` and `cached-rag delete`: the documents of an index. Load no model."""
+"""`cached-rag list`, `search` and `delete`: the documents of an index. Load no language model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cached_rag.cli.options import DEFAULT_INDEX, Index, require_index
+from cached_rag.cli.options import DEFAULT_INDEX, Index, Where, filters, require_index
 from cached_rag.cli.terminal import Json, out, print_json, print_table
 
 
@@ -32,6 +32,27 @@ def list_command(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
             for one in documents
         ]
     )
+
+
+def search_command(
+    question: str,
+    index: Index = DEFAULT_INDEX,
+    k: Annotated[int, typer.Option("-k", help="Chunks to show.")] = 6,
+    where: Where = None,
+    as_json: Json = False,
+) -> None:
+    """Show the chunks nearest to a question."""
+    from cached_rag import CachedRAG
+
+    require_index(index)
+    with CachedRAG.open(index) as rag:
+        hits = rag.search(question, k, where=filters(where))
+    if as_json:
+        print_json({"hits": [dataclasses.asdict(hit) for hit in hits]})
+        return
+    for hit in hits:
+        out.print(f"{hit}", style="bold", markup=False, highlight=False)
+        out.print(f"{hit.text}\n", markup=False, highlight=False)
 
 
 def delete_command(

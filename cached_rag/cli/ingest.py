@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,7 @@ from cached_rag.cli.options import (
 from cached_rag.cli.terminal import Json, err, out, print_json
 
 if TYPE_CHECKING:
-    from cached_rag import IngestSummary
+    from cached_rag import CachedRAG, IngestSummary
 
 
 def ingest_command(
@@ -37,6 +38,9 @@ def ingest_command(
         str | None, typer.Option(help="Name of PATH in the index; its own by default.")
     ] = None,
     delete_missing: Annotated[bool, typer.Option(help="Drop documents gone from PATH.")] = False,
+    watch: Annotated[
+        bool, typer.Option(help="Go on, and keep the index in step with the folder PATH.")
+    ] = False,
     dtype: Dtype = None,
     device: Device = None,
     weights: Weights = "as stored",
@@ -44,13 +48,32 @@ def ingest_command(
     as_json: Json = False,
 ) -> None:
     """Read, split, embed, index and prefill documents; what the index has already is skipped."""
-    from cached_rag import CachedRAG
+    from cached_rag import CachedRAG, ConfigError
+
+    if watch and name is not None:
+        raise ConfigError(
+            "--watch names documents after PATH; leave --name out, or rename the folder"
+        )
 
     options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "codec": codec, "context": context}
     with CachedRAG.open(
         index, model, dtype=dtype, device=device, weights=weights, backend=backend, **options
     ) as rag:
+        if watch:
+            _keep_in_step(rag, path, as_json=as_json)
+            return
         summary = rag.ingest(path, name=name, delete_missing=delete_missing, progress=not as_json)
+    _print(summary, as_json=as_json)
+
+
+def _keep_in_step(rag: CachedRAG, path: Path, *, as_json: bool) -> None:
+    """Print what is done, until interrupted."""
+    with suppress(KeyboardInterrupt):
+        for summary in rag.watch(path):
+            _print(summary, as_json=as_json)
+
+
+def _print(summary: IngestSummary, *, as_json: bool) -> None:
     if as_json:
         print_json(dataclasses.asdict(summary))
         return

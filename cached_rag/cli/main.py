@@ -10,10 +10,12 @@ import typer
 from cached_rag import __version__
 from cached_rag.cli.ask import ask_command
 from cached_rag.cli.bench import bench_app
+from cached_rag.cli.chat import chat_command
 from cached_rag.cli.demo import demo_command
 from cached_rag.cli.doctor import doctor_command
-from cached_rag.cli.documents import delete_command, list_command
+from cached_rag.cli.documents import delete_command, list_command, search_command
 from cached_rag.cli.eval import evaluate_command
+from cached_rag.cli.explain import explain_command
 from cached_rag.cli.ingest import ingest_command
 from cached_rag.cli.schema import schema_app
 from cached_rag.cli.serve import serve_command
@@ -29,7 +31,10 @@ app = typer.Typer(
 )
 app.command("ingest")(ingest_command)
 app.command("ask")(ask_command)
+app.command("chat")(chat_command)
+app.command("explain")(explain_command)
 app.command("list")(list_command)
+app.command("search")(search_command)
 app.command("delete")(delete_command)
 app.command("demo")(demo_command)
 app.command("doctor")(doctor_command)

@@ -44,6 +44,13 @@ Codec = Annotated[
 Drafts = Annotated[
     bool, typer.Option(help="Check several tokens in one pass where the answer copies the prompt.")
 ]
+Where = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Use only chunks with FIELD=VALUE, such as source=docs/guide/*, page=3 or "
+        "'heading=*Install*'; may be repeated."
+    ),
+]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
 NewTokens = Annotated[int, typer.Option(help="Tokens of an answer.")]
 Repeats = Annotated[int, typer.Option(help="Rounds that are measured, after a round to warm up.")]
@@ -60,6 +67,19 @@ def require_index(index: Path) -> None:
         raise ConfigError(
             f"there is no index at {index}; make one with: cached-rag ingest PATH --index {index}"
         )
+
+
+def filters(where: list[str] | None) -> dict[str, str] | None:
+    """What `--where` says, by field.
+
+    Raises:
+        ConfigError: one of them has no "=".
+    """
+    pairs = [text.partition("=") for text in where or ()]
+    for name, equals, _ in pairs:
+        if not (name and equals):
+            raise ConfigError(f"--where takes FIELD=VALUE, not {name!r}")
+    return {name: value for name, _, value in pairs} or None
 
 
 def names(text: str) -> list[str]:

@@ -68,6 +68,13 @@ def serve_command(
             help="Keep of them only what full prefill would have computed, nothing repaired.",
         ),
     ] = False,
+    learn: Annotated[
+        str,
+        typer.Option(
+            help='"recurring": texts that several prompts have at different places are encoded, '
+            'whoever retrieved them. "off": only texts that were made known.'
+        ),
+    ] = "recurring",
     memory_bytes: Annotated[int, typer.Option(help="Most bytes of chunks' KV in memory.")] = 2
     << 30,
     disk_bytes: Annotated[
@@ -129,6 +136,7 @@ def serve_command(
         "finish_seconds": drain_seconds,
         "sequence_bytes": sequence_bytes,
         "keeps_repaired": False if exact_only else "conversation",
+        "learn": learn,
     }
     with bind(host, port) as bound:  # before the model is loaded, which takes its time
         if index is not None:

@@ -7,7 +7,7 @@ the tests compare the two.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -17,6 +17,7 @@ from cached_rag.backends.tokenizer import Tokens
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.sampling import Detokenizer, Sampler
+from cached_rag.engine.trace import Trace
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
 
@@ -46,6 +47,7 @@ class Generation:
             `max_tokens` tokens) or "cancelled".
         report: what was reused and computed, and how long it took.
         logprobs: one for each token, if they were asked for.
+        trace: what became of each of the prompt's tokens; `Explanation` shows it.
     """
 
     text: str
@@ -53,6 +55,7 @@ class Generation:
     finish_reason: str
     report: Report
     logprobs: tuple[TokenLogprobs, ...] = ()
+    trace: Trace | None = field(default=None, compare=False, repr=False)
 
 
 class Prefilled(Protocol):

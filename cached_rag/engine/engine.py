@@ -326,7 +326,8 @@ class Engine:
     def forget(self, texts: Sequence[str]) -> int:
         """Forget texts, and delete all KV of them, whichever process encoded it.
 
-        No answer that is asked for from then on uses that KV.
+        No answer that is asked for from then on uses that KV. What was learned from prompts
+        (`StoreConfig.learn`) is forgotten with it, as it may have the same words.
 
         Returns:
             How many KVs were deleted; a chunk that was encoded behind two prefixes has two.
@@ -335,6 +336,8 @@ class Engine:
             StoreError: the files cannot be opened or written, so KV would stay there.
         """
         self.check_open()
+        if self._resources.learning.recurring is not None:
+            self._resources.learning.recurring.clear()
         return self.library.remove({digest(text.strip()) for text in texts})
 
     def _let_go(self, chunks: Sequence[ChunkRecord]) -> None:

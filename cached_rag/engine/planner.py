@@ -7,7 +7,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -112,7 +112,7 @@ class TextPlanner:
             )
         if self.learning.write_back is not None:
             report.missed_tokens = sum(len(chunk.token_ids) for chunk in missed.values())
-        return tokens, plan.taking(takes)
+        return tokens, replace(plan, text=self.text).taking(takes)
 
     def _explain(self, plan: Plan, report: Report) -> None:
         """Add a note if the missing KV exists, but was made by another model or dtype."""

@@ -17,6 +17,7 @@ from cached_rag.engine.pieces import Pieces
 from cached_rag.engine.report import Clock
 from cached_rag.engine.request import Request, Resources
 from cached_rag.engine.sharing import NOTHING, Beginning
+from cached_rag.engine.trace import Coverage
 from cached_rag.errors import ContextOverflowError, CorruptBlobError, StoreError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.loader import LayerLoader
@@ -166,6 +167,7 @@ def follow(request: Request, beginning: Beginning) -> None:
     assert plan is not None
     request.begin_with(beginning)
     request.exact_length = exact_length(request, plan)
+    request.coverage = Coverage.of(plan.starting_from(beginning.pieces(request.tokens.ids)))
     request.pending = [*request.tokens.ids[done:], *request.decoding.token_ids]
     report.modules_hit = plan.num_chunks
     report.cached_tokens = done
@@ -209,21 +211,23 @@ def _run(
         drifting = layout.modules if request.method.transfers_drift else ()
         request.pending = [request.tokens.ids[slot] for slot in slots]
         request.repair_left = Pieces(slots, drifting)
-        _note_rows(request, layout, chosen.rows, chosen.computed + len(slots) * layers)
+        _note_rows(request, plan, layout, chosen.rows, chosen.computed + len(slots) * layers)
         return chosen.computed
     if layout.fresh.all():
         done = model.prefill(buffer, ids)
     else:
         done = model.repair(buffer, ids, layout, request.method, ready)
     request.logits = done.logits
-    _note_rows(request, layout, done.rows, done.computed)
+    _note_rows(request, plan, layout, done.rows, done.computed)
     return done.computed
 
 
-def _note_rows(request: Request, layout: Layout, rows: torch.Tensor, computed: int) -> None:
+def _note_rows(
+    request: Request, plan: Plan, layout: Layout, rows: torch.Tensor, computed: int
+) -> None:
     """Report which rows of a prompt are computed, and how many (token, layer) pairs."""
     report, cached = request.report, int((~layout.fresh).sum())
-    request.rows = rows
+    request.coverage = Coverage.of(plan, rows, request.method, layout)
     report.charged_recompute = computed / (len(request.tokens) * layout.num_layers)
     report.recomputed_tokens = int((~layout.fresh[rows.cpu()]).sum())
     report.cached_tokens = cached - report.recomputed_tokens

@@ -91,19 +91,32 @@ def profile_of(model: Backend, *, fresh: bool = False) -> Profile:
     Args:
         fresh: measure even if a profile was kept.
     """
-    machine = (platform.node(), platform.machine(), str(os.cpu_count()), str(model.shapes.device))
-    path = cache_dir() / "profiles" / f"{digest(model.fingerprint, *machine)}.json"
-    if path.is_file() and not fresh:
-        try:
-            return Profile(**json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError):
-            path.unlink()  # written by an earlier version, or incomplete
-    profile = measure(model)
+    kept = None if fresh else kept_profile(model)
+    if kept is not None:
+        return kept
+    profile, path = measure(model), _path(model)
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}")
     temporary.write_text(json.dumps(dataclasses.asdict(profile)), encoding="utf-8")
     temporary.replace(path)
     return profile
+
+
+def kept_profile(model: Backend) -> Profile | None:
+    """The profile that was measured earlier on this machine; None if there is none."""
+    path = _path(model)
+    if not path.is_file():
+        return None
+    try:
+        return Profile(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        path.unlink(missing_ok=True)  # written by an earlier version, or incomplete
+        return None
+
+
+def _path(model: Backend) -> Path:
+    machine = (platform.node(), platform.machine(), str(os.cpu_count()), str(model.shapes.device))
+    return cache_dir() / "profiles" / f"{digest(model.fingerprint, *machine)}.json"
 
 
 def measure(model: Backend) -> Profile:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -16,8 +16,10 @@ from cached_rag.engine.decoding import Decoding
 from cached_rag.engine.drafts import DEAREST, MOST, Drafts
 from cached_rag.engine.pieces import Pieces
 from cached_rag.engine.planner import Planner, Reading
+from cached_rag.engine.profile import kept_profile
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.sharing import NOTHING, Beginning, RunningSequence
+from cached_rag.engine.trace import Coverage, Trace
 from cached_rag.kv.buffer import KVBuffer, Workspace
 from cached_rag.kv.rows import RowKV
 from cached_rag.library.background import Activity
@@ -96,8 +98,7 @@ class Request:
         beginning: the KV of the prompt's first tokens that was taken from other prompts.
         buffer: all of the prompt's KV, with room for the answer; None if the KV lies elsewhere.
         logits: (1, vocab_size) after the last prompt token.
-        rows: (num_rows,) int64 slots of the tokens that were computed in every layer; the KV of
-            all others is cached.
+        coverage: which of the prompt's tokens had KV, and which were computed.
         sequence: the prompt as others may share it, while it runs in the scheduler's batch.
         is_private: as in `RunningSequence`, of one that was set back.
         pending: tokens whose KV is still to be computed: the rest of the prompt, or the answer's
@@ -129,7 +130,7 @@ class Request:
     beginning: Beginning = NOTHING
     buffer: KVBuffer | None = None
     logits: torch.Tensor = field(init=False)
-    rows: torch.Tensor = field(init=False)
+    coverage: Coverage | None = None
     sequence: RunningSequence | None = None
     is_private: bool = False
     pending: list[int] = field(default_factory=list)
@@ -152,6 +153,17 @@ class Request:
         """As in `Generation`, or "error"; None until the request is over."""
         reasons = {Status.CANCELLED: "cancelled", Status.FAILED: "error"}
         return reasons.get(self.status, self.decoding.finish_reason)
+
+    @property
+    def trace(self) -> Trace | None:
+        """What became of each of the prompt's tokens; None before they are prefilled."""
+        if self.coverage is None:
+            return None
+        made = self.coverage.trace(self.tokens, self.planner.text, self.resources.tokenization)
+        profile = kept_profile(self.resources.model)
+        if profile is None:
+            return made
+        return replace(made, full_ms=profile.compute_s(len(self.tokens)) * 1000)
 
     def kept_beginning(self) -> Beginning:
         """The KV that finished prompts left of this prompt's beginning."""

@@ -19,6 +19,7 @@ from cached_rag.engine.decoding import Generation, TokenLogprobs
 from cached_rag.engine.report import Report
 from cached_rag.engine.request import Item, Request, Status
 from cached_rag.engine.scheduler import Scheduler
+from cached_rag.engine.trace import Trace
 
 _ONE_WAY = (
     "pieces of this stream were taken in another way before (as an iterator, or asynchronously), "
@@ -73,6 +74,11 @@ class Stream(Iterator[str]):
     def report(self) -> Report:
         """What was reused and computed so far, and how long it took."""
         return self._request.report
+
+    @property
+    def trace(self) -> Trace | None:
+        """What became of each of the prompt's tokens; None before they have their KV."""
+        return self._request.trace
 
     @property
     def token_ids(self) -> list[int]:
@@ -158,7 +164,7 @@ class Stream(Iterator[str]):
             text: all of its pieces.
         """
         ids, logprobs = tuple(self.token_ids), tuple(self.logprobs)
-        return Generation(text, ids, self.finish_reason, self.report, logprobs)
+        return Generation(text, ids, self.finish_reason, self.report, logprobs, self.trace)
 
     async def atext(self) -> str:
         """The whole text, without blocking the event loop. A cancelled task stops the answer."""

@@ -14,7 +14,7 @@ from cached_rag.methods import has_own_ratio
 
 ENCODINGS = (
     *("alone", "alone-primer", "prefix", "primer", "both", "neighbours", "strangers"),
-    "harvested",
+    *("harvested", "elsewhere", "elsewhere-prefix"),
 )
 DEFAULT_ENCODING = "primer"
 # No methods of the engine, but measured through it: other ways to ask (CacheBlend, section 7), and

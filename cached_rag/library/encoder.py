@@ -107,8 +107,7 @@ class Encoder:
     def register(self, texts: Sequence[str]) -> int:
         """See `Engine.register`."""
         records, _ = self._records(texts)
-        known = self.library.table
-        new = [record for record, text in records if known.get(text) is None]
+        new = [record for record, text in records if not self.library.was_given(text)]
         if new:
             self.library.register(new)
         return sum(len(record.token_ids) for record, _ in records)
@@ -124,6 +123,13 @@ class Encoder:
         """Encode a prefix and make it known, so that prompts reuse it."""
         self.library.add_encoded_after(behind)
         self._ensure_prefix(behind)
+
+    def learn_text(self, text: str, behind: EncodedAfter) -> None:
+        """Make a text known that prompts repeat, and encode it."""
+        for record, stripped in self._records([text])[0]:
+            if self.library.table.get(stripped) is None:
+                self.library.learn(record)
+            self.recover(record, stripped, behind)
 
     def recover(self, chunk: ChunkRecord, text: str, behind: EncodedAfter) -> None:
         """Encode one chunk that a request missed.

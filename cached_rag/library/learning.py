@@ -1,13 +1,13 @@
 """Decides what is encoded in the background after a request.
 
-Chunks without KV are encoded, heads of prompts that recur are learned, and KV that was read from
-disk is brought into memory. Knows tokens and plans; knows no prompt text and no method.
+Chunks without KV are encoded, heads of prompts and texts that recur are learned, and KV that was
+read from disk is brought into memory. Knows tokens and plans; knows no method.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.tokenizer import Tokens
 from cached_rag.config import StoreConfig
+from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import ChunkRecord
 from cached_rag.library.background import Activity, WriteBack
@@ -24,6 +25,7 @@ from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
 from cached_rag.library.plan import Plan, is_before
 from cached_rag.library.prompt_heads import Heads
+from cached_rag.library.recurring import Recurring, Run
 
 
 class Learning:
@@ -32,6 +34,7 @@ class Learning:
     Attributes:
         write_back: the queue; None if `StoreConfig.write_back` is off.
         heads: the heads of prompts that recur; None if they are not to be learned.
+        recurring: the same for other texts.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Learning:
         self.library = library
         learns = settings.learn_prefixes and settings.write_back
         self.heads = Heads() if learns else None
+        self.recurring = Recurring() if settings.learn == "recurring" else None
         self._sink_ids = encoder.tokenization.sink_ids
         self._encoder = encoder
         self._lock = lock
@@ -73,25 +77,48 @@ class Learning:
         """
         if self.write_back is None:
             return
-        self._offer_chunks(tokens, plan)
+        self._offer_chunks(tokens, plan, self._runs(tokens, plan))
         for place in plan.placements:
             if place.source is not None and not isinstance(place.kv, ModuleKV):
                 fetch = partial(self.library.fetch, *place.source)
                 self.write_back.offer(place.source, fetch, lasts=False)
 
-    def _offer_chunks(self, tokens: Tokens, plan: Plan) -> None:
-        """Offer to encode the chunks that had no KV, and the prompt's head if it recurs."""
-        if not plan.matches:
+    def _runs(self, tokens: Tokens, plan: Plan) -> list[Run]:
+        """Texts in the prompt that nobody made known, and that recur."""
+        if self.recurring is None or not plan.text:
+            return []
+        known = [(tokens.starts[m.begin], tokens.ends[m.end - 1]) for m in plan.matches]
+        controls = self._encoder.tokenization.controls
+        return self.recurring.find(plan.text, tokens, set(controls.values()), known)
+
+    def _offer_chunks(self, tokens: Tokens, plan: Plan, runs: Sequence[Run]) -> None:
+        """Offer to encode chunks that had no KV, texts that recur, and the head if it recurs."""
+        if plan.matches:
+            first = plan.matches[0]
+            length, name = 0 if first.is_part else first.first, first.chunk.text_digest
+        elif runs:
+            length, name = runs[0].begin, digest(runs[0].text)
+        else:
             return
-        first = plan.matches[0]
-        head = () if first.is_part else tuple(tokens.ids[: first.first])
-        best = self._best(head, first.chunk.text_digest)
+        best = self._best(tuple(tokens.ids[:length]), name)
         if best not in self.library.encoded_after() and len(best.prefix_ids) > len(self._sink_ids):
             self._offer_encoding(best, partial(self._encoder.learn, best))
         for missed in (*plan.missed, *plan.harvested):
-            name = (missed.chunk.text_digest, best)
+            task = (missed.chunk.text_digest, best)
             recover = partial(self._encoder.recover, missed.chunk, missed.text, best)
-            self._offer_encoding(name, recover)
+            self._offer_encoding(task, recover)
+        for run in runs:
+            learn = partial(self._learn_text, run.text, best, self._generation)
+            self._offer_encoding((digest(run.text), "recurs"), learn)
+
+    @property
+    def _generation(self) -> int:
+        return 0 if self.recurring is None else self.recurring.generation
+
+    def _learn_text(self, text: str, behind: EncodedAfter, generation: int) -> None:
+        """Make a text known and encode it, unless texts were forgotten since it was found."""
+        if generation == self._generation:
+            self._encoder.learn_text(text, behind)
 
     def _offer_encoding(self, name: object, task: Callable[[], object]) -> None:
         assert self.write_back is not None

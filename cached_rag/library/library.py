@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +37,29 @@ from cached_rag.library.handed_over import HandedOver
 from cached_rag.library.matching import ChunkTable, EncodedAfter
 
 _log = logging.getLogger(__name__)
+# Most tokens of texts that were learned from prompts. A token of a known text takes some 70 bytes.
+LEARNED_TOKENS = 1 << 18
+# How many chunks that `prefetch` brings are remembered as read from disk.
+_AHEAD = 256
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where KV came from.
+
+    Attributes:
+        tier: "memory", "disk", "ahead" (from disk, by `prefetch`), "kept" (what a prompt computed
+            that begins alike), "harvest" (what a prompt computed that contains it) or "new"
+            (encoded for this prompt).
+        load_ms: milliseconds that fetching it took, or waiting for what is read ahead; None if it
+            was not fetched by itself.
+    """
+
+    tier: str
+    load_ms: float | None = None
+
+
+KEPT = Origin("kept")
 
 
 class Library:
@@ -78,16 +104,25 @@ class Library:
             tiers.append(self.disk)
         self.store: KVStore = TieredStore(tiers) if len(tiers) > 1 else tiers[0]
         self._prefetcher = Prefetcher()
+        self._ahead: deque[str] = deque(maxlen=_AHEAD)
         self._encoded_after: list[EncodedAfter] = []
         self._last_row = 0
         self._generation = 0
         self._lock = threading.Lock()
         self._forgotten = forgotten
         self._unwritten: dict[str, ChunkRecord] = {}
+        self._learned: dict[str, int] = {}  # texts that nobody gave, oldest first: their tokens
         if self._catalog is not None:
             with self.spared():
                 self._catalog.finish_removals(self.store)
         self.refresh(force=True)
+        if self._catalog is not None:
+            with self.spared():
+                self._learned = {
+                    name: len(chunk.token_ids)
+                    for name in self._catalog.learned()
+                    if (chunk := self.table.by_digest(name)) is not None
+                }
 
     def _open_files(self, root: Path, config: StoreConfig) -> None:
         disk = DiskStore(root, codec=config.codec, max_bytes=config.disk_bytes)
@@ -208,9 +243,35 @@ class Library:
         with self._lock:
             for chunk in chunks:
                 self.table.add(chunk)
+                self._learned.pop(chunk.text_digest, None)
+
+    def learn(self, chunk: ChunkRecord) -> None:
+        """As `register`, for a text that nobody gave, but prompts repeat.
+
+        The oldest such texts are forgotten where all of them have more than `LEARNED_TOKENS`.
+        """
+        self.register([chunk])
+        if self._catalog is not None:
+            with self.spared():
+                self._catalog.mark_learned(chunk.text_digest)
+        surplus: list[str] = []
+        with self._lock:
+            self._learned[chunk.text_digest] = len(chunk.token_ids)
+            while sum(self._learned.values()) > LEARNED_TOKENS:
+                surplus.append(next(iter(self._learned)))
+                del self._learned[surplus[-1]]
+        if surplus:
+            self._remove(surplus)
+
+    def was_given(self, text: str) -> bool:
+        """Whether a text is known, and was not only learned."""
+        known = self.table.get(text)
+        return known is not None and known.text_digest not in self._learned
 
     def remove(self, text_digests: Collection[str]) -> int:
         """Forget texts, and delete all their KV, whichever process encoded it.
+
+        All texts that were learned from prompts go with them, as they may have the same words.
 
         Returns:
             How many KVs were deleted.
@@ -219,6 +280,15 @@ class Library:
             StoreError: the files cannot be opened or written, so KV would stay there.
         """
         self.check_kept()
+        if not text_digests:
+            return 0
+        with self._lock:
+            learned, self._learned = set(self._learned), {}
+        if self._catalog is not None:
+            learned.update(self._catalog.learned())
+        return self._remove({*text_digests, *learned})
+
+    def _remove(self, text_digests: Collection[str]) -> int:
         with self._lock:
             chunks = [m for m in map(self.table.by_digest, text_digests) if m is not None]
             for text_digest in text_digests:
@@ -317,9 +387,23 @@ class Library:
         for chunk in filter(None, (self.table.get(text.strip()) for text in texts)):
             for behind in self._encoded_after:
                 if self.holds(behind, chunk.token_ids):
+                    key = self.key(behind, chunk.token_ids)
+                    if not self._is_in_memory(key):
+                        self._ahead.append(key)
                     fetch = partial(self._fetch, behind, chunk.token_ids)
-                    self._prefetcher.start(self.key(behind, chunk.token_ids), fetch)
+                    self._prefetcher.start(key, fetch)
                     break
+
+    def _is_in_memory(self, key: str) -> bool:
+        return any(key in tier for tier in self.memory)
+
+    def tier(self, behind: EncodedAfter, token_ids: Sequence[int]) -> str:
+        """The tier that KV of these tokens comes from now, if there is any; see `Origin`."""
+        key = self.key(behind, token_ids)
+        with suppress(ValueError):
+            self._ahead.remove(key)
+            return "ahead"
+        return "memory" if self._is_in_memory(key) else "disk"
 
     def open(self, behind: EncodedAfter, token_ids: Sequence[int]) -> LayerSource | None:
         """As `fetch`, but KV on disk is only opened, and read layer by layer when it is used."""
@@ -329,7 +413,7 @@ class Library:
 
     def best_encoding(
         self, behinds: Sequence[EncodedAfter], token_ids: Sequence[int], *, lazy: bool
-    ) -> tuple[EncodedAfter, LayerSource] | None:
+    ) -> tuple[EncodedAfter, LayerSource, Origin] | None:
         """The first of several encodings of a chunk that has KV, with this KV.
 
         Args:
@@ -337,9 +421,11 @@ class Library:
             lazy: as `open`, else as `fetch`.
         """
         for behind in behinds:
+            tier, began = self.tier(behind, token_ids), time.perf_counter()
             kv = self.open(behind, token_ids) if lazy else self.fetch(behind, token_ids)
             if kv is not None:
-                return behind, kv
+                taken = None if lazy else (time.perf_counter() - began) * 1000
+                return behind, kv, Origin(tier, taken)
         return None
 
 

@@ -1,7 +1,8 @@
 """Decides which tokens of a prompt come from which cached KV.
 
 The prompt's beginning is reused exactly: the longest known prefix, and the chunk right behind it,
-if it was encoded behind this prefix and nothing else. All other chunks are reused approximately.
+if it was encoded behind this prefix and nothing else. All other chunks are reused approximately,
+where there is no better KV also those that were encoded behind the head of another prompt.
 The rest is computed, and so is the prompt's last token in any case. Knows tokens and the library;
 computes nothing.
 """
@@ -16,13 +17,16 @@ import torch
 from cached_rag.backends.tokenizer import Tokens
 from cached_rag.kv.module import LayerSource, ModuleKV
 from cached_rag.library.harvest import harvested
-from cached_rag.library.library import Library
+from cached_rag.library.library import KEPT, Library, Origin
 from cached_rag.library.matching import HARVESTED, EncodedAfter, Match, align
 from cached_rag.library.sequences import Sequences
 from cached_rag.methods import Layout, Takes
 
 # The last tokens of a known prefix may differ in a prompt, where they merged with what follows.
 _HEAD_SLACK = 4
+# How many encodings behind other heads are tried for a chunk: each try is a look-up in the store,
+# and a client may make any number of heads known.
+_MOST_OTHERS = 16
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Placement:
         is_chunk: it counts as a chunk that was hit; False for KV of the prompt's beginning.
         source: (what the KV was encoded after, its token ids), by which the library finds it; None
             if it is not the library's.
+        origin: where the KV was when it was planned.
+        name: of the module that the tokens are, in a prompt of a schema; else empty.
     """
 
     begin: int
@@ -44,6 +50,8 @@ class Placement:
     is_exact: bool
     is_chunk: bool = True
     source: tuple[EncodedAfter, tuple[int, ...]] | None = None
+    origin: Origin = KEPT
+    name: str = ""
 
     @property
     def end(self) -> int:
@@ -67,6 +75,7 @@ class Plan:
         num_tokens: number of the prompt's tokens.
         chunks: (digest, token after the last) of each chunk whose KV is used or computed, in order.
         positions: of the tokens; None if token i stands at position i.
+        text: the prompt's, in which texts that recur are looked for; empty to learn nothing.
     """
 
     placements: tuple[Placement, ...]
@@ -74,6 +83,7 @@ class Plan:
     num_tokens: int
     chunks: tuple[tuple[str, int], ...] = ()
     positions: tuple[int, ...] | None = None
+    text: str = ""
 
     @property
     def length(self) -> int:
@@ -164,12 +174,9 @@ def make_plan(
     """
     ids = tuple(tokens.ids)
     known = library.encoded_after()
-    usable = [one for one in known if is_before(one.prefix_ids, ids)]
-    placements = _head(library, [one.prefix_ids for one in usable], ids)
-    # KV that was encoded without a prefix serves anywhere, also in prompts without BOS.
-    alone = [one for one in known if one.prefix_ids in (sink_ids, ())]
-    alone += [EncodedAfter(sink_ids), EncodedAfter(())]
-    usable += [one for one in alone if one not in usable]
+    heads = [one for one in known if is_before(one.prefix_ids, ids)]
+    placements = _head(library, [one.prefix_ids for one in heads], ids)
+    usable = _ranked(known, heads, sink_ids)
     found, chunks = [], []
     for match in (aligned for one in matches if (aligned := align(one, tokens))):
         # Best is KV that was encoded behind exactly what stands before the chunk here: it is exact.
@@ -182,7 +189,7 @@ def make_plan(
             found.append(match)
             chunks.append((match.chunk.text_digest, match.end))
             continue
-        encoded_after, kv = best
+        encoded_after, kv, origin = best
         found.append(replace(match, encoded_after=encoded_after))
         begin = max(match.begin, placements[-1].end if placements else 0)
         # The prompt's last token is always computed, for its logits.
@@ -195,21 +202,43 @@ def make_plan(
         kv = kv.slice(offset, offset + end - begin)
         is_exact = offset == 0 and kv.start == begin and encoded_after == in_place
         source = None if encoded_after == HARVESTED else (encoded_after, match.chunk.token_ids)
-        placements.append(Placement(begin, kv, is_exact, source=source))
+        placements.append(Placement(begin, kv, is_exact, source=source, origin=origin))
         chunks.append((match.chunk.text_digest, end))
     return Plan(tuple(placements), tuple(found), len(ids), tuple(chunks))
 
 
+def _ranked(
+    known: Sequence[EncodedAfter], heads: Sequence[EncodedAfter], sink_ids: tuple[int, ...]
+) -> list[EncodedAfter]:
+    """All that a prompt's chunks may have been encoded behind, best first.
+
+    That is first a head that the prompt begins with; then nothing, as such KV serves anywhere, also
+    in prompts without BOS; then the heads of other prompts. A context, such as the primer, counts
+    more than the head (docs/quality.md).
+
+    Args:
+        heads: those of `known` that the prompt begins with.
+    """
+    none = (sink_ids, ())
+    own = [one for one in heads if one.prefix_ids not in none]
+    alone = [one for one in known if one.prefix_ids in none]
+    alone += [one for one in map(EncodedAfter, none) if one not in alone]
+    others = [one for one in known if one not in own and one not in alone]
+    others.sort(key=lambda one: not one.context)
+    return [*own, *sorted((*alone, *others[:_MOST_OTHERS]), key=lambda one: not one.context)]
+
+
 def _harvested(
     kept: Sequences, namespace: str, ids: tuple[int, ...], match: Match
-) -> tuple[Match, tuple[EncodedAfter, LayerSource] | None]:
+) -> tuple[Match, tuple[EncodedAfter, LayerSource, Origin] | None]:
     """A chunk as far as a kept prompt has KV of its tokens, with this KV; None for no KV."""
     taken = harvested(kept, namespace, ids[match.begin : match.end])
     if taken is None:
         return match, None
     first, kv = taken
     begin = match.begin + first
-    return replace(match, begin=begin, end=begin + kv.seq_len, offset=0), (HARVESTED, kv)
+    whole = replace(match, begin=begin, end=begin + kv.seq_len, offset=0)
+    return whole, (HARVESTED, kv, Origin("harvest"))
 
 
 def _head(
@@ -221,9 +250,11 @@ def _head(
     """
     for prefix_ids in prefixes:
         length = min(_shared(prefix_ids, ids), len(ids) - 1)
-        kv = library.fetch(EncodedAfter(()), prefix_ids) if length else None
-        if kv is not None:
-            return [Placement(0, kv.slice(0, length), is_exact=True, is_chunk=False)]
+        alone = [EncodedAfter(())] if length else []
+        if found := library.best_encoding(alone, prefix_ids, lazy=False):
+            _, kv, origin = found
+            part = kv.slice(0, length)
+            return [Placement(0, part, is_exact=True, is_chunk=False, origin=origin)]
     return []
 
 

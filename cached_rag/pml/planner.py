@@ -21,6 +21,7 @@ from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import RelocationError
 from cached_rag.kv.module import LayerSource
 from cached_rag.library.encode import EncodeSummary
+from cached_rag.library.library import Origin
 from cached_rag.library.plan import Placement, Plan
 from cached_rag.methods import Takes
 from cached_rag.pml.assembly import Assembler, Piece
@@ -105,7 +106,9 @@ class SchemaPlanner:
         recipes = self._recipes(pieces)
         clock = Clock()
         take = self.encoder.library.open if lazy else self.encoder.library.fetch
+        tiers = {run: self.encoder.library.tier(*recipe.source) for run, recipe in recipes.items()}
         found = {run: take(*recipe.source) for run, recipe in recipes.items()}
+        tiers |= {run: "new" for run, kv in found.items() if kv is None}
         self._encode_missing(found, recipes, report)
         report.load_ms = clock.lap()
         trail = Trail(is_movable=self.model.rule.is_movable)
@@ -123,6 +126,8 @@ class SchemaPlanner:
                     is_exact=recipe.seen == seen,
                     is_chunk=bool(piece.run.unit) and piece.run.unit not in counted,
                     source=recipe.source,
+                    origin=Origin(tiers[piece.run]),
+                    name="/".join(piece.run.unit),
                 )
                 counted.add(piece.run.unit)
             begin += len(piece.ids)

@@ -1,14 +1,10 @@
 """Documents: loading, splitting, embedding, and an index to search them."""
 
+from cached_rag.rag.document import Document
 from cached_rag.rag.embedding import DEFAULT_EMBEDDING, Embedder, Embeddings
-from cached_rag.rag.index import DocumentIndex, Hit, IndexedDocument
-from cached_rag.rag.readers import (
-    READERS,
-    Document,
-    find_documents,
-    load_document,
-    look_at,
-)
+from cached_rag.rag.hit import Hit
+from cached_rag.rag.index import DocumentIndex, IndexedDocument
+from cached_rag.rag.readers import READERS, find_documents, load_document, look_at
 from cached_rag.rag.splitting import Chunk, Splitter
 
 __all__ = [

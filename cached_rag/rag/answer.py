@@ -9,7 +9,10 @@ from dataclasses import dataclass, field, replace
 from cached_rag.backends.tokenizer import Message
 from cached_rag.engine.report import Report
 from cached_rag.engine.stream import Stream
-from cached_rag.rag.index import Hit
+from cached_rag.engine.trace import Trace
+from cached_rag.explain import Explanation
+from cached_rag.kv.fingerprint import digest
+from cached_rag.rag.hit import Hit
 from cached_rag.rag.prompts import Turn, checked
 
 _SHOWN = 60
@@ -21,12 +24,30 @@ class Answer:
 
     Attributes:
         question: what was asked; with it, an answer can stand in the history of a follow-up.
+        searched: what chunks were searched for with.
+        trace: what became of each of the prompt's tokens; `explain` shows it.
     """
 
     text: str
     sources: tuple[Hit, ...]
     report: Report
     question: str = ""
+    searched: str = ""
+    trace: Trace | None = field(default=None, compare=False)
+
+    def explain(self, full: Answer | None = None) -> Explanation:
+        """What of the prompt was reused, moved, repaired and computed, and where the time went.
+
+        In a notebook it shows itself; `print` gives it as text, `.save("out.html")` as a page.
+
+        Args:
+            full: the answer to the same question with `method="full"`, to compare with.
+
+        Raises:
+            ConfigError: the answer was put together by hand, or its prompt was not prefilled.
+        """
+        names = {digest(hit.text.strip()): str(hit) for hit in self.sources}
+        return Explanation.of(self, full, names=names, title=self.question, text=self.text)
 
     def __str__(self) -> str:
         return self.text
@@ -45,6 +66,7 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
     sources: tuple[Hit, ...]
     _search_ms: float
     _notes: list[str]
+    _searched: str = ""
     _text: list[str] = field(default_factory=list)
 
     @property
@@ -57,7 +79,8 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
         """The answer as far as it was taken; complete once all pieces were."""
         found = self._stream.report
         report = replace(found, search_ms=self._search_ms, notes=[*self._notes, *found.notes])
-        return Answer("".join(self._text), self.sources, report, self.question)
+        text, trace = "".join(self._text), self._stream.trace
+        return Answer(text, self.sources, report, self.question, self._searched, trace)
 
     def __next__(self) -> str:
         piece = next(self._stream)

@@ -1,12 +1,13 @@
-"""Turns HTML into text and keeps its layout. Knows inscriptis; knows no other format."""
+"""Turns HTML into text, and keeps its layout and headings. Knows inscriptis, no other format."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from copy import copy
 from typing import Any
 
-from inscriptis import get_text
+from inscriptis import get_annotated_text
 from inscriptis.css_profiles import CSS_PROFILES
 from inscriptis.html_properties import Display
 from inscriptis.model.config import ParserConfig
@@ -15,29 +16,58 @@ from inscriptis.model.html_element import HtmlElement
 from inscriptis.model.tag import CustomHtmlTagHandlerMapping
 from inscriptis.model.tag.table_tag import table_end_handler
 
+from cached_rag.rag.document import Metadata, Part
+
 # Shows nothing, as inscriptis does for scripts and styles.
 _INVISIBLE = HtmlElement(display=Display.none)
 # Most characters or lines by which a style may move a text.
 _MOST_SPACE = 20
 # Most characters of all tables of a document as text. Cells are padded with spaces to equal widths.
 _MOST_IN_TABLES = 50 << 20
+_LONGEST_HEADING = 200
+_HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 
 
-def html_to_text(html: str) -> str:
-    """The text that a reader of the page sees.
+def html_parts(html: str) -> list[Part]:
+    """The text that a reader of the page sees, cut before each heading.
+
+    Each part but the first knows its heading, behind those above it: "Install > Linux".
 
     Raises:
         ValueError: its tables, as text, would be too large for the memory.
     """
     if not html.strip():
-        return ""
+        return []
     css = {**CSS_PROFILES["relaxed"], "template": _INVISIBLE}
     css["body"] = copy(css["body"])  # inscriptis writes into it, also from other threads
     tables = CustomHtmlTagHandlerMapping(start_tag_mapping={}, end_tag_mapping={"table": _Tables()})
-    config = ParserConfig(css=css, display_links=False, custom_html_tag_handler_mapping=tables)
+    config = ParserConfig(
+        css=css,
+        display_links=False,
+        custom_html_tag_handler_mapping=tables,
+        annotation_rules={name: [name] for name in _HEADINGS},
+    )
     handler = config.attribute_handler
     handler.attribute_mapping = {**handler.attribute_mapping, "style": _style}
-    return str(get_text(html, config))
+    found = get_annotated_text(html, config)
+    return list(_parts(found["text"], sorted(found["label"])))
+
+
+def _parts(text: str, headings: list[tuple[int, int, str]]) -> Iterator[Part]:
+    """A text cut before each heading.
+
+    Args:
+        headings: (begin, end, tag), in order.
+    """
+    above: dict[str, str] = {}  # a tag's last heading, of tags that are above
+    begin = 0
+    metadata: Metadata = {}
+    for start, end, tag in headings:
+        yield text[begin:start], metadata
+        above = {other: said for other, said in above.items() if other < tag}
+        above[tag] = " ".join(text[start:end].split())[:_LONGEST_HEADING]
+        begin, metadata = max(start, begin), {"heading": " > ".join(above.values())}
+    yield text[begin:], metadata
 
 
 def _style(style: str, element: HtmlElement) -> None:

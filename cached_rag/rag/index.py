@@ -6,6 +6,7 @@ language model and no KV.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,17 @@ import numpy as np
 from cached_rag.errors import IndexMismatchError
 from cached_rag.kv.store.base import Problem
 from cached_rag.kv.store.database import Database
-from cached_rag.kv.store.signed import Row, add_sums, check, is_sound, row_sum, sound
+from cached_rag.kv.store.signed import (
+    Row,
+    add_column,
+    add_sums,
+    check,
+    is_sound,
+    row_sum,
+    sound,
+)
+from cached_rag.rag.filters import Where, judge
+from cached_rag.rag.hit import Hit
 from cached_rag.rag.roots import SCHEMA as _ROOTS
 from cached_rag.rag.roots import Roots
 from cached_rag.rag.splitting import Chunk
@@ -36,19 +47,23 @@ CREATE TABLE IF NOT EXISTS chunks (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     source TEXT NOT NULL REFERENCES documents (source) ON DELETE CASCADE,
     ordinal INTEGER NOT NULL, text TEXT NOT NULL, vector BLOB NOT NULL,
-    checksum TEXT NOT NULL DEFAULT ''
+    checksum TEXT NOT NULL DEFAULT '', metadata TEXT NOT NULL DEFAULT '{{}}'
 );
 CREATE INDEX IF NOT EXISTS by_source ON chunks (source);
 CREATE INDEX IF NOT EXISTS by_text ON chunks (text);
 CREATE TABLE IF NOT EXISTS unneeded (text TEXT PRIMARY KEY);
 {_ROOTS}
 """
-_SIGNED = "c.id, d.title, c.ordinal, c.text, c.vector"
+_OLD = "c.id, d.title, c.ordinal, c.text, c.vector"
+_SIGNED = f"{_OLD}, c.metadata"
+# Most values that SQLite takes for one query, with much to spare.
+_MOST_NAMED = 10_000
 _CHUNKS = "FROM chunks c JOIN documents d USING (source)"
 
 
 def _upgrade(database: Database) -> None:
-    add_sums(database, "chunks", f"SELECT {_SIGNED} {_CHUNKS}")
+    add_sums(database, "chunks", f"SELECT {_OLD} {_CHUNKS}")
+    add_column(database, "chunks", "metadata", "{}", f"SELECT {_OLD}, c.checksum {_CHUNKS}")
 
 
 @dataclass(frozen=True)
@@ -65,31 +80,6 @@ class IndexedDocument:
     title: str
     chunks: int
     is_encoded: bool
-
-
-@dataclass(frozen=True, repr=False)
-class Hit:
-    """A chunk that a search found. `str` and `repr` leave out its text.
-
-    Attributes:
-        text: the chunk's text.
-        source: its document's name in the index.
-        title: its document's title.
-        ordinal: its number in the document, from 0.
-        score: cosine similarity to the question, -1 to 1.
-    """
-
-    text: str
-    source: str
-    title: str
-    ordinal: int
-    score: float
-
-    def __str__(self) -> str:
-        return f"{self.score:.2f}  {Path(self.source).name} #{self.ordinal}  {self.title}"
-
-    def __repr__(self) -> str:
-        return f"<Hit {self.score:.2f} {Path(self.source).name} #{self.ordinal} {self.title!r}>"
 
 
 class DocumentIndex:
@@ -186,12 +176,16 @@ class DocumentIndex:
             row = (source, digest, title)
             connection.execute("INSERT INTO documents VALUES (?, ?, ?, 0)", row)
             found = [
-                (chunk.ordinal, chunk.text, vector.astype(np.float32).tobytes())
+                (
+                    *(chunk.ordinal, chunk.text, vector.astype(np.float32).tobytes()),
+                    json.dumps(chunk.metadata),
+                )
                 for chunk, vector in zip(chunks, vectors, strict=True)
             ]
             rows = [(source, *values, row_sum(title, *values)) for values in found]
-            columns = "source, ordinal, text, vector, checksum"
-            connection.executemany(f"INSERT INTO chunks ({columns}) VALUES (?, ?, ?, ?, ?)", rows)
+            columns = "source, ordinal, text, vector, metadata, checksum"
+            sql = f"INSERT INTO chunks ({columns}) VALUES (?, ?, ?, ?, ?, ?)"
+            connection.executemany(sql, rows)
             self._version = -1
             return self._written_off(connection, before)
 
@@ -251,15 +245,23 @@ class DocumentIndex:
         (counts,) = self._database.read(lambda documents, chunks: (documents, chunks), query)
         return counts
 
-    def search(
-        self, vector: NDArray[np.float32], k: int, where: Callable[[str], bool] | None = None
-    ) -> list[Hit]:
+    def fields(self) -> set[str]:
+        """The names of the metadata that chunks have."""
+        readable = "CASE WHEN json_valid(metadata) THEN metadata ELSE '{}' END"
+        query = f"SELECT DISTINCT key FROM chunks, json_each({readable})"
+        return set(self._database.read(str, query))
+
+    def search(self, vector: NDArray[np.float32], k: int, where: Where | None = None) -> list[Hit]:
         """The k chunks nearest to a vector, best first, each text once.
 
         Args:
             vector: (dim,) float32 of unit length.
-            where: told a source, says whether its chunks may be among them; None for all.
+            where: which chunks may be among them, see `filters.judge`; None for all.
+
+        Raises:
+            ConfigError: a filter by what no chunk has.
         """
+        fits = judge(where, self.fields() if isinstance(where, Mapping) else ()) if where else None
         with self._lock:
             index = self._index()
         if index is None:
@@ -269,27 +271,28 @@ class DocumentIndex:
         while True:
             reach = min(total, 2 * reach)
             scores, ids = index.search(vector[None].astype(np.float32), reach)
-            hits = self._hits(ids[0].tolist(), scores[0].tolist(), where)
+            hits = self._hits(ids[0].tolist(), scores[0].tolist(), fits)
             if len(hits) >= k or reach == total:
                 return hits[:k]
 
     def _hits(
-        self, ids: list[int], scores: list[float], where: Callable[[str], bool] | None
+        self, ids: list[int], scores: list[float], fits: Callable[[Hit], bool] | None
     ) -> list[Hit]:
-        marks = ",".join("?" * len(ids))
-        rows = self._database.rows(
-            f"SELECT {_SIGNED}, c.checksum, c.source {_CHUNKS} WHERE c.id IN ({marks})", *ids
-        )
+        query = f"SELECT {_SIGNED}, c.checksum, c.source {_CHUNKS} WHERE c.id IN "
+        rows: list[Row] = []
+        for begin in range(0, len(ids), _MOST_NAMED):
+            named = ids[begin : begin + _MOST_NAMED]
+            rows += self._database.rows(f"{query}({','.join('?' * len(named))})", *named)
         sources = {row[0]: str(row[-1]) for row in rows}
         by_id = {row[0]: row for row in sound(self._database, (row[:-1] for row in rows))}
         hits: dict[str, Hit] = {}
         for chunk, score in zip(ids, scores, strict=True):
             if chunk not in by_id:
                 continue  # deleted by another process since, or damaged
-            _, title, ordinal, text, *_ = by_id[chunk]
-            source = sources[chunk]
-            if where is None or where(source):
-                hit = Hit(str(text), source, str(title), int(str(ordinal)), score)
+            _, title, ordinal, text, _, metadata, _ = by_id[chunk]
+            known = json.loads(str(metadata))
+            hit = Hit(str(text), sources[chunk], str(title), int(str(ordinal)), score, known)
+            if fits is None or fits(hit):
                 hits.setdefault(hit.text, hit)
         return list(hits.values())
 

@@ -5,8 +5,9 @@ Each step keeps what is there already, so an interrupted run goes on where it st
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +18,11 @@ from cached_rag.engine.engine import Engine
 from cached_rag.errors import DocumentError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.context import Context
+from cached_rag.rag.document import Document
 from cached_rag.rag.embedding import Embeddings
 from cached_rag.rag.index import DocumentIndex
 from cached_rag.rag.progress import Say, prefilling, reading
-from cached_rag.rag.readers import Document, load_document, look_at
+from cached_rag.rag.readers import load_document, look_at
 from cached_rag.rag.roots import absolute, is_below, join
 from cached_rag.rag.splitting import Splitter
 
@@ -40,22 +42,22 @@ class IngestSummary:
     Attributes:
         added: number of documents that were new or had changed.
         unchanged: number of documents that were in the index already.
-        deleted: number of documents that were deleted.
-        skipped: (path, reason) of each file that could not be read.
         chunks: number of chunks in the index now.
         encoded: number of chunks that were prefilled.
         tokens, seconds: how many tokens that were, and how long it took.
+        deleted: number of documents that were deleted.
+        skipped: (path, reason) of each file that could not be read.
         passed_over: (suffix, count) of files without a reader, most frequent first.
     """
 
     added: int
     unchanged: int
-    deleted: int
-    skipped: tuple[tuple[str, str], ...]
     chunks: int
     encoded: int
     tokens: int
     seconds: float
+    deleted: int = 0
+    skipped: tuple[tuple[str, str], ...] = ()
     passed_over: tuple[tuple[str, int], ...] = ()
 
 
@@ -88,18 +90,16 @@ class Ingestion:
         files = {join(base, file.relative_to(path)): file for file in found.files}
         added, skipped, texts = self._read(files, progress)
         deleted = self._delete_missing(base, files) if delete_missing else 0
-        encoded, tokens, seconds = self._encode(texts, progress)
-        return IngestSummary(
-            added=added,
-            unchanged=len(texts) - added,
-            deleted=deleted,
-            skipped=tuple(skipped),
-            chunks=self.index.count()[1],
-            encoded=encoded,
-            tokens=tokens,
-            seconds=seconds,
-            passed_over=found.passed_over,
+        summary = self._encode(added, texts, progress)
+        return replace(
+            summary, deleted=deleted, skipped=tuple(skipped), passed_over=found.passed_over
         )
+
+    def add(self, documents: Sequence[Document], *, progress: bool) -> IngestSummary:
+        """Index and encode documents that are in memory."""
+        added = sum(self._update(one.source, one, lambda *_: None) for one in documents)
+        texts = {one.source: self.index.texts(one.source) for one in documents}
+        return self._encode(added, texts, progress)
 
     def _read(
         self, files: Mapping[str, Path], progress: bool
@@ -109,13 +109,14 @@ class Ingestion:
         with reading(files.values(), is_shown=progress) as begun:
             for source, (file, say) in zip(files, begun, strict=True):
                 try:
-                    added += self._update(source, file, say)
+                    say("reading", 0.0)
+                    added += self._update(source, load_document(file), say)
                 except DocumentError as error:
                     skipped.append((str(file), str(error)))
                     continue
                 say("counting tokens", 1.0)
                 texts[source] = self.index.texts(source)
-                self.engine.register(texts[source])
+                self.engine.register(texts[source])  # counts their tokens
         return added, skipped, texts
 
     def _called(self, path: Path, files: Sequence[Path], name: str | None) -> str:
@@ -133,10 +134,8 @@ class Ingestion:
         except DocumentError:
             return False
 
-    def _update(self, source: str, file: Path, say: Say) -> bool:
-        """Index a file, unless it is indexed as it is; says whether it had to."""
-        say("reading", 0.0)
-        document = load_document(file)
+    def _update(self, source: str, document: Document, say: Say) -> bool:
+        """Index a document, unless it is indexed as it is; says whether it had to."""
         content = _content(document)
         if self.index.holds(source, content):
             return False
@@ -161,11 +160,12 @@ class Ingestion:
             self.forget(self.index.delete(source))
         return len(gone)
 
-    def _encode(self, texts: dict[str, list[str]], progress: bool) -> tuple[int, int, float]:
+    def _encode(self, added: int, texts: dict[str, list[str]], progress: bool) -> IngestSummary:
         """Encode chunks that have no KV, and mark documents that are done.
 
-        Returns:
-            Numbers of chunks and tokens that were prefilled, and the seconds it took.
+        Args:
+            added: how many of the documents were new or had changed.
+            texts: all chunks of each document, by its source.
         """
         groups = [
             (group, [t for source in group for t in texts[source]]) for group in _groups(texts)
@@ -186,11 +186,19 @@ class Ingestion:
                 for source in group:
                     self.index.mark_encoded(source)
                 encoded += summary.encoded
-        return encoded, tokens, seconds
+        return IngestSummary(
+            added=added,
+            unchanged=len(texts) - added,
+            chunks=self.index.count()[1],
+            encoded=encoded,
+            tokens=tokens,
+            seconds=seconds,
+        )
 
 
 def _content(document: Document) -> str:
-    return digest(document.title, document.text)
+    known = [json.dumps(document.parts)] if document.parts else []
+    return digest(document.title, document.text, *known)
 
 
 def _groups(texts: dict[str, list[str]]) -> Iterator[list[str]]:

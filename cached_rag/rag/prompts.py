@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from cached_rag.backends.tokenizer import Message, Rendered
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError, ContextOverflowError
-from cached_rag.rag.index import Hit
+from cached_rag.rag.hit import Hit
 
 Turn = dict[str, str]
 _MARK = "the first chunk"
 # How many earlier questions a follow-up is searched with; more of them would drown it.
 _SEARCHED = 2
-# Below this similarity a chunk hardly concerns the question (sentence-transformers' models).
-_FAR = 0.25
 _ASKS, _ANSWERS = "Question:", "Answer:"
 
 
@@ -40,23 +38,6 @@ def searched(question: str, history: Sequence[Turn]) -> str:
     return "\n".join([*asked[-_SEARCHED:], question])
 
 
-def reaching(min_score: float | None, hits: list[Hit]) -> list[Hit]:
-    """Those hits whose score is at least `min_score`; all of them if it is None."""
-    return hits if min_score is None else [hit for hit in hits if hit.score >= min_score]
-
-
-def remarks(found: Sequence[Hit], min_score: float | None) -> list[str]:
-    """What to tell the user about the chunks that a search found, best first; at least one."""
-    best = found[0].score
-    if min_score is not None and best < min_score:
-        return [f"no chunk reaches min_score (the nearest has {best:.2f}), so none was used"]
-    if best < _FAR:
-        return [
-            f"the nearest chunk is hardly about this (score {best:.2f}); the answer may be made up"
-        ]
-    return []
-
-
 @dataclass(frozen=True)
 class Prompts:
     """How `CachedRAG` asks: chunks, then the question, under a system prompt."""
@@ -65,20 +46,28 @@ class Prompts:
     system: str
 
     def messages(
-        self, question: str, texts: Sequence[str], history: Sequence[Turn] = ()
+        self,
+        question: str,
+        texts: Sequence[str],
+        history: Sequence[Turn] = (),
+        given: Sequence[Sequence[str]] | None = None,
     ) -> list[Turn]:
         """The chat, with the chunks in the user's first turn, whatever was said since.
 
         So every prompt begins with the head that chunks were encoded behind; and a follow-up that
         finds the same chunks as the question before it begins with that question's whole prompt.
+
+        Args:
+            given: chunks of each question of the history; then these stand there, and `texts` in
+                the last turn.
         """
+        asked = sum(turn["role"] == "user" for turn in history)
+        blocks = iter([texts, *[()] * asked] if given is None else [*given, texts])
         said: list[Turn] = [{"role": "system", "content": self.system}]
-        blocks = list(texts)
         for turn in (*history, {"role": "user", "content": question}):
             if turn["role"] == "user":
-                content = "\n\n".join([*blocks, f"{_ASKS} {turn['content'].strip()}"])
+                content = "\n\n".join([*next(blocks), f"{_ASKS} {turn['content'].strip()}"])
                 said.append({"role": "user", "content": content})
-                blocks = []
             else:
                 said.append(turn)
         return said
@@ -117,20 +106,22 @@ class Prompts:
         hits: Sequence[Hit],
         max_tokens: int,
         history: Sequence[Turn] = (),
+        given: Sequence[Sequence[str]] | None = None,
     ) -> tuple[list[Hit], Rendered]:
         """As many of the first chunks as fit the model's context, and the prompt with them.
 
         Args:
             max_tokens: tokens to leave free for the answer.
+            given: see `messages`.
 
         Raises:
             ContextOverflowError: not even one chunk fits, or the prompt alone does not.
         """
         context = self.engine.model.context_length
         for count in range(len(hits), min(1, len(hits)) - 1, -1):
-            messages = self.messages(question, [hit.text for hit in hits[:count]], history)
-            rendered = self.rendered(messages)
-            if self._fits(rendered, context - max_tokens):
+            texts = [hit.text for hit in hits[:count]]
+            rendered = self.rendered(self.messages(question, texts, history, given))
+            if self.has_room(rendered, max_tokens):
                 return list(hits[:count]), rendered
         raise ContextOverflowError(
             f"the question, what was said before it and one chunk exceed the model's context of "
@@ -138,7 +129,21 @@ class Prompts:
             "history, or lower max_tokens"
         )
 
-    def _fits(self, rendered: Rendered, room: int) -> bool:
+    def fits(
+        self,
+        question: str,
+        hits: Sequence[Hit],
+        max_tokens: int,
+        history: Sequence[Turn],
+        given: Sequence[Sequence[str]],
+    ) -> bool:
+        """Whether a prompt with all these chunks fits; see `fitting`."""
+        messages = self.messages(question, [hit.text for hit in hits], history, given)
+        return self.has_room(self.rendered(messages), max_tokens)
+
+    def has_room(self, rendered: Rendered, max_tokens: int) -> bool:
+        """Whether the model's context has room for an answer of so many tokens."""
+        room = self.engine.model.context_length - max_tokens
         if len(rendered.text.encode()) < room:  # a token is a byte at least, and BOS is one more
             return True
         return self.engine.count_tokens(rendered) <= room

@@ -7,27 +7,32 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cached_rag.backends.tokenizer import Message
-from cached_rag.config import BatchConfig, GenerationConfig, KeepsRepaired, StoreConfig
+from cached_rag.config import BatchConfig, GenerationConfig, KeepsRepaired, Learns, StoreConfig
 from cached_rag.engine.engine import Engine
-from cached_rag.engine.report import Clock
-from cached_rag.errors import ConfigError, IndexMismatchError, needs_extra
-from cached_rag.kv.fingerprint import digest
+from cached_rag.errors import DocumentError, IndexMismatchError, needs_extra
 from cached_rag.kv.store.holdings import forget
 from cached_rag.library.context import Context
-from cached_rag.library.matching import ANCHOR
 from cached_rag.rag.answer import Answer, AnswerStream, conversation
+from cached_rag.rag.asking import Asking
+from cached_rag.rag.chat import Chat
+from cached_rag.rag.document import assembled
 from cached_rag.rag.embedding import Embedder, Embeddings
-from cached_rag.rag.index import DocumentIndex, Hit, IndexedDocument
+from cached_rag.rag.filters import Where, described
+from cached_rag.rag.hit import Hit
+from cached_rag.rag.index import DocumentIndex, IndexedDocument
 from cached_rag.rag.ingest import Ingestion, IngestSummary
-from cached_rag.rag.prompts import Prompts, Turn, reaching, remarks, searched
+from cached_rag.rag.prompts import Prompts, searched
+from cached_rag.rag.retrieval import Reranker, Wanted, find
+from cached_rag.rag.roots import absolute
 from cached_rag.rag.settings import DEFAULTS, asked_for, contexts
 from cached_rag.rag.splitting import Splitter
+from cached_rag.rag.watch import watch
 
 # What `[rag]` brings, for the index, embeddings and readers.
 _MODULES = (
@@ -56,6 +61,8 @@ class CachedRAG:
         engine_options: dict[str, Any],
         embedder: Embeddings | None,
         engine: Engine | None = None,
+        reranker: Reranker | None = None,
+        candidates: int = 24,
     ) -> None:
         """See `open`.
 
@@ -67,6 +74,7 @@ class CachedRAG:
         self.index = DocumentIndex(path / "documents.sqlite")
         self._asked, self._store, self._engine_options = settings, store, engine_options
         self._engine, self._embedder = engine, embedder
+        self._reranker, self._candidates = reranker, candidates
         self._loading = threading.Lock()  # several threads may be the first to ask
         try:
             self._agree()
@@ -91,6 +99,7 @@ class CachedRAG:
         disk_bytes: int | None = None,
         sequence_bytes: int | None = None,
         keeps_repaired: KeepsRepaired = "conversation",
+        learn: Learns = "off",
         finish_seconds: float = 30.0,
         engine: Engine | None = None,
         batch: BatchConfig | None = None,
@@ -102,6 +111,8 @@ class CachedRAG:
         adapter: str | None = None,
         model_kwargs: Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        reranker: Reranker | None = None,
+        candidates: int = 24,
     ) -> CachedRAG:
         """Open an index folder, or make one.
 
@@ -122,12 +133,18 @@ class CachedRAG:
             memory_bytes, disk_bytes: most bytes of KV in memory and on disk.
             sequence_bytes, keeps_repaired: KV of finished prompts that is kept for prompts that
                 begin alike, above all a conversation's next turn; see `StoreConfig`.
+            learn: "recurring" for texts in prompts that are not the index's; see `StoreConfig`.
             finish_seconds: how long `close` may go on encoding what waits, see `StoreConfig`.
             engine: one that exists already, instead of loading `model`; it keeps its own store.
             batch: bounds on answers made at the same time.
             dtype, device, weights: see `load_model`.
             backend: what runs the model: "transformers", or "llama.cpp" for a GGUF.
             revision, adapter, model_kwargs, chat_template_kwargs: see `Engine.load`.
+            reranker: puts the nearest chunks into a better order, of which the first k are used:
+                called with the question and their texts, it gives a number for each, the higher
+                the better, as `lambda question, texts: encoder.predict([(question, t) for t in
+                texts])` with a `sentence_transformers.CrossEncoder`.
+            candidates: how many chunks the reranker is given.
 
         Raises:
             IndexMismatchError: the index was made with other settings.
@@ -150,13 +167,14 @@ class CachedRAG:
             disk_bytes,
             sequence_bytes=sequence_bytes,
             keeps_repaired=keeps_repaired,
+            learn=learn,
             finish_seconds=finish_seconds,
         )
         options: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
         options |= {"batch": batch, "backend": backend, "revision": revision, "adapter": adapter}
         options |= {"model_kwargs": model_kwargs, "chat_template_kwargs": chat_template_kwargs}
         embedder = None if isinstance(embedding, str) else embedding
-        return cls(root, settings, store, options, embedder, engine)
+        return cls(root, settings, store, options, embedder, engine, reranker, candidates)
 
     def _agree(self) -> None:
         """Take over the settings of the index, to which another process may have given some."""
@@ -207,6 +225,33 @@ class CachedRAG:
 
     # Ingestion -------------------------------------------------------------------------------
 
+    def add_texts(
+        self,
+        texts: Mapping[str, str],
+        *,
+        metadata: Mapping[str, str | int | float | bool] | None = None,
+        progress: bool = True,
+    ) -> IngestSummary:
+        """Bring texts into the index that are in no file, and prefill their chunks.
+
+        Args:
+            texts: each under the name of its document ("faq/12"); a document of that name is
+                replaced, and `delete` takes it.
+            metadata: what is known of all of them, to filter by.
+            progress: show a bar on the terminal.
+
+        Raises:
+            DocumentError: a text is empty; then none is added.
+            ConfigError: metadata that is no string or number.
+            IndexMismatchError, StoreFullError: see `ingest`.
+        """
+        known = described(metadata or {})
+        documents = [assembled(name, [(text, known)]) for name, text in texts.items()]
+        for one in documents:
+            if not one.source or not one.text:
+                raise DocumentError(f"the text {one.source!r} has no name or no text; leave it out")
+        return self._ingestion().add(documents, progress=progress)
+
     def ingest(
         self,
         path: str | Path,
@@ -237,8 +282,35 @@ class CachedRAG:
             IndexMismatchError: another process made the index with other settings meanwhile.
             StoreFullError: the disk is full; what was ingested before is kept.
         """
+        return self._ingestion().run(
+            Path(path), name=name, delete_missing=delete_missing, progress=progress
+        )
+
+    def watch(
+        self, path: str | Path, *, progress: bool = False, stop: threading.Event | None = None
+    ) -> Iterator[IngestSummary]:
+        """Ingest a folder and keep in step with it: what is added, changed or deleted there.
+
+        Args:
+            stop: ends the iteration when it is set; without it, it goes on until interrupted.
+
+        Yields:
+            What was done, at once and whenever something has changed.
+
+        Raises:
+            DocumentError: there is no such folder, or it is gone.
+            MissingPackageError: watchfiles, of the extra "docs", is not installed.
+        """
+        return watch(
+            absolute(path),
+            lambda part, whole: self.ingest(part, delete_missing=whole, progress=progress),
+            ignored=self.path,
+            stop=stop,
+        )
+
+    def _ingestion(self) -> Ingestion:
         self._agree()
-        ingestion = Ingestion(
+        return Ingestion(
             self.index,
             self.engine,
             self.embedder,
@@ -247,9 +319,6 @@ class CachedRAG:
             self._prompts.head(),
             self._contexts(),
             self._forget,
-        )
-        return ingestion.run(
-            Path(path), name=name, delete_missing=delete_missing, progress=progress
         )
 
     def documents(self) -> list[IndexedDocument]:
@@ -290,6 +359,7 @@ class CachedRAG:
         k: int = 6,
         history: Sequence[Answer | Message] = (),
         min_score: float | None = None,
+        where: Where | None = None,
         config: GenerationConfig | None = None,
         reorder: bool = False,
         **options: Any,
@@ -303,6 +373,9 @@ class CachedRAG:
             min_score: leave out chunks whose cosine similarity is less; None uses all k. Where none
                 is left, the model answers without, and `report.notes` says so. They also say where
                 the nearest chunk has less than 0.25.
+            where: which chunks may be used, by their source, title, ordinal, or metadata such as
+                page and heading: `{"source": "docs/guide/*", "page": range(3, 9)}`, or a function
+                of a `Hit`; see `filters.judge`. Where none fits, the model answers without.
             config: how to answer; None for the defaults.
             reorder: let chunks begin in an order that an earlier prompt had, so that its KV serves
                 again (where it was repaired, only with `keeps_repaired=True`); changes the prompt,
@@ -318,6 +391,7 @@ class CachedRAG:
             k=k,
             history=history,
             min_score=min_score,
+            where=where,
             config=config,
             reorder=reorder,
             **options,
@@ -333,53 +407,53 @@ class CachedRAG:
         k: int = 6,
         history: Sequence[Answer | Message] = (),
         min_score: float | None = None,
+        where: Where | None = None,
         config: GenerationConfig | None = None,
         reorder: bool = False,
         **options: Any,
     ) -> AnswerStream:
         """As `ask`, piece by piece."""
         config = (config or GenerationConfig()).replace(**options)
-        engine, _ = self.engine, self.embedder  # loading them is no part of a question's time
-        clock = Clock()
-        # 1) The nearest chunks.
+        wanted = Wanted(k, min_score, where)
         said = conversation(history)
-        found = self._nearest(question, k, said)
-        hits = reaching(min_score, found)
-        search_ms = clock.total()
-        # 2) Their KV begins to come from the disk.
-        self._introduce([hit.text for hit in hits])
-        engine.prefetch([hit.text for hit in hits])
-        # 3) A prompt with as many of them as fit.
-        if reorder:
-            names = [digest(hit.text.strip()) for hit in hits]
-            hits = [
-                hits[index] for index in engine.sequences.order(engine.settings.namespace, names)
-            ]
-        prompts = self._prompts
-        hits, rendered = prompts.fitting(question, hits, config.max_tokens, said)
-        # 4) The answer, token by token, while it is taken.
-        config = config.replace(stop=(*config.stop, *prompts.stop))
-        stream = engine.stream(rendered, config, clock=clock)
-        notes = remarks(found, min_score)
-        return AnswerStream(stream, question, tuple(hits), search_ms, notes)
+        return self._asking().answer(question, said, wanted, config, reorder=reorder)
 
-    def _introduce(self, texts: Sequence[str]) -> None:
-        """Make chunks known to the engine that were encoded in another dtype, or not yet.
+    def chat(
+        self,
+        *,
+        k: int = 6,
+        min_score: float | None = None,
+        where: Where | None = None,
+        config: GenerationConfig | None = None,
+        condense: bool = True,
+        **options: Any,
+    ) -> Chat:
+        """Begin a conversation. Its turns answer faster than `ask` with a history does.
 
-        Then they count as missed, and are encoded in the background.
+        Each question's chunks stay where they were found, and those the conversation has already
+        are not given again: so each prompt begins with the whole one before it, whose KV is kept.
+
+        Args:
+            k, min_score, where, config, options: see `ask`.
+            condense: let the model rewrite a follow-up question for the search; else it is searched
+                with the last two questions before it.
         """
-        library = self.engine.library
-        library.refresh()
-        # Shorter texts are never known.
-        long = [text for text in map(str.strip, texts) if len(text) >= ANCHOR]
-        is_known = all(library.table.get(text) is not None for text in long)
-        if is_known and library.encoded_after():
-            return
-        self.engine.register(texts)
-        with library.spared():
-            self._forget(self.index.orphans(texts))  # those deleted since they were found
-            for context in self._contexts():
-                self.engine.encode([], self._prompts.head(), context=context)
+        config = (config or GenerationConfig()).replace(**options)
+        return Chat(self._asking, Wanted(k, min_score, where), config, condense=condense)
+
+    def _asking(self) -> Asking:
+        """What questions are answered with, after what other processes may have changed."""
+        self._agree()
+        return Asking(
+            self.index,
+            self.engine,
+            self.embedder,
+            self._prompts,
+            self._contexts,
+            self._forget,
+            self._reranker,
+            self._candidates,
+        )
 
     async def aask(self, question: str, **options: Any) -> Answer:
         """As `ask`, without blocking the event loop; a cancelled task stops the generation."""
@@ -403,25 +477,21 @@ class CachedRAG:
         *,
         history: Sequence[Answer | Message] = (),
         min_score: float | None = None,
+        where: Where | None = None,
     ) -> list[Hit]:
         """The k chunks nearest to a question, best first.
 
         Args:
-            history, min_score: see `ask`.
+            history, min_score, where: see `ask`.
 
         Raises:
-            ConfigError: an empty index or question, k < 1, or a bad history.
+            ConfigError: an empty index or question, k < 1, or a bad history or filter.
         """
-        return reaching(min_score, self._nearest(question, k, conversation(history)))
-
-    def _nearest(self, question: str, k: int, said: Sequence[Turn]) -> list[Hit]:
-        if not question.strip() or k < 1:
-            raise ConfigError("a question needs some text, and k must be at least 1")
         self._agree()
-        hits = self.index.search(self.embedder.embed([searched(question, said)])[0], k)
-        if not hits:
-            raise ConfigError(f"the index at {self.path} is empty; ingest documents first")
-        return hits
+        text = searched(question, conversation(history))
+        wanted = Wanted(k, min_score, where)
+        found = find(self.index, self.embedder, text, wanted, self._reranker, self._candidates)
+        return list(found.hits)
 
     def _contexts(self) -> tuple[Context | None, ...]:
         return contexts(self.settings["context"], self.index, self.embedder)

@@ -6,37 +6,19 @@ reStructuredText become HTML, and HTML becomes text with its layout kept.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cached_rag.errors import DocumentError
+from cached_rag.errors import DocumentError, MissingPackageError, needs_extra
+from cached_rag.rag.code import LANGUAGES
+from cached_rag.rag.document import Document, Part, assembled, with_line_feeds
 from cached_rag.rag.office import SUFFIXES, read_office
 
 MAX_BYTES = 50 << 20
-# Halves of surrogate pairs (U+D800 to U+DFFF) are no characters, and cannot be encoded.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
-_BLANK_LINES = re.compile(r"\n(?:[ \t]*\n){2,}")
-_TITLE = re.compile(r"^Title: *(.+)$", re.MULTILINE)
 # Stands for a suffix where links that lead out of the folder are counted.
 _ELSEWHERE = "links to elsewhere"
-
-
-@dataclass(frozen=True)
-class Document:
-    """A document's text.
-
-    Attributes:
-        source: the file's path, as it was given.
-        title: what a line "Title: ..." near its beginning says, else its first line.
-        text: never empty, and without control characters.
-    """
-
-    source: str
-    title: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -103,7 +85,8 @@ def load_document(path: Path | str) -> Document:
         DocumentError: unknown format, too large, unreadable, encrypted, or without text.
     """
     path = Path(path)
-    reader = READERS.get(path.suffix.lower())
+    suffix = path.suffix.lower()
+    reader = READERS.get(suffix)
     if reader is None:
         known = ", ".join(sorted(READERS))
         raise DocumentError(f"{path}: no reader for {path.suffix or 'no suffix'}; known: {known}")
@@ -111,32 +94,22 @@ def load_document(path: Path | str) -> Document:
         size = path.stat().st_size
         if size > MAX_BYTES:
             raise DocumentError(f"{path}: {size} bytes exceed {MAX_BYTES}; split the file")
-        text = _clean(reader(path))
+        found = reader(path)
+        parts = [(found, {})] if isinstance(found, str) else found
+        language = LANGUAGES.get(suffix, "")
+        title = path.name if language else ""
+        document = assembled(str(path), parts, title=title, language=language)
     except DocumentError:
         raise
     except Exception as error:  # a broken file can make a parser raise anything
         raise DocumentError(
             f"{path}: cannot be read ({type(error).__name__}: {error}); repair or remove it"
         ) from error
-    if not text:
+    if not document.text:
         raise DocumentError(
             f"{path}: holds no text (a scan, or an empty file); remove it or run OCR"
         )
-    return Document(str(path), _title(text), text)
-
-
-def _title(text: str) -> str:
-    named = _TITLE.search(text, 0, 1000)
-    title = named.group(1) if named else text.partition("\n")[0]
-    return title.replace("``", "")[:200].strip()
-
-
-def _clean(text: str) -> str:
-    return _BLANK_LINES.sub("\n\n", _CONTROL.sub("", _with_line_feeds(text))).strip()
-
-
-def _with_line_feeds(text: str) -> str:
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    return document
 
 
 def _decode(path: Path) -> str:
@@ -154,43 +127,51 @@ def _decode(path: Path) -> str:
         return str(best)
 
 
-def _html_to_text(html: str) -> str:
-    from cached_rag.rag.html import html_to_text
+def _html_parts(html: str) -> list[Part]:
+    from cached_rag.rag.html import html_parts
 
-    return html_to_text(html)
-
-
-def _read_html(path: Path) -> str:
-    return _html_to_text(_decode(path))
+    return html_parts(html)
 
 
-def _read_markdown(path: Path) -> str:
+def _read_html(path: Path) -> list[Part]:
+    return _html_parts(_decode(path))
+
+
+def _read_markdown(path: Path) -> list[Part]:
     from markdown_it import MarkdownIt
 
-    return _html_to_text(MarkdownIt("commonmark").enable("table").render(_decode(path)))
+    return _html_parts(MarkdownIt("commonmark").enable("table").render(_decode(path)))
 
 
-def _read_rst(path: Path) -> str:
+def _read_rst(path: Path) -> str | list[Part]:
     from cached_rag.rag.rst import rst_to_html
 
-    source = _with_line_feeds(_decode(path))
+    source = with_line_feeds(_decode(path))
     try:
         header, html = rst_to_html(source)
     except Exception:  # whatever docutils raises: text with its markup is better than none
         return source
-    return header + _html_to_text(html)
+    return [(header, {}), *_html_parts(html)]
 
 
-def _read_pdf(path: Path) -> str:
+def _read_pdf(path: Path) -> list[Part]:
     from pypdf import PdfReader
 
     reader = PdfReader(path)
     if reader.is_encrypted and not reader.decrypt(""):
         raise DocumentError(f"{path}: is encrypted; remove its password")
-    return "\n\n".join(page.extract_text() for page in reader.pages)
+    return [(page.extract_text(), {"page": n}) for n, page in enumerate(reader.pages, 1)]
 
 
-READERS: dict[str, Callable[[Path], str]] = {
+def _read_code(path: Path) -> str:
+    try:
+        with needs_extra("docs", "splitting source code", "langchain_text_splitters"):
+            return _decode(path)
+    except MissingPackageError as error:
+        raise DocumentError(f"{path}: {error}") from error
+
+
+READERS: dict[str, Callable[[Path], str | Sequence[Part]]] = {
     ".txt": _decode,
     ".text": _decode,
     ".md": _read_markdown,
@@ -200,4 +181,5 @@ READERS: dict[str, Callable[[Path], str]] = {
     ".htm": _read_html,
     ".pdf": _read_pdf,
     **dict.fromkeys(SUFFIXES, read_office),
+    **dict.fromkeys(LANGUAGES, _read_code),
 }

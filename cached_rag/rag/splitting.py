@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
 from cached_rag.errors import ConfigError
-from cached_rag.rag.readers import Document
+from cached_rag.rag.code import is_written_by_hand, split_code
+from cached_rag.rag.document import Document, Metadata
 
 # Text is split behind these, the first of them if it occurs, else the next.
 # Chinese and Japanese sentences end with the last.
@@ -30,16 +31,20 @@ class Chunk:
     Attributes:
         ordinal: its number in the document, from 0.
         text: begins with the document's title.
+        metadata: what is known of this part of the document, see `Document.metadata`.
     """
 
     source: str
     title: str
     ordinal: int
     text: str
+    metadata: Metadata = field(default_factory=dict)
 
 
 class Splitter:
     """Splits between paragraphs, else lines, else sentences, else words, else anywhere.
+
+    Source code is split between its functions and classes (`code.split_code`).
 
     Every chunk begins with its document's title, for among chunks of other documents it would
     often be unclear what it is about. Takes time linear in a document's length.
@@ -63,12 +68,19 @@ class Splitter:
     def split(self, document: Document) -> list[Chunk]:
         """The document's chunks, in order."""
         count = lru_cache(None)(self._count_tokens)  # the same words and lines come again
-        texts = (text.strip() for text in self._split(document.text, 0, count))
-        kept = [text for text in texts if text]
-        return [
-            Chunk(document.source, document.title, ordinal, _headed(document.title, text))
-            for ordinal, text in enumerate(kept)
-        ]
+        if document.language and is_written_by_hand(document.text):
+            texts = split_code(document.text, document.language, count, self._most)
+        else:
+            texts = [part.strip() for part in self._split(document.text, 0, count)]
+        chunks: list[Chunk] = []
+        place = 0
+        for text in filter(None, texts):
+            place = document.text.index(text, place)
+            headed = _headed(document.title, text)
+            metadata = document.metadata(place, place + len(text))
+            chunks.append(Chunk(document.source, document.title, len(chunks), headed, metadata))
+            place += 1 if self._overlap else len(text)
+        return chunks
 
     def _split(self, text: str, level: int, count: Callable[[str], int]) -> Iterator[str]:
         """A text's chunks: pieces that fit are joined, those that do not are split in turn.

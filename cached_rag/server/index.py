@@ -6,7 +6,7 @@ Knows an index and JSON; knows no socket.
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cached_rag.backends.tokenizer import Message
@@ -16,7 +16,7 @@ from cached_rag.server.protocol import EmbeddingsRequest
 
 if TYPE_CHECKING:  # their packages are another extra's
     from cached_rag.rag.answer import AnswerStream
-    from cached_rag.rag.index import Hit
+    from cached_rag.rag.hit import Hit
     from cached_rag.rag.rag import CachedRAG
 
 Json = dict[str, Any]
@@ -37,7 +37,12 @@ class ServedIndex:
         self.name = f"{PREFIX}{rag.path.resolve().name}"
         self.embedding = str(rag.settings["embedding"])
 
-    def stream(self, messages: Sequence[Message], config: GenerationConfig) -> AnswerStream:
+    def stream(
+        self,
+        messages: Sequence[Message],
+        config: GenerationConfig,
+        where: Mapping[str, object] | None = None,
+    ) -> AnswerStream:
         """Answer the last message from the documents; those before it are the conversation.
 
         System messages are left out: the index has its own, which its chunks were encoded behind.
@@ -48,7 +53,9 @@ class ServedIndex:
         said = [message for message in messages if message["role"] != "system"]
         if not said or said[-1]["role"] != "user":
             raise ConfigError(f"{self.name} answers the user's last message, and there is none")
-        return self._rag.stream(str(said[-1]["content"]), history=said[:-1], config=config)
+        return self._rag.stream(
+            str(said[-1]["content"]), history=said[:-1], where=where, config=config
+        )
 
     def embed(self, request: EmbeddingsRequest) -> Json:
         """OpenAI's embeddings."""
@@ -81,6 +88,7 @@ def sources(hits: Sequence[Hit]) -> list[Json]:
             "title": hit.title,
             "ordinal": hit.ordinal,
             "score": round(float(hit.score), 4),
+            "metadata": dict(hit.metadata),
             "text": hit.text,
         }
         for hit in hits

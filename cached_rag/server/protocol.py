@@ -20,6 +20,7 @@ _DEFAULT_TOKENS = 256
 # Most messages or texts of a request; each costs far more than its few bytes of JSON.
 _MOST = 10_000
 _MOST_ANSWERS = 16
+_MOST_STOPS = 32  # Continue's autocomplete sends up to two dozen, where OpenAI takes 4
 # OpenAI's settings that we lack, with the values at which they change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
@@ -43,6 +44,8 @@ _WITHOUT_EFFECT = (
     *("prompt_cache_key", "prompt_cache_retention", "keep_alive", "reasoning_effort", "verbosity"),
 )
 
+# Settings that others call otherwise: llama.cpp, Ollama, and Open WebUI for both.
+_OTHER_NAMES = {"repeat_penalty": "repetition_penalty"}
 # Fields that our answers, sent back as messages of a conversation, may have empty.
 _ANSWERED = ("refusal", "tool_calls", "function_call", "audio", "annotations")
 
@@ -58,6 +61,7 @@ def _whole(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_whole)]
 Name = Annotated[Text, Field(max_length=256)]
+Value = Annotated[Text, Field(max_length=1000)] | int | float
 Stop = Annotated[Text, Field(max_length=1000)]
 
 
@@ -129,7 +133,7 @@ class _Settings(Strict):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None = None
     seed: int | None = None
     method: Name | None = None
     recompute_ratio: float | None = None
@@ -147,6 +151,9 @@ class _Settings(Strict):
         if not isinstance(data, dict):
             return data
         kept = {name: value for name, value in data.items() if name not in _WITHOUT_EFFECT}
+        for name, ours in _OTHER_NAMES.items():
+            if name in kept and ours not in kept:
+                kept[ours] = kept.pop(name)
         for name, neutral in _NEUTRAL.items():
             if name in kept and name not in cls.model_fields:
                 value = kept.pop(name)
@@ -185,7 +192,10 @@ class _Settings(Strict):
 
 
 class ChatRequest(_Settings):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions.
+
+    Ours is `where`: which chunks an index may answer from, see `CachedRAG.ask`.
+    """
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -195,6 +205,7 @@ class ChatRequest(_Settings):
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    where: Annotated[dict[Name, Value | list[Value]], Field(max_length=16)] | None = None
 
     @property
     def wanted_tokens(self) -> int | None:

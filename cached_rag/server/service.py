@@ -25,7 +25,7 @@ from cached_rag.server.protocol import ChatRequest, CompletionRequest, Documents
 from cached_rag.server.tenants import Tenants
 
 if TYPE_CHECKING:  # its packages are another extra's
-    from cached_rag.rag.index import Hit
+    from cached_rag.rag.hit import Hit
 
 _log = logging.getLogger(__name__)
 _PLACE = "{documents}"
@@ -108,6 +108,8 @@ class Service:
             if isinstance(request, ChatRequest) and self.is_index(request.model):
                 streams, hits = self._searched(request, tools, config)
             else:
+                if isinstance(request, ChatRequest) and request.where:
+                    raise ConfigError(f"{request.model} has no documents to choose by where=")
                 streams = []
                 for prompt in map(tools.prompt, request.prompts()):
                     fitting = self._fitting(request, prompt, config)
@@ -145,7 +147,10 @@ class Service:
         if tools.is_offered or request.cache_salt:
             raise ConfigError(f"{self.index.name} takes neither tools nor a cache_salt")
         [messages] = request.prompts()
-        found = [self.index.stream(messages, _nth(config, n)) for n in range(request.n or 1)]
+        found = [
+            self.index.stream(messages, _nth(config, n), request.where)
+            for n in range(request.n or 1)
+        ]
         return [answer.stream for answer in found], found[0].sources
 
     async def answer(self, asked: Asked) -> Json:

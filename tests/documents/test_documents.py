@@ -119,15 +119,15 @@ def test_folders_are_searched_and_hidden_files_are_not(tmp_path):
 
 
 def test_what_no_reader_knows_is_counted_by_kind(tmp_path):
-    for name in ("a.md", "x.py", "deep/y.PY", "z.png", "LICENSE", ".env", ".git/config.py"):
+    for name in ("a.md", "x.bin", "deep/y.BIN", "z.png", "LICENSE", ".env", ".git/config.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text")
     found = look_at(tmp_path)
     assert found.files == (tmp_path / "a.md",)
-    assert found.passed_over[0] == (".py", 2)
-    assert sorted(found.passed_over) == [("", 1), (".png", 1), (".py", 2)]
+    assert found.passed_over[0] == (".bin", 2)
+    assert sorted(found.passed_over) == [("", 1), (".bin", 2), (".png", 1)]
     assert (
-        look_at(tmp_path / "x.py").passed_over == ()
+        look_at(tmp_path / "x.bin").passed_over == ()
     )  # asked for by name: `load_document` says no
 
 
@@ -180,7 +180,7 @@ def test_search_finds_the_nearest_and_other_connections_see_it(index, tmp_path):
     index.replace("b", "1", chunks("b", "two"), vectors(2))
     assert other.search(vectors(2)[0], 1)[0].source == "b"
     assert len(other.search(vectors(2)[0], 99)) == 3
-    only_a = other.search(vectors(2)[0], 1, where=lambda source: source == "a")
+    only_a = other.search(vectors(2)[0], 1, where=lambda hit: hit.source == "a")
     assert only_a[0].source == "a"
     index.delete("b")
     assert other.search(vectors(2)[0], 1)[0].source == "a"

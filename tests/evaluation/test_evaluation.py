@@ -18,6 +18,7 @@ from cached_rag.evaluation.metrics import bootstrap, exact_match, f1, rouge_l
 from cached_rag.evaluation.plot import plot_frontier
 from cached_rag.evaluation.prompts import is_long, messages
 from cached_rag.evaluation.released import BottomRightRows
+from cached_rag.library.context import PRIMER
 from cached_rag.library.matching import HARVESTED
 
 QUESTIONS = ["What turns green?", "Who lit the lamp?", "When was the South Pole reached?"]
@@ -98,7 +99,7 @@ def test_rows_have_the_keys_that_are_promised(data, tmp_path):
 def test_r_1_has_no_loss_and_less_has(data, tmp_path, monkeypatch):
     monkeypatch.setattr("cached_rag.evaluation.encodings.Embedder", lambda _: Letters())
     methods = ["cacheblend", "prophetkv", "epic@prefix", "infoflow@neighbours:1", "a3@strangers:1"]
-    methods += ["infoflow@harvested:2"]
+    methods += ["infoflow@harvested:2", "prophetkv@elsewhere", "prophetkv@elsewhere-prefix"]
     rows, _ = run(data, tmp_path, methods, [0.2, 1.0])
     assert [row["ratio"] for row in rows] == [1.0, *[0.2, 1.0] * len(methods)]
     for row in rows:
@@ -255,6 +256,19 @@ def test_harvested_is_cut_out_of_full_prefill_of_another_prompt(data):
     assert [match.encoded_after for match in asked.plan.matches] == [HARVESTED] * 3
     assert asked.report.modules_hit == 3
     asked.release()
+
+
+def test_elsewhere_is_behind_the_head_of_another_prompt(data):
+    encodings = Encodings(tiny_model("llama"), load_examples(data), long=False)
+    asked = messages(CHUNKS, QUESTIONS[0], long=False)
+    for encoding, context in (("elsewhere", PRIMER.name), ("elsewhere-prefix", "")):
+        engine = encodings.engine(encoding, CHUNKS)
+        (behind,) = engine.library.encoded_after()
+        assert behind.context == context
+        done = engine.prefill(asked, method="reuse")
+        assert tuple(done.tokens.ids[: len(behind.prefix_ids)]) != behind.prefix_ids
+        assert done.report.modules_hit == 3
+        done.release()
 
 
 def test_the_frontier_is_drawn(data, tmp_path):

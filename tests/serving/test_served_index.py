@@ -151,3 +151,19 @@ def test_without_an_index_nothing_is_embedded_and_no_page_may_ask(rag):
         headers = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
         answer = httpx.options(f"{address}/v1/models", headers=headers)
         assert "access-control-allow-origin" not in answer.headers
+
+
+def test_a_request_chooses_among_the_documents(client):
+    def asked(where, model="index:manual"):
+        return client.chat.completions.create(
+            model=model, messages=QUESTION, max_tokens=2, extra_body={"where": where}
+        )
+
+    every = {one["source"] for one in asked({}).sources}
+    assert len(every) > 1
+    chosen = sorted(every)[0]
+    assert {one["source"] for one in asked({"source": chosen}).sources} == {chosen}
+    assert {one["source"] for one in asked({"source": [chosen], "ordinal": 0}).sources} == {chosen}
+    for where, model in (({"colour": "red"}, "index:manual"), ({"ordinal": 0}, NAME)):
+        with pytest.raises(openai.BadRequestError, match=r"colour|no documents"):
+            asked(where, model)

@@ -205,7 +205,7 @@ def test_an_answer_without_a_length_has_what_there_is_room_for(client, engine):
         ({"method": "x" * 300}, "method"),
         ({"seed": 2**70}, "seed"),
         ({"temperature": 1e-40}, "temperature"),
-        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ["x"] * 33}, "stop"),
         ({"max_tokens": 5000}, "context"),
         ({"messages": [{"role": "user", "content": "word " * 3000}]}, "context"),
     ],

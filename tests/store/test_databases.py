@@ -166,7 +166,8 @@ def test_damaged_titles_are_noticed(documents):
 
 
 def test_an_index_of_an_earlier_version_keeps_all_it_has(documents):
-    change(documents, "ALTER TABLE chunks DROP COLUMN checksum")
+    for column in ("checksum", "metadata"):
+        change(documents, f"ALTER TABLE chunks DROP COLUMN {column}")
     for _ in range(2):
         with closing(DocumentIndex(documents)) as index:
             assert len(index.search(VECTORS[0], 3)) == len(index.texts("a.txt")) == 3

@@ -27,7 +27,7 @@ class Own:
     @property
     def about(self) -> str:
         """See `Peer`."""
-        return f"Cached RAG, method {GenerationConfig(method=self.method).method_name}"
+        return f"Cached RAG, method {self.method}"
 
     def answer(self, question: Question, max_tokens: int) -> Sample:
         """See `Peer`.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cached_rag.kv.fingerprint import ids_digest, module_key
 from cached_rag.kv.store.base import KVStore, Problem
-from cached_rag.kv.store.database import PATIENCE_S, Database
+from cached_rag.kv.store.database import BRIEFLY_S, PATIENCE_S, Database
 from cached_rag.kv.store.signed import add_sums, check, row_sum, sound
 
 _SCHEMA = """
@@ -40,6 +40,10 @@ INSERT INTO removals SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM removals);
 CREATE TABLE IF NOT EXISTS others (
     model TEXT NOT NULL, namespace TEXT NOT NULL, digest TEXT NOT NULL, token_ids BLOB NOT NULL,
     context TEXT NOT NULL, PRIMARY KEY (model, namespace, digest, context)
+);
+CREATE TABLE IF NOT EXISTS learned (
+    model TEXT NOT NULL, namespace TEXT NOT NULL, text_digest TEXT NOT NULL,
+    PRIMARY KEY (model, namespace, text_digest)
 );
 CREATE TABLE IF NOT EXISTS doomed (
     model TEXT NOT NULL, namespace TEXT NOT NULL, text_digest TEXT NOT NULL,
@@ -155,7 +159,7 @@ class Catalog:
     def clear(self) -> None:
         """Forget this model, for all tenants."""
         with self._database.transaction() as connection:
-            for table in ("modules", "encodings", "others", "doomed", "makers"):
+            for table in ("modules", "encodings", "others", "learned", "doomed", "makers"):
                 connection.execute(f"DELETE FROM {table} WHERE model = ?", (self.maker.model,))
             connection.execute("UPDATE removals SET count = count + 1")
 
@@ -179,10 +183,24 @@ class Catalog:
             return
         rows = [(*self._scope, *values, row_sum(*values)) for values in found]
         sql = _put("modules", "text_digest", "anchor, length, token_ids, token_starts, checksum")
-        revived = "DELETE FROM doomed WHERE model = ? AND namespace = ? AND text_digest = ?"
+        where = "WHERE model = ? AND namespace = ? AND text_digest = ?"
         with self._database.transaction(patience_s) as connection:
             connection.executemany(sql, rows)
-            connection.executemany(revived, [row[:3] for row in rows])
+            for table in ("doomed", "learned"):
+                connection.executemany(f"DELETE FROM {table} {where}", [row[:3] for row in rows])
+
+    def mark_learned(self, text_digest: str) -> None:
+        """Remember that a text is a module only because prompts repeat it; see `add_chunks`."""
+        with self._database.transaction(BRIEFLY_S) as connection:
+            sql = "INSERT OR REPLACE INTO learned VALUES (?, ?, ?)"
+            connection.execute(sql, (*self._scope, text_digest))
+
+    def learned(self) -> list[str]:
+        """The tenant's texts that were marked so, for any model; the oldest first."""
+        if self._database.is_read_only:  # and maybe of an earlier version
+            return []
+        query = "SELECT text_digest FROM learned WHERE namespace = ? ORDER BY rowid"
+        return self._database.read(str, query, self.namespace)
 
     def find(self, text_digests: Iterable[str]) -> list[ChunkRecord]:
         """Those of these texts that are modules."""
@@ -220,6 +238,9 @@ class Catalog:
         with self._database.transaction() as connection:
             connection.executemany(f"INSERT OR IGNORE INTO doomed SELECT {columns} {where}", rows)
             connection.executemany(f"DELETE {where}", rows)
+            connection.executemany(
+                "DELETE FROM learned WHERE namespace = ? AND text_digest = ?", rows
+            )
             connection.execute("UPDATE removals SET count = count + 1")
 
     def finish_removals(self, store: KVStore, text_digests: Collection[str] | None = None) -> int:

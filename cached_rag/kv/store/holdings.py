@@ -38,7 +38,10 @@ def makers(folder: Path) -> list[Maker]:
 
 
 def forget(folder: Path, codec: str, texts: Iterable[str], namespace: str = "") -> int:
-    """Remove a tenant's texts, and their KV by all models; says how many KVs went."""
+    """Remove a tenant's texts, and their KV by all models; says how many KVs went.
+
+    All texts that were learned from prompts go with them, as they may have the same words.
+    """
     return forget_digests(folder, codec, {digest(text.strip()) for text in texts}, namespace)
 
 
@@ -52,7 +55,8 @@ def forget_digests(
         closing(_catalog(folder, namespace=namespace)) as catalog,
         closing(DiskStore(folder, codec)) as disk,
     ):
-        return catalog.remove(disk, text_digests)
+        learned = catalog.learned() if text_digests else []
+        return catalog.remove(disk, {*text_digests, *learned})
 
 
 def unused(folder: Path, codec: str, name: str, dtypes: Sequence[str]) -> list[Holding]:

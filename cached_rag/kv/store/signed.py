@@ -62,20 +62,40 @@ def _damage(database: Database, row: Row) -> str:
     )
 
 
+def add_column(database: Database, table: str, name: str, value: str, select: str) -> None:
+    """Add a text column to a table that an earlier version made, and sign its rows anew.
+
+    Rows that were damaged before stay so.
+
+    Args:
+        value: what all rows have in the new column; it becomes the last of the signed values.
+        select: the query for all rows in signed form, without the column.
+    """
+    if _has_column(database, table, name):
+        return
+    with database.transaction() as connection:
+        if _has_column(database, table, name):  # another process was faster
+            return
+        rows = filter(is_sound, connection.execute(select).fetchall())
+        sums = [(row_sum(*row[1:-1], value), row[0]) for row in rows]
+        connection.execute(f"ALTER TABLE {table} ADD COLUMN {name} TEXT NOT NULL DEFAULT '{value}'")
+        connection.executemany(f"UPDATE {table} SET checksum = ? WHERE rowid = ?", sums)
+
+
+def _has_column(database: Database, table: str, name: str) -> bool:
+    return name in {row[1] for row in database.rows(f"PRAGMA table_info({table})")}
+
+
 def add_sums(database: Database, table: str, select: str) -> None:
     """Sign the rows of a table that an earlier version made, which had no checksums.
 
     Args:
         select: the query for (rowid, *values) of all rows.
     """
-
-    def has_sums() -> bool:
-        return "checksum" in {row[1] for row in database.rows(f"PRAGMA table_info({table})")}
-
-    if has_sums():
+    if _has_column(database, table, "checksum"):
         return
     with database.transaction() as connection:
-        if has_sums():  # another process was faster
+        if _has_column(database, table, "checksum"):  # another process was faster
             return
         connection.execute(f"ALTER TABLE {table} ADD COLUMN checksum TEXT NOT NULL DEFAULT ''")
         sums = [(row_sum(*values), row) for row, *values in connection.execute(select)]

@@ -1,0 +1,101 @@
+"""`cached-rag chat`: a conversation with an index."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cached_rag.cli.options import (
+    DEFAULT_INDEX,
+    BackendName,
+    Device,
+    Drafts,
+    Dtype,
+    Index,
+    MaxTokens,
+    Method,
+    Weights,
+    Where,
+    filters,
+    require_index,
+)
+from cached_rag.cli.terminal import err, out
+
+if TYPE_CHECKING:
+    from cached_rag import Chat
+
+_HELP = "Ask; /new begins anew, /sources shows the last answer's chunks, an empty line ends."
+
+
+def chat_command(
+    index: Index = DEFAULT_INDEX,
+    k: Annotated[int, typer.Option("-k", help="Chunks to retrieve for a question.")] = 6,
+    where: Where = None,
+    method: Method = "auto",
+    max_tokens: MaxTokens = 256,
+    temperature: Annotated[
+        float, typer.Option(help="0 always takes the likeliest token; more is more random.")
+    ] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes random answers repeatable.")] = None,
+    condense: Annotated[
+        bool, typer.Option(help="Let the model rewrite follow-up questions for the search.")
+    ] = True,
+    drafts: Drafts = True,
+    dtype: Dtype = None,
+    device: Device = None,
+    weights: Weights = "as stored",
+    backend: BackendName = "transformers",
+) -> None:
+    """Talk to the documents of an index; each turn's KV serves the next."""
+    from cached_rag import CachedRAG, GenerationConfig
+
+    require_index(index)
+    config = GenerationConfig(
+        method=method, max_tokens=max_tokens, temperature=temperature, seed=seed, drafts=drafts
+    )
+    chosen = filters(where)
+    with CachedRAG.open(index, dtype=dtype, device=device, weights=weights, backend=backend) as rag:
+
+        def begin() -> Chat:
+            return rag.chat(k=k, where=chosen, config=config, condense=condense)
+
+        chat = begin()
+        err.print(_HELP, style="dim")
+        while question := _asked():
+            if question == "/new":
+                chat = begin()
+            elif question == "/sources":
+                _print_sources(chat)
+            else:
+                _answer(chat, question)
+
+
+def _asked() -> str:
+    """The next question; empty at the end of the input."""
+    try:
+        return input("> ").strip()
+    except (EOFError, KeyboardInterrupt):
+        return ""
+
+
+def _answer(chat: Chat, question: str) -> None:
+    """Stream an answer; an interrupt ends it, and the conversation goes on."""
+    stream = chat.stream(question)
+    try:
+        for piece in stream:
+            out.print(piece, end="", markup=False, highlight=False)
+    except KeyboardInterrupt:
+        stream.close()
+    answer = stream.answer
+    out.print("\n")
+    for hit in answer.sources:
+        out.print(f"  {hit}", style="dim", markup=False)
+    out.print(f"  {answer.report.to_line()}", style="dim", markup=False, highlight=False)
+    for note in answer.report.notes:
+        err.print(f"note: {note}", style="yellow", markup=False, highlight=False)
+
+
+def _print_sources(chat: Chat) -> None:
+    for hit in chat.history[-1].sources if chat.history else ():
+        out.print(f"{hit}\n{hit.text}\n", markup=False, highlight=False)

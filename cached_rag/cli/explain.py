@@ -1,0 +1,61 @@
+"""`cached-rag explain`: what became of a question's prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cached_rag.cli.options import (
+    DEFAULT_INDEX,
+    BackendName,
+    Device,
+    Dtype,
+    Index,
+    MaxTokens,
+    Method,
+    Weights,
+    require_index,
+)
+from cached_rag.cli.terminal import Json, out, print_json
+
+
+def explain_command(
+    question: str,
+    index: Index = DEFAULT_INDEX,
+    k: Annotated[int, typer.Option("-k", help="Chunks to retrieve.")] = 6,
+    method: Method = "auto",
+    max_tokens: MaxTokens = 128,
+    compare: Annotated[
+        bool, typer.Option(help="Answer with full prefill, too, to have its time.")
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page to this file, the prompt coloured in it.")
+    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    weights: Weights = "as stored",
+    backend: BackendName = "transformers",
+    as_json: Json = False,
+) -> None:
+    """Ask, and show what of the prompt was reused, moved, repaired and computed, and the times."""
+    from cached_rag import CachedRAG
+
+    require_index(index)
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
+    how["backend"] = backend
+    asked: dict[str, Any] = {"k": k, "max_tokens": max_tokens}
+    # As in `ask`: full prefill must not find what the first answer left.
+    with CachedRAG.open(index, sequence_bytes=0, **how) as rag:
+        answer = rag.ask(question, method=method, **asked)
+        full = rag.ask(question, method="full", **asked) if compare else None
+    explanation = answer.explain(full)
+    if html is not None:
+        explanation.save(html)
+    if as_json:
+        print_json(explanation.to_dict())
+    elif html is not None:
+        out.print(f"written to {html}", markup=False, highlight=False, soft_wrap=True)
+    else:
+        out.print(str(explanation), markup=False, highlight=False, soft_wrap=True)

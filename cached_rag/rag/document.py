@@ -1,0 +1,91 @@
+"""A document: its text, and what is known of each part of it. Knows no file format."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+# Halves of surrogate pairs (U+D800 to U+DFFF) are no characters, and cannot be encoded.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
+_BLANK_LINES = re.compile(r"\n(?:[ \t]*\n){2,}")
+_TITLE = re.compile(r"^Title: *(.+)$", re.MULTILINE)
+
+# What is known of a text: its page, its heading, or whatever a user says of it.
+Metadata = Mapping[str, str | int | float | bool]
+# A text and what is known of it; what a reader makes of a file is a list of these.
+Part = tuple[str, Metadata]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document's text.
+
+    Attributes:
+        source: the file's path, as it was given.
+        title: what a line "Title: ..." near its beginning says, else its first line; of source
+            code, the file's name.
+        text: never empty, and without control characters.
+        parts: (begin, metadata) of each part of the text that differs from the one before it in
+            its metadata, by the place of its first character: "page", or "heading", with the
+            headings above it ("Install > Linux").
+        language: what it is written in, if it is source code; as langchain-text-splitters calls it.
+    """
+
+    source: str
+    title: str
+    text: str
+    parts: tuple[tuple[int, Metadata], ...] = ()
+    language: str = ""
+
+    def metadata(self, begin: int, end: int) -> Metadata:
+        """What is known of the characters from `begin` to `end`.
+
+        Of parts that differ the first one's is given, and of headings all, joined by "; ".
+        """
+        first = max(0, bisect_right(self.parts, begin, key=lambda part: part[0]) - 1)
+        found = [known for place, known in self.parts[first:] if place < end]
+        if not found or self.parts[first][0] > begin:
+            found.insert(0, {})
+        headings = dict.fromkeys(str(one["heading"]) for one in found if "heading" in one)
+        return {**found[0], **({"heading": "; ".join(headings)} if headings else {})}
+
+
+def assembled(
+    source: str, parts: Iterable[Part], *, title: str = "", language: str = ""
+) -> Document:
+    """A document of cleaned parts, with a blank line between them; its text may be empty.
+
+    Args:
+        title: see `Document`; empty for the text's own.
+    """
+    texts: list[str] = []
+    begins: list[tuple[int, Metadata]] = []
+    length = 0
+    for raw, metadata in parts:
+        text = _clean(raw, keeps_indent=bool(language))
+        if not text:
+            continue
+        if metadata != (begins[-1][1] if begins else {}):
+            begins.append((length, metadata))
+        texts.append(text)
+        length += len(text) + 2
+    text = "\n\n".join(texts)
+    return Document(source, title or _title(text), text, tuple(begins), language)
+
+
+def with_line_feeds(text: str) -> str:
+    """A text whose lines end with a line feed alone."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _clean(text: str, *, keeps_indent: bool) -> str:
+    clean = _BLANK_LINES.sub("\n\n", _CONTROL.sub("", with_line_feeds(text)))
+    return clean.strip("\n").rstrip() if keeps_indent else clean.strip()
+
+
+def _title(text: str) -> str:
+    named = _TITLE.search(text, 0, 1000)
+    title = named.group(1) if named else text.partition("\n")[0]
+    return title.replace("``", "")[:200].strip()

@@ -1,0 +1,75 @@
+"""Filters on chunks: which of them a search may find. Knows no index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from fnmatch import fnmatchcase
+
+from cached_rag.errors import ConfigError
+from cached_rag.rag.document import Metadata
+from cached_rag.rag.hit import Hit
+
+# What the values of some fields have to be, by the fields' names; or a function that judges a hit.
+Where = Mapping[str, object] | Callable[[Hit], bool]
+# Fields that every chunk has; all others are metadata.
+FIELDS = ("source", "title", "ordinal")
+
+
+def judge(where: Where, known: Collection[str]) -> Callable[[Hit], bool]:
+    """A filter as a function of a hit.
+
+    Args:
+        where: for each field the value it has to have: a string, in which `*`, `?` and `[...]`
+            stand for other characters ("docs/guide/*"); a number; or a collection of such values,
+            one of which has to fit (`range(3, 9)`). A chunk without the field does not fit.
+        known: names of the metadata there are.
+
+    Raises:
+        ConfigError: a field that no chunk has, or a value of another kind.
+    """
+    if callable(where):
+        return where
+    for name, wanted in where.items():
+        if name not in FIELDS and name not in known:
+            names = ", ".join([*FIELDS, *sorted(known)])
+            raise ConfigError(f"no chunk has a field {name!r} to filter by; there are: {names}")
+        values = [wanted] if isinstance(wanted, str) else wanted
+        if not all(isinstance(v, str | int | float) for v in _several(values)):
+            raise ConfigError(
+                f"a filter's value is a string, a number, or a collection of these; {name!r} has "
+                f"{wanted!r}"
+            )
+    return lambda hit: all(_fits(_value(hit, name), wanted) for name, wanted in where.items())
+
+
+def described(metadata: Mapping[str, object]) -> Metadata:
+    """What a user says of a document, checked.
+
+    Raises:
+        ConfigError: a name that stands for something else, or a value that is no string or number.
+    """
+    for name, value in metadata.items():
+        if name in (*FIELDS, "text", "score") or not isinstance(value, str | int | float):
+            raise ConfigError(
+                f"metadata are strings and numbers, by names other than {', '.join(FIELDS)}, text "
+                f"and score; got {name!r}: {value!r}"
+            )
+    return dict(metadata)  # type: ignore[arg-type]
+
+
+def _several(values: object) -> Collection[object]:
+    return values if isinstance(values, Collection) else [values]
+
+
+def _value(hit: Hit, name: str) -> object:
+    return getattr(hit, name) if name in FIELDS else hit.metadata.get(name)
+
+
+def _fits(found: object, wanted: object) -> bool:
+    if found is None:
+        return False
+    if isinstance(wanted, str):
+        return str(found) == wanted or fnmatchcase(str(found), wanted)
+    if isinstance(wanted, Collection):
+        return any(_fits(found, one) for one in wanted)
+    return found == wanted

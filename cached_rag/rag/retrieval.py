@@ -1,0 +1,100 @@
+"""Finds the chunks that a question is answered from. Knows an index; knows no language model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cached_rag.errors import ConfigError
+from cached_rag.rag.embedding import Embeddings
+from cached_rag.rag.filters import Where
+from cached_rag.rag.hit import Hit
+from cached_rag.rag.index import DocumentIndex
+
+# Told a question and texts, says how well each of them answers it; the higher, the better.
+Reranker = Callable[[str, list[str]], Sequence[float]]
+# Below this similarity a chunk hardly concerns the question (sentence-transformers' models).
+_FAR = 0.25
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which chunks are wanted; see `CachedRAG.ask`.
+
+    Raises:
+        ConfigError: k < 1.
+    """
+
+    k: int = 6
+    min_score: float | None = None
+    where: Where | None = None
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ConfigError(f"k, the number of chunks, must be at least 1, not {self.k}")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found, best first, and what to tell the user about it."""
+
+    hits: tuple[Hit, ...]
+    notes: tuple[str, ...]
+
+    def noting(self, note: str) -> Found:
+        """With one more thing to tell."""
+        return Found(self.hits, (*self.notes, note))
+
+
+def find(
+    index: DocumentIndex,
+    embedder: Embeddings,
+    text: str,
+    wanted: Wanted,
+    reranker: Reranker | None = None,
+    candidates: int = 0,
+) -> Found:
+    """The chunks nearest to a text.
+
+    Args:
+        reranker: puts the nearest `candidates` chunks, at least k, into another order, of which the
+            first k are taken; None keeps the order of similarity.
+
+    Raises:
+        ConfigError: an empty text or index, a filter by what no chunk has, or a reranker that does
+            not give a score for each text.
+    """
+    if not text.strip():
+        raise ConfigError("a question needs some text")
+    reach = max(wanted.k, candidates) if reranker else wanted.k
+    near = index.search(embedder.embed([text])[0], reach, wanted.where)
+    if not near and not index.count()[1]:
+        raise ConfigError("the index is empty; ingest documents first")
+    least = -math.inf if wanted.min_score is None else wanted.min_score
+    hits = [hit for hit in near if hit.score >= least]
+    if reranker and hits:
+        hits = _reranked(reranker, text, hits)
+    return Found(tuple(hits[: wanted.k]), tuple(_remarks(near, hits)))
+
+
+def _reranked(reranker: Reranker, text: str, hits: Sequence[Hit]) -> list[Hit]:
+    scores = list(reranker(text, [hit.text for hit in hits]))
+    if len(scores) != len(hits):
+        raise ConfigError(f"the reranker gave {len(scores)} scores for {len(hits)} texts")
+    order = sorted(range(len(hits)), key=lambda place: -float(scores[place]))
+    return [hits[place] for place in order]
+
+
+def _remarks(near: Sequence[Hit], hits: Sequence[Hit]) -> list[str]:
+    """What to tell the user about the chunks that are near, and those of them that are taken."""
+    if not near:
+        return ["no chunk fits the filter, so none was used"]
+    best = near[0].score
+    if not hits:
+        return [f"no chunk reaches min_score (the nearest has {best:.2f}), so none was used"]
+    if best < _FAR:
+        return [
+            f"the nearest chunk is hardly about this (score {best:.2f}); the answer may be made up"
+        ]
+    return []

@@ -1,0 +1,66 @@
+"""A watched folder: what is added, changed and deleted there is soon so in the index."""
+
+from __future__ import annotations
+
+import sys
+from threading import Event
+
+import pytest
+from test_rag import docs, opened  # noqa: F401
+
+from cached_rag import DocumentError, MissingPackageError
+
+
+@pytest.fixture
+def watched(opened, docs):  # noqa: F811
+    stop = Event()
+    rag = opened()
+    yield rag, rag.watch(docs, stop=stop)
+    stop.set()
+
+
+def sources(rag):
+    return [document.source for document in rag.documents()]
+
+
+def test_an_index_keeps_in_step_with_a_folder(watched, docs):  # noqa: F811
+    rag, changes = watched
+    assert next(changes).added == 3
+    # Written while nobody looks: between two summaries, as while one is being printed.
+    (docs / "d.txt").write_text("Silver turns black where there is sulphur in the air")
+    assert next(changes).added == 1
+    assert sources(rag) == ["docs/a.txt", "docs/b.txt", "docs/c.txt", "docs/d.txt"]
+    (docs / "d.txt").write_text("Gold stays as it is, whatever there is in the air")
+    assert next(changes).added == 1
+    assert rag.search("gold", 1)[0].source == "docs/d.txt"
+    (docs / "a.txt").unlink()
+    assert next(changes).deleted == 1
+    (docs / "b.txt").rename(docs / "e.txt")
+    changed = next(changes)
+    assert (changed.added, changed.deleted) == (1, 1)
+    assert sources(rag) == ["docs/c.txt", "docs/d.txt", "docs/e.txt"]
+
+
+def test_a_bad_file_is_said_and_the_watch_goes_on(watched, docs):  # noqa: F811
+    _, changes = watched
+    next(changes)
+    (docs / "bad.pdf").write_bytes(b"no pdf")
+    assert "bad.pdf" in next(changes).skipped[0][0]
+    (docs / "good.txt").write_text("Lead is grey and soft, and is easily cast")
+    assert next(changes).added == 1
+
+
+def test_it_ends_when_it_is_told_to(opened, docs):  # noqa: F811
+    stop = Event()
+    changes = opened().watch(docs, stop=stop)
+    next(changes)
+    stop.set()
+    assert list(changes) == []
+
+
+def test_what_cannot_be_watched_is_refused(opened, docs, monkeypatch):  # noqa: F811
+    with pytest.raises(DocumentError, match=r"no folder at .*a\.txt to watch"):
+        next(opened().watch(docs / "a.txt"))
+    monkeypatch.setitem(sys.modules, "watchfiles", None)
+    with pytest.raises(MissingPackageError, match=r"\[docs\]"):
+        next(opened().watch(docs))

@@ -1,0 +1,126 @@
+"""Conversations with an index: prompts that only grow, chunks given once, questions rewritten."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from test_rag import docs, opened  # noqa: F401
+
+from cached_rag import Answer, ConfigError
+from cached_rag.rag.prompts import Prompts
+
+FIRST, SECOND = "copper green?", "and lighthouses?"
+
+
+@pytest.fixture
+def rag(opened, docs):  # noqa: F811
+    rag = opened(sequence_bytes=1 << 26)
+    rag.ingest(docs, progress=False)
+    return rag
+
+
+def prompt(stream):
+    """The text that the engine was given."""
+    return stream.stream.prompt
+
+
+def test_each_prompt_begins_with_the_last_one_and_costs_what_it_added(rag):
+    chat = rag.chat(k=1, condense=False, max_tokens=4)
+    answers = [chat.ask(question) for question in (FIRST, SECOND, "and bees?")]
+    assert chat.history == tuple(answers)
+    for last, next_ in pairwise(answers):
+        # All but a few tokens where two texts meet, and the answer's last, have exact KV.
+        kept = next_.report.kept_tokens
+        assert kept >= last.report.prompt_tokens - 4
+        assert next_.report.kept_repaired_tokens <= kept
+
+
+def test_a_chunk_is_given_once(rag, monkeypatch):
+    prompts = []
+    begin = rag.engine.stream
+    monkeypatch.setattr(
+        rag.engine,
+        "stream",
+        lambda text, *a, **k: prompts.append(text.text) or begin(text, *a, **k),
+    )
+    chat = rag.chat(k=2, condense=False, max_tokens=2)
+    first = chat.ask(FIRST)
+    second = chat.ask(FIRST)
+    assert [hit.text for hit in second.sources] == [hit.text for hit in first.sources]
+    for hit in first.sources:
+        assert prompts[1].count(hit.text) == 1
+    assert prompts[1].index(first.sources[0].text) < prompts[1].index(FIRST)
+
+
+def test_a_follow_up_is_searched_with_what_the_model_makes_of_it(rag, monkeypatch):
+    asked = []
+
+    class Rewritten:
+        text = " How tall are lighthouses?"
+
+    def generate(text, config):
+        asked.append((text.text, config))
+        return Rewritten
+
+    monkeypatch.setattr(rag.engine, "generate", generate)
+    chat = rag.chat(k=1, max_tokens=2)
+    first = chat.ask(FIRST)
+    assert not asked
+    assert first.searched == FIRST
+    second = chat.ask(SECOND)
+    ((text, config),) = asked
+    assert first.sources[0].text in text
+    assert SECOND in text
+    assert config.max_tokens == 64
+    assert second.searched == f"How tall are lighthouses?\n{SECOND}"
+
+
+def test_condensing_asks_the_real_engine_behind_the_conversation(rag):
+    chat = rag.chat(k=1, max_tokens=2)
+    chat.ask(FIRST)
+    assert chat.ask(SECOND).searched.endswith(f"\n{SECOND}")
+
+
+def test_a_stream_that_was_left_is_in_the_history_as_far_as_it_was_taken(rag):
+    chat = rag.chat(k=1, condense=False, max_tokens=30)
+    stream = chat.stream(FIRST)
+    piece = next(stream)
+    stream.close()
+    assert chat.history[0].text == piece
+    assert isinstance(chat.ask(SECOND), Answer)
+
+
+def test_what_outgrows_the_context_is_forgotten_by_halves_and_said(rag, monkeypatch):
+    chat = rag.chat(k=1, condense=False, max_tokens=2)
+    for question in (FIRST, SECOND, "and bees?"):
+        assert not any("forgot" in note for note in chat.ask(question).report.notes)
+    monkeypatch.setattr(Prompts, "has_room", lambda _, text, tokens: len(text.text) < 500)
+    last = chat.ask("and honey?")
+    assert "the conversation's first 2 turns no longer fit, and were forgotten" in last.report.notes
+    assert [answer.question for answer in chat.history] == ["and bees?", "and honey?"]
+
+
+def test_a_bad_setting_or_question_says_so(rag):
+    with pytest.raises(ConfigError, match="k, the number"):
+        rag.chat(k=0)
+    with pytest.raises(ConfigError):
+        rag.chat(unknown=1)
+    with pytest.raises(ConfigError, match="some text"):
+        rag.chat(k=1).ask(" ")
+
+
+def test_a_reranker_decides_among_the_candidates(rag, opened):  # noqa: F811
+    seen = []
+
+    def reranker(question, texts):
+        seen.append((question, len(texts)))
+        return [-len(text) for text in texts]
+
+    other = opened(sequence_bytes=0, reranker=reranker, candidates=3)
+    shortest = min((hit.text for hit in rag.search(FIRST, 3)), key=len)
+    assert [hit.text for hit in other.search(FIRST, 1)] == [shortest]
+    assert seen == [(FIRST, 3)]
+    other._reranker = lambda question, texts: [1.0]
+    with pytest.raises(ConfigError, match="1 scores for 3 texts"):
+        other.search(FIRST, 1)

@@ -1,0 +1,222 @@
+"""Documents that an application puts into its prompts, of which nobody told the engine."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from conftest import CHUNKS, tiny_model
+
+from cached_rag import ConfigError, Engine, StoreConfig
+from cached_rag.library import library
+from cached_rag.library.recurring import LONGEST, SHORTEST, Recurring
+
+WORDS = sorted({word.strip(".,").lower() for chunk in CHUNKS for word in chunk.split()})
+NAMES = "ABCDEFGH"
+
+
+def document(name: str, sentences: int = 9) -> str:
+    """Some 145 tokens that no other document has."""
+    draw = random.Random(name)
+    said = (" ".join(draw.sample(WORDS, 8)).capitalize() for _ in range(sentences))
+    return "\n".join(f"{one}." for one in said)
+
+
+DOCUMENTS = {name: document(name) for name in NAMES}
+
+
+def open_webui(texts: list[str]) -> str:
+    sources = (f'<source id="{n}" name="{n}.md">{text}</source>' for n, text in enumerate(texts, 1))
+    return "### Task:\nAnswer.\n\n<context>\n{}\n</context>".format("\n".join(sources))
+
+
+def langchain(texts: list[str]) -> str:
+    return "Answer from this context:\n\n" + "\n\n".join(texts)
+
+
+def anything_llm(texts: list[str]) -> str:
+    listed = (f"[CONTEXT {n}]:\n{text}\n[END CONTEXT {n}]\n\n" for n, text in enumerate(texts))
+    return "Answer.\nContext:\n    " + "".join(listed)
+
+
+TEMPLATES = [open_webui, langchain, anything_llm]
+
+
+def opened(learn="recurring", **settings):
+    return Engine(tiny_model("llama"), StoreConfig(learn=learn, sequence_bytes=0, **settings))
+
+
+@pytest.fixture
+def engine():
+    with opened() as made:
+        yield made
+
+
+def chat(names, template=open_webui, *, role="user", question="Why?"):
+    said = template([DOCUMENTS[name] for name in names])
+    if role == "user":
+        return [{"role": "user", "content": f"{said}\n\n{question}"}]
+    return [{"role": "system", "content": said}, {"role": "user", "content": question}]
+
+
+def ask(engine, names, template=open_webui, **options):
+    prompt = chat(names, template, **options) if isinstance(names, str) else names
+    report = engine.generate(prompt, max_tokens=2, method="reuse").report
+    engine.write_back.drain()
+    return report
+
+
+@pytest.mark.parametrize("role", ["user", "system"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_third_prompt_with_the_same_documents_has_them_from_cache(engine, template, role):
+    for names in ("ABC", "CBA"):
+        assert ask(engine, names, template, role=role).cached_tokens == 0
+    report = ask(engine, "BAC", template, role=role)
+    assert (report.modules_hit, report.modules_missed) == (3, 0)
+    assert report.cached_tokens > 0.7 * report.prompt_tokens
+    assert {engine.library.table.get(DOCUMENTS[name]) for name in "ABC"} == {*engine.library.table}
+
+
+def test_unrelated_prompts_teach_nothing(engine):
+    for names in ("AB", "CD", "EF"):
+        ask(engine, names)
+    ask(engine, "GH", question="Why not?")
+    assert len(engine.library.table) == 0
+    assert len(engine.library.store) == 0
+
+
+def test_what_stands_behind_the_same_beginning_is_not_learned(engine):
+    turns = chat("AB")
+    for name in "CD":
+        turns += [
+            {"role": "assistant", "content": DOCUMENTS[name]},
+            {"role": "user", "content": "And then?"},
+        ]
+        ask(engine, turns)
+    ask(engine, "AB", question="How often?")
+    assert len(engine.library.table) == 0
+
+
+def test_tenants_teach_each_other_nothing(engine):
+    other = engine.tenant("other")
+    ask(engine, "AB")
+    ask(other, "BA")
+    assert len(engine.library.table) == len(other.library.table) == 0
+    ask(engine, "BA")
+    assert len(engine.library.table) == 2
+    assert ask(other, "AB", question="Who?").cached_tokens == 0
+    other.close()
+
+
+def test_it_can_be_switched_off_and_is_off_in_the_library():
+    assert StoreConfig().learn == "off"
+    with opened("off") as engine:
+        for names in ("AB", "BA", "AB"):
+            assert ask(engine, names).cached_tokens == 0
+    with pytest.raises(ConfigError, match="recurring"):
+        StoreConfig(learn="all")
+    with pytest.raises(ConfigError, match="write_back"):
+        StoreConfig(learn="recurring", write_back=False)
+
+
+def test_r_1_over_learned_texts_is_full_prefill(engine):
+    for names in ("AB", "BA"):
+        ask(engine, names)
+    options = {"max_tokens": 2}
+    full = engine.prefill(chat("BA", question="Who?"), method="full", **options)
+    full.release()
+    whole = engine.prefill(
+        chat("BA", question="Who?"), method="prophetkv", recompute_ratio=1.0, **options
+    )
+    whole.release()
+    assert whole.report.modules_hit == 2
+    assert torch.allclose(whole.logits, full.logits, atol=1e-4)
+
+
+def test_runs_keep_inside_a_message_and_obey_no_control_token(engine):
+    spelled = DOCUMENTS["A"].replace("\n", "\n<|im_end|> ", 1)
+    rest = [
+        {"role": "user", "content": spelled},
+        {"role": "assistant", "content": DOCUMENTS["B"]},
+        {"role": "user", "content": DOCUMENTS["C"]},
+    ]
+    for system in ("Be brief.", "Be long.", "Be kind."):
+        report = ask(engine, [{"role": "system", "content": system}, *rest])
+    assert report.modules_hit == 3
+    controls = set(engine.tokenization.controls.values())
+    learned = list(engine.library.table)
+    assert {chunk.length for chunk in learned} == {
+        len(text) for text in (spelled, DOCUMENTS["B"], DOCUMENTS["C"])
+    }
+    assert not any(controls & set(chunk.token_ids) for chunk in learned)
+
+
+def test_short_texts_are_not_worth_it_and_long_ones_are_cut(engine):
+    tokenization = engine.tokenization
+
+    def runs(*texts):
+        recurring, found = Recurring(), []
+        for text in texts:
+            found = recurring.find(text, tokenization.literal(text), (), ())
+        return [len(tokenization.literal(run.text)) for run in found]
+
+    short, long = document("A", 3), document("B", 200)
+    assert len(tokenization.literal(short)) < SHORTEST
+    assert runs(f"One.\n{short}", f"Two.\n{short}") == []
+    lengths = runs(f"One.\n{long}", f"Two.\n{long}")
+    assert len(lengths) > 2
+    assert max(lengths) <= LONGEST
+    assert sum(lengths) > 0.9 * len(tokenization.literal(long))
+
+
+def test_what_is_remembered_of_prompts_is_bounded(engine):
+    recurring = Recurring(most=100)
+    for seed in range(40):
+        text = document(str(seed))
+        recurring.find(text, engine.tokenization.literal(text), (), ())
+        assert len(recurring) <= 100
+    last = f"Now:\n{document('39')}"
+    assert recurring.find(last, engine.tokenization.literal(last), (), ())
+    first = f"Now:\n{document('0')}"
+    assert not recurring.find(first, engine.tokenization.literal(first), (), ())
+
+
+def test_what_is_learned_is_bounded_also_after_a_restart(monkeypatch, tmp_path):
+    monkeypatch.setattr(library, "LEARNED_TOKENS", 700)
+    with opened(path=str(tmp_path)) as engine:
+        engine.register(CHUNKS)
+        for names in ("AB", "BA", "CD", "DC"):
+            ask(engine, names)
+        assert engine.library.table.get(DOCUMENTS["A"]) is not None
+    with opened(path=str(tmp_path)) as engine:
+        for names in ("EF", "FE"):
+            ask(engine, names)
+        known = engine.library.table
+        assert sum(len(chunk.token_ids) for chunk in known) < 700 + 3 * 40
+        assert known.get(DOCUMENTS["A"]) is None
+        assert known.get(DOCUMENTS["F"]) is not None
+        assert all(known.get(chunk) is not None for chunk in CHUNKS)  # these were given
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_whatever_is_forgotten_what_was_learned_goes_too(tmp_path, on_disk):
+    with opened(path=str(tmp_path) if on_disk else None) as engine:
+        for names in ("AB", "BA"):
+            ask(engine, names)
+        assert engine.register([DOCUMENTS["B"]]) > 0  # given now, so it stays
+        assert engine.forget(["A part of a learned text, for all we know."]) > 0
+        assert {*engine.library.table} == {engine.library.table.get(DOCUMENTS["B"])}
+        assert ask(engine, "BA", question="Who?").modules_hit == 1
+        ask(engine, "A", question="Who?")  # the second prompt since then teaches it again
+        assert engine.library.table.get(DOCUMENTS["A"]) is not None
+        assert engine.forget([]) == 0
+        assert engine.library.table.get(DOCUMENTS["A"]) is not None
+
+
+def test_known_texts_are_left_as_they_are(engine):
+    engine.encode([DOCUMENTS["A"]])
+    for names in ("AB", "BA"):
+        ask(engine, names)
+    table = engine.library.table
+    assert {*table} == {table.get(DOCUMENTS[name]) for name in "AB"}
