@@ -107,12 +107,12 @@ class CachedRAG:
         device: str | None = None,
         weights: str = "as stored",
         backend: str = "transformers",
-        reranker: Reranker | None = None,
-        candidates: int = 24,
         revision: str | None = None,
         adapter: str | None = None,
         model_kwargs: Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        reranker: Reranker | None = None,
+        candidates: int = 24,
     ) -> CachedRAG:
         """Open an index folder, or make one.
 
@@ -139,12 +139,12 @@ class CachedRAG:
             batch: bounds on answers made at the same time.
             dtype, device, weights: see `load_model`.
             backend: what runs the model: "transformers", or "llama.cpp" for a GGUF.
+            revision, adapter, model_kwargs, chat_template_kwargs: see `Engine.load`.
             reranker: puts the nearest chunks into a better order, of which the first k are used:
                 called with the question and their texts, it gives a number for each, the higher
                 the better, as `lambda question, texts: encoder.predict([(question, t) for t in
                 texts])` with a `sentence_transformers.CrossEncoder`.
             candidates: how many chunks the reranker is given.
-            revision, adapter, model_kwargs, chat_template_kwargs: see `Engine.load`.
 
         Raises:
             IndexMismatchError: the index was made with other settings.
