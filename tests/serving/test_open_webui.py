@@ -24,23 +24,7 @@ pytestmark = [
     pytest.mark.real,
     pytest.mark.skipif(not EXECUTABLE, reason="CACHED_RAG_OPEN_WEBUI names no executable"),
 ]
-WORDS = [
-    "valve",
-    "pump",
-    "wheel",
-    "oil",
-    "lamp",
-    "copper",
-    "water",
-    "pressure",
-    "left",
-    "right",
-    "open",
-    "shut",
-    "slow",
-    "fast",
-    "rim",
-]
+WORDS = ["valve", "pump", "wheel", "oil", "lamp", "copper", "water", "pressure", "left", "right"]
 QUESTIONS = ["What is said of valves?", "What of the pump?", "And of lamps?", "And of oil?"]
 
 
@@ -133,6 +117,7 @@ def test_a_collection_is_asked_and_its_chunks_come_from_cache(server, tmp_path):
                 "max_tokens": 8,
             }
             done = post("/api/chat/completions", json=body)
+            print(question, done["usage"])  # docs/uis.md has the figures
             write_back.drain()
             assert sum(len(source["document"]) for source in done["sources"]) == 3
             return done["usage"]
