@@ -46,4 +46,4 @@ class Reader:
             self.llm.encode(shown, prompt=self.prompt, variable=self.variable)
         if self.encode != "off":
             self.llm.register([*shown, *bare])
-        self.llm.prefetch(dict.fromkeys([*shown, *bare]))
+        self.llm.prefetch(dict.fromkeys([*bare, *shown]))
