@@ -46,4 +46,5 @@ class Reader:
             self.llm.encode(shown, prompt=self.prompt, variable=self.variable)
         if self.encode != "off":
             self.llm.register([*shown, *bare])
-        self.llm.prefetch(dict.fromkeys([*shown, *bare]))
+        # The engine remembers so many: those shown come last, and are forgotten last.
+        self.llm.prefetch(dict.fromkeys([*bare, *shown]))
