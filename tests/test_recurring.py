@@ -220,3 +220,14 @@ def test_known_texts_are_left_as_they_are(engine):
         ask(engine, names)
     table = engine.library.table
     assert {*table} == {table.get(DOCUMENTS[name]) for name in "AB"}
+
+
+def test_what_was_forgotten_before_it_was_learned_is_not_learned(engine):
+    activity, busy = engine._resources.activity, Recurring()
+    activity.begin(busy)  # so background work waits
+    for names in ("AB", "BA"):
+        engine.generate(chat(names), max_tokens=2)
+    engine.forget(["Any text that was known, or was not."])
+    activity.end(busy)
+    engine.write_back.drain()
+    assert len(engine.library.table) == 0

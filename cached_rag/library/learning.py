@@ -119,6 +119,8 @@ class Learning:
         """Make a text known and encode it, unless texts were forgotten since it was found."""
         if generation == self._generation:
             self._encoder.learn_text(text, behind)
+        if generation != self._generation:  # that happened meanwhile
+            self.library.remove([digest(text)])
 
     def _offer_encoding(self, name: object, task: Callable[[], object]) -> None:
         assert self.write_back is not None

@@ -32,7 +32,7 @@ _MARK = re.compile(
     re.IGNORECASE,
 )
 # What stands between a control token and a message's text: the role, or nothing.
-_ROLE = re.compile(r"\w*\s*\n|")
+_ROLE = re.compile(r"\w{0,32}\s*\n|")
 _END = re.compile(r"\n\s*|[.!?][\"')\]]?\s+|[\u3002\uff01\uff1f]")
 
 

@@ -12,8 +12,9 @@ import httpx
 import pytest
 from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 from served import NAME, serving
+from test_recurring import DOCUMENTS, open_webui
 
-from cached_rag import Engine
+from cached_rag import Engine, StoreConfig
 
 SYSTEM = "Given the following conversation, answer the user's question.\nContext:\n"
 TOOL = {
@@ -196,6 +197,28 @@ REQUESTS = {
         {"messages": said(SYSTEM, "Who?"), "temperature": 0.7, "max_tokens": 64},
     ),
 }
+
+
+def test_documents_in_a_tenants_prompts_are_learned_for_that_tenant():
+    settings = StoreConfig(learn="recurring", sequence_bytes=0)
+    with (
+        Engine(tiny_model("llama"), settings) as engine,
+        serving(engine, ["red:his", "blue:hers"]) as (address, service),
+    ):
+
+        def cached(names, key="his"):
+            content = open_webui([DOCUMENTS[name] for name in names])
+            body = {"model": NAME, "max_tokens": 2, "method": "reuse", "temperature": 0}
+            headers = {"Authorization": f"Bearer {key}"}
+            asked = {"messages": [{"role": "user", "content": content}]} | body
+            url = f"{address}/v1/chat/completions"
+            done = httpx.post(url, json=asked, headers=headers, timeout=60).json()["usage"]
+            with service.tenants.using("red", None) as tenant:
+                tenant.write_back.drain()
+            return done["prompt_tokens_details"]["cached_tokens"] / done["prompt_tokens"]
+
+        assert [cached(names) > 0.6 for names in ("ABC", "CBA", "BAC")] == [False, False, True]
+        assert cached("BAC", "hers") == 0
 
 
 @pytest.fixture(scope="module")
