@@ -8,9 +8,11 @@ from conftest import CHUNKS, tiny_model
 from cached_rag import PRIMER, Engine, StoreConfig
 from cached_rag.library.prompt_heads import Heads
 
+SYSTEM = "You answer from the documents, in one sentence."
 
-def chat(*chunks, system="You answer from the documents, in one sentence."):
-    content = "\n\n".join([*chunks, "Question: which is it?"])
+
+def chat(*chunks, system=SYSTEM, question="which is it?"):
+    content = "\n\n".join([*chunks, f"Question: {question}"])
     return [{"role": "system", "content": system}, {"role": "user", "content": content}]
 
 
@@ -20,14 +22,26 @@ def ask(engine, *chunks, **options):
     return answer.report
 
 
-def test_a_head_is_learned_before_different_modules_only():
+def test_a_head_is_learned_before_different_modules_and_different_ends_only():
     heads = Heads(learned=1)
-    assert not heads.learn((1, 2), "a")
-    assert not heads.learn((1, 2), "a")
-    assert heads.learn((1, 2), "b")
-    assert heads.learn((1, 2), "a")
-    assert not heads.learn((3,), "a")
-    assert not heads.learn((3,), "b")  # no room for another
+    assert not heads.learn((1, 2), "a", "x")
+    assert not heads.learn((1, 2), "a", "y")  # a conversation goes on
+    assert heads.learn((1, 2), "b", "y")
+    assert heads.learn((1, 2), "a", "x")
+    assert not heads.learn((3,), "a", "x")
+    assert not heads.learn((3,), "b", "y")  # no room for another
+    heads = Heads()
+    assert not any(heads.learn((1, 2), chunk, "x") for chunk in "abcdef")  # one question about each
+    assert heads.learn((1, 2), "a", "y")
+
+
+def test_a_question_before_its_documents_is_no_head(engine):
+    """As `LLMChainExtractor` asks: about each document by itself, and all prompts end alike."""
+    engine.register(CHUNKS)
+    for question in ("Who?", "When?"):
+        hits = [ask(engine, chunk, system=f"{SYSTEM} {question}").modules_hit for chunk in CHUNKS]
+    assert hits == [1, 1, 1]
+    assert all(len(behind.prefix_ids) < 5 for behind in engine.library.encoded_after())
 
 
 def test_registered_texts_are_computed_once_and_then_behind_what_recurs(engine):
@@ -35,7 +49,8 @@ def test_registered_texts_are_computed_once_and_then_behind_what_recurs(engine):
     first = ask(engine, CHUNKS[0], CHUNKS[1])
     assert (first.modules_hit, first.modules_missed) == (0, 2)
     assert 0 < first.missed_tokens <= first.prompt_tokens
-    second = ask(engine, CHUNKS[1], CHUNKS[0])  # another first module: the head recurs
+    # Another first module and another question: the head recurs.
+    second = ask(engine, CHUNKS[1], CHUNKS[0], question="what is it?")
     assert (second.modules_hit, second.modules_missed, second.missed_tokens) == (2, 0, 0)
     (learned,) = [b for b in engine.library.encoded_after() if len(b.prefix_ids) > 5]
     assert learned.context == PRIMER.name
@@ -55,7 +70,7 @@ def test_registered_texts_are_computed_once_and_then_behind_what_recurs(engine):
 def test_modules_behind_a_learned_head_are_exact_in_the_head(engine):
     engine.register(CHUNKS)
     ask(engine, CHUNKS[0])
-    ask(engine, CHUNKS[1])
+    ask(engine, CHUNKS[1], question="what is it?")
     report = engine.generate(chat(CHUNKS[2]), method="prefix", max_tokens=2).report
     assert report.cached_tokens > 10
     exact = engine.prefill(chat(CHUNKS[2]), method="prefix", max_tokens=2)

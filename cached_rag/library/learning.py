@@ -15,7 +15,7 @@ import torch
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.tokenizer import Tokens
 from cached_rag.config import StoreConfig
-from cached_rag.kv.fingerprint import digest
+from cached_rag.kv.fingerprint import digest, ids_digest
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import ChunkRecord
 from cached_rag.library.background import Activity, WriteBack
@@ -96,11 +96,12 @@ class Learning:
         if plan.matches:
             first = plan.matches[0]
             length, name = 0 if first.is_part else first.first, first.chunk.text_digest
+            end = plan.matches[-1].end
         elif runs:
-            length, name = runs[0].begin, digest(runs[0].text)
+            length, name, end = runs[0].begin, digest(runs[0].text), runs[-1].begin
         else:
             return
-        best = self._best(tuple(tokens.ids[:length]), name)
+        best = self._best(tuple(tokens.ids[:length]), name, ids_digest(tokens.ids[end:]))
         if best not in self.library.encoded_after() and len(best.prefix_ids) > len(self._sink_ids):
             self._offer_encoding(best, partial(self._encoder.learn, best))
         for missed in (*plan.missed, *plan.harvested):
@@ -127,7 +128,7 @@ class Learning:
         is_kept = self.library.disk is not None
         self.write_back.offer(name, partial(self._encode, task), lasts=is_kept)
 
-    def _best(self, head: tuple[int, ...], chunk: str) -> EncodedAfter:
+    def _best(self, head: tuple[int, ...], chunk: str, rest: str) -> EncodedAfter:
         """What the missed chunks of a prompt are best encoded behind.
 
         That is the prompt's own head, if it recurs; else a known prefix that the head begins with;
@@ -136,11 +137,12 @@ class Learning:
         Args:
             head: the prompt's tokens before its first chunk.
             chunk: the digest of that chunk.
+            rest: the digest of the prompt's tokens behind its last chunk.
         """
         known = [b for b in self.library.encoded_after() if is_before(b.prefix_ids, head)]
         is_long = len(head) > len(self._sink_ids)
         is_new = not any(is_before(head, behind.prefix_ids) for behind in known)
-        if self.heads is not None and is_long and is_new and self.heads.learn(head, chunk):
+        if self.heads is not None and is_long and is_new and self.heads.learn(head, chunk, rest):
             return EncodedAfter(head, PRIMER.name)
         return known[0] if known else EncodedAfter(self._sink_ids, PRIMER.name)
 
