@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from test_rag import docs, opened  # noqa: F401
 
-from cached_rag import Answer, ConfigError
+from cached_rag import Answer, BusyError, ConfigError, ContextOverflowError
 from cached_rag.rag.prompts import Prompts
 
 FIRST, SECOND = "copper green?", "and lighthouses?"
@@ -33,7 +33,6 @@ def test_each_prompt_begins_with_the_last_one_and_costs_what_it_added(rag):
         # All but a few tokens where two texts meet, and the answer's last, have exact KV.
         kept = next_.report.kept_tokens
         assert kept >= last.report.prompt_tokens - 4
-        assert next_.report.kept_repaired_tokens <= kept
 
 
 def test_a_chunk_is_given_once(rag, monkeypatch):
@@ -73,13 +72,26 @@ def test_a_follow_up_is_searched_with_what_the_model_makes_of_it(rag, monkeypatc
     assert first.sources[0].text in text
     assert SECOND in text
     assert config.max_tokens == 64
-    assert second.searched == f"How tall are lighthouses?\n{SECOND}"
+    assert second.searched == f"How tall are lighthouses?\n{FIRST}\n{SECOND}"
+
+
+@pytest.mark.parametrize("rewritten", [" ", "<think> What"])
+def test_what_is_no_question_is_not_searched_with(rag, monkeypatch, rewritten):
+    class Rewritten:
+        text = rewritten
+
+    monkeypatch.setattr(rag.engine, "generate", lambda *_: Rewritten)
+    chat = rag.chat(k=1, max_tokens=2)
+    chat.ask(FIRST)
+    assert chat.ask(SECOND).searched == f"{FIRST}\n{SECOND}"
 
 
 def test_condensing_asks_the_real_engine_behind_the_conversation(rag):
     chat = rag.chat(k=1, max_tokens=2)
     chat.ask(FIRST)
-    assert chat.ask(SECOND).searched.endswith(f"\n{SECOND}")
+    rewritten, plain = chat.ask(SECOND).searched.split("\n", 1)
+    assert rewritten
+    assert plain == f"{FIRST}\n{SECOND}"
 
 
 def test_a_stream_that_was_left_is_in_the_history_as_far_as_it_was_taken(rag):
@@ -89,6 +101,65 @@ def test_a_stream_that_was_left_is_in_the_history_as_far_as_it_was_taken(rag):
     stream.close()
     assert chat.history[0].text == piece
     assert isinstance(chat.ask(SECOND), Answer)
+
+
+def test_an_answer_that_is_dropped_or_still_open_ends_with_the_next_question(rag):
+    chat = rag.chat(k=1, condense=False, max_tokens=30)
+    piece = next(chat.stream(FIRST))
+    assert [answer.text for answer in chat.history] == [piece]
+    stream = chat.stream(SECOND)
+    taken = next(stream)
+    chat.ask("and bees?", max_tokens=2)
+    assert list(stream) == []
+    assert [answer.text for answer in chat.history][:2] == [piece, taken]
+
+
+class Failing:
+    """A stream that gives a piece, and then fails."""
+
+    def __init__(self):
+        self.pieces = iter(["a piece"])
+
+    def __next__(self):
+        for piece in self.pieces:
+            return piece
+        raise BusyError("too many requests")
+
+    def close(self):
+        pass
+
+
+def test_a_question_that_fails_leaves_the_conversation_as_it_was(rag, monkeypatch):
+    chat = rag.chat(k=1, condense=False, max_tokens=2)
+    before = (chat.ask(FIRST), chat.ask(SECOND))
+    for question, options in (("long " * 20_000, {}), (FIRST, {"max_tokens": 10**6})):
+        with pytest.raises(ContextOverflowError):
+            chat.ask(question, **options)
+    for question in ("", " \n"):
+        with pytest.raises(ConfigError, match="some text"):
+            chat.ask(question)
+    with monkeypatch.context() as patch:
+        patch.setattr(rag.engine, "stream", lambda *_, **__: Failing())
+        with pytest.raises(BusyError):
+            chat.ask("and bees?")
+    assert chat.history == before
+
+
+def test_chunks_of_deleted_documents_leave_the_conversation(rag, monkeypatch):
+    prompts = []
+    begin = rag.engine.stream
+    monkeypatch.setattr(
+        rag.engine,
+        "stream",
+        lambda text, *a, **k: prompts.append(text.text) or begin(text, *a, **k),
+    )
+    chat = rag.chat(k=1, condense=False, max_tokens=2)
+    (hit,) = chat.ask(FIRST).sources
+    rag.delete(hit.source)
+    chat.ask(SECOND)
+    assert hit.text in prompts[0]
+    assert hit.text not in prompts[1]
+    assert FIRST in prompts[1]
 
 
 def test_what_outgrows_the_context_is_forgotten_by_halves_and_said(rag, monkeypatch):
@@ -106,8 +177,6 @@ def test_a_bad_setting_or_question_says_so(rag):
         rag.chat(k=0)
     with pytest.raises(ConfigError):
         rag.chat(unknown=1)
-    with pytest.raises(ConfigError, match="some text"):
-        rag.chat(k=1).ask(" ")
 
 
 def test_a_reranker_decides_among_the_candidates(rag, opened):  # noqa: F811

@@ -21,6 +21,7 @@ from cached_rag.cli.options import (
     require_index,
 )
 from cached_rag.cli.terminal import err, out
+from cached_rag.errors import CachedRAGError
 
 if TYPE_CHECKING:
     from cached_rag import Chat
@@ -80,13 +81,17 @@ def _asked() -> str:
 
 
 def _answer(chat: Chat, question: str) -> None:
-    """Stream an answer; an interrupt ends it, and the conversation goes on."""
-    stream = chat.stream(question)
+    """Stream an answer; an interrupt or an error ends it, and the conversation goes on."""
     try:
+        stream = chat.stream(question)
         for piece in stream:
             out.print(piece, end="", markup=False, highlight=False)
-    except KeyboardInterrupt:
-        stream.close()
+    except KeyboardInterrupt:  # what there is of the answer is kept: the next question closes it
+        out.print("\n")
+        return
+    except CachedRAGError as error:
+        err.print(f"error: {error}", style="red", markup=False, highlight=False)
+        return
     answer = stream.answer
     out.print("\n")
     for hit in answer.sources:

@@ -48,7 +48,7 @@ Where = Annotated[
     list[str] | None,
     typer.Option(
         help="Use only chunks with FIELD=VALUE, such as source=docs/guide/*, page=3 or "
-        "'heading=*Install*'; may be repeated."
+        "'heading=*Install*'. Of one field repeated, any value will do."
     ),
 ]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
@@ -69,17 +69,19 @@ def require_index(index: Path) -> None:
         )
 
 
-def filters(where: list[str] | None) -> dict[str, str] | None:
+def filters(where: list[str] | None) -> dict[str, list[str]] | None:
     """What `--where` says, by field.
 
     Raises:
         ConfigError: one of them has no "=".
     """
-    pairs = [text.partition("=") for text in where or ()]
-    for name, equals, _ in pairs:
+    found: dict[str, list[str]] = {}
+    for text in where or ():
+        name, equals, value = text.partition("=")
         if not (name and equals):
-            raise ConfigError(f"--where takes FIELD=VALUE, not {name!r}")
-    return {name: value for name, _, value in pairs} or None
+            raise ConfigError(f"--where takes FIELD=VALUE, not {text!r}")
+        found.setdefault(name, []).append(value)
+    return found or None
 
 
 def names(text: str) -> list[str]:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Iterator,
+    Sequence,
+)
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -68,6 +75,14 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
     _notes: list[str]
     _searched: str = ""
     _text: list[str] = field(default_factory=list)
+    _ended: Callable[[Answer], object] | None = None
+
+    def when_ended(self, ended: Callable[[Answer], object]) -> None:
+        """Have `ended` called with the answer once it is whole, closed or dropped, but not failed.
+
+        It is not called for an answer of which nothing was taken.
+        """
+        self._ended = ended
 
     @property
     def stream(self) -> Stream:
@@ -83,7 +98,14 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
         return Answer(text, self.sources, report, self.question, self._searched, trace)
 
     def __next__(self) -> str:
-        piece = next(self._stream)
+        try:
+            piece = next(self._stream)
+        except StopIteration:
+            self._end()
+            raise
+        except BaseException:
+            self._ended = None
+            raise
         self._text.append(piece)
         return piece
 
@@ -93,9 +115,14 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
     async def apieces(self) -> AsyncGenerator[str, None]:
         """Piece by piece, without blocking the event loop; see `Stream.apieces`."""
         async with aclosing(self._stream.apieces()) as pieces:
-            async for piece in pieces:
-                self._text.append(piece)
-                yield piece
+            try:
+                async for piece in pieces:
+                    self._text.append(piece)
+                    yield piece
+            except Exception:
+                self._ended = None
+                raise
+        self._end()
 
     async def atext(self) -> str:
         """All pieces, without blocking the event loop; a cancelled task stops the generation."""
@@ -105,6 +132,16 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
     def close(self) -> None:
         """Stop generating."""
         self._stream.close()
+        self._end()
+
+    def __del__(self) -> None:
+        if self._ended is not None:
+            self.close()
+
+    def _end(self) -> None:
+        ended, self._ended = self._ended, None
+        if ended is not None and self._text:
+            ended(self.answer)
 
 
 def conversation(history: Sequence[Answer | Message]) -> list[Turn]:

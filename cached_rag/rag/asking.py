@@ -9,6 +9,7 @@ from cached_rag.backends.tokenizer import Rendered
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Clock
+from cached_rag.errors import ConfigError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.context import Context
 from cached_rag.library.matching import ANCHOR
@@ -61,6 +62,8 @@ class Asking:
         Args:
             said: what was said before.
         """
+        if not question.strip():
+            raise ConfigError("a question needs some text")
         clock = Clock()
         # 1) The nearest chunks.
         text = searched(question, said)

@@ -7,16 +7,18 @@ whole of the turn before, answer included, whose KV is kept and serves as it is.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.report import Clock
+from cached_rag.errors import ConfigError
 from cached_rag.rag.answer import Answer, AnswerStream, conversation
 from cached_rag.rag.asking import Asking
 from cached_rag.rag.hit import Hit
-from cached_rag.rag.prompts import searched
+from cached_rag.rag.prompts import Turn, searched
 from cached_rag.rag.retrieval import Wanted
 
 _REWRITE = (
@@ -27,18 +29,19 @@ _MOST_REWRITTEN = 64
 
 
 @dataclass(frozen=True)
-class _Turn:
-    """A turn of the conversation: its answer, and the chunks that its question stands behind."""
+class _Exchange:
+    """A question with the chunks that it stands behind, and its answer as far as it was taken."""
 
-    answer: AnswerStream
+    answer: Answer
     texts: tuple[str, ...]
 
 
 class Chat:
-    """A conversation; `CachedRAG.chat` begins one.
+    """A conversation; `CachedRAG.chat` begins one. Not for several threads at the same time.
 
     Where it outgrows the model's context, its older half is forgotten, and `report.notes` of the
-    next answer says so.
+    next answer says so. Chunks of documents that are deleted leave it, too. A question that fails
+    leaves it as it was.
 
     Example:
         chat = rag.chat()
@@ -58,12 +61,16 @@ class Chat:
         """See `CachedRAG.chat`."""
         self._asking, self._wanted, self._config = asking, wanted, config
         self._condense = condense
-        self._turns: list[_Turn] = []
+        self._said: list[_Exchange] = []
+        self._open: Callable[[], AnswerStream | None] = lambda: None
 
     @property
     def history(self) -> tuple[Answer, ...]:
-        """The answers that are not forgotten, in order; each as far as it was taken."""
-        return tuple(turn.answer.answer for turn in self._turns)
+        """The answers that are not forgotten, in order; each as far as it was taken.
+
+        An answer belongs to it once it ends, is closed, or the next question is asked.
+        """
+        return tuple(exchange.answer for exchange in self._said)
 
     def ask(self, question: str, **options: Any) -> Answer:
         """Answer the next question.
@@ -81,70 +88,105 @@ class Chat:
         return stream.answer
 
     def stream(self, question: str, **options: Any) -> AnswerStream:
-        """As `ask`, piece by piece. Whatever of it was taken belongs to the conversation."""
-        asking = self._asking()
+        """As `ask`, piece by piece. If the answer before it is not whole yet, it ends here."""
+        if not question.strip():
+            raise ConfigError("a question needs some text")
         config = self._config.replace(**options)
+        asking = self._asking()
+        if (last := self._open()) is not None:
+            last.close()
         clock = Clock()
-        text = self._searched(asking, question, config)
+        said = _without(self._said, asking.index.orphans(_texts(self._said)))
+        text = self._searched(asking, question, said, config)
         found = asking.find(text, self._wanted)
         search_ms = clock.total()
-        forgotten = self._forget(asking, question, found.hits, config.max_tokens)
-        new = self._new(found.hits)
-        said, given = self._said()
-        new, prompt = asking.prompts.fitting(question, new, config.max_tokens, said, given)
-        here = {text for texts in (*given, [hit.text for hit in new]) for text in texts}
+        kept = _fitting(asking, question, found.hits, said, config.max_tokens)
+        new = _new(found.hits, kept)
+        turns, given = _turns(kept)
+        new, prompt = asking.prompts.fitting(question, new, config.max_tokens, turns, given)
+        here = {*_texts(kept), *(hit.text for hit in new)}
         hits = [hit for hit in found.hits if hit.text in here]
-        if forgotten:
-            note = f"the conversation's first {forgotten} turns no longer fit, and were forgotten"
+        if gone := len(said) - len(kept):
+            note = f"the conversation's first {gone} turns no longer fit, and were forgotten"
             found = found.noting(note)
         stream = asking.begin(question, prompt, hits, found, text, config, clock, search_ms)
-        self._turns.append(_Turn(stream, tuple(hit.text for hit in new)))
+        self._said = kept
+        texts = tuple(hit.text for hit in new)
+        stream.when_ended(lambda answer: self._said.append(_Exchange(answer, texts)))
+        self._open = weakref.ref(stream)
         return stream
 
     async def astream(self, question: str, **options: Any) -> AnswerStream:
         """As `stream`, for an asynchronous loop; the search runs in a thread of its own."""
         return await asyncio.to_thread(self.stream, question, **options)
 
-    def _said(self) -> tuple[list[dict[str, str]], list[tuple[str, ...]]]:
-        """The conversation, and the chunks of each of its questions."""
-        return conversation(self.history), [turn.texts for turn in self._turns]
-
-    def _new(self, hits: Sequence[Hit]) -> list[Hit]:
-        """Those chunks that the conversation does not have yet."""
-        given = {text for turn in self._turns for text in turn.texts}
-        return [hit for hit in hits if hit.text not in given]
-
-    def _forget(self, asking: Asking, question: str, hits: Sequence[Hit], max_tokens: int) -> int:
-        """Forget the older half until the prompt fits; says how many turns went.
-
-        Half of them: else every turn's prompt would have another beginning from then on.
-        """
-        before = len(self._turns)
-        while self._turns:
-            said, given = self._said()
-            if asking.prompts.fits(question, self._new(hits), max_tokens, said, given):
-                break
-            del self._turns[: (len(self._turns) + 1) // 2]
-        return before - len(self._turns)
-
-    def _searched(self, asking: Asking, question: str, config: GenerationConfig) -> str:
-        """What to search for: the question as it would be asked alone, and as it was asked.
+    def _searched(
+        self, asking: Asking, question: str, said: list[_Exchange], config: GenerationConfig
+    ) -> str:
+        """What to search for: the question as it would be asked alone, and the last ones.
 
         The model is asked to rewrite it behind the conversation, whose KV it has.
         """
-        said, given = self._said()
+        turns, given = _turns(said)
+        plain = searched(question, turns)
         if not said or not self._condense:
-            return searched(question, said)
+            return plain
         prompts = asking.prompts
-        messages = prompts.messages(question, (), said, given)
+        messages = prompts.messages(question, (), turns, given)
         messages[-1] = {"role": "user", "content": _REWRITE.format(question.strip())}
         prompt = prompts.rendered(messages)
         if not prompts.has_room(prompt, _MOST_REWRITTEN):
-            return searched(question, said)
+            return plain
         answer = asking.engine.generate(
             prompt,
             GenerationConfig(
                 method=config.method, max_tokens=_MOST_REWRITTEN, stop=("\n", *prompts.stop)
             ),
         )
-        return f"{answer.text.strip()}\n{question}"
+        rewritten = answer.text.strip()
+        # What begins with a tag is a thought, not a question.
+        return plain if not rewritten or rewritten.startswith("<") else f"{rewritten}\n{plain}"
+
+
+def _turns(said: Sequence[_Exchange]) -> tuple[list[Turn], list[tuple[str, ...]]]:
+    """A conversation as messages, and the chunks of each of its questions."""
+    turns = conversation([exchange.answer for exchange in said])
+    return turns, [exchange.texts for exchange in said]
+
+
+def _texts(said: Sequence[_Exchange]) -> list[str]:
+    return [text for exchange in said for text in exchange.texts]
+
+
+def _without(said: Sequence[_Exchange], texts: Sequence[str]) -> list[_Exchange]:
+    """A conversation without these chunks."""
+    return [
+        _Exchange(one.answer, tuple(text for text in one.texts if text not in texts))
+        for one in said
+    ]
+
+
+def _new(hits: Sequence[Hit], said: Sequence[_Exchange]) -> list[Hit]:
+    """Those chunks that the conversation does not have yet."""
+    given = set(_texts(said))
+    return [hit for hit in hits if hit.text not in given]
+
+
+def _fitting(
+    asking: Asking,
+    question: str,
+    hits: Sequence[Hit],
+    said: list[_Exchange],
+    max_tokens: int,
+) -> list[_Exchange]:
+    """What of the conversation leaves room for the question, and for as many chunks as fit alone.
+
+    The older half goes as a whole: else every further prompt would have another beginning.
+    """
+    wanted, _ = asking.prompts.fitting(question, hits, max_tokens)
+    while said:
+        turns, given = _turns(said)
+        if asking.prompts.fits(question, _new(wanted, said), max_tokens, turns, given):
+            break
+        said = said[(len(said) + 1) // 2 :]
+    return said

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -11,6 +11,9 @@ from dataclasses import dataclass
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n){2,}")
 _TITLE = re.compile(r"^Title: *(.+)$", re.MULTILINE)
+
+# Most characters of a chunk's headings.
+_MOST_HEADINGS = 1000
 
 # What is known of a text: its page, its heading, or whatever a user says of it.
 Metadata = Mapping[str, str | int | float | bool]
@@ -44,12 +47,18 @@ class Document:
 
         Of parts that differ the first one's is given, and of headings all, joined by "; ".
         """
-        first = max(0, bisect_right(self.parts, begin, key=lambda part: part[0]) - 1)
-        found = [known for place, known in self.parts[first:] if place < end]
-        if not found or self.parts[first][0] > begin:
+        first = bisect_right(self.parts, begin, key=_place) - 1
+        last = bisect_left(self.parts, end, key=_place)
+        found = [known for _, known in self.parts[max(0, first) : last]]
+        if first < 0:
             found.insert(0, {})
         headings = dict.fromkeys(str(one["heading"]) for one in found if "heading" in one)
-        return {**found[0], **({"heading": "; ".join(headings)} if headings else {})}
+        heading = "; ".join(headings)[:_MOST_HEADINGS]
+        return {**found[0], **({"heading": heading} if heading else {})}
+
+
+def _place(part: tuple[int, Metadata]) -> int:
+    return part[0]
 
 
 def assembled(
@@ -64,7 +73,7 @@ def assembled(
     begins: list[tuple[int, Metadata]] = []
     length = 0
     for raw, metadata in parts:
-        text = _clean(raw, keeps_indent=bool(language))
+        text = _clean_code(raw) if language else _clean(raw)
         if not text:
             continue
         if metadata != (begins[-1][1] if begins else {}):
@@ -80,9 +89,13 @@ def with_line_feeds(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _clean(text: str, *, keeps_indent: bool) -> str:
-    clean = _BLANK_LINES.sub("\n\n", _CONTROL.sub("", with_line_feeds(text)))
-    return clean.strip("\n").rstrip() if keeps_indent else clean.strip()
+def _clean(text: str) -> str:
+    return _BLANK_LINES.sub("\n\n", _CONTROL.sub("", with_line_feeds(text))).strip()
+
+
+def _clean_code(text: str) -> str:
+    """With its indents and blank lines."""
+    return _CONTROL.sub("", with_line_feeds(text)).strip("\n").rstrip()
 
 
 def _title(text: str) -> str:

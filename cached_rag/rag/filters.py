@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 
@@ -33,8 +34,7 @@ def judge(where: Where, known: Collection[str]) -> Callable[[Hit], bool]:
         if name not in FIELDS and name not in known:
             names = ", ".join([*FIELDS, *sorted(known)])
             raise ConfigError(f"no chunk has a field {name!r} to filter by; there are: {names}")
-        values = [wanted] if isinstance(wanted, str) else wanted
-        if not all(isinstance(v, str | int | float) for v in _several(values)):
+        if not all(isinstance(value, str | int | float) for value in _several(wanted)):
             raise ConfigError(
                 f"a filter's value is a string, a number, or a collection of these; {name!r} has "
                 f"{wanted!r}"
@@ -49,16 +49,21 @@ def described(metadata: Mapping[str, object]) -> Metadata:
         ConfigError: a name that stands for something else, or a value that is no string or number.
     """
     for name, value in metadata.items():
-        if name in (*FIELDS, "text", "score") or not isinstance(value, str | int | float):
+        is_plain = isinstance(value, str) or (
+            isinstance(value, int | float) and math.isfinite(value)
+        )
+        if name in (*FIELDS, "text", "score") or not is_plain:
             raise ConfigError(
-                f"metadata are strings and numbers, by names other than {', '.join(FIELDS)}, text "
-                f"and score; got {name!r}: {value!r}"
+                "metadata are strings and finite numbers, by names other than "
+                f"{', '.join(FIELDS)}, text and score; got {name!r}: {value!r}"
             )
     return dict(metadata)  # type: ignore[arg-type]
 
 
-def _several(values: object) -> Collection[object]:
-    return values if isinstance(values, Collection) else [values]
+def _several(wanted: object) -> Collection[object]:
+    if isinstance(wanted, Collection) and not isinstance(wanted, str | bytes | Mapping):
+        return wanted
+    return [wanted]
 
 
 def _value(hit: Hit, name: str) -> object:
@@ -72,4 +77,4 @@ def _fits(found: object, wanted: object) -> bool:
         return str(found) == wanted or fnmatchcase(str(found), wanted)
     if isinstance(wanted, Collection):
         return any(_fits(found, one) for one in wanted)
-    return found == wanted
+    return found == wanted or str(found) == str(wanted)

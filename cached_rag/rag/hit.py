@@ -28,7 +28,7 @@ class Hit:
     title: str
     ordinal: int
     score: float
-    metadata: Metadata = field(default_factory=dict)
+    metadata: Metadata = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         return f"{self.score:.2f}  {self._name}  {self.title}"

@@ -24,7 +24,8 @@ _INVISIBLE = HtmlElement(display=Display.none)
 _MOST_SPACE = 20
 # Most characters of all tables of a document as text. Cells are padded with spaces to equal widths.
 _MOST_IN_TABLES = 50 << 20
-_LONGEST_HEADING = 200
+# Most characters of a heading, without those above it, and most headings of a document.
+_LONGEST_HEADING, _MOST_HEADINGS = 100, 10_000
 _HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 
 
@@ -50,7 +51,25 @@ def html_parts(html: str) -> list[Part]:
     handler = config.attribute_handler
     handler.attribute_mapping = {**handler.attribute_mapping, "style": _style}
     found = get_annotated_text(html, config)
-    return list(_parts(found["text"], sorted(found["label"])))
+    text = found["text"]
+    headings = [label for label in sorted(found["label"]) if _stands_alone(text, *label[:2])]
+    return list(_parts(text, headings[:_MOST_HEADINGS]))
+
+
+def _stands_alone(text: str, begin: int, end: int) -> bool:
+    """Whether lines of a text are a heading and nothing else.
+
+    In cells of tables other text is beside it, and inscriptis may be wrong about where it stands.
+    """
+    said = text[begin:end]
+    begin += len(said) - len(said.lstrip())
+    end -= len(said) - len(said.rstrip())
+    before = text.rfind("\n", 0, begin) + 1
+    after = text.find("\n", end)
+    return (
+        begin < end
+        and not (text[before:begin] + text[end : len(text) if after < 0 else after]).strip()
+    )
 
 
 def _parts(text: str, headings: list[tuple[int, int, str]]) -> Iterator[Part]:

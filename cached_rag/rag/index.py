@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cached_rag.errors import IndexMismatchError
+from cached_rag.errors import IndexMismatchError, StoreError
 from cached_rag.kv.store.base import Problem
 from cached_rag.kv.store.database import Database
 from cached_rag.kv.store.signed import (
@@ -24,11 +24,13 @@ from cached_rag.kv.store.signed import (
     add_column,
     add_sums,
     check,
+    has_column,
     is_sound,
     row_sum,
     sound,
 )
-from cached_rag.rag.filters import Where, judge
+from cached_rag.rag.document import Metadata
+from cached_rag.rag.filters import FIELDS, Where, judge
 from cached_rag.rag.hit import Hit
 from cached_rag.rag.roots import SCHEMA as _ROOTS
 from cached_rag.rag.roots import Roots
@@ -88,6 +90,12 @@ class DocumentIndex:
     def __init__(self, path: Path | str) -> None:
         self._folder = Path(path).parent
         self._database = Database(Path(path), _SCHEMA, _upgrade)
+        if self._database.is_read_only and not has_column(self._database, "chunks", "metadata"):
+            self._database.close()
+            raise StoreError(
+                f"{path} was made by an earlier version, and is read-only for this user; open it "
+                "once as a user who may write it"
+            )
         self.roots = Roots(self._database)
         self._faiss: Any = None
         self._version = -1
@@ -261,23 +269,41 @@ class DocumentIndex:
         Raises:
             ConfigError: a filter by what no chunk has.
         """
-        fits = judge(where, self.fields() if isinstance(where, Mapping) else ()) if where else None
         with self._lock:
             index = self._index()
         if index is None:
             return []
-        total = index.ntotal
-        reach = k
-        while True:
-            reach = min(total, 2 * reach)
-            scores, ids = index.search(vector[None].astype(np.float32), reach)
-            hits = self._hits(ids[0].tolist(), scores[0].tolist(), fits)
-            if len(hits) >= k or reach == total:
-                return hits[:k]
+        total, options, fits = index.ntotal, {}, None
+        if isinstance(where, Mapping):
+            ids = self._fitting(where)
+            total, options = len(ids), _only(ids)
+        elif where is not None:
+            fits = where
+        hits: dict[str, Hit] = {}
+        seen = 0
+        while seen < total and len(hits) < k:
+            reach = min(total, max(2 * seen, 2 * k))
+            scores, ids = index.search(vector[None].astype(np.float32), reach, **options)
+            for hit in self._hits(ids[0][seen:].tolist(), scores[0][seen:].tolist()):
+                if fits is None or fits(hit):
+                    hits.setdefault(hit.text, hit)
+            seen = reach
+        return list(hits.values())[:k]
 
-    def _hits(
-        self, ids: list[int], scores: list[float], fits: Callable[[Hit], bool] | None
-    ) -> list[Hit]:
+    def _fitting(self, where: Mapping[str, object]) -> list[int]:
+        """The ids of the chunks that a filter lets through."""
+        known = self.fields() if set(where) - set(FIELDS) else set()
+        fits = judge(where, known)
+        query = f"SELECT c.id, c.source, d.title, c.ordinal, c.metadata {_CHUNKS}"
+
+        def chunk(row: int, source: str, title: str, ordinal: int, metadata: str) -> int:
+            hit = Hit("", source, title, ordinal, 0.0, _known(metadata))
+            return row if fits(hit) else -1
+
+        return [row for row in self._database.read(chunk, query) if row >= 0]
+
+    def _hits(self, ids: list[int], scores: list[float]) -> Iterator[Hit]:
+        """The chunks that have these ids, but for those that are gone or damaged."""
         query = f"SELECT {_SIGNED}, c.checksum, c.source {_CHUNKS} WHERE c.id IN "
         rows: list[Row] = []
         for begin in range(0, len(ids), _MOST_NAMED):
@@ -285,16 +311,11 @@ class DocumentIndex:
             rows += self._database.rows(f"{query}({','.join('?' * len(named))})", *named)
         sources = {row[0]: str(row[-1]) for row in rows}
         by_id = {row[0]: row for row in sound(self._database, (row[:-1] for row in rows))}
-        hits: dict[str, Hit] = {}
         for chunk, score in zip(ids, scores, strict=True):
-            if chunk not in by_id:
-                continue  # deleted by another process since, or damaged
-            _, title, ordinal, text, _, metadata, _ = by_id[chunk]
-            known = json.loads(str(metadata))
-            hit = Hit(str(text), sources[chunk], str(title), int(str(ordinal)), score, known)
-            if fits is None or fits(hit):
-                hits.setdefault(hit.text, hit)
-        return list(hits.values())
+            if chunk in by_id:  # else deleted by another process since, or damaged
+                _, title, ordinal, text, _, known, _ = by_id[chunk]
+                place = int(str(ordinal))
+                yield Hit(str(text), sources[chunk], str(title), place, score, _known(known))
 
     def _index(self) -> Any:
         """FAISS over all vectors, built anew if the file has changed; None without vectors."""
@@ -324,3 +345,20 @@ class DocumentIndex:
     def _texts(self, source: str) -> list[str]:
         query = "SELECT text FROM chunks WHERE source = ? ORDER BY ordinal"
         return self._database.read(str, query, source)
+
+
+def _known(metadata: object) -> Metadata:
+    """Metadata as it is kept, in JSON; empty if it was damaged."""
+    try:
+        known = json.loads(str(metadata))
+    except ValueError:
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _only(ids: Sequence[int]) -> dict[str, Any]:
+    """Arguments that have FAISS search among these chunks only."""
+    import faiss
+
+    chosen = faiss.IDSelectorBatch(np.array(ids, np.int64))
+    return {"params": faiss.SearchParameters(sel=chosen)}  # type: ignore[call-arg]

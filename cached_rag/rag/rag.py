@@ -241,15 +241,16 @@ class CachedRAG:
             progress: show a bar on the terminal.
 
         Raises:
-            DocumentError: a text is empty; then none is added.
+            DocumentError: a text is empty, or its name cannot be one; then none is added.
             ConfigError: metadata that is no string or number.
             IndexMismatchError, StoreFullError: see `ingest`.
         """
         known = described(metadata or {})
         documents = [assembled(name, [(text, known)]) for name, text in texts.items()]
         for one in documents:
-            if not one.source or not one.text:
-                raise DocumentError(f"the text {one.source!r} has no name or no text; leave it out")
+            self.index.roots.check_free(one.source)
+            if not one.text:
+                raise DocumentError(f"the text {one.source!r} is empty; leave it out")
         return self._ingestion().add(documents, progress=progress)
 
     def ingest(

@@ -53,7 +53,7 @@ def look_at(path: Path | str) -> Found:
     links: dict[Path, Path] = {}
     others = Counter[str]()
     for file in root.rglob("*"):
-        if _is_hidden(file.relative_to(root)) or not file.is_file():
+        if is_hidden(file.relative_to(root)) or not file.is_file():
             continue
         target, suffix = file.resolve(), file.suffix.lower()
         if not target.is_relative_to(inside):
@@ -74,7 +74,8 @@ def find_documents(path: Path | str) -> list[Path]:
     return list(look_at(path).files)
 
 
-def _is_hidden(path: Path) -> bool:
+def is_hidden(path: Path) -> bool:
+    """Whether the name of a file, or of a folder above it, begins with a dot."""
     return any(part.startswith(".") for part in path.parts)
 
 

@@ -126,6 +126,11 @@ class Roots:
             if not place.exists() and moved_from(str(place)):
                 self.absorb(Root(root.name, place))
         former = next((other.path for other in self.all() if other.name == root.name), None)
+        if former is None and root.name in map(_head, self._sources()):
+            raise DocumentError(
+                f"the index has texts called {root.name} that are of no folder or file; ingest "
+                f"{root.path} by another name (name=, --name), or delete them before"
+            )
         if former is not None and (former.exists() or not moved_from(root.name)):
             raise DocumentError(
                 f"the index has documents called {root.name} from {former}, and {root.path} seems "
@@ -158,6 +163,23 @@ class Roots:
                 renamed.append((source, new))
         self.rename(renamed)
         return doubles
+
+    def check_free(self, source: str) -> None:
+        """See that a text that is in no file may have this name.
+
+        Raises:
+            DocumentError: it is empty or a path from the root, cannot be encoded, or belongs to
+                a folder or file that was ingested.
+        """
+        try:
+            source.encode()
+        except UnicodeEncodeError:
+            source = ""
+        if not _head(source) or _head(source) in {root.name for root in self.all()}:
+            raise DocumentError(
+                f"a text cannot be called {source!r}: a name does not begin with a slash, and what "
+                "is before its first slash is no folder or file of the index"
+            )
 
     def find(self, source: Path | str) -> str:
         """The source that is meant: itself, or that of a path on disk.

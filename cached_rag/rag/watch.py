@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from threading import Event
 
 from cached_rag.errors import DocumentError, needs_extra
 from cached_rag.rag.ingest import IngestSummary
-from cached_rag.rag.readers import look_at
+from cached_rag.rag.readers import is_hidden, look_at
 
 # How often a watch says that nothing happened.
 _TIMEOUT_MS = 1000
+# If more files change at a time, the folder is looked through once instead of once a file.
+_MOST_FILES = 8
 
 # Called with a path, and whether documents that are gone from below it are to be deleted.
 Ingest = Callable[[Path, bool], IngestSummary]
+# Kinds of change, with the paths that changed.
+Batch = Collection[tuple[object, str]]
 
 
 def watch(
@@ -36,31 +40,52 @@ def watch(
     if not path.is_dir():
         raise DocumentError(f"there is no folder at {path} to watch; files are ingested without")
     own = ignored.resolve()
-    usual = watchfiles.DefaultFilter()
+
+    def counts(_: object, name: str) -> bool:
+        changed = Path(name)
+        below = Path(*changed.parts[len(path.parts) :])
+        return not is_hidden(below) and not changed.resolve().is_relative_to(own)
+
     changes = watchfiles.watch(
         path,
-        watch_filter=lambda change, name: (
-            usual(change, name) and not Path(name).resolve().is_relative_to(own)
-        ),
+        watch_filter=counts,
         stop_event=stop,
         rust_timeout=_TIMEOUT_MS,
         yield_on_timeout=True,
     )
     yield ingest(path, True)
-    batch = next(changes, None)  # from here on changes are seen; what changed before is not
-    targets = [path]
-    while batch is not None:
-        for target in targets:
-            summary = ingest(target, target == path)
+    targets = [path]  # what changed until the first batch, which may be empty, was not seen
+    for batch in _explained(path, changes):
+        for target in targets or _changed(path, {Path(name) for _, name in batch}):
+            summary = _ingested(path, target, ingest)
             if summary.added or summary.deleted or summary.skipped:
                 yield summary
-        batch = next(changes, None)
-        targets = _changed(path, {Path(name) for _, name in batch or ()})
+        targets = []
+
+
+def _explained(path: Path, changes: Iterator[Batch]) -> Iterator[Batch]:
+    try:
+        yield from changes
+    except OSError as error:
+        raise DocumentError(
+            f"{path} cannot be watched ({error}); ingest it from time to time instead"
+        ) from error
+
+
+def _ingested(folder: Path, target: Path, ingest: Ingest) -> IngestSummary:
+    try:
+        return ingest(target, target == folder)
+    except DocumentError:
+        if target == folder or not folder.is_dir():
+            raise
+        return ingest(folder, True)  # a file that was there a moment ago
 
 
 def _changed(folder: Path, paths: set[Path]) -> list[Path]:
-    """What to ingest again: the files that changed, or all if one is gone or is a folder."""
-    if not all(path.is_file() for path in paths):
+    """What to ingest again: files that changed; or all, if many did, or one is gone or a folder."""
+    if not paths:
+        return []
+    if len(paths) > _MOST_FILES or not all(path.is_file() for path in paths):
         return [folder]
-    found = {file.resolve() for file in look_at(folder).files}
-    return sorted(path for path in paths if path.resolve() in found)
+    found = {file.resolve(): file for file in look_at(folder).files}
+    return sorted(found[file] for path in paths if (file := path.resolve()) in found)

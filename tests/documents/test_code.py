@@ -37,6 +37,12 @@ def test_an_indent_at_the_beginning_of_a_chunk_is_kept():
     assert all(chunk.text.split("\n")[2].startswith("    call_") for chunk in chunks[1:])
 
 
+def test_code_is_read_as_it_is(tmp_path):
+    text = 'x = """one\n\n\n\ntwo"""\n    # end'
+    (tmp_path / "a.py").write_text(f"\n{text}\n")
+    assert load_document(tmp_path / "a.py").text == text
+
+
 @pytest.mark.parametrize("language", sorted(set(LANGUAGES.values())))
 @settings(max_examples=15, deadline=None)
 @given(text=st.text("ab(){};\n\t #/*'\"classdefnunctionif ", max_size=400))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import math
+import os
 import sqlite3
 from contextlib import closing
 
@@ -11,7 +13,7 @@ from pypdf import PdfReader, PdfWriter
 from test_documents import PDF
 from test_rag import WordEmbedding, docs, opened  # noqa: F401
 
-from cached_rag import ConfigError, DocumentError
+from cached_rag import ConfigError, DocumentError, StoreError
 from cached_rag.kv.store.signed import row_sum
 from cached_rag.rag import Chunk, DocumentIndex, Splitter, load_document
 
@@ -57,6 +59,17 @@ def test_a_chunk_of_a_pdf_knows_its_page(tmp_path):
     assert of(document, "Zinc") == {"page": 2}
 
 
+def test_headings_are_bounded_and_those_inside_tables_are_none(tmp_path):
+    deep = "".join(f"<h{n}>{'long ' * 60}</h{n}>" for n in range(1, 6))
+    (tmp_path / "a.html").write_text(deep + "<h6>x</h6>" * 20_000)
+    (chunk, *_) = Splitter(len, 1 << 20).split(load_document(tmp_path / "a.html"))
+    assert len(chunk.metadata["heading"]) == 1000
+    cells = "<td>one<br>two<br>three</td><td valign=bottom><h2>Bottom title</h2></td>"
+    (tmp_path / "b.html").write_text(f"<h1>Top</h1><table><tr>{cells}</tr></table>")
+    document = load_document(tmp_path / "b.html")
+    assert of(document, "three") == of(document, "Bottom") == {"heading": "Top"}
+
+
 @pytest.fixture
 def rag(opened):  # noqa: F811
     rag = opened()
@@ -94,8 +107,10 @@ def test_a_search_keeps_to_its_filter(rag, where, names):
 def test_filters_by_what_there_is_not_are_refused(rag):
     with pytest.raises(ConfigError, match=r"'yaer'.*ordinal, year"):
         rag.search("rain", where={"yaer": 2001})
-    with pytest.raises(ConfigError, match="year"):
-        rag.search("rain", where={"year": None})
+    for wrong in (None, {"$gte": 2000}, b"2000", [None]):
+        with pytest.raises(ConfigError, match="year"):
+            rag.search("rain", where={"year": wrong})
+    assert len(set(rag.search("rain", 9))) == len(rag.search("rain", 9))  # hits have a hash
 
 
 def test_texts_are_replaced_and_deleted_by_name(rag):
@@ -110,21 +125,33 @@ def test_texts_are_replaced_and_deleted_by_name(rag):
     assert len(rag.engine.library.store) < before
 
 
-@pytest.mark.parametrize("texts", [{"": "a text"}, {"empty": " \n"}])
+@pytest.mark.parametrize(
+    "texts", [{"": "a text"}, {"empty": " \n"}, {"/faq": "a text"}, {"\ud800": "a text"}]
+)
 def test_texts_without_name_or_text_are_refused(rag, texts):
     count = len(rag.documents())
-    with pytest.raises(DocumentError, match="leave it out"):
+    with pytest.raises(DocumentError, match=r"cannot be called|leave it out"):
         rag.add_texts({"fine": "a fine text", **texts}, progress=False)
     assert len(rag.documents()) == count
 
 
-@pytest.mark.parametrize("metadata", [{"source": "x"}, {"tags": ["a"]}, {"when": None}])
+def test_texts_and_folders_keep_out_of_each_others_names(rag, docs):  # noqa: F811
+    rag.add_texts({"docs/faq": "a text of no file"}, progress=False)
+    with pytest.raises(DocumentError, match="texts called docs"):
+        rag.ingest(docs, progress=False, delete_missing=True)
+    rag.ingest(docs, name="files", progress=False, delete_missing=True)
+    with pytest.raises(DocumentError, match="cannot be called 'files/faq'"):
+        rag.add_texts({"files/faq": "a text of no file"}, progress=False)
+    assert "docs/faq" in [document.source for document in rag.documents()]
+
+
+@pytest.mark.parametrize("metadata", [{"source": "x"}, {"tags": ["a"]}, {"n": math.nan}])
 def test_metadata_are_named_values(rag, metadata):
     with pytest.raises(ConfigError, match="metadata are"):
         rag.add_texts({"a": "text"}, metadata=metadata, progress=False)
 
 
-def test_an_earlier_versions_index_is_read_and_damage_in_it_stays_damage(tmp_path):
+def test_an_earlier_versions_index_is_read_and_damage_in_it_stays_damage(tmp_path, monkeypatch):
     path = tmp_path / "documents.sqlite"
     vectors = WordEmbedding().embed(["copper", "iron"])
     index = DocumentIndex(path)
@@ -138,6 +165,10 @@ def test_an_earlier_versions_index_is_read_and_damage_in_it_stays_damage(tmp_pat
         sums = [(row_sum(*values), number) for number, *values in rows]
         database.executemany("UPDATE chunks SET checksum = ? WHERE id = ?", sums)
         database.execute("UPDATE chunks SET text = 'tin' WHERE ordinal = 1")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)
+        with pytest.raises(StoreError, match="earlier version, and is read-only"):
+            DocumentIndex(path)
     index = DocumentIndex(path)
     assert [hit.text for hit in index.search(vectors[0], 2)] == ["copper"]
     assert len(index.check()) == 1

@@ -9,6 +9,7 @@ import pytest
 from test_rag import docs, opened  # noqa: F401
 
 from cached_rag import DocumentError, MissingPackageError
+from cached_rag.rag.watch import _changed, _ingested
 
 
 @pytest.fixture
@@ -33,8 +34,10 @@ def test_an_index_keeps_in_step_with_a_folder(watched, docs):  # noqa: F811
     (docs / "d.txt").write_text("Gold stays as it is, whatever there is in the air")
     assert next(changes).added == 1
     assert rag.search("gold", 1)[0].source == "docs/d.txt"
+    kvs = len(rag.engine.library.store)
     (docs / "a.txt").unlink()
     assert next(changes).deleted == 1
+    assert len(rag.engine.library.store) < kvs
     (docs / "b.txt").rename(docs / "e.txt")
     changed = next(changes)
     assert (changed.added, changed.deleted) == (1, 1)
@@ -48,6 +51,30 @@ def test_a_bad_file_is_said_and_the_watch_goes_on(watched, docs):  # noqa: F811
     assert "bad.pdf" in next(changes).skipped[0][0]
     (docs / "good.txt").write_text("Lead is grey and soft, and is easily cast")
     assert next(changes).added == 1
+
+
+def test_what_is_ingested_again(tmp_path):
+    inside = tmp_path / ".hidden"
+    inside.mkdir()
+    (inside / "x.txt").write_text("text")
+    (tmp_path / "y.txt").symlink_to(inside / "x.txt")
+    assert _changed(tmp_path, set()) == []
+    assert _changed(tmp_path, {tmp_path / "y.txt"}) == [tmp_path / "y.txt"]
+    assert _changed(tmp_path, {tmp_path / "gone.txt"}) == [tmp_path]
+
+
+def test_a_file_that_goes_before_its_turn_is_no_error(tmp_path):
+    asked = []
+
+    def ingest(path, whole):
+        asked.append((path, whole))
+        if not path.exists():
+            raise DocumentError("there is no file")
+
+    _ingested(tmp_path, tmp_path / "gone.txt", ingest)
+    assert asked == [(tmp_path / "gone.txt", False), (tmp_path, True)]
+    with pytest.raises(DocumentError):
+        _ingested(tmp_path / "nowhere", tmp_path / "nowhere" / "a.txt", ingest)
 
 
 def test_it_ends_when_it_is_told_to(opened, docs):  # noqa: F811

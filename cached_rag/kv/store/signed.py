@@ -71,10 +71,10 @@ def add_column(database: Database, table: str, name: str, value: str, select: st
         value: what all rows have in the new column; it becomes the last of the signed values.
         select: the query for all rows in signed form, without the column.
     """
-    if _has_column(database, table, name):
+    if has_column(database, table, name):
         return
     with database.transaction() as connection:
-        if _has_column(database, table, name):  # another process was faster
+        if has_column(database, table, name):  # another process was faster
             return
         rows = filter(is_sound, connection.execute(select).fetchall())
         sums = [(row_sum(*row[1:-1], value), row[0]) for row in rows]
@@ -82,7 +82,8 @@ def add_column(database: Database, table: str, name: str, value: str, select: st
         connection.executemany(f"UPDATE {table} SET checksum = ? WHERE rowid = ?", sums)
 
 
-def _has_column(database: Database, table: str, name: str) -> bool:
+def has_column(database: Database, table: str, name: str) -> bool:
+    """Whether a table has a column."""
     return name in {row[1] for row in database.rows(f"PRAGMA table_info({table})")}
 
 
@@ -92,10 +93,10 @@ def add_sums(database: Database, table: str, select: str) -> None:
     Args:
         select: the query for (rowid, *values) of all rows.
     """
-    if _has_column(database, table, "checksum"):
+    if has_column(database, table, "checksum"):
         return
     with database.transaction() as connection:
-        if _has_column(database, table, "checksum"):  # another process was faster
+        if has_column(database, table, "checksum"):  # another process was faster
             return
         connection.execute(f"ALTER TABLE {table} ADD COLUMN checksum TEXT NOT NULL DEFAULT ''")
         sums = [(row_sum(*values), row) for row, *values in connection.execute(select)]
