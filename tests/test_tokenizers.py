@@ -69,3 +69,13 @@ def test_ids_are_plain_and_modules_are_found(name, separator):
     assert covered / inside > 0.97
     other = chunks()[0][:-1] + "~"
     assert not [m for m in table.find(other) if m.at == 0]  # control: one character differs
+
+
+@pytest.mark.parametrize("name", ["byte-level BPE (SmolLM2)", "SentencePiece (Mistral)"])
+def test_texts_of_runs_of_tokens_are_the_text_wherever_it_is_cut(name):
+    tokenization = Tokenization(tokenizer(name))
+    for chunk in chunks()[:8]:
+        ids = tokenization.literal(chunk).ids
+        for step in (1, 3, len(ids)):
+            found = tokenization.texts(ids, [*range(0, len(ids), step), len(ids)])
+            assert "".join(found) == chunk
