@@ -8,6 +8,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from conftest import CHUNKS, random_ids
@@ -25,6 +26,7 @@ from cached_rag.backends.llama_cpp import api
 from cached_rag.backends.llama_cpp import context as context_module
 from cached_rag.backends.llama_cpp import model as backend_module
 from cached_rag.backends.llama_cpp.context import MAX_SEQUENCES, Work
+from cached_rag.backends.llama_cpp.facts import Outline
 from cached_rag.backends.llama_cpp.loading import load_llama_cpp
 from cached_rag.backends.llama_cpp.prompt import neighbours
 from cached_rag.backends.llama_cpp.state import StateFormat
@@ -354,3 +356,13 @@ def test_integrations_have_it(kind, path):
 def test_a_folder_is_no_gguf(model_folder):
     with pytest.raises(ConfigError, match="reads GGUF files"):
         Engine.load(model_folder, backend="llama.cpp")
+
+
+def test_an_outline_has_what_ggufs_own_reader_has_but_for_lists(path):
+    whole, outline = gguf.GGUFReader(path), Outline(path)
+    assert list(outline.fields) == list(whole.fields)
+    assert [one.name for one in outline.tensors] == [one.name for one in whole.tensors]
+    for a, b in zip(outline.tensors, whole.tensors, strict=True):
+        assert (a.data == b.data).all()
+    texts = outline.fields["tokenizer.ggml.tokens"]
+    assert len(texts.parts) < 5 < len(whole.fields["tokenizer.ggml.tokens"].parts)

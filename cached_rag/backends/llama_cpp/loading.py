@@ -8,13 +8,18 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import gguf
 import torch
 
 from cached_rag.backends.llama_cpp import api
 from cached_rag.backends.llama_cpp.context import Context
 from cached_rag.backends.llama_cpp.examine import examined, probe_ids
-from cached_rag.backends.llama_cpp.facts import Facts, check_kind, frequencies_of, shapes_of
+from cached_rag.backends.llama_cpp.facts import (
+    Facts,
+    Outline,
+    check_kind,
+    frequencies_of,
+    shapes_of,
+)
 from cached_rag.backends.llama_cpp.files import gguf_source, tokenizer_of, whole_file
 from cached_rag.backends.llama_cpp.model import LlamaCppModel
 from cached_rag.backends.transformers.memory import OVERHEAD_BYTES, free_bytes
@@ -66,7 +71,7 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
         raise ModelError(f"llama.cpp cannot load {path}; its messages in the log say why")
     context: Context | None = None
     try:
-        facts, reader = Facts(library, handle), gguf.GGUFReader(path)
+        facts, reader = Facts(library, handle), Outline(path)
         check_kind(facts, reader, name)
         frequencies = frequencies_of(facts, reader)
         del reader
