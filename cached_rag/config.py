@@ -200,9 +200,9 @@ class StoreConfig:
             only KV that full prefill would compute is kept, and no answer depends on earlier
             prompts.
         harvest: chunks that a request missed are taken from what earlier prompts left, until they
-            are encoded: computed behind other texts, moved, and repaired as any chunk. An answer
-            then depends on earlier prompts. Off by default: docs/quality.md says how to measure
-            what it costs.
+            are encoded: computed behind other texts, moved, and repaired as any chunk. None for
+            wherever earlier prompts are kept and `keeps_repaired` is not False; docs/quality.md
+            has what it costs.
         write_back: encode chunks that a request missed in the background.
         finish_seconds: how long `Engine.close`, or the interpreter's end, may go on encoding chunks
             that still wait, so that the next process finds their KV on disk; 0 drops them. Without
@@ -229,7 +229,7 @@ class StoreConfig:
     namespace: str = ""
     sequence_bytes: int | None = None
     keeps_repaired: KeepsRepaired = "conversation"
-    harvest: bool = False
+    harvest: bool | None = None
     write_back: bool = True
     finish_seconds: float = 30.0
     learn_prefixes: bool = True
@@ -243,9 +243,8 @@ class StoreConfig:
             self.keeps_repaired in (True, False, "conversation"),
             f'keeps_repaired is True, False or "conversation", not {self.keeps_repaired!r}',
         )
-        keeps = kept != 0 and self.keeps_repaired is not False
         _require(
-            keeps or not self.harvest,
+            self._keeps or not self.harvest,
             "harvest takes KV from earlier prompts, and sequence_bytes=0 or keeps_repaired=False "
             "lets none serve; leave one of them out",
         )
@@ -264,6 +263,15 @@ class StoreConfig:
         _require(room is None or room >= 0, f"device_bytes is negative: {room}")
         bound = self.disk_bytes
         _require(bound is None or bound > 0, f"disk_bytes must be positive: {bound}")
+
+    @property
+    def harvests(self) -> bool:
+        """Whether missed chunks are taken from earlier prompts."""
+        return self._keeps if self.harvest is None else self.harvest
+
+    @property
+    def _keeps(self) -> bool:
+        return self.sequence_bytes != 0 and self.keeps_repaired is not False
 
 
 def _strings(stop: Any) -> tuple[str, ...]:

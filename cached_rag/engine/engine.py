@@ -481,7 +481,7 @@ class Engine:
             self.tokenization,
             self._resources.learning,
             self._rendered(prompt),
-            self.sequences if self.settings.harvest else None,
+            self.sequences if self.settings.harvests else None,
         )
 
 

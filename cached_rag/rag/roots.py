@@ -122,15 +122,15 @@ class Roots:
         Raises:
             DocumentError: it has not.
         """
-        for place in self._old_places(root.name):
-            if not place.exists() and moved_from(str(place)):
-                self.absorb(Root(root.name, place))
-        former = next((other.path for other in self.all() if other.name == root.name), None)
-        if former is None and root.name in map(_head, self._sources()):
+        if root.name in map(_head, self._sources()) and not self._has(root.name):
             raise DocumentError(
                 f"the index has texts called {root.name} that are of no folder or file; ingest "
                 f"{root.path} by another name (name=, --name), or delete them before"
             )
+        for place in self._old_places(root.name):
+            if not place.exists() and moved_from(str(place)):
+                self.absorb(Root(root.name, place))
+        former = next((other.path for other in self.all() if other.name == root.name), None)
         if former is not None and (former.exists() or not moved_from(root.name)):
             raise DocumentError(
                 f"the index has documents called {root.name} from {former}, and {root.path} seems "
@@ -164,6 +164,9 @@ class Roots:
         self.rename(renamed)
         return doubles
 
+    def _has(self, name: str) -> bool:
+        return any(root.name == name for root in self.all())
+
     def check_free(self, source: str) -> None:
         """See that a text that is in no file may have this name.
 
@@ -175,7 +178,7 @@ class Roots:
             source.encode()
         except UnicodeEncodeError:
             source = ""
-        if not _head(source) or _head(source) in {root.name for root in self.all()}:
+        if not _head(source) or self._has(_head(source)):
             raise DocumentError(
                 f"a text cannot be called {source!r}: a name does not begin with a slash, and what "
                 "is before its first slash is no folder or file of the index"
