@@ -11,6 +11,7 @@ import torch
 from conftest import CHUNKS, TEMPLATE, tiny_model, tiny_tokenizer
 from langchain_cached_rag import ChatCachedRAG
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from tiny_gguf import write_gguf
 from transformers import AutoModelForCausalLM
 
@@ -122,6 +123,13 @@ def test_what_is_no_adapter_of_this_model_is_refused(model_folder, tmp_path):
     get_peft_model(wide, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "wide")
     with pytest.raises(ModelError, match=r"cannot be merged.*the model it was trained on"):
         Engine.load(model_folder, adapter=str(tmp_path / "wide"), **CPU)
+    # Of another model with the same names, some of whose layers this one has not.
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "deep")
+    weights = load_file(tmp_path / "deep" / "adapter_model.safetensors")
+    more = {name.replace("layers.0.", "layers.9."): one.clone() for name, one in weights.items()}
+    save_file(weights | more, tmp_path / "deep" / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match=r"weights are of other layers.*layers\.9\."):
+        Engine.load(model_folder, adapter=str(tmp_path / "deep"), **CPU)
 
 
 def test_a_revision_is_one_of_the_hub(model_folder, tmp_path, monkeypatch):

@@ -159,6 +159,10 @@ class Tokenization:
         text = self._apply_template(marked, listed, open_answer)
         return self._unmarked(text, mark) if has_marks else Rendered(text, is_chat=True)
 
+    def spelled_out(self, text: str) -> list[Span]:
+        """The characters that spell control tokens, whether these are obeyed or not."""
+        return self._backends.spelled_out(text)
+
     def _marked(self, content: str, mark: str) -> str:
         """The content with a mark and the token's id before each control token."""
         parts, done = [], 0

@@ -11,7 +11,7 @@ from cached_rag.errors import ConfigError
 
 # Options of `from_pretrained` that say how files are reached, and others that change no number.
 _ACCESS = ("token", "cache_dir", "local_files_only", "force_download")
-_NEUTRAL = (*_ACCESS, "trust_remote_code", "low_cpu_mem_usage")
+_NEUTRAL = (*_ACCESS, "low_cpu_mem_usage")
 # Options of `from_pretrained` for which this library has its own.
 _OURS = {
     **dict.fromkeys(("dtype", "torch_dtype"), "dtype"),
@@ -66,7 +66,7 @@ class Variant:
     @property
     def common(self) -> dict[str, Any]:
         """Those of them that its configuration and its tokenizer are loaded with, too."""
-        shared = (*_ACCESS, "trust_remote_code")
+        shared = (*_ACCESS, "trust_remote_code", "subfolder")
         return {name: value for name, value in self.options.items() if name in shared}
 
     @property

@@ -107,7 +107,8 @@ class Encoder:
     def register(self, texts: Sequence[str]) -> int:
         """See `Engine.register`."""
         records, _ = self._records(texts)
-        new = [record for record, text in records if not self.library.was_given(text)]
+        given = self.library.given([text for _, text in records])
+        new = [record for record, text in records if text not in given]
         if new:
             self.library.register(new)
         return sum(len(record.token_ids) for record, _ in records)

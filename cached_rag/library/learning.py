@@ -54,6 +54,7 @@ class Learning:
         learns = settings.learn_prefixes and settings.write_back
         self.heads = Heads() if learns else None
         self.recurring = Recurring() if settings.learn == "recurring" else None
+        self._last_removal = library.generation
         self._sink_ids = encoder.tokenization.sink_ids
         self._encoder = encoder
         self._lock = lock
@@ -87,21 +88,25 @@ class Learning:
         """Texts in the prompt that nobody made known, and that recur."""
         if self.recurring is None or not plan.text:
             return []
+        if self._last_removal != self.library.generation:
+            self._last_removal = self.library.generation
+            self.recurring.clear()  # another engine forgot texts, which may be among these
+        tokenization = self._encoder.tokenization
         known = [(tokens.starts[m.begin], tokens.ends[m.end - 1]) for m in plan.matches]
-        controls = self._encoder.tokenization.controls
-        return self.recurring.find(plan.text, tokens, set(controls.values()), known)
+        known += tokenization.spelled_out(plan.text)
+        return self.recurring.find(plan.text, tokens, set(tokenization.controls.values()), known)
 
     def _offer_chunks(self, tokens: Tokens, plan: Plan, runs: Sequence[Run]) -> None:
         """Offer to encode chunks that had no KV, texts that recur, and the head if it recurs."""
         if plan.matches:
             first = plan.matches[0]
             length, name = 0 if first.is_part else first.first, first.chunk.text_digest
-            end = plan.matches[-1].end
-        elif runs:
-            length, name, end = runs[0].begin, digest(runs[0].text), runs[-1].begin
+            rest = ids_digest(tokens.ids[plan.matches[-1].end :])
+            best = self._best(tuple(tokens.ids[:length]), name, rest)
+        elif runs:  # what stands before them may be documents, which are no head
+            best = self._known(tuple(tokens.ids[: runs[0].begin]))
         else:
             return
-        best = self._best(tuple(tokens.ids[:length]), name, ids_digest(tokens.ids[end:]))
         if best not in self.library.encoded_after() and len(best.prefix_ids) > len(self._sink_ids):
             self._offer_encoding(best, partial(self._encoder.learn, best))
         for missed in (*plan.missed, *plan.harvested):
@@ -113,10 +118,12 @@ class Learning:
             self._offer_encoding((digest(run.text), "recurs"), learn)
 
     @property
-    def _generation(self) -> int:
-        return 0 if self.recurring is None else self.recurring.generation
+    def _generation(self) -> tuple[int, int]:
+        """Changes when texts are forgotten, by this engine or another one."""
+        own = 0 if self.recurring is None else self.recurring.generation
+        return own, self.library.generation
 
-    def _learn_text(self, text: str, behind: EncodedAfter, generation: int) -> None:
+    def _learn_text(self, text: str, behind: EncodedAfter, generation: tuple[int, int]) -> None:
         """Make a text known and encode it, unless texts were forgotten since it was found."""
         if generation == self._generation:
             self._encoder.learn_text(text, behind)
@@ -139,12 +146,17 @@ class Learning:
             chunk: the digest of that chunk.
             rest: the digest of the prompt's tokens behind its last chunk.
         """
-        known = [b for b in self.library.encoded_after() if is_before(b.prefix_ids, head)]
+        best = self._known(head)
         is_long = len(head) > len(self._sink_ids)
-        is_new = not any(is_before(head, behind.prefix_ids) for behind in known)
+        is_new = not is_before(head, best.prefix_ids)
         if self.heads is not None and is_long and is_new and self.heads.learn(head, chunk, rest):
             return EncodedAfter(head, PRIMER.name)
-        return known[0] if known else EncodedAfter(self._sink_ids, PRIMER.name)
+        return best
+
+    def _known(self, head: tuple[int, ...]) -> EncodedAfter:
+        """The longest known prefix that a head begins with, or what stands before lone chunks."""
+        known = (b for b in self.library.encoded_after() if is_before(b.prefix_ids, head))
+        return next(known, EncodedAfter(self._sink_ids, PRIMER.name))
 
     def _encode(self, task: Callable[[], object]) -> None:
         def encode() -> None:

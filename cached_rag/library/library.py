@@ -107,22 +107,16 @@ class Library:
         self._ahead: deque[str] = deque(maxlen=_AHEAD)
         self._encoded_after: list[EncodedAfter] = []
         self._last_row = 0
-        self._generation = 0
+        self._generation = self._evictions = 0
         self._lock = threading.Lock()
         self._forgotten = forgotten
         self._unwritten: dict[str, ChunkRecord] = {}
-        self._learned: dict[str, int] = {}  # texts that nobody gave, oldest first: their tokens
+        # Texts that nobody gave, the oldest first, where no catalog marks them.
+        self._learned: dict[str, None] = {}
         if self._catalog is not None:
             with self.spared():
                 self._catalog.finish_removals(self.store)
         self.refresh(force=True)
-        if self._catalog is not None:
-            with self.spared():
-                self._learned = {
-                    name: len(chunk.token_ids)
-                    for name in self._catalog.learned()
-                    if (chunk := self.table.by_digest(name)) is not None
-                }
 
     def _open_files(self, root: Path, config: StoreConfig) -> None:
         disk = DiskStore(root, codec=config.codec, max_bytes=config.disk_bytes)
@@ -201,6 +195,15 @@ class Library:
         if chunks:
             self._forgotten(chunks)
 
+    @property
+    def generation(self) -> int:
+        """Changes whenever texts are forgotten in the files, by whichever process."""
+        if self._catalog is None:
+            return 0
+        with self.spared():
+            return self._catalog.generation() - self._evictions
+        return -1
+
     def encoded_after(self) -> list[EncodedAfter]:
         """All that chunks were encoded behind.
 
@@ -250,23 +253,42 @@ class Library:
 
         The oldest such texts are forgotten where all of them have more than `LEARNED_TOKENS`.
         """
-        self.register([chunk])
-        if self._catalog is not None:
-            with self.spared():
-                self._catalog.mark_learned(chunk.text_digest)
         surplus: list[str] = []
-        with self._lock:
-            self._learned[chunk.text_digest] = len(chunk.token_ids)
-            while sum(self._learned.values()) > LEARNED_TOKENS:
-                surplus.append(next(iter(self._learned)))
-                del self._learned[surplus[-1]]
+        with self.spared():
+            if self._catalog is not None:  # which knows what other processes were given
+                self._catalog.add_chunks([chunk], BRIEFLY_S, learned=True)
+            with self._lock:
+                if self._catalog is None and self.table.by_digest(chunk.text_digest) is None:
+                    self._learned[chunk.text_digest] = None
+                self.table.add(chunk)
+            surplus = self._surplus()
         if surplus:
             self._remove(surplus)
+            self._evictions += 1  # which the catalog has counted as a removal, too
 
-    def was_given(self, text: str) -> bool:
-        """Whether a text is known, and was not only learned."""
-        known = self.table.get(text)
-        return known is not None and known.text_digest not in self._learned
+    def _surplus(self) -> list[str]:
+        """Learned texts that go, so that those that stay have at most `LEARNED_TOKENS`."""
+        learned = self._all_learned()
+        chunks = [self.table.by_digest(name) for name in learned]
+        sizes = [0 if chunk is None else len(chunk.token_ids) for chunk in chunks]
+        excess, count = sum(sizes) - LEARNED_TOKENS, 0
+        while excess > 0:
+            excess -= sizes[count]
+            count += 1
+        return learned[:count]
+
+    def _all_learned(self) -> list[str]:
+        """Texts that nobody gave, the oldest first."""
+        if self._catalog is not None:
+            return self._catalog.learned()
+        with self._lock:
+            return list(self._learned)
+
+    def given(self, texts: Sequence[str]) -> set[str]:
+        """Those of these texts that are known, and were not only learned."""
+        found = {text: chunk for text in texts if (chunk := self.table.get(text)) is not None}
+        learned = set(self._all_learned()) if found else set()
+        return {text for text, chunk in found.items() if chunk.text_digest not in learned}
 
     def remove(self, text_digests: Collection[str]) -> int:
         """Forget texts, and delete all their KV, whichever process encoded it.
@@ -282,17 +304,14 @@ class Library:
         self.check_kept()
         if not text_digests:
             return 0
-        with self._lock:
-            learned, self._learned = set(self._learned), {}
-        if self._catalog is not None:
-            learned.update(self._catalog.learned())
-        return self._remove({*text_digests, *learned})
+        return self._remove({*text_digests, *self._all_learned()})
 
     def _remove(self, text_digests: Collection[str]) -> int:
         with self._lock:
             chunks = [m for m in map(self.table.by_digest, text_digests) if m is not None]
             for text_digest in text_digests:
                 self._unwritten.pop(text_digest, None)
+                self._learned.pop(text_digest, None)
             self.table.discard(chunks)
         if self._catalog is None:
             gone = sum(map(self.store.delete, self._keys(chunks)))

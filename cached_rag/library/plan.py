@@ -26,7 +26,7 @@ from cached_rag.methods import Layout, Takes
 _HEAD_SLACK = 4
 # How many encodings behind other heads are tried for a chunk: each try is a look-up in the store,
 # and a client may make any number of heads known.
-_MOST_OTHERS = 16
+_MOST_OTHERS = 4
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 A prompt is cut into sentences and lines. Those that an earlier prompt had behind another beginning,
 one after the other as there, are a run; a long run is most likely a document that was retrieved
-again. Runs keep inside one message, and between the marks that applications put around documents:
-control tokens and tags belong to no run. What stands behind the same beginning as before is none
-either: the KV of that beginning serves it. Knows text and tokens; knows no KV.
+again. Control tokens belong to no run, nor do the marks that applications put around documents. So
+runs keep inside one message, if the model's template has control tokens between messages. What
+stands behind the same beginning as before is no run: the KV of that beginning serves it. Knows text
+and tokens; knows no KV.
 """
 
 from __future__ import annotations
@@ -90,14 +91,19 @@ class Recurring:
             self.generation += 1
 
     def find(
-        self, text: str, tokens: Tokens, controls: Collection[int], known: Sequence[Span]
+        self,
+        text: str,
+        tokens: Tokens,
+        controls: Collection[int],
+        known: Sequence[Span],
     ) -> list[Run]:
         """The runs of a prompt that earlier ones had elsewhere; the prompt is remembered.
 
         Args:
             tokens: the prompt's.
             controls: ids of control tokens.
-            known: characters that belong to known chunks, or are of no interest otherwise.
+            known: characters that belong to known chunks, or to control tokens that are only
+                spelled out: a text with these could be the structure of another prompt.
         """
         pieces = list(_pieces(text, _between(text, tokens, controls, known)))
         with self._lock:

@@ -67,7 +67,8 @@ class Origins(BaseCallbackHandler):
     def _shown(self, prompts: Iterable[str]) -> None:
         self._has_read |= bool(self._retrieved)
         shown = list(prompts)
-        new = [text for text in self._retrieved if text not in self._read]
+        # Copied at once: other threads may add to it meanwhile.
+        new = [text for text in tuple(self._retrieved) if text not in self._read]
         if read := [text for text in new if any(text in prompt for prompt in shown)]:
             self._read |= dict.fromkeys(read)
             self._learn(read)

@@ -47,18 +47,25 @@ def unwrapped(llm: Any) -> EngineSettings:
     )
 
 
-def _models(llm: Any) -> Iterator[EngineSettings]:
-    """The models in a runnable, in the order of their use."""
+def _models(llm: Any, inside: frozenset[int] = frozenset()) -> Iterator[EngineSettings]:
+    """The models in a runnable, in the order of their use.
+
+    Args:
+        inside: what it is a part of, as functions may name themselves.
+    """
+    if id(llm) in inside:
+        return
+    inside |= {id(llm)}
     if isinstance(llm, EngineSettings):
         yield llm
     elif isinstance(llm, RunnableBindingBase):
-        for model in _models(llm.bound):
+        for model in _models(llm.bound, inside):
             yield model.renamed(llm.kwargs.get("model"))
     elif isinstance(llm, RunnableWithFallbacks):
-        yield from next(filter(None, (list(_models(one)) for one in llm.runnables)), [])
+        yield from next(filter(None, (list(_models(one, inside)) for one in llm.runnables)), [])
     else:
         for part in _parts(llm):
-            yield from _models(part)
+            yield from _models(part, inside)
 
 
 def _parts(runnable: Any) -> Iterable[Runnable[Any, Any]]:

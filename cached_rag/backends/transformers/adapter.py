@@ -31,12 +31,17 @@ def merge_adapter(model: Any, name: str) -> tuple[Any, str]:
         MissingPackageError: peft is not installed.
     """
     with needs_extra("lora", "a LoRA adapter", "peft"):
-        from peft import PeftConfig, PeftModel
+        from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+        from peft.utils import load_peft_weights
     folder, weights = _files(name)
     try:
         if PeftConfig.from_pretrained(str(folder)).is_prompt_learning:
             raise ValueError("it learned a prompt, which is not part of the weights")
-        merged = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+        adapted = PeftModel.from_pretrained(model, str(folder))
+        wanted, held = set(get_peft_model_state_dict(adapted)), set(load_peft_weights(str(folder)))
+        if wanted != held:  # peft leaves such weights out, or makes them up
+            raise ValueError(f"its weights are of other layers: {sorted(wanted ^ held)[:3]}")
+        merged = adapted.merge_and_unload()
     except (OSError, ValueError, TypeError, RuntimeError, KeyError) as error:
         raise ModelError(
             f"the adapter {name} cannot be merged into the model: {' '.join(str(error).split())}. "

@@ -254,6 +254,8 @@ def load_model(
                 path, dtype=torch_dtype, revision=commit, **variant.options
             )
     except TypeError as error:
+        if variant.model_kwargs == "{}":
+            raise
         raise ConfigError(f"{name} cannot be loaded with model_kwargs: {error}") from error
     except (OSError, ValueError, ImportError) as error:
         raise ModelNotFoundError(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cached_rag.kv.fingerprint import ids_digest, module_key
 from cached_rag.kv.store.base import KVStore, Problem
-from cached_rag.kv.store.database import BRIEFLY_S, PATIENCE_S, Database
+from cached_rag.kv.store.database import PATIENCE_S, Database
 from cached_rag.kv.store.signed import add_sums, check, row_sum, sound
 
 _SCHEMA = """
@@ -163,11 +163,19 @@ class Catalog:
                 connection.execute(f"DELETE FROM {table} WHERE model = ?", (self.maker.model,))
             connection.execute("UPDATE removals SET count = count + 1")
 
-    def add_chunks(self, records: Iterable[ChunkRecord], patience_s: float = PATIENCE_S) -> None:
+    def add_chunks(
+        self,
+        records: Iterable[ChunkRecord],
+        patience_s: float = PATIENCE_S,
+        *,
+        learned: bool = False,
+    ) -> None:
         """Remember texts as modules; known ones change nothing, removed ones come back.
 
         Args:
             patience_s: how long to wait for another process that is writing.
+            learned: nobody gave them; they are marked so unless they are modules already. Else
+                they lose that mark.
         """
         found = [
             (
@@ -184,16 +192,15 @@ class Catalog:
         rows = [(*self._scope, *values, row_sum(*values)) for values in found]
         sql = _put("modules", "text_digest", "anchor, length, token_ids, token_starts, checksum")
         where = "WHERE model = ? AND namespace = ? AND text_digest = ?"
+        names = [row[:3] for row in rows]
+        mark = (
+            "INSERT OR IGNORE INTO learned SELECT ?1, ?2, ?3 WHERE NOT EXISTS"
+            " (SELECT 1 FROM modules WHERE model = ?1 AND namespace = ?2 AND text_digest = ?3)"
+        )
         with self._database.transaction(patience_s) as connection:
+            connection.executemany(mark if learned else f"DELETE FROM learned {where}", names)
             connection.executemany(sql, rows)
-            for table in ("doomed", "learned"):
-                connection.executemany(f"DELETE FROM {table} {where}", [row[:3] for row in rows])
-
-    def mark_learned(self, text_digest: str) -> None:
-        """Remember that a text is a module only because prompts repeat it; see `add_chunks`."""
-        with self._database.transaction(BRIEFLY_S) as connection:
-            sql = "INSERT OR REPLACE INTO learned VALUES (?, ?, ?)"
-            connection.execute(sql, (*self._scope, text_digest))
+            connection.executemany(f"DELETE FROM doomed {where}", names)
 
     def learned(self) -> list[str]:
         """The tenant's texts that were marked so, for any model; the oldest first."""
