@@ -487,7 +487,7 @@ def test_chat_answers_turn_by_turn_and_shows_what_it_used(index):
     result = run(cli.app, [*arguments, "--dtype", "float32"], input=said)
     assert result.exit_code == 0, result.output
     assert result.output.count("prompt tokens from cache") == 2
-    said = " ".join(result.output.split())  # without the breaks of narrow terminals
+    said = " ".join(result.output.split()) + " "  # without the breaks of narrow terminals
     _, first, shown, _, new, none, _ = said.split("> ")
     assert CHUNKS[1] in first
     assert shown.count(CHUNKS[1]) == 2  # as a title, and as a text
