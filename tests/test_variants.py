@@ -10,13 +10,16 @@ import pytest
 import torch
 from conftest import CHUNKS, TEMPLATE, tiny_model, tiny_tokenizer
 from langchain_cached_rag import ChatCachedRAG
+from llama_index.llms.cached_rag import CachedRAGLLM
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_gguf import write_gguf
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from cached_rag import CachedRAG, ConfigError, Engine, ModelError, ModelNotFoundError, StoreConfig
 from cached_rag.backends.transformers.weights.linear import FewBitLinear
+from cached_rag.cli.main import app
 
 # peft 0.21 asks transformers 5.23 for what that calls by another name now
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is:FutureWarning")
@@ -200,26 +203,40 @@ def test_the_template_is_given_what_it_wants(thinking_folder, tmp_path):
         assert rag.engine.tokenization.render(ASK).text.endswith("<t></t>")
 
 
-def test_langchain_has_them_all(thinking_folder, adapter):
+@pytest.mark.parametrize("kind", [ChatCachedRAG, CachedRAGLLM])
+def test_the_frameworks_have_them_all(thinking_folder, adapter, kind):
     settings = {
         "adapter": adapter,
         "model_kwargs": {"max_position_embeddings": 512},
         "chat_template_kwargs": {"enable_thinking": False},
     }
     made = [
-        ChatCachedRAG(model=thinking_folder, max_tokens=2, **CPU, **given)
+        kind(model=thinking_folder, max_tokens=2, **CPU, **given)
         for given in ({}, settings, settings, {"adapter": adapter})
     ]
     engines = [llm.loaded_engine() for llm in made]
     assert engines[1] is engines[2]
     assert len(set(map(id, engines))) == 3
-    assert len({str(llm._identifying_params) for llm in made}) == 3
+    if kind is ChatCachedRAG:
+        assert len({str(llm._identifying_params) for llm in made}) == 3
     assert engines[1].model.context_length == 512
-    tokens = [llm.invoke("Who?").usage_metadata["input_tokens"] for llm in made]
-    assert tokens[0] < tokens[1]
+    ends = [engine.tokenization.render(ASK).text.endswith("<t></t>") for engine in engines]
+    assert ends == [False, True, True, False]
     assert Path(adapter).is_dir()
     for engine in engines:
         engine.close()
+
+
+def test_the_server_has_an_adapter_and_thinking(monkeypatch):
+    given = []
+    monkeypatch.setattr(Engine, "load", lambda _, **options: given.append(options) or 1 / 0)
+    for arguments in ([], ["--adapter", "a", "--no-thinking"]):
+        result = CliRunner().invoke(app, ["serve", "--port", "0", *arguments])
+        assert isinstance(result.exception, ZeroDivisionError)
+    plain, asked = given
+    assert (plain["adapter"], asked["adapter"]) == (None, "a")
+    assert "chat_template_kwargs" not in plain
+    assert asked["chat_template_kwargs"] == {"enable_thinking": False}
 
 
 def test_without_peft_an_adapter_says_what_to_install(model_folder, adapter, monkeypatch):

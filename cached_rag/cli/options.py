@@ -30,6 +30,16 @@ Weights = Annotated[
     str,
     typer.Option(help="How weights are kept for decoding: as stored, bf16, int8 or int4."),
 ]
+Adapter = Annotated[
+    str | None, typer.Option(help="Folder or hub id of a LoRA adapter (extra lora).")
+]
+Thinking = Annotated[
+    bool | None,
+    typer.Option(
+        "--thinking/--no-thinking",
+        help="What a chat template that knows enable_thinking is told; without it, nothing.",
+    ),
+]
 BackendName = Annotated[
     str,
     typer.Option("--backend", help="What runs the model: transformers, or llama.cpp for a GGUF."),

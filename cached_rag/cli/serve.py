@@ -9,10 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from cached_rag.cli.options import (
+    Adapter,
     BackendName,
     Device,
     Dtype,
     IndexModel,
+    Thinking,
     Weights,
     require_index,
 )
@@ -95,6 +97,8 @@ def serve_command(
     device: Device = None,
     weights: Weights = "as stored",
     backend: BackendName = "transformers",
+    adapter: Adapter = None,
+    thinking: Thinking = None,
 ) -> None:
     """Serve a model over OpenAI's protocol, reusing chunks' KV wherever they occur in prompts."""
     with needs_extra("serve", "the server"):
@@ -129,7 +133,9 @@ def serve_command(
         max_bytes=kv_bytes,
     )
     where: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights, "batch": batch}
-    where["backend"] = backend
+    where |= {"backend": backend, "adapter": adapter}
+    if thinking is not None:
+        where["chat_template_kwargs"] = {"enable_thinking": thinking}
     kept: dict[str, Any] = {
         "memory_bytes": memory_bytes,
         "disk_bytes": disk_bytes,

@@ -94,6 +94,14 @@ class CachedRAGLLM(FunctionCallingLLM):
     device: str | None = Field(default=None, description="None: the best this machine has.")
     weights: str = Field(default="as stored", description="as stored, bf16, int8 or int4.")
     backend: str = Field(default="transformers", description="Or llama.cpp, which runs a GGUF.")
+    revision: str | None = Field(default=None, description="Branch, tag or commit of a hub id.")
+    adapter: str | None = Field(default=None, description="Folder or hub id of a LoRA adapter.")
+    model_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Further options of the model's from_pretrained."
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="For the chat template, such as enable_thinking=False."
+    )
     context_window: int | None = Field(default=None, description="Less than the model's own.")
     method: str = Field(default="auto", description="How cached KV is used.")
     recompute_ratio: float | None = Field(default=None, description="Share to recompute.")
@@ -166,6 +174,10 @@ class CachedRAGLLM(FunctionCallingLLM):
                 device=self.device,
                 weights=self.weights,
                 backend=self.backend,
+                revision=self.revision,
+                adapter=self.adapter,
+                model_kwargs=self.model_kwargs,
+                chat_template_kwargs=self.chat_template_kwargs,
             )
         return self._engine
 
