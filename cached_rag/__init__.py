@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from cached_rag.grammar.grammar import Grammar
     from cached_rag.grammar.tools import ToolCall
     from cached_rag.library.context import PRIMER, Context
-    from cached_rag.library.encode import EncodeSummary
+    from cached_rag.library.encode import EncodeSummary, encode_what_fits
     from cached_rag.library.ledger import Ledger
     from cached_rag.pml import Import, Said, Schema, SchemaPrompt
     from cached_rag.rag import Embedder, Hit, IndexedDocument
@@ -111,6 +111,7 @@ __all__ = [
     "ToolCall",
     "Tools",
     "encode_progress",
+    "encode_what_fits",
     "load_model",
     "needs_extra",
     "template_head",

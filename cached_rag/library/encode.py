@@ -5,6 +5,7 @@ Knows no prompt, no method and no store.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from cached_rag.errors import ContextOverflowError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.positions import PositionRule
+
+_log = logging.getLogger(__name__)
 
 # Tokens in a batch, padding included: enough to keep the cores busy, and few enough that the batch
 # stays in their caches.
@@ -144,3 +147,20 @@ def _batches(chunks: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]
         batch.append(ids)
     if batch:
         yield batch
+
+
+def encode_what_fits(encode: Callable[[Sequence[str]], object], texts: Sequence[str]) -> None:
+    """Encode texts together; those that exceed the model's context are left out, and logged.
+
+    Args:
+        encode: encodes texts, and raises `ContextOverflowError` if one of them is too long.
+    """
+    try:
+        encode(texts)
+    except ContextOverflowError as error:
+        if len(texts) == 1:
+            _log.warning("a document stays without KV: %s", error)
+            return
+        middle = len(texts) // 2
+        for half in (texts[:middle], texts[middle:]):
+            encode_what_fits(encode, half)

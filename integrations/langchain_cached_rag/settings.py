@@ -5,7 +5,6 @@ Uses public names of `cached_rag` only; knows no message and no tensor.
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
@@ -18,18 +17,17 @@ from cached_rag import (
     DEFAULT_MODEL,
     PRIMER,
     CachedRAG,
-    ContextOverflowError,
     EncodeSummary,
     Engine,
     GenerationConfig,
     Progress,
     StoreConfig,
     encode_progress,
+    encode_what_fits,
     template_head,
 )
 from langchain_cached_rag.messages import Prompt, filled
 
-_log = logging.getLogger(__name__)
 # What happens to texts that have no KV: they are prefilled now, after the first answer that used
 # them, or by others.
 Encode = Literal["eager", "background", "off"]
@@ -244,22 +242,10 @@ class EngineSettings(BaseModel):
         with encode_progress(progress) as shown:
             return engine.encode(list(texts), head, context=PRIMER, **shown)
 
-    def encode_all(self, texts: Sequence[str], **options: Any) -> None:
-        """As `encode`; texts that exceed the model's context are left out, and logged."""
-        try:
-            self.encode(texts, **options)
-        except ContextOverflowError as error:
-            if len(texts) == 1:
-                _log.warning("a document stays without KV: %s", error)
-                return
-            middle = len(texts) // 2
-            for half in (texts[:middle], texts[middle:]):
-                self.encode_all(half, **options)
-
     def learn(self, texts: Sequence[str], encode: Encode, **options: Any) -> None:
         """Encode texts now, or after the first answer that used them, or not at all."""
         if encode == "eager":
-            self.encode_all(texts, **options)
+            encode_what_fits(lambda part: self.encode(part, **options), texts)
         elif encode == "background":
             self.register(texts)
 

@@ -124,3 +124,11 @@ def test_event_loops_have_it_too_and_wrong_settings_are_named(llm):
     assert CachedPostprocessor(llm).to_dict()["class_name"] == "CachedPostprocessor"
     with pytest.raises(ConfigError, match="'sometimes'"):
         CachedPostprocessor(llm, encode="sometimes")
+
+
+def test_a_node_that_fits_no_context_does_not_break_retrieval(llm, caplog):
+    nodes = [NodeWithScore(node=TextNode(text=text)) for text in (CHUNKS[0], "long " * 3000)]
+    found = CachedPostprocessor(llm, encode="eager").postprocess_nodes(nodes)
+    assert len(found) == 2
+    assert "stays without KV" in caplog.text
+    assert has_kv(llm, CHUNKS[0])

@@ -11,7 +11,7 @@ from llama_index.core.schema import MetadataMode, NodeWithScore
 from llama_index.llms.cached_rag.base import CachedRAGLLM
 from llama_index.llms.cached_rag.nodes import module_text
 
-from cached_rag import ConfigError
+from cached_rag import ConfigError, encode_what_fits
 
 Encode = Literal["eager", "background", "off"]
 
@@ -43,8 +43,11 @@ class Reader:
         shown = [module_text(node.node) for node in nodes]
         bare = [node.node.get_content(MetadataMode.NONE) for node in nodes]
         if self.encode == "eager":
-            self.llm.encode(shown, prompt=self.prompt, variable=self.variable)
+            encode_what_fits(self._encode, shown)
         if self.encode != "off":
             self.llm.register([*shown, *bare])
         # The engine remembers so many: those shown come last, and are forgotten last.
         self.llm.prefetch(dict.fromkeys([*bare, *shown]))
+
+    def _encode(self, texts: Sequence[str]) -> None:
+        self.llm.encode(texts, prompt=self.prompt, variable=self.variable)
