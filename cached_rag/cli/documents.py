@@ -50,6 +50,8 @@ def search_command(
     if as_json:
         print_json({"hits": [dataclasses.asdict(hit) for hit in hits]})
         return
+    if not hits:
+        out.print("none")
     for hit in hits:
         out.print(f"{hit}", style="bold", markup=False, highlight=False)
         out.print(f"{hit.text}\n", markup=False, highlight=False)
