@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cached_rag.backends.transformers.loading import LanguageModel, load_model, wrap_model
+    from cached_rag.backends.transformers.loading import load_model, wrap_model
+    from cached_rag.backends.transformers.model import LanguageModel
     from cached_rag.config import (
         DEFAULT_MODEL,
         METHODS,
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
         StoreConfig,
     )
     from cached_rag.engine.decoding import Generation, TokenLogprobs
-    from cached_rag.engine.engine import Engine
+    from cached_rag.engine.engine import Engine, Prompt
+    from cached_rag.engine.learner import Encode, Learner
     from cached_rag.engine.report import Report
     from cached_rag.engine.stream import Stream
     from cached_rag.engine.template_head import template_head
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
         BusyError,
         CachedRAGError,
         ClosedError,
+        ClusterError,
         ConfigError,
         ContextOverflowError,
         CorruptBlobError,
@@ -46,7 +49,8 @@ if TYPE_CHECKING:
     from cached_rag.grammar.grammar import Grammar
     from cached_rag.grammar.tools import ToolCall
     from cached_rag.library.context import PRIMER, Context
-    from cached_rag.library.encode import EncodeSummary, encode_what_fits
+    from cached_rag.library.encode import EncodeSummary
+    from cached_rag.library.handoff import Handoff
     from cached_rag.library.ledger import Ledger
     from cached_rag.pml import Import, Said, Schema, SchemaPrompt
     from cached_rag.rag import Embedder, Hit, IndexedDocument
@@ -55,6 +59,14 @@ if TYPE_CHECKING:
     from cached_rag.rag.ingest import IngestSummary
     from cached_rag.rag.progress import Progress, encode_progress
     from cached_rag.rag.rag import CachedRAG, Deletion
+    from cached_rag.rag.workers import (
+        IngestRecipe,
+        IngestTask,
+        IngestWorker,
+        IngestWorkers,
+        PreparedBatch,
+        PreparedDocument,
+    )
 
 __version__ = "0.1.0"
 
@@ -71,6 +83,7 @@ __all__ = [
     "CallPart",
     "Chat",
     "ClosedError",
+    "ClusterError",
     "ConfigError",
     "Context",
     "ContextOverflowError",
@@ -78,6 +91,7 @@ __all__ = [
     "Deletion",
     "DocumentError",
     "Embedder",
+    "Encode",
     "EncodeSummary",
     "Engine",
     "EvaluationError",
@@ -86,18 +100,27 @@ __all__ = [
     "GenerationConfig",
     "Grammar",
     "GrowingAnswer",
+    "Handoff",
     "Hit",
     "Import",
     "IndexMismatchError",
     "IndexedDocument",
+    "IngestRecipe",
     "IngestSummary",
+    "IngestTask",
+    "IngestWorker",
+    "IngestWorkers",
     "LanguageModel",
+    "Learner",
     "Ledger",
     "MissingPackageError",
     "ModelError",
     "ModelNotFoundError",
     "PMLError",
+    "PreparedBatch",
+    "PreparedDocument",
     "Progress",
+    "Prompt",
     "RelocationError",
     "Report",
     "Said",
@@ -111,7 +134,6 @@ __all__ = [
     "ToolCall",
     "Tools",
     "encode_progress",
-    "encode_what_fits",
     "load_model",
     "needs_extra",
     "template_head",
@@ -122,18 +144,25 @@ _MODULES = (
     *(
         "errors",
         "config",
+        "library.handoff",
         "grammar.grammar",
         "grammar.tools",
         "engine.tools",
         "library.context",
         "engine.report",
         "engine.decoding",
+        "engine.learner",
         "engine.stream",
         "explain",
     ),
-    *("backends.transformers.loading", "library.encode", "library.ledger"),
+    *(
+        "backends.transformers.loading",
+        "backends.transformers.model",
+        "library.encode",
+        "library.ledger",
+    ),
     *("pml", "engine.engine", "engine.template_head", "rag", "rag.answer", "rag.ingest", "rag.rag"),
-    "rag.progress",
+    *("rag.progress", "rag.workers"),
 )
 
 

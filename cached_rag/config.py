@@ -6,7 +6,7 @@ Knows names and ranges; knows no model.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cached_rag.errors import ConfigError
@@ -189,6 +189,13 @@ class StoreConfig:
         device_bytes: most bytes of chunks' KV in a CUDA device's memory. 0 keeps none there; None
             takes a quarter of what is free. Without a CUDA device it means nothing.
         disk_bytes: most bytes of KV on disk; None for no bound.
+        remote: address of a store that several machines share, below the disk:
+            "redis://host:6379/0", "s3://bucket/prefix" and the like (docs/scale.md). What is
+            encoded is sent there in the background; what a prompt lacks is brought in one round
+            trip, if that is faster than computing it.
+        remote_timeout: the longest that a prompt waits for the remote store, in seconds.
+        remote_key: signs what is sent there; what is not signed with it is not used. None for a
+            checksum only.
         namespace: the tenant; tenants with different namespaces never share KV.
         sequence_bytes: most bytes of KV of finished prompts and their answers, which is kept for
             prompts that begin alike, such as the next turn of a conversation; 0 keeps none. None
@@ -213,6 +220,10 @@ class StoreConfig:
             places become known, as if they had been given to `Engine.register`, and are encoded in
             the background: documents that an application puts into its prompts, of which nobody
             told the engine. Prompts are remembered as digests only, within a bound.
+        audit_rate: share of the requests with reused KV whose first token is compared with full
+            prefill's, in the background; 0 to 1. `Engine.audits` has what was found.
+        audit_limit: mean divergence in nats, over at least eight audits, past which a method is
+            used no more, and prompts are computed in full.
         pipelined: read KV from disk layer by layer, while the model computes layers that were read.
             If not, all is read first. None turns it on for accelerators only: on a CPU, reading
             and computing compete for the same cores (measured in docs/store.md).
@@ -226,6 +237,9 @@ class StoreConfig:
     memory_bytes: int = 2 << 30
     device_bytes: int | None = None
     disk_bytes: int | None = None
+    remote: str | None = field(default=None, repr=False)
+    remote_timeout: float = 2.0
+    remote_key: str | None = field(default=None, repr=False)
     namespace: str = ""
     sequence_bytes: int | None = None
     keeps_repaired: KeepsRepaired = "conversation"
@@ -234,6 +248,8 @@ class StoreConfig:
     finish_seconds: float = 30.0
     learn_prefixes: bool = True
     learn: Learns = "off"
+    audit_rate: float = 0.0
+    audit_limit: float = 0.5
     pipelined: bool | None = None
 
     def __post_init__(self) -> None:
@@ -256,11 +272,24 @@ class StoreConfig:
             'learn="recurring" has texts encoded in the background, and write_back=False lets '
             "nothing be; leave one of them out",
         )
+        _require(0 <= self.audit_rate <= 1, f"audit_rate is a share, not {self.audit_rate}")
+        _require(self.audit_limit > 0, f"audit_limit must be positive, not {self.audit_limit}")
+        _require(
+            self.write_back or not self.audit_rate,
+            "audit_rate has prompts computed in the background, and write_back=False lets nothing "
+            "be; leave one of them out",
+        )
         finish = self.finish_seconds
         _require(finish >= 0, f"finish_seconds cannot be negative: {finish}")
         _require(self.memory_bytes > 0, f"memory_bytes must be positive: {self.memory_bytes}")
         room = self.device_bytes
         _require(room is None or room >= 0, f"device_bytes is negative: {room}")
+        wait, signed = self.remote_timeout, self.remote_key
+        _require(0 < wait < 3600, f"remote_timeout is no number of seconds to wait: {wait}")
+        _require(
+            signed is None or 16 <= len(signed.encode()) <= 64,
+            "remote_key is too short or too long; take 16 to 64 random characters",
+        )
         bound = self.disk_bytes
         _require(bound is None or bound > 0, f"disk_bytes must be positive: {bound}")
 

@@ -11,6 +11,7 @@
     ├── StoreError
     │   ├── CorruptBlobError       a KV file that is damaged, or belongs to something else
     │   └── StoreFullError         no room left on the disk
+    ├── ClusterError           other machines' processes cannot be reached, or failed
     ├── DocumentError          a document that cannot be read, has no text, or is not there
     ├── PMLError               a schema or a prompt in PML that is wrong (also a ValueError)
     ├── IndexMismatchError     an index made with other settings than the ones asked for
@@ -69,6 +70,10 @@ class CorruptBlobError(StoreError):
 
 class StoreFullError(StoreError):
     """The disk, or the bound on its use, leaves no room for more KV."""
+
+
+class ClusterError(CachedRAGError):
+    """The processes that were to help cannot be reached, cannot do it, or failed."""
 
 
 class DocumentError(CachedRAGError):

@@ -20,7 +20,11 @@ FLOORS = (
     *("explain", "pml", "rag", "server", "benchmarks", "evaluation", "cli"),
 )
 PUBLIC = ("cached_rag", "cached_rag.benchmarks", "cached_rag.evaluation", "cached_rag.pml")
-FRAMEWORKS = ("langchain_core", "langchain", "llama_index", "langchain_cached_rag")
+FRAMEWORKS = (
+    *("langchain_core", "langchain", "llama_index", "langchain_cached_rag"),
+    *("ray", "ray_cached_rag"),
+    *("vllm", "vllm_cached_rag"),
+)
 
 
 def imported(path):

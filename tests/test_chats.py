@@ -20,9 +20,17 @@ def rag(opened, docs):  # noqa: F811
     return rag
 
 
-def prompt(stream):
-    """The text that the engine was given."""
-    return stream.stream.prompt
+@pytest.fixture
+def prompts(rag, monkeypatch):
+    """The texts that the engine was given so far."""
+    given, begin = [], rag.engine.stream
+
+    def stream(text, *args, **kwargs):
+        given.append(text.text)
+        return begin(text, *args, **kwargs)
+
+    monkeypatch.setattr(rag.engine, "stream", stream)
+    return given
 
 
 def test_each_prompt_begins_with_the_last_one_and_costs_what_it_added(rag):
@@ -35,14 +43,7 @@ def test_each_prompt_begins_with_the_last_one_and_costs_what_it_added(rag):
         assert kept >= last.report.prompt_tokens - 4
 
 
-def test_a_chunk_is_given_once(rag, monkeypatch):
-    prompts = []
-    begin = rag.engine.stream
-    monkeypatch.setattr(
-        rag.engine,
-        "stream",
-        lambda text, *a, **k: prompts.append(text.text) or begin(text, *a, **k),
-    )
+def test_a_chunk_is_given_once(rag, prompts):
     chat = rag.chat(k=2, condense=False, max_tokens=2)
     first = chat.ask(FIRST)
     second = chat.ask(FIRST)
@@ -145,14 +146,7 @@ def test_a_question_that_fails_leaves_the_conversation_as_it_was(rag, monkeypatc
     assert chat.history == before
 
 
-def test_chunks_of_deleted_documents_leave_the_conversation(rag, monkeypatch):
-    prompts = []
-    begin = rag.engine.stream
-    monkeypatch.setattr(
-        rag.engine,
-        "stream",
-        lambda text, *a, **k: prompts.append(text.text) or begin(text, *a, **k),
-    )
+def test_chunks_of_deleted_documents_leave_the_conversation(rag, prompts):
     chat = rag.chat(k=1, condense=False, max_tokens=2)
     (hit,) = chat.ask(FIRST).sources
     rag.delete(hit.source)

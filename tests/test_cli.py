@@ -529,3 +529,20 @@ def test_ingest_watch_goes_on_until_interrupted(index, tmp_path, monkeypatch):
     assert seen == [tmp_path / "docs"]
     named = ["ingest", str(tmp_path), "--index", str(index), "--watch", "--name", "x"]
     assert isinstance(run(cli.app, named).exception, ConfigError)
+
+
+def test_machines_share_kv_by_remote(index, tmp_path, model_folder):
+    """Another machine has the documents, but no KV: it gets that from the shared store."""
+    shared = tmp_path / "shared"
+    where = ["--index", str(index), "--dtype", "float32", "--json", "--remote", f"file://{shared}"]
+    docs = str(tmp_path / "docs")
+    sent = json.loads(run(cli.app, ["ingest", docs, *where]).stdout)
+    assert (sent["encoded"], sent["unsent"]) == (0, 0)  # what was there already is sent
+    for blob in (index / "kv" / "blobs").rglob("*.safetensors"):
+        blob.unlink()
+    found = run(cli.app, ["ask", "copper green?", *where, "-k", "3", "--max-tokens", "2"])
+    assert json.loads(found.stdout)["report"]["modules_hit"] == 3
+    before = len(list(shared.rglob("*.raw")))
+    gone = ["delete", "docs/a.txt", *where[:2], *where[4:]]
+    assert run(cli.app, gone).exit_code == 0
+    assert len(list(shared.rglob("*.raw"))) == before - 1

@@ -64,7 +64,7 @@ def generation(engine):
 @pytest.fixture
 def answer(generation):
     hits = tuple(Hit(CHUNKS[n], f"{name}.txt", "", 0, 0.5) for n, name in enumerate("abc"))
-    return Answer("Because.", hits, generation.report, "Why?", trace=generation.trace)
+    return Answer("Because.", hits, generation.report, "Why?", trace_source=generation.trace_source)
 
 
 def test_the_page_has_the_whole_prompt_each_token_by_its_kind(generation):
@@ -178,7 +178,7 @@ def test_full_prefill_is_measured_or_estimated_by_a_profile_or_left_out(
     measured = Explanation.of(generation, slow)
     assert "Full prefill, measured: first token after 1000000 ms" in str(measured)
     assert "With full prefill" in measured.html()
-    kept = profile._path(engine.model)
+    kept = profile._path(profile.profile_key(engine.model))
     kept.parent.mkdir()
     kept.write_text(json.dumps(dataclasses.asdict(Profile(0.01, 0.0, 1.0, 1.0, 1))))
     made = engine.generate(ask(*CHUNKS), max_tokens=4)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cached_rag import ConfigError, ModelError, ModelNotFoundError, load_model, wrap_model
 from cached_rag.backends.resolve import file_digest, resolve
-from cached_rag.backends.transformers.loading import parse_dtype
+from cached_rag.backends.transformers.hardware import parse_dtype
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from conftest import CHUNKS, tiny_model
 from test_rag import WordEmbedding
 
 from cached_rag import CachedRAG, Engine, StoreConfig
-from cached_rag.rag import ingest, progress
+from cached_rag.rag import preparing, progress
 
 
 class Bar(progress.tqdm):
@@ -67,7 +67,7 @@ def test_prefilling_counts_tokens_and_moves_within_a_document(rag, bars, long_fi
 
 def test_reading_counts_bytes_and_moves_within_a_document(rag, bars, long_file, monkeypatch):
     monkeypatch.setattr(progress, "LONG_BYTES", 100)
-    monkeypatch.setattr(ingest, "EMBED_CHUNKS", 20)
+    monkeypatch.setattr(preparing, "EMBED_CHUNKS", 20)
     rag.ingest(long_file)
     bar, size = bars["reading"], long_file.stat().st_size
     assert bar.n == bar.total == size

@@ -91,6 +91,12 @@ def test_ingest_ask_and_ask_again(opened, docs):
     assert first.report.charged_recompute < 0.7
 
 
+def test_bounds_reach_the_store(tmp_path):
+    bounds = {"memory_bytes": 1000, "disk_bytes": 2000, "sequence_bytes": 3000}
+    with CachedRAG.open(tmp_path, embedding=WordEmbedding(), **bounds) as rag:
+        assert {name: getattr(rag._store, name) for name in bounds} == bounds
+
+
 def test_ingesting_again_does_only_what_is_new(opened, docs):
     rag = opened()
     ingest(rag, docs)

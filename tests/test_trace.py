@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -14,8 +16,11 @@ from tiny_gguf import write_gguf
 
 from cached_rag import Engine, StoreConfig
 from cached_rag.backends.llama_cpp.loading import load_llama_cpp
-from cached_rag.engine.trace import Kind
+from cached_rag.engine import trace as tracing
+from cached_rag.engine.trace import Coverage, Kind
+from cached_rag.kv.buffer import Workspace
 from cached_rag.kv.fingerprint import digest
+from cached_rag.rag.answer import AnswerStream
 
 METHODS = ("full", "prefix", "reuse", "epic:anchor_tokens=4", "auto", "cacheblend", "random")
 MORE = ("cacheblend:gradual=true", "cacheblend:recompute_ratio=1", "infoflow+epic:anchor_tokens=2")
@@ -195,3 +200,52 @@ def test_a_stream_has_none_before_its_prompt_is_prefilled_and_no_tensor_in_it(fi
     trace = stream.trace
     stream.close()
     assert b"torch" not in pickle.dumps(trace)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The profiles that were read, and the traces that were made."""
+    seen = []
+
+    def watched(owner, name):
+        inner = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: seen.append(name) or inner(*given))
+
+    watched(Coverage, "trace")
+    watched(tracing, "kept_profile")
+    return seen
+
+
+def test_an_answer_nobody_asks_about_has_no_trace_made_and_no_profile_read(filled, made):
+    generation = filled.generate(ask(*CHUNKS), max_tokens=2)
+    filled.generate_batch([ask(), ask(CHUNKS[0])], max_tokens=2)
+    stream = filled.stream(ask(*CHUNKS), max_tokens=2)
+    asked = AnswerStream(stream, "Why?", (), 0.0, [])
+    assert "".join(asked) == asked.answer.text
+    answer = asked.answer
+    assert not made
+    assert answer.trace.text == filled.tokenization.render(ask(*CHUNKS)).text
+    assert generation.trace is generation.trace
+    assert made == ["trace", "kept_profile"] * 2
+
+
+def test_a_trace_is_made_behind_the_engine_without_what_it_held(monkeypatch):
+    held, take = [], Workspace.take
+    monkeypatch.setattr(
+        Workspace,
+        "take",
+        lambda *given: (buffer := take(*given), held.append(weakref.ref(buffer)))[0],
+    )
+    model = tiny_model.__wrapped__("llama")  # else it is cached
+    held.append(weakref.ref(model))
+    with Engine(model, StoreConfig()) as engine:
+        generation = engine.generate(ask(*CHUNKS), max_tokens=2)
+        text = engine.tokenization.render(ask(*CHUNKS)).text
+    del model, engine
+    gc.collect()
+    assert len(held) > 1
+    assert not any(one() for one in held)
+    sent = pickle.dumps(generation)
+    assert b"tokenizer" not in sent
+    assert checked(pickle.loads(sent)) == checked(generation)
+    assert generation.trace.text == text

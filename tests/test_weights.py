@@ -17,7 +17,7 @@ from torch import nn
 from cached_rag import ConfigError, load_model
 from cached_rag.backends.base import StepInput
 from cached_rag.backends.transformers import memory
-from cached_rag.backends.transformers.loading import parse_format
+from cached_rag.backends.transformers.hardware import parse_format
 from cached_rag.backends.transformers.weights.groups import (
     GROUP,
     Groups,

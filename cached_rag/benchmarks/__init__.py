@@ -15,6 +15,26 @@ from cached_rag.benchmarks.machine import machine
 from cached_rag.benchmarks.memory import Workload, bench_memory
 from cached_rag.benchmarks.models import bench_models
 from cached_rag.benchmarks.new_prompts import NEW_PROMPTS
+from cached_rag.benchmarks.peers.base import Peer, Question, Sample
+from cached_rag.benchmarks.peers.vllm import Vllm
+from cached_rag.benchmarks.popularity import (
+    HitRow,
+    earning,
+    harmonic,
+    hit_rates,
+    lru_hits,
+    zipf_trace,
+)
+from cached_rag.benchmarks.scale import (
+    Constants,
+    PlaceRow,
+    ScaleRow,
+    answer_seconds,
+    measured,
+    places,
+    scale_row,
+    uses_needed,
+)
 from cached_rag.benchmarks.schemas import bench_lengths, bench_prompt, footprint, plot_lengths
 from cached_rag.benchmarks.serving import bench_arrivals, bench_serving
 from cached_rag.benchmarks.traffic import bench_traffic, drawn
@@ -22,7 +42,16 @@ from cached_rag.benchmarks.ttft import bench_ttft
 
 __all__ = [
     "NEW_PROMPTS",
+    "Constants",
+    "HitRow",
+    "PlaceRow",
+    "ScaleRow",
+    "Peer",
+    "Question",
+    "Sample",
+    "Vllm",
     "Workload",
+    "answer_seconds",
     "bench_answers",
     "bench_architectures",
     "bench_arrivals",
@@ -39,10 +68,19 @@ __all__ = [
     "bench_traffic",
     "bench_ttft",
     "drawn",
+    "earning",
     "footprint",
+    "harmonic",
+    "hit_rates",
+    "lru_hits",
     "machine",
     "make_questions",
+    "measured",
+    "places",
     "plot_attention",
     "plot_lengths",
     "query_heads",
+    "scale_row",
+    "uses_needed",
+    "zipf_trace",
 ]

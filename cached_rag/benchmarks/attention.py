@@ -17,7 +17,7 @@ from cached_rag.backends.base import StepInput
 from cached_rag.backends.transformers.attention.kernels import kernel_of
 from cached_rag.backends.transformers.attention.relay import Padded
 from cached_rag.backends.transformers.batch import BatchCache
-from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.benchmarks.loop import cold_ms
 from cached_rag.benchmarks.plotting import new_figure, save
 from cached_rag.kv.buffer import KVBuffer, KVShapes

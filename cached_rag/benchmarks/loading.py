@@ -1,4 +1,4 @@
-"""Time to first token with KV on the CUDA device, in the host's memory and on disk.
+"""Time to first token with KV on the CUDA device, in memory, on disk, or on another machine.
 
 From disk, KV is read either completely before the prefill or layer by layer during it.
 """
@@ -6,6 +6,8 @@ From disk, KV is read either completely before the prefill or layer by layer dur
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,9 +17,11 @@ from cached_rag.backends.base import Backend
 from cached_rag.benchmarks.loop import medians
 from cached_rag.benchmarks.new_prompts import NEW_PROMPTS
 from cached_rag.benchmarks.texts import make_prompt
-from cached_rag.config import GenerationConfig
-from cached_rag.engine.engine import Engine
+from cached_rag.config import GenerationConfig, StoreConfig
+from cached_rag.engine.engine import Engine, Prompt
 from cached_rag.engine.profile import forget_pages
+from cached_rag.engine.report import Report
+from cached_rag.errors import StoreError
 
 _METHODS, _QUESTION_TOKENS = ("reuse", "auto"), 32
 
@@ -40,13 +44,19 @@ def bench_loading(
     modules: int = 8,
     module_tokens: int = 512,
     repeats: int = 5,
+    remote: str | None = None,
 ) -> list[LoadingRow]:
-    """Time requests with every method and way of loading, in turn.
+    """Time requests with every method and way of loading, and full prefill, in turn.
 
     Every request has a new engine, so that no KV is in memory or verified before it. The files'
     pages are dropped from the system's cache first, where the system allows it (Linux).
+
+    Args:
+        remote: address of a store on another machine, as `StoreConfig.remote`, which is timed, too.
+            What is sent there is deleted afterwards.
     """
-    settings = dataclasses.replace(NEW_PROMPTS, path=str(folder), write_back=False)
+    alone = dataclasses.replace(NEW_PROMPTS, write_back=False)
+    settings = dataclasses.replace(alone, path=str(folder))
     with Engine(model, settings) as engine:
         prompt, texts = make_prompt(engine, modules, module_tokens, _QUESTION_TOKENS)
 
@@ -58,15 +68,48 @@ def bench_loading(
                 _fetch(engine, texts)
                 engine.generate(prompt, config)
             report = engine.generate(prompt, config).report
-        return {name: getattr(report, name) for name in ("ttft_ms", "load_ms", "fuse_ms")}
+        return _times(report)
 
-    variants = {
+    variants: dict[tuple[str, str], Callable[[], dict[str, float]]] = {
         (method, way): partial(asked, method, way, options)
         for method in _METHODS
         for way, options in _ways(model.shapes.device.type).items()
     }
-    found = medians(variants, repeats)
+    variants["full", "nowhere"] = partial(asked, "full", "disk", {})
+    if remote is None:
+        found = medians(variants, repeats)
+    else:
+        far = dataclasses.replace(alone, remote=remote, namespace=os.urandom(8).hex())
+        with Engine(model, far) as sender:
+            sender.encode(texts)
+            for method in _METHODS:
+                variants[method, "remote"] = partial(_brought, model, far, method, prompt, texts)
+            found = medians(variants, repeats)
+            sender.forget(texts)
     return [LoadingRow(method, way, **figures) for (method, way), figures in found.items()]
+
+
+def _brought(
+    model: Backend, settings: StoreConfig, method: str, prompt: Prompt, texts: list[str]
+) -> dict[str, float]:
+    """Times of a request whose KV comes from another machine.
+
+    Raises:
+        StoreError: not all of it came.
+    """
+    with Engine(model, settings) as engine:
+        engine.register(texts)
+        report = engine.generate(prompt, GenerationConfig(method=method, max_tokens=1)).report
+    if report.modules_hit < len(texts):
+        raise StoreError(
+            f"KV of {report.modules_hit} of {len(texts)} texts came from the remote store; look at "
+            f"the server, then measure again ({'; '.join(report.notes)})"
+        )
+    return _times(report)
+
+
+def _times(report: Report) -> dict[str, float]:
+    return {name: getattr(report, name) for name in ("ttft_ms", "load_ms", "fuse_ms")}
 
 
 def _fetch(engine: Engine, texts: list[str]) -> None:

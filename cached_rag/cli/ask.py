@@ -16,10 +16,14 @@ from cached_rag.cli.options import (
     Index,
     MaxTokens,
     Method,
+    Remote,
+    Retrieved,
+    Seed,
+    Temperature,
     Weights,
     Where,
     filters,
-    require_index,
+    opened,
 )
 from cached_rag.cli.terminal import Json, err, out, print_json, print_reports
 
@@ -27,7 +31,7 @@ from cached_rag.cli.terminal import Json, err, out, print_json, print_reports
 def ask_command(
     question: str,
     index: Index = DEFAULT_INDEX,
-    k: Annotated[int, typer.Option("-k", help="Chunks to retrieve.")] = 6,
+    k: Retrieved = 6,
     where: Where = None,
     method: Method = "auto",
     ratio: Annotated[
@@ -39,10 +43,8 @@ def ask_command(
         bool,
         typer.Option(help="Recompute as much as loading from this disk hides, see docs/store.md."),
     ] = False,
-    temperature: Annotated[
-        float, typer.Option(help="0 always takes the likeliest token; more is more random.")
-    ] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes a random answer repeatable.")] = None,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
     drafts: Drafts = True,
     compare: Annotated[
         bool, typer.Option(help="Answer with full prefill, too, which reuses nothing.")
@@ -51,12 +53,12 @@ def ask_command(
     device: Device = None,
     weights: Weights = "as stored",
     backend: BackendName = "transformers",
+    remote: Remote = None,
     as_json: Json = False,
 ) -> None:
     """Ask the documents of an index; the answer streams."""
-    from cached_rag import CachedRAG, GenerationConfig
+    from cached_rag import GenerationConfig
 
-    require_index(index)
     config = GenerationConfig(
         method=method,
         recompute_ratio=ratio,
@@ -69,7 +71,7 @@ def ask_command(
     # The one question there is; and full prefill, to compare it with, must not find what it left.
     how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
     how["backend"] = backend
-    with CachedRAG.open(index, sequence_bytes=0, **how) as rag:
+    with opened(index, remote, sequence_bytes=0, **how) as rag:
         chosen: dict[str, Any] = {"k": k, "where": filters(where)}
         stream = rag.stream(question, config=config, **chosen)
         for piece in stream:

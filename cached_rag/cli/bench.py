@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cached_rag.cli.bench_answers import answers, chat, memory, weights_formats
+from cached_rag.cli.bench_scale import scale
 from cached_rag.cli.options import (
     BackendName,
     Device,
@@ -36,6 +37,7 @@ from cached_rag.cli.terminal import (
     print_table,
 )
 from cached_rag.config import DEFAULT_MODEL
+from cached_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from cached_rag.benchmarks.ttft import TtftRow
@@ -62,6 +64,9 @@ def ttft(
     loading: Annotated[
         bool, typer.Option(help="Also time KV on disk, in a temporary folder below this one.")
     ] = False,
+    remote: Annotated[
+        str | None, typer.Option(help="With --loading: also time this store on another machine.")
+    ] = None,
     dtype: Dtype = None,
     device: Device = None,
     weights: Weights = "as stored",
@@ -69,6 +74,8 @@ def ttft(
     as_json: Json = False,
 ) -> None:
     """Time to first token of each method against full prefill, in one run."""
+    if remote is not None and not loading:
+        raise ConfigError("--remote belongs to --loading")
     if context.invoked_subcommand is not None:
         return
     from cached_rag import Engine
@@ -97,7 +104,9 @@ def ttft(
         facts = machine(engine.model)
         if loading:
             with tempfile.TemporaryDirectory(dir=".") as folder:
-                stored = bench_loading(engine.model, Path(folder), **sizes, repeats=repeats)
+                stored = bench_loading(
+                    engine.model, Path(folder), **sizes, repeats=repeats, remote=remote
+                )
     if as_json:
         found: dict[str, Any] = {"rows": [plain(row) for row in rows], "ingest": plain(encoding)}
         found |= {"loading": [plain(row) for row in stored]} if loading else {}
@@ -319,4 +328,5 @@ def architectures(as_json: Json = False) -> None:
 bench_app.command()(answers)
 bench_app.command()(memory)
 bench_app.command()(chat)
+bench_app.command()(scale)
 bench_app.command("weights")(weights_formats)

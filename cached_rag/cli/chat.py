@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,10 +15,14 @@ from cached_rag.cli.options import (
     Index,
     MaxTokens,
     Method,
+    Remote,
+    Retrieved,
+    Seed,
+    Temperature,
     Weights,
     Where,
     filters,
-    require_index,
+    opened,
 )
 from cached_rag.cli.terminal import err, out
 from cached_rag.errors import CachedRAGError
@@ -31,14 +35,12 @@ _HELP = "Ask; /new begins anew, /sources shows the last answer's chunks, an empt
 
 def chat_command(
     index: Index = DEFAULT_INDEX,
-    k: Annotated[int, typer.Option("-k", help="Chunks to retrieve for a question.")] = 6,
+    k: Retrieved = 6,
     where: Where = None,
     method: Method = "auto",
     max_tokens: MaxTokens = 256,
-    temperature: Annotated[
-        float, typer.Option(help="0 always takes the likeliest token; more is more random.")
-    ] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes random answers repeatable.")] = None,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
     condense: Annotated[
         bool, typer.Option(help="Let the model rewrite follow-up questions for the search.")
     ] = True,
@@ -47,16 +49,17 @@ def chat_command(
     device: Device = None,
     weights: Weights = "as stored",
     backend: BackendName = "transformers",
+    remote: Remote = None,
 ) -> None:
     """Talk to the documents of an index; each turn's KV serves the next."""
-    from cached_rag import CachedRAG, GenerationConfig
+    from cached_rag import GenerationConfig
 
-    require_index(index)
     config = GenerationConfig(
         method=method, max_tokens=max_tokens, temperature=temperature, seed=seed, drafts=drafts
     )
     chosen = filters(where)
-    with CachedRAG.open(index, dtype=dtype, device=device, weights=weights, backend=backend) as rag:
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
+    with opened(index, remote, backend=backend, **how) as rag:
 
         def begin() -> Chat:
             return rag.chat(k=k, where=chosen, config=config, condense=condense)

@@ -7,14 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cached_rag.cli.options import (
-    BackendName,
-    Device,
-    Dtype,
-    IndexModel,
-    Weights,
-    require_index,
-)
+from cached_rag.cli.options import BackendName, Device, Dtype, IndexModel, Weights, opened
 from cached_rag.cli.terminal import Json, print_json, print_table
 from cached_rag.config import DEFAULT_MODEL
 
@@ -29,14 +22,13 @@ def doctor_command(
     as_json: Json = False,
 ) -> None:
     """What this machine and model can do, and whether reuse computes what the model would."""
-    from cached_rag import CachedRAG, Engine
+    from cached_rag import Engine
     from cached_rag.benchmarks.examine import examine, self_test
 
     how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
     how["backend"] = backend
     if index is not None:
-        require_index(index)
-        with CachedRAG.open(index, model, **how) as rag:
+        with opened(index, model=model, **how) as rag:
             facts, tests = examine(rag.engine), self_test(rag.engine)
     else:
         with Engine.load(model or DEFAULT_MODEL, **how) as engine:

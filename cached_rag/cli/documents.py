@@ -7,16 +7,13 @@ from typing import Annotated
 
 import typer
 
-from cached_rag.cli.options import DEFAULT_INDEX, Index, Where, filters, require_index
+from cached_rag.cli.options import DEFAULT_INDEX, Index, Remote, Where, filters, opened
 from cached_rag.cli.terminal import Json, out, print_json, print_table
 
 
 def list_command(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
     """List the documents of an index, by the names that answers show and `delete` takes."""
-    from cached_rag import CachedRAG
-
-    require_index(index)
-    with CachedRAG.open(index) as rag:
+    with opened(index) as rag:
         documents = rag.documents()
     if as_json:
         print_json({"documents": [dataclasses.asdict(document) for document in documents]})
@@ -42,10 +39,7 @@ def search_command(
     as_json: Json = False,
 ) -> None:
     """Show the chunks nearest to a question."""
-    from cached_rag import CachedRAG
-
-    require_index(index)
-    with CachedRAG.open(index) as rag:
+    with opened(index) as rag:
         hits = rag.search(question, k, where=filters(where))
     if as_json:
         print_json({"hits": [dataclasses.asdict(hit) for hit in hits]})
@@ -60,13 +54,11 @@ def search_command(
 def delete_command(
     sources: Annotated[list[str], typer.Argument(help="As `list` has them, or paths on disk.")],
     index: Index = DEFAULT_INDEX,
+    remote: Remote = None,
     as_json: Json = False,
 ) -> None:
     """Delete documents with their chunks and KV; if one is unknown, nothing is deleted."""
-    from cached_rag import CachedRAG
-
-    require_index(index)
-    with CachedRAG.open(index) as rag:
+    with opened(index, remote) as rag:
         found = dict.fromkeys(rag.index.roots.find(source) for source in sources)
         deleted = [rag.delete(source) for source in found]
     if as_json:

@@ -15,8 +15,10 @@ from cached_rag.cli.options import (
     Index,
     MaxTokens,
     Method,
+    Remote,
+    Retrieved,
     Weights,
-    require_index,
+    opened,
 )
 from cached_rag.cli.terminal import Json, out, print_json
 
@@ -24,7 +26,7 @@ from cached_rag.cli.terminal import Json, out, print_json
 def explain_command(
     question: str,
     index: Index = DEFAULT_INDEX,
-    k: Annotated[int, typer.Option("-k", help="Chunks to retrieve.")] = 6,
+    k: Retrieved = 6,
     method: Method = "auto",
     max_tokens: MaxTokens = 128,
     compare: Annotated[
@@ -37,17 +39,15 @@ def explain_command(
     device: Device = None,
     weights: Weights = "as stored",
     backend: BackendName = "transformers",
+    remote: Remote = None,
     as_json: Json = False,
 ) -> None:
     """Ask, and show what of the prompt was reused, moved, repaired and computed, and the times."""
-    from cached_rag import CachedRAG
-
-    require_index(index)
     how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
     how["backend"] = backend
     asked: dict[str, Any] = {"k": k, "max_tokens": max_tokens}
     # As in `ask`: full prefill must not find what the first answer left.
-    with CachedRAG.open(index, sequence_bytes=0, **how) as rag:
+    with opened(index, remote, sequence_bytes=0, **how) as rag:
         answer = rag.ask(question, method=method, **asked)
         full = rag.ask(question, method="full", **asked) if compare else None
     explanation = answer.explain(full)

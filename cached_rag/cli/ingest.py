@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import suppress
+from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from cached_rag.cli.options import (
     DEFAULT_INDEX,
@@ -17,12 +20,27 @@ from cached_rag.cli.options import (
     Dtype,
     Index,
     IndexModel,
+    Remote,
     Weights,
+    shared,
 )
 from cached_rag.cli.terminal import Json, err, out, print_json
 
 if TYPE_CHECKING:
-    from cached_rag import CachedRAG, IngestSummary
+    from cached_rag import CachedRAG, IngestSummary, IngestWorkers
+
+
+class IngestCommand(TyperCommand):
+    """Takes `--ray` without an address, too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Give a lone `--ray` the address of this machine."""
+        given = []
+        for argument, following in zip_longest(args, args[1:], fillvalue="-"):
+            given.append(argument)
+            if argument == "--ray" and following.startswith("-"):
+                given.append("local")
+        return super().parse_args(ctx, given)
 
 
 def ingest_command(
@@ -45,6 +63,20 @@ def ingest_command(
     device: Device = None,
     weights: Weights = "as stored",
     backend: BackendName = "transformers",
+    remote: Remote = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[ADDRESS]",
+            help="Do it on a Ray cluster: auto for the one of this machine, host:port, or "
+            "ray://host:10001; without an address, in processes of this machine (extra ray).",
+        ),
+    ] = None,
+    ray_workers: Annotated[
+        int | None, typer.Option(help="Workers on the cluster; without it, as many as fit.")
+    ] = None,
+    ray_cpus: Annotated[float, typer.Option(help="CPUs of each worker.")] = 1.0,
+    ray_gpus: Annotated[float, typer.Option(help="GPUs of each worker, such as 1 or 0.5.")] = 0.0,
     as_json: Json = False,
 ) -> None:
     """Read, split, embed, index and prefill documents; what the index has already is skipped."""
@@ -54,16 +86,27 @@ def ingest_command(
         raise ConfigError(
             "--watch names documents after PATH; leave --name out, or rename the folder"
         )
+    if watch and ray is not None:
+        raise ConfigError("--watch goes on in one process; ingest with --ray before, or leave it")
+    workers = None if ray is None else _workers(ray, ray_workers, ray_cpus, ray_gpus)
 
     options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "codec": codec, "context": context}
+    options |= shared(remote)
     with CachedRAG.open(
         index, model, dtype=dtype, device=device, weights=weights, backend=backend, **options
     ) as rag:
         if watch:
             _keep_in_step(rag, path, as_json=as_json)
             return
-        summary = rag.ingest(path, name=name, delete_missing=delete_missing, progress=not as_json)
+        how: dict[str, Any] = {"name": name, "delete_missing": delete_missing, "ray": workers}
+        summary = rag.ingest(path, **how, progress=not as_json)
     _print(summary, as_json=as_json)
+
+
+def _workers(address: str, workers: int | None, cpus: float, gpus: float) -> IngestWorkers:
+    # by its name, as the core imports no framework
+    found: IngestWorkers = import_module("ray_cached_rag").RayConfig(address, workers, cpus, gpus)
+    return found
 
 
 def _keep_in_step(rag: CachedRAG, path: Path, *, as_json: bool) -> None:
@@ -83,6 +126,11 @@ def _print(summary: IngestSummary, *, as_json: bool) -> None:
         f"{summary.deleted} deleted; {summary.chunks} chunks, "
         f"{summary.encoded} prefilled now ({summary.tokens} tokens{rate})"
     )
+    if summary.unsent:
+        line = (
+            f"KV of {summary.unsent} chunks did not reach the remote store; ingest again to send it"
+        )
+        err.print(line, style="yellow")
     _print_left_out(summary)
 
 

@@ -16,7 +16,7 @@ from cached_rag.cli.doctor import doctor_command
 from cached_rag.cli.documents import delete_command, list_command, search_command
 from cached_rag.cli.eval import evaluate_command
 from cached_rag.cli.explain import explain_command
-from cached_rag.cli.ingest import ingest_command
+from cached_rag.cli.ingest import IngestCommand, ingest_command
 from cached_rag.cli.schema import schema_app
 from cached_rag.cli.serve import serve_command
 from cached_rag.cli.store import store_app
@@ -29,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("ingest")(ingest_command)
+app.command("ingest", cls=IngestCommand)(ingest_command)
 app.command("ask")(ask_command)
 app.command("chat")(chat_command)
 app.command("explain")(explain_command)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from cached_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cached_rag import CachedRAG
 
 DEFAULT_INDEX = Path("cached-rag-index")
 Number = TypeVar("Number", int, float)
@@ -61,6 +65,19 @@ Where = Annotated[
         "'heading=*Install*'. Of one field repeated, any value will do."
     ),
 ]
+Remote = Annotated[
+    str | None,
+    typer.Option(
+        envvar="CACHED_RAG_REMOTE",
+        help="A KV store that machines share, such as redis://host:6379/0 or s3://bucket/kv. "
+        "CACHED_RAG_REMOTE_KEY signs what is sent there.",
+    ),
+]
+Retrieved = Annotated[int, typer.Option("-k", help="Chunks to retrieve.")]
+Temperature = Annotated[
+    float, typer.Option(help="0 always takes the likeliest token; more is more random.")
+]
+Seed = Annotated[int | None, typer.Option(help="Makes random answers repeatable.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
 NewTokens = Annotated[int, typer.Option(help="Tokens of an answer.")]
 Repeats = Annotated[int, typer.Option(help="Rounds that are measured, after a round to warm up.")]
@@ -77,6 +94,19 @@ def require_index(index: Path) -> None:
         raise ConfigError(
             f"there is no index at {index}; make one with: cached-rag ingest PATH --index {index}"
         )
+
+
+def opened(index: Path, remote: str | None = None, **options: Any) -> CachedRAG:
+    """See `CachedRAG.open`; a folder that is no index is refused, as by `require_index`."""
+    from cached_rag import CachedRAG
+
+    require_index(index)
+    return CachedRAG.open(index, **shared(remote), **options)
+
+
+def shared(remote: str | None) -> dict[str, Any]:
+    """What `--remote` says, as `CachedRAG.open` and `StoreConfig` take it."""
+    return {"remote": remote, "remote_key": os.environ.get("CACHED_RAG_REMOTE_KEY") or None}
 
 
 def filters(where: list[str] | None) -> dict[str, list[str]] | None:

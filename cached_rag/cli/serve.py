@@ -14,9 +14,11 @@ from cached_rag.cli.options import (
     Device,
     Dtype,
     IndexModel,
+    Remote,
     Thinking,
     Weights,
     require_index,
+    shared,
 )
 from cached_rag.cli.terminal import err
 from cached_rag.config import DEFAULT_MODEL
@@ -77,6 +79,13 @@ def serve_command(
             'whoever retrieved them. "off": only texts that were made known.'
         ),
     ] = "recurring",
+    audit_rate: Annotated[
+        float,
+        typer.Option(
+            help="Share of the answers whose first token is compared with full prefill's, while "
+            "nobody asks; a method that differs too much is used no more. 0 to 1."
+        ),
+    ] = 0.0,
     memory_bytes: Annotated[int, typer.Option(help="Most bytes of chunks' KV in memory.")] = 2
     << 30,
     disk_bytes: Annotated[
@@ -97,6 +106,7 @@ def serve_command(
     device: Device = None,
     weights: Weights = "as stored",
     backend: BackendName = "transformers",
+    remote: Remote = None,
     adapter: Adapter = None,
     thinking: Thinking = None,
 ) -> None:
@@ -143,6 +153,8 @@ def serve_command(
         "sequence_bytes": sequence_bytes,
         "keeps_repaired": False if exact_only else "conversation",
         "learn": learn,
+        "audit_rate": audit_rate,
+        **shared(remote),
     }
     with bind(host, port) as bound:  # before the model is loaded, which takes its time
         if index is not None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cached_rag.engine.profile import Profile
+from cached_rag.kv.store.remote.link import Link
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,20 @@ class Decision:
     recompute_ratio: float
     loaded: tuple[bool, ...]
     reason: str
+
+
+def refusal(profile: Profile, link: Link, tokens: int) -> str:
+    """Why KV of `tokens` tokens is not to be brought from a remote store; empty if it is.
+
+    It is as long as nothing is known of the way there, and now and then to learn of it again.
+    """
+    loading, computing = link.load_s(tokens), profile.compute_s(tokens)
+    if loading is None or loading < computing:
+        return ""
+    return (
+        f"KV of {tokens} tokens would take {loading * 1000:.0f} ms from the remote store, and "
+        f"{computing * 1000:.0f} ms to compute, so it is computed"
+    )
 
 
 @dataclass(frozen=True)

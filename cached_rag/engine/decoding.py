@@ -17,7 +17,7 @@ from cached_rag.backends.tokenizer import Tokens
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.sampling import Detokenizer, Sampler
-from cached_rag.engine.trace import Trace
+from cached_rag.engine.trace import Trace, TraceSource
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
 
@@ -47,7 +47,7 @@ class Generation:
             `max_tokens` tokens) or "cancelled".
         report: what was reused and computed, and how long it took.
         logprobs: one for each token, if they were asked for.
-        trace: what became of each of the prompt's tokens; `Explanation` shows it.
+        trace_source: what `trace` is made of.
     """
 
     text: str
@@ -55,7 +55,12 @@ class Generation:
     finish_reason: str
     report: Report
     logprobs: tuple[TokenLogprobs, ...] = ()
-    trace: Trace | None = field(default=None, compare=False, repr=False)
+    trace_source: TraceSource | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def trace(self) -> Trace | None:
+        """What became of each of the prompt's tokens; `Explanation` shows it."""
+        return self.trace_source.trace if self.trace_source else None
 
 
 class Prefilled(Protocol):

@@ -7,6 +7,7 @@ prompt is prefilled stands in `prefill.py`. Knows no documents and no framework.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,25 +21,26 @@ from cached_rag.backends.base import Backend
 from cached_rag.backends.load import load_backend
 from cached_rag.backends.thread import on_model_thread, submit
 from cached_rag.backends.tokenizer import Message, Rendered, Tokenization, Tokens
-from cached_rag.backends.transformers.memory import free_bytes
 from cached_rag.backends.variant import Variant, plain_json
 from cached_rag.config import DEFAULT_MODEL, BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.engine import prefill
+from cached_rag.engine.audit import Audits
 from cached_rag.engine.decoding import Generation
 from cached_rag.engine.planner import Planner, TextPlanner
 from cached_rag.engine.report import Clock, Report
-from cached_rag.engine.request import Request, Resources
+from cached_rag.engine.request import Request
+from cached_rag.engine.resources import Resources, completed, refuses, sizes_of
 from cached_rag.engine.scheduler import Scheduler
 from cached_rag.engine.stream import Stream
 from cached_rag.errors import ClosedError, ConfigError
-from cached_rag.kv.buffer import Workspace
 from cached_rag.kv.fingerprint import digest
+from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import ChunkRecord, Maker
-from cached_rag.library.background import Activity, WriteBack
+from cached_rag.kv.store.remote import RemoteTier, open_remote
+from cached_rag.library.background import WriteBack
 from cached_rag.library.context import Context
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.library.encoder import Encoder
-from cached_rag.library.learning import Learning
 from cached_rag.library.library import Library
 from cached_rag.library.matching import inner_ids
 from cached_rag.library.plan import Plan
@@ -98,24 +100,27 @@ class Engine:
         """
         self.model = model
         self._is_closed = False
-        self.settings = settings = _completed(store or StoreConfig(), model.shapes.device)
+        self.settings = settings = completed(store or StoreConfig(), model.shapes.device)
         memory = beside.library.memory if beside else None
         maker = Maker(model.fingerprint, model.name, str(model.shapes.dtype).removeprefix("torch."))
-        self.library: Library = Library(settings, maker, model.shapes.device, memory, self._let_go)
+        self._remote: RemoteTier | None = (
+            beside._remote if beside else open_remote(settings, sizes_of(model))
+        )
+        self.library: Library = Library(
+            settings,
+            maker,
+            model.shapes.device,
+            memory,
+            self._let_go,
+            self._remote,
+            refuses(model, self._remote),
+        )
         self.tokenization = Tokenization(model.tokenizer, chat_template_kwargs)
         self.lock = model.lock
         self._encoder = Encoder(model, self.library, self.tokenization)
         shared = beside._resources if beside else None
-        activity = shared.activity if shared else Activity()
-        learning = Learning(self.library, self._encoder, settings, self.lock, activity)
-        self._resources: Resources = Resources(
-            model,
-            self.tokenization,
-            self.library,
-            learning,
-            shared.sequences if shared else _sequences(settings),
-            shared.workspace if shared else Workspace(model.shapes),
-            activity,
+        self._resources: Resources = Resources.of(
+            model, self.tokenization, self.library, self._encoder, settings, shared
         )
         self._owns_scheduler = beside is None
         self.scheduler: Scheduler = (
@@ -126,6 +131,11 @@ class Engine:
     def sequences(self) -> Sequences:
         """KV that finished prompts left, of all tenants."""
         return self._resources.sequences
+
+    @property
+    def audits(self) -> Audits:
+        """How far answers begin as full prefill's would; see `StoreConfig.audit_rate`."""
+        return self._resources.audits
 
     @property
     def write_back(self) -> WriteBack | None:
@@ -230,9 +240,13 @@ class Engine:
         with _SHARING:
             for name in [name for name, engine in _SHARED.items() if engine is self]:
                 del _SHARED[name]
+        seconds = self.settings.finish_seconds if finish_seconds is None else finish_seconds
+        deadline = time.monotonic() + seconds
         try:
-            self._resources.learning.close(finish_seconds)
+            self._resources.learning.close(seconds)
         finally:
+            if self._remote is not None and self._owns_scheduler:
+                self._remote.close(max(0.0, deadline - time.monotonic()))
             self.library.close()
 
     def check_open(self) -> None:
@@ -296,7 +310,10 @@ class Engine:
             with self.lock:
                 return self._encoder.encode(order, done, token_total)
 
-        return on_model_thread(encode)
+        summary = on_model_thread(encode)
+        if self._remote is None:
+            return summary
+        return replace(summary, unsent=self._remote.drain())
 
     def register(self, texts: Sequence[str]) -> int:
         """Make texts known as chunks without prefilling them.
@@ -443,6 +460,27 @@ class Engine:
         prefill.read(request)
         return on_model_thread(lambda: prefill.alone(request))
 
+    def prompt_kv(
+        self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any
+    ) -> tuple[list[int], ModuleKV, Report]:
+        """Prefill a prompt for another program to answer. Errors as `generate`.
+
+        Returns:
+            Its tokens; a copy of the KV of all of them but the last, from position 0 on, empty
+            where there is only one; and what was reused.
+        """
+
+        def copied() -> ModuleKV:
+            assert request.buffer is not None
+            try:
+                return request.buffer.read(0, len(ids) - 1, tuple(ids[:-1]))
+            finally:
+                request.release()
+
+        request = self.prefill(prompt, config, **options)
+        ids = request.tokens.ids
+        return ids, on_model_thread(copied), request.report
+
     def plan(self, prompt: Prompt, method: str, report: Report) -> tuple[Tokens, Plan]:
         """A prompt's tokens, and which of them come from which chunk.
 
@@ -483,18 +521,3 @@ class Engine:
             self._rendered(prompt),
             self.sequences if self.settings.harvests else None,
         )
-
-
-def _completed(settings: StoreConfig, device: torch.device) -> StoreConfig:
-    """The settings, with what they leave to the machine filled in."""
-    room = min(settings.memory_bytes // 4, free_bytes(str(device)) // 8)
-    kept, pipelined = settings.sequence_bytes, settings.pipelined
-    return replace(
-        settings,
-        sequence_bytes=max(0, room) if kept is None else kept,
-        pipelined=device.type == "cuda" if pipelined is None else pipelined,
-    )
-
-
-def _sequences(settings: StoreConfig) -> Sequences:
-    return Sequences(settings.sequence_bytes or 0, keeps_repaired=settings.keeps_repaired)

@@ -13,9 +13,11 @@ from typing import Protocol
 
 from cached_rag.backends.tokenizer import Rendered, Tokenization, Tokens
 from cached_rag.engine.report import Clock, Report
+from cached_rag.library.bringing import wanted
+from cached_rag.library.encodings import Encodings
 from cached_rag.library.learning import Learning
 from cached_rag.library.library import Library
-from cached_rag.library.matching import Match
+from cached_rag.library.matching import Match, align
 from cached_rag.library.plan import Plan, make_plan
 from cached_rag.library.sequences import Sequences
 from cached_rag.methods import Takes
@@ -84,7 +86,18 @@ class TextPlanner:
         tokens = self.tokenization.tokenize(Rendered(rendered.text, literal, rendered.is_chat))
         table, handed = self.library.table, self.library.handed_over
         found, notes = handed.find(table, rendered.text, tokens, matches)
-        return partial(self._plan, takes, tokens, found, notes)
+        aligned = [match for one in found if (match := align(one, tokens)) is not None]
+        clock = Clock()
+        notes = [*notes, *self._bring(tokens, aligned)]
+        return partial(self._plan, takes, tokens, aligned, notes, clock.total())
+
+    def _bring(self, tokens: Tokens, matches: Sequence[Match]) -> list[str]:
+        """Bring KV from another machine into memory; returns notes for the user."""
+        if self.library.remote is None:
+            return []
+        notes, sink_ids = self.library.refresh_heads(), self.tokenization.sink_ids
+        encodings = Encodings.of(tuple(tokens.ids), self.library.encoded_after(), sink_ids)
+        return [*notes, *self.library.bring(wanted(encodings, matches))]
 
     def _plan(
         self,
@@ -92,6 +105,7 @@ class TextPlanner:
         tokens: Tokens,
         matches: Sequence[Match],
         notes: Sequence[str],
+        brought_ms: float,
         report: Report,
         *,
         lazy: bool,
@@ -99,7 +113,7 @@ class TextPlanner:
         clock = Clock()
         sink_ids = self.tokenization.sink_ids
         plan = make_plan(self.library, tokens, matches, sink_ids, lazy=lazy, kept=self.kept)
-        report.load_ms = clock.lap()
+        report.load_ms = brought_ms + clock.lap()
         report.notes += [note for note in notes if note not in report.notes]
         missed = {match.chunk.text_digest: match.chunk for match in plan.missed}
         report.modules_missed = len(missed)

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from cached_rag.engine.choice import check_fits, choose, repair_mark
+from cached_rag.engine.choice import Choice, check_fits, choose, repair_mark
 from cached_rag.engine.pieces import Pieces
 from cached_rag.engine.report import Clock
-from cached_rag.engine.request import Request, Resources
+from cached_rag.engine.request import Request
+from cached_rag.engine.resources import Resources
 from cached_rag.engine.sharing import NOTHING, Beginning
 from cached_rag.engine.trace import Coverage
 from cached_rag.errors import ContextOverflowError, CorruptBlobError, StoreError
@@ -23,7 +24,7 @@ from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.loader import LayerLoader
 from cached_rag.kv.module import ModuleKV
 from cached_rag.library.plan import Placement, Plan
-from cached_rag.methods import Full, Layout, Reuse, name_of
+from cached_rag.methods import Full, Layout, Reuse, Takes, name_of
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +78,9 @@ def prepare(request: Request) -> None:
         check_fits(resources.model, len(request.tokens), plan, config.max_tokens)
         report.match_ms = request.read_ms + clock.lap() - report.load_ms
         choice = choose(resources.model, plan, config)
+        objection = resources.audits.objection(name_of(choice.method))
+        if objection and not choice.plan.is_exact:
+            choice = Choice(plan.taking(Takes.NOTHING), Full(), (*choice.notes, objection))
     request.plan, request.method = choice.plan, choice.method
     request.repair = repair_mark(choice.method)
     request.exact_length = exact_length(request, choice.plan)
@@ -84,6 +88,8 @@ def prepare(request: Request) -> None:
     report.notes += [note for note in choice.notes if note not in report.notes]
     if choice.method != request.config.selector():
         report.method = name_of(choice.method)
+    is_approximate = request.exact_length < len(request.tokens) and choice.plan.positions is None
+    request.is_audited = is_approximate and resources.audits.is_due()
 
 
 def exact_length(request: Request, plan: Plan) -> int:

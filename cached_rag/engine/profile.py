@@ -33,6 +33,8 @@ _KV_TOKENS, _LONGEST, _ROWS = 512, 4096, 256
 # Seconds that a timed pass should take, seconds after which it is not repeated any more, and how
 # often it is repeated at most.
 _PASS_S, _LIMIT_S, _REPEATS = 0.5, 1.0, 3
+# A model's fingerprint, and its device.
+ProfileKey = tuple[str, torch.device]
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,11 @@ def profile_of(model: Backend, *, fresh: bool = False) -> Profile:
     Args:
         fresh: measure even if a profile was kept.
     """
-    kept = None if fresh else kept_profile(model)
+    key = profile_key(model)
+    kept = None if fresh else kept_profile(key)
     if kept is not None:
         return kept
-    profile, path = measure(model), _path(model)
+    profile, path = measure(model), _path(key)
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}")
     temporary.write_text(json.dumps(dataclasses.asdict(profile)), encoding="utf-8")
@@ -102,18 +105,23 @@ def profile_of(model: Backend, *, fresh: bool = False) -> Profile:
     return profile
 
 
-def kept_profile(model: Backend) -> Profile | None:
+def profile_key(model: Backend) -> ProfileKey:
+    """What a model's profile is kept under."""
+    return model.fingerprint, model.shapes.device
+
+
+def kept_profile(key: ProfileKey) -> Profile | None:
     """The profile that was measured earlier on this machine; None if there is none to be read."""
     try:
-        path = _path(model)
-        return Profile(**json.loads(path.read_text(encoding="utf-8")))
+        return Profile(**json.loads(_path(key).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):  # a ValueError: by an earlier version, or incomplete
         return None
 
 
-def _path(model: Backend) -> Path:
-    machine = (platform.node(), platform.machine(), str(os.cpu_count()), str(model.shapes.device))
-    return cache_dir() / "profiles" / f"{digest(model.fingerprint, *machine)}.json"
+def _path(key: ProfileKey) -> Path:
+    fingerprint, device = key
+    machine = (platform.node(), platform.machine(), str(os.cpu_count()), str(device))
+    return cache_dir() / "profiles" / f"{digest(fingerprint, *machine)}.json"
 
 
 def measure(model: Backend) -> Profile:

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 import numpy as np
 import torch
 
-from cached_rag.backends.base import Backend, StepInput
-from cached_rag.backends.tokenizer import Tokenization, Tokens
+from cached_rag.backends.base import StepInput
+from cached_rag.backends.thread import on_model_thread
+from cached_rag.backends.tokenizer import Tokens
 from cached_rag.config import GenerationConfig
+from cached_rag.engine.audit import compare
 from cached_rag.engine.decoding import Decoding
 from cached_rag.engine.drafts import DEAREST, MOST, Drafts
 from cached_rag.engine.pieces import Pieces
 from cached_rag.engine.planner import Planner, Reading
-from cached_rag.engine.profile import kept_profile
+from cached_rag.engine.profile import profile_key
 from cached_rag.engine.report import Clock, Report
+from cached_rag.engine.resources import Resources
 from cached_rag.engine.sharing import NOTHING, Beginning, RunningSequence
-from cached_rag.engine.trace import Coverage, Trace
-from cached_rag.kv.buffer import KVBuffer, Workspace
+from cached_rag.engine.trace import Coverage, TraceSource
+from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
-from cached_rag.library.background import Activity
-from cached_rag.library.learning import Learning
-from cached_rag.library.library import Library
 from cached_rag.library.matching import inner_ids
 from cached_rag.library.plan import Plan
-from cached_rag.library.sequences import Ids, PromptKV, Sequences, where
-from cached_rag.methods import Selector
+from cached_rag.library.sequences import Ids, PromptKV, where
+from cached_rag.methods import Selector, name_of
 
 # A prompt ends with the header of the answer. Where an answer stands in the next turn's prompt, a
 # template may write the last tokens of that header otherwise.
@@ -53,25 +54,6 @@ class Status(Enum):
     def is_over(self) -> bool:
         """Whether the request has ended, in whatever way."""
         return self in (Status.FINISHED, Status.CANCELLED, Status.FAILED)
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What an engine answers its requests with.
-
-    Attributes:
-        library: this tenant's own, as are `tokenization` and `learning`. All the rest belongs to
-            all tenants of one model.
-        activity: the requests that are under way; background work waits for their end.
-    """
-
-    model: Backend
-    tokenization: Tokenization
-    library: Library
-    learning: Learning
-    sequences: Sequences
-    workspace: Workspace
-    activity: Activity
 
 
 @dataclass(eq=False)
@@ -110,6 +92,8 @@ class Request:
         decoding: the answer so far.
         drafts: proposes its next tokens; None if that is not wanted, or not possible.
         draft: the tokens that the next pass checks.
+        is_audited: its first logits are to be compared with full prefill's.
+        first_logits: (vocab_size,) of the answer's first token; None if they are not wanted.
     """
 
     resources: Resources
@@ -141,6 +125,8 @@ class Request:
     decoding: Decoding = field(init=False)
     drafts: Drafts | None = None
     draft: list[int] = field(default_factory=list)
+    is_audited: bool = False
+    first_logits: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.report = Report(self.config.method_name)
@@ -158,15 +144,13 @@ class Request:
         return reasons.get(self.status, self.decoding.finish_reason)
 
     @property
-    def trace(self) -> Trace | None:
-        """What became of each of the prompt's tokens; None before they are prefilled."""
+    def trace_source(self) -> TraceSource | None:
+        """What says what became of each of the prompt's tokens; None before they are prefilled."""
         if self.coverage is None:
             return None
-        made = self.coverage.trace(self.tokens, self.planner.text, self.resources.tokenization)
-        profile = kept_profile(self.resources.model)
-        if profile is None:
-            return made
-        return replace(made, full_ms=profile.compute_s(len(self.tokens)) * 1000)
+        text, key = self.planner.text, profile_key(self.resources.model)
+        tokenization = self.resources.tokenization
+        return TraceSource(self.coverage, self.tokens, text, tokenization, key)
 
     def kept_beginning(self) -> Beginning:
         """The KV that finished prompts left of this prompt's beginning."""
@@ -283,6 +267,8 @@ class Request:
         """
         assert self.sequence is not None
         kv, drafted = self.sequence.kv, len(self.draft)
+        if self.is_audited and not self.decoding.token_ids:
+            self.first_logits = logits[0].clone()
         text, accepted = self.decoding.take_drafted(logits, self.draft)
         kv.length += accepted
         self.report.drafted_tokens += drafted
@@ -356,6 +342,10 @@ class Request:
             for chunk in learning.forgotten(plan):
                 sequences.forget(self.namespace, chunk.text_digest, inner_ids(chunk))
         learning.see_to(self.tokens, plan)
+        if self.first_logits is not None and learning.write_back is not None:
+            ids, logits, self.first_logits = self.ids[None], self.first_logits, None
+            audit = partial(_audit, self.resources, name_of(self.method), ids, logits)
+            learning.write_back.offer(("audit", id(logits)), audit, lasts=False)
 
     def _prompt_kv(self, plan: Plan, kv: RowKV) -> PromptKV:
         """A description of this KV, to be kept. The answer is as exact as the prompt before it."""
@@ -372,3 +362,10 @@ class Request:
         """Set the final status, and deliver None or the error."""
         self.status = status
         self.deliver(last)
+
+
+def _audit(resources: Resources, method: str, ids: Ids, logits: torch.Tensor) -> None:
+    """Compare a prompt's first logits with full prefill's, and note what came of it."""
+    model, prompt = resources.model, torch.from_numpy(ids)
+    kl, agrees = on_model_thread(lambda: compare(model, prompt, logits))
+    resources.audits.note(method, kl, agrees=agrees)

@@ -19,7 +19,7 @@ from cached_rag.engine.decoding import Generation, TokenLogprobs
 from cached_rag.engine.report import Report
 from cached_rag.engine.request import Item, Request, Status
 from cached_rag.engine.scheduler import Scheduler
-from cached_rag.engine.trace import Trace
+from cached_rag.engine.trace import Trace, TraceSource
 
 _ONE_WAY = (
     "pieces of this stream were taken in another way before (as an iterator, or asynchronously), "
@@ -78,7 +78,13 @@ class Stream(Iterator[str]):
     @property
     def trace(self) -> Trace | None:
         """What became of each of the prompt's tokens; None before they have their KV."""
-        return self._request.trace
+        source = self.trace_source
+        return source.trace if source else None
+
+    @property
+    def trace_source(self) -> TraceSource | None:
+        """What `trace` is made of, at any later time."""
+        return self._request.trace_source
 
     @property
     def token_ids(self) -> list[int]:
@@ -164,7 +170,7 @@ class Stream(Iterator[str]):
             text: all of its pieces.
         """
         ids, logprobs = tuple(self.token_ids), tuple(self.logprobs)
-        return Generation(text, ids, self.finish_reason, self.report, logprobs, self.trace)
+        return Generation(text, ids, self.finish_reason, self.report, logprobs, self.trace_source)
 
     async def atext(self) -> str:
         """The whole text, without blocking the event loop. A cancelled task stops the answer."""

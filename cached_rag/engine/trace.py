@@ -1,7 +1,7 @@
 """What became of each of a prompt's tokens, as a record that holds no KV.
 
-`Coverage` is noted while a prompt is prefilled, in a few array operations. The readable `Trace` is
-made of it when somebody asks.
+`Coverage` is noted while a prompt is prefilled, in a few array operations. An answer has it in a
+`TraceSource`, and the readable `Trace` is made of that when somebody asks.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from cached_rag.backends.tokenizer import Tokenization, Tokens
-from cached_rag.library.library import Origin
+from cached_rag.engine.profile import ProfileKey, kept_profile
 from cached_rag.library.matching import Match
 from cached_rag.library.plan import Plan
+from cached_rag.library.shelf import Origin
 from cached_rag.methods import Layout, Selector
 
 Counts = dict["Kind", int]
@@ -159,13 +162,9 @@ class Coverage:
         )
         return cls(kinds, uses, plan.matches)
 
-    def trace(self, tokens: Tokens, text: str, tokenization: Tokenization) -> Trace:
-        """The readable record.
-
-        Args:
-            tokens, text: the prompt's. Where tokens have no offsets, as those of a schema's prompt,
-                the text is put together from them.
-        """
+    def trace(self, source: TraceSource) -> Trace:
+        """The readable record."""
+        tokens, text = source.tokens, source.text
         parts = sorted(self._parts(), key=lambda one: one[0])
         owners = np.full(len(self.kinds), -1)
         for index, (begin, end, _) in enumerate(parts):
@@ -176,7 +175,7 @@ class Coverage:
             edges = [*accumulate((tokens.starts[cut] for cut in cuts[1:-1]), max, initial=0)]
             edges.append(len(text))
         else:
-            pieces = tokenization.texts(tokens.ids, cuts)
+            pieces = source.tokenization.texts(tokens.ids, cuts)
             edges, text = [*accumulate(map(len, pieces), initial=0)], "".join(pieces)
         spans = tuple(
             Span(
@@ -186,7 +185,9 @@ class Coverage:
             )
             for i, first in enumerate(cuts[:-1])
         )
-        return Trace(text, spans, tuple(part for _, _, part in parts))
+        profile = kept_profile(source.profile_key)
+        full_ms = None if profile is None else profile.compute_s(len(tokens)) * 1000
+        return Trace(text, spans, tuple(part for _, _, part in parts), full_ms)
 
     def _parts(self) -> Iterator[tuple[int, int, Part]]:
         """The chunks, and other runs of tokens with KV: (first token, token after the last, it)."""
@@ -208,6 +209,32 @@ class Coverage:
         if use is None:
             return Part(name, "", state, counts)
         return Part(name, use.name, state, counts, use.origin, use.moved_by)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TraceSource:
+    """What a trace is made of: of an engine the tokenizer alone, so that the rest can be freed.
+
+    Attributes:
+        tokens, text: the prompt's. Where tokens have no offsets, as those of a schema's prompt, the
+            text is put together from them.
+        profile_key: of the model's profile on this machine.
+    """
+
+    coverage: Coverage
+    tokens: Tokens
+    text: str
+    tokenization: Tokenization
+    profile_key: ProfileKey
+
+    @cached_property
+    def trace(self) -> Trace:
+        """Made when it is first asked for."""
+        return self.coverage.trace(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """To another process goes the trace, not the tokenizer."""
+        return {"trace": self.trace}
 
 
 def _common(use: _Use, match: Match) -> int:

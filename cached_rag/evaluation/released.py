@@ -15,7 +15,7 @@ import torch
 
 from cached_rag.backends.tokenizer import Message, Tokens
 from cached_rag.backends.transformers.attention.scattered import Rows
-from cached_rag.backends.transformers.loading import LanguageModel
+from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.backends.transformers.prefill import prefill_selected
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine

@@ -14,7 +14,8 @@ from functools import partial
 import torch
 
 from cached_rag.backends.base import StepInput
-from cached_rag.backends.transformers.loading import LanguageModel, load_model
+from cached_rag.backends.transformers.loading import load_model
+from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.benchmarks.loop import medians, milliseconds
 from cached_rag.errors import ConfigError
 from cached_rag.evaluation.metrics import Interval, bootstrap

@@ -60,12 +60,13 @@ class Explanation:
             ConfigError: the prompt is not known: it was not prefilled, or the answer was put
                 together by hand.
         """
-        if answer.trace is None:
+        trace = answer.trace
+        if trace is None:
             raise ConfigError(
                 "nothing is known of this answer's prompt, so it cannot be explained; take an "
                 "answer from `ask`, `stream` or `generate`, and from a stream a piece first"
             )
-        return cls(answer.trace, answer.report, full.report if full else None, **shown)
+        return cls(trace, answer.report, full.report if full else None, **shown)
 
     @property
     def _view(self) -> View:

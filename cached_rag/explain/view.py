@@ -21,6 +21,7 @@ MEANING = {
 }
 _TIERS = {
     "ahead": "disk, read ahead",
+    "remote": "another machine",
     "kept": "an earlier prompt",
     "harvest": "an earlier prompt that contained it (harvest)",
     "new": "what was encoded for it just now",

@@ -37,6 +37,13 @@ class KVShapes:
         width = self.num_kv_heads * (self.head_dim + self.value_dim)
         return self.num_layers * width * self.dtype.itemsize
 
+    def fits(self, kv: ModuleKV) -> bool:
+        """Whether keys and values have this dtype and these sizes, for any number of tokens."""
+        heads, count = (self.num_layers, self.num_kv_heads), kv.seq_len
+        keys, values = (*heads, count, self.head_dim), (*heads, count, self.value_dim)
+        is_typed = kv.keys.dtype == kv.values.dtype == self.dtype
+        return is_typed and kv.keys.shape == keys and kv.values.shape == values
+
 
 class KVBuffer:
     """Keys and values of up to `capacity` tokens, one a slot.

@@ -5,7 +5,6 @@ Knows no prompt, no method and no store.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,8 +15,6 @@ from cached_rag.errors import ContextOverflowError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.positions import PositionRule
-
-_log = logging.getLogger(__name__)
 
 # Tokens in a batch, padding included: enough to keep the cores busy, and few enough that the batch
 # stays in their caches.
@@ -36,6 +33,8 @@ class EncodeSummary:
         skipped: (text, reason) of each text that cannot be a chunk.
         tokens: number of tokens that were prefilled.
         seconds: how long it took.
+        unsent: number of KVs that are kept here, but could not be sent to the remote store; if the
+            same texts are encoded again, they are sent again.
     """
 
     encoded: int
@@ -43,6 +42,7 @@ class EncodeSummary:
     skipped: tuple[tuple[str, str], ...]
     tokens: int
     seconds: float
+    unsent: int = 0
 
 
 def encode_prefix(model: Backend, prefix_ids: Sequence[int]) -> ModuleKV:
@@ -147,20 +147,3 @@ def _batches(chunks: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]
         batch.append(ids)
     if batch:
         yield batch
-
-
-def encode_what_fits(encode: Callable[[Sequence[str]], object], texts: Sequence[str]) -> None:
-    """Encode texts together; those that exceed the model's context are left out, and logged.
-
-    Args:
-        encode: encodes texts, and raises `ContextOverflowError` if one of them is too long.
-    """
-    try:
-        encode(texts)
-    except ContextOverflowError as error:
-        if len(texts) == 1:
-            _log.warning("a document stays without KV: %s", error)
-            return
-        middle = len(texts) // 2
-        for half in (texts[:middle], texts[middle:]):
-            encode_what_fits(encode, half)

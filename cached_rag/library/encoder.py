@@ -207,9 +207,9 @@ class Encoder:
         self, behind: EncodedAfter, records: Sequence[tuple[ChunkRecord, str]]
     ) -> tuple[dict[Ids, tuple[ChunkRecord, str]], int]:
         """The records that have no KV behind `behind`, by token ids; and how many have it."""
-        holds = {r.token_ids: self.library.holds(behind, r.token_ids) for r, _ in records}
-        wanted = {r.token_ids: (r, text) for r, text in records if not holds[r.token_ids]}
-        return wanted, sum(holds[r.token_ids] for r, _ in records)
+        held = self.library.present(behind, [record.token_ids for record, _ in records])
+        wanted = {r.token_ids: (r, text) for r, text in records if r.token_ids not in held}
+        return wanted, sum(record.token_ids in held for record, _ in records)
 
     def _ensure_prefix(self, behind: EncodedAfter) -> ModuleKV | None:
         """The prefix's own KV, from the library or computed now; None if there is no prefix."""

@@ -21,9 +21,10 @@ from cached_rag.kv.store import ChunkRecord
 from cached_rag.library.background import Activity, WriteBack
 from cached_rag.library.context import PRIMER
 from cached_rag.library.encoder import Encoder
+from cached_rag.library.encodings import is_before
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
-from cached_rag.library.plan import Plan, is_before
+from cached_rag.library.plan import Plan
 from cached_rag.library.prompt_heads import Heads
 from cached_rag.library.recurring import Recurring, Run
 

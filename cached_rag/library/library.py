@@ -7,62 +7,34 @@ in prompts, and the store has their KV. Of the model it knows only the fingerpri
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from cached_rag.config import StoreConfig
-from cached_rag.errors import StoreError
-from cached_rag.kv.fingerprint import module_key
-from cached_rag.kv.module import LayerSource, ModuleKV
-from cached_rag.kv.store import (
-    Catalog,
-    ChunkRecord,
-    DiskStore,
-    KVStore,
-    Maker,
-    MemoryStore,
-    Prefetcher,
-    TieredStore,
-)
+from cached_rag.errors import CorruptBlobError, StoreError
+from cached_rag.kv.fingerprint import ids_digest
+from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.store import Catalog, ChunkRecord, DiskStore, Maker, MemoryStore, TieredStore
 from cached_rag.kv.store.database import BRIEFLY_S
+from cached_rag.kv.store.remote import RemoteTier
+from cached_rag.kv.store.remote.tier import HEADS_S
+from cached_rag.library.bringing import Refuses, Wanted, bring
 from cached_rag.library.handed_over import HandedOver
 from cached_rag.library.matching import ChunkTable, EncodedAfter
+from cached_rag.library.shelf import Shelf, memory_tiers
 
 _log = logging.getLogger(__name__)
 # Most tokens of texts that were learned from prompts. A token of a known text takes some 70 bytes.
 LEARNED_TOKENS = 1 << 18
-# How many chunks that `prefetch` brings are remembered as read from disk.
-_AHEAD = 256
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where KV came from.
-
-    Attributes:
-        tier: "memory", "disk", "ahead" (from disk, by `prefetch`), "kept" (what a prompt computed
-            that begins alike), "harvest" (what a prompt computed that contains it) or "new"
-            (encoded for this prompt).
-        load_ms: milliseconds that fetching it took, or waiting for what is read ahead; None if it
-            was not fetched by itself.
-    """
-
-    tier: str
-    load_ms: float | None = None
-
-
-KEPT = Origin("kept")
-
-
-class Library:
+class Library(Shelf):
     """The chunks of one model and one tenant. Safe for several threads."""
 
     def __init__(
@@ -72,6 +44,8 @@ class Library:
         device: torch.device | None = None,
         memory: Sequence[MemoryStore] | None = None,
         forgotten: Callable[[Sequence[ChunkRecord]], object] = lambda _: None,
+        remote: RemoteTier | None = None,
+        refuses: Refuses = lambda _: "",
     ) -> None:
         """Open the files that the configuration names, and finish interrupted removals.
 
@@ -80,31 +54,27 @@ class Library:
             device: where the model computes; None for the CPU.
             memory: the tiers in memory of another tenant, to be shared with it; None for new ones.
             forgotten: called with chunks that were removed, by this process or another.
+            remote: the tier on another machine, which is not closed with the library.
+            refuses: given a number of tokens, says why their KV is not to be brought from there;
+                empty if it is.
 
         Files that cannot be opened are logged, and nothing is kept on disk; see `check_kept`.
         """
-        self.maker, self.fingerprint = maker, maker.model
-        self.handed_over = HandedOver()
-        self.namespace = config.namespace
-        self.is_pipelined = bool(config.pipelined)
-        self.table = ChunkTable()
-        self.disk: DiskStore | None = None
+        disk: DiskStore | None = None
         self._catalog: Catalog | None = None
-        self.memory = tuple(memory_tiers(config, device) if memory is None else memory)
-        tiers: list[KVStore] = list(self.memory)
         self._lost: StoreError | None = None
-        self._told: set[str] = set()
         if config.path is not None:
             try:
-                self._open_files(Path(config.path), config)
+                disk, self._catalog = _opened(Path(config.path), maker, config)
             except StoreError as error:
                 self._lost = error
                 _log.warning("nothing is cached on disk: %s", error)
-        if self.disk is not None:
-            tiers.append(self.disk)
-        self.store: KVStore = TieredStore(tiers) if len(tiers) > 1 else tiers[0]
-        self._prefetcher = Prefetcher()
-        self._ahead: deque[str] = deque(maxlen=_AHEAD)
+        tiers = tuple(memory_tiers(config, device)) if memory is None else memory
+        super().__init__(maker, config.namespace, tiers, disk, remote)
+        self.refuses = refuses
+        self.handed_over = HandedOver()
+        self.is_pipelined = bool(config.pipelined)
+        self.table = ChunkTable()
         self._encoded_after: list[EncodedAfter] = []
         self._last_row = 0
         self._generation = self._evictions = 0
@@ -113,32 +83,25 @@ class Library:
         self._unwritten: dict[str, ChunkRecord] = {}
         # Texts that nobody gave, the oldest first, where no catalog marks them.
         self._learned: dict[str, None] = {}
+        # Keys whose KV could not be deleted, where no catalog has them.
+        self._undeleted: set[str] = set()
+        # When to ask the remote tier for heads again, and those that it was told.
+        self._heads_due = -math.inf
+        self._told_heads: set[EncodedAfter] = set()
         if self._catalog is not None:
             with self.spared():
-                self._catalog.finish_removals(self.store)
+                if remote is not None:
+                    self._catalog.note_remote(remote.label)
+                self._catalog.finish_removals(self.delete)
+            self._finish_far(self._catalog)
         self.refresh(force=True)
 
-    def _open_files(self, root: Path, config: StoreConfig) -> None:
-        disk = DiskStore(root, codec=config.codec, max_bytes=config.disk_bytes)
+    def _finish_far(self, catalog: Catalog) -> None:
         try:
-            self._catalog = Catalog(root / "catalog.sqlite", self.maker, config.namespace)
-        except BaseException:
-            disk.close()
-            raise
-        self.disk = disk
-
-    @contextmanager
-    def spared(self) -> Iterator[None]:
-        """Log a `StoreError` instead of raising it, for a question can be answered without a cache.
-
-        The same message is logged once only.
-        """
-        try:
-            yield
+            if self.remote is not None:
+                catalog.finish_far(self.delete_far)
         except StoreError as error:
-            if str(error) not in self._told:
-                self._told.add(str(error))
-                _log.warning("KV is computed anew, because the cache failed: %s", error)
+            _log.warning("%s", error)
 
     def check_kept(self) -> None:
         """Check that the files are open, if there are to be any, before encoding or deleting.
@@ -150,12 +113,10 @@ class Library:
             raise self._lost
 
     def close(self) -> None:
-        """Finish reading ahead, and release files."""
-        self._prefetcher.close()
+        """Finish reading ahead, and release files. The remote tier is its owner's to close."""
+        super().close()
         if self._catalog is not None:
             self._catalog.close()
-        if self.disk is not None:
-            self.disk.close()
 
     def refresh(self, *, force: bool = False) -> None:
         """Take over what other processes added or removed. Cheap if there is nothing new.
@@ -213,10 +174,57 @@ class Library:
 
     def add_encoded_after(self, behind: EncodedAfter) -> None:
         """Make known what chunks will be encoded behind."""
-        with self._lock:
-            self._encoded_after = _longest_first({*self._encoded_after, behind})
+        self._stands_before(behind)
+        if self.remote is not None and behind not in self._told_heads:
+            with self.spared():
+                head = (behind.prefix_ids, behind.context)
+                self.remote.add_heads(self.namespace, self.fingerprint, [head])
+                self._told_heads.add(behind)
+
+    def _stands_before(self, behind: EncodedAfter) -> None:
         if self._catalog is not None:
             self._catalog.add_prefix(behind.prefix_ids, behind.context)
+        with self._lock:
+            self._encoded_after = _longest_first({*self._encoded_after, behind})
+
+    def refresh_heads(self) -> list[str]:
+        """Take over what other machines encode chunks behind, now and then.
+
+        Returns:
+            Why that failed, for the user; empty if it did not.
+        """
+        if self.remote is None or time.monotonic() < self._heads_due:
+            return []
+        self._heads_due = time.monotonic() + HEADS_S
+        try:
+            heads = self.remote.heads(self.namespace, self.fingerprint)
+            for new in {EncodedAfter(*head) for head in heads} - {*self._encoded_after}:
+                self._stands_before(new)
+        except CorruptBlobError as error:
+            return [str(error)]
+        except StoreError as error:
+            self._heads_due = -math.inf
+            return [str(error)]
+        return []
+
+    def present(
+        self, behind: EncodedAfter, all_ids: Sequence[tuple[int, ...]]
+    ) -> set[tuple[int, ...]]:
+        """Those of these texts, by their tokens, whose KV is kept, here or in the remote tier.
+
+        What is only here is sent there.
+        """
+        here = {ids for ids in all_ids if self.holds(behind, ids)}
+        if self.remote is None:
+            return here
+        keys = {ids: self.key(behind, ids) for ids in all_ids}
+        with self.spared():
+            held = self.remote.holds(self.namespace, keys.values())
+            for ids in here:
+                if keys[ids] not in held and (kv := self.fetch(behind, ids)) is not None:
+                    self.remote.offer(self.namespace, keys[ids], kv)
+            return here | {ids for ids, key in keys.items() if key in held}
+        return here
 
     def add_chunks(self, chunks: Sequence[ChunkRecord]) -> None:
         """Make chunks known, so that they are found in prompts.
@@ -308,18 +316,39 @@ class Library:
 
     def _remove(self, text_digests: Collection[str]) -> int:
         with self._lock:
+            self._deletions += 1
             chunks = [m for m in map(self.table.by_digest, text_digests) if m is not None]
             for text_digest in text_digests:
                 self._unwritten.pop(text_digest, None)
                 self._learned.pop(text_digest, None)
             self.table.discard(chunks)
-        if self._catalog is None:
-            gone = sum(map(self.store.delete, self._keys(chunks)))
-        else:
-            gone = self._catalog.remove(self.store, text_digests)
-        self.refresh(force=True)
-        self._let_go(chunks)
+        try:
+            if self._catalog is not None:
+                gone = self._catalog.remove(self.delete, text_digests)
+                if self.remote is not None:
+                    self._catalog.finish_far(self.delete_far)
+            else:
+                gone = self._remove_keys(self._keys(chunks))
+            return gone
+        finally:
+            self.refresh(force=True)
+            self._let_go(chunks)
+
+    def _remove_keys(self, keys: Sequence[str]) -> int:
+        """Delete KV where no catalog says what has to go."""
+        gone = sum(map(self.delete, keys))
+        with self._lock:
+            self._undeleted.update(keys if self.remote is not None else ())
+            far = sorted(self._undeleted)
+        self.delete_far(far)
+        with self._lock:
+            self._undeleted.difference_update(far)
         return gone
+
+    @property
+    def deletions(self) -> object:
+        """Changes whenever KV is deleted because its text is forgotten, by whichever process."""
+        return self._deletions, self.generation
 
     def knows(self, text_digest: str) -> bool:
         """Whether a text is a chunk, by the catalog, which may know more than this process."""
@@ -342,18 +371,6 @@ class Library:
                 found = self._catalog.makers_of(chunk.text_digest for chunk in chunks)
         return found
 
-    def key(self, behind: EncodedAfter, token_ids: Sequence[int]) -> str:
-        """The key under which the store has the KV of these tokens, encoded behind that."""
-        return module_key(
-            self.fingerprint, behind.prefix_ids, token_ids, self.namespace, behind.context
-        )
-
-    def holds(self, behind: EncodedAfter, token_ids: Sequence[int]) -> bool:
-        """Whether there is KV of these tokens, encoded behind that; False if the store fails."""
-        with self.spared():
-            return self.key(behind, token_ids) in self.store
-        return False
-
     def put(self, behind: EncodedAfter, kv: ModuleKV, text_digest: str | None = None) -> None:
         """Keep KV of a chunk, of a prefix, or of a part of a schema.
 
@@ -368,98 +385,46 @@ class Library:
         key = self.key(behind, kv.token_ids)
         if text_digest is None and behind.context and self._catalog is not None:
             self._catalog.add_other(kv.token_ids, behind.context)
-        self.store.put(key, kv)
+        self.keep(key, kv)
         if text_digest is not None and not self.knows(text_digest):
-            self.store.delete(key)
-
-    def memory_bytes(self) -> int:
-        """Bytes of KV in memory: the host's and a CUDA device's together."""
-        return sum(tier.nbytes for tier in self.memory)
-
-    def store_bytes(self) -> int:
-        """Bytes of KV in the slowest tier; 0 if its index cannot be read (which is logged)."""
-        with self.spared():
-            return self.store.nbytes
-        return 0
-
-    def memory_tokens(self) -> int:
-        """Number of tokens whose KV is in memory; a token in two tiers counts twice."""
-        return sum(tier.num_tokens for tier in self.memory)
-
-    def fetch(self, behind: EncodedAfter, token_ids: Sequence[int]) -> ModuleKV | None:
-        """KV of these tokens; None if there is none, or it cannot be read (which is logged).
-
-        If `prefetch` is reading it already, this waits for that.
-        """
-        self._prefetcher.wait(self.key(behind, token_ids))
-        return self._fetch(behind, token_ids)
-
-    def _fetch(self, behind: EncodedAfter, token_ids: Sequence[int]) -> ModuleKV | None:
-        with self.spared():
-            return self.store.get(self.key(behind, token_ids), token_ids)
-        return None
+            self.delete(key)
+            with self.spared():
+                self.delete_far([key])
 
     def prefetch(self, texts: Iterable[str]) -> None:
         """Begin to read the KV of texts into memory, in the encoding with the longest prefix."""
-        if not isinstance(self.store, TieredStore):
+        if not isinstance(self.store, TieredStore) and self.remote is None:
             return
+        missing = []
         for chunk in filter(None, (self.table.get(text.strip()) for text in texts)):
-            for behind in self._encoded_after:
-                if self.holds(behind, chunk.token_ids):
-                    key = self.key(behind, chunk.token_ids)
-                    if not self._is_in_memory(key):
-                        self._ahead.append(key)
-                    fetch = partial(self._fetch, behind, chunk.token_ids)
-                    self._prefetcher.start(key, fetch)
-                    break
+            sources = [(behind, chunk.token_ids) for behind in self._encoded_after]
+            held = next((source for source in sources if self.holds(*source)), None)
+            if held is not None:
+                self.read_ahead(held)
+            elif sources:
+                missing.append(Wanted(tuple(sources)))
+        if self.remote is not None and missing:
+            work = partial(bring, self, missing, self.refuses)
+            self._prefetcher.start([_name(one) for one in missing], work)
 
-    def _is_in_memory(self, key: str) -> bool:
-        return any(key in tier for tier in self.memory)
-
-    def tier(self, behind: EncodedAfter, token_ids: Sequence[int]) -> str:
-        """The tier that KV of these tokens comes from now, if there is any; see `Origin`."""
-        key = self.key(behind, token_ids)
-        with suppress(ValueError):
-            self._ahead.remove(key)
-            return "ahead"
-        return "memory" if self._is_in_memory(key) else "disk"
-
-    def open(self, behind: EncodedAfter, token_ids: Sequence[int]) -> LayerSource | None:
-        """As `fetch`, but KV on disk is only opened, and read layer by layer when it is used."""
-        with self.spared():
-            return self.store.open(self.key(behind, token_ids), token_ids)
-        return None
-
-    def best_encoding(
-        self, behinds: Sequence[EncodedAfter], token_ids: Sequence[int], *, lazy: bool
-    ) -> tuple[EncodedAfter, LayerSource, Origin] | None:
-        """The first of several encodings of a chunk that has KV, with this KV.
-
-        Args:
-            behinds: what the chunk may have been encoded behind, best first.
-            lazy: as `open`, else as `fetch`.
-        """
-        for behind in behinds:
-            tier, began = self.tier(behind, token_ids), time.perf_counter()
-            kv = self.open(behind, token_ids) if lazy else self.fetch(behind, token_ids)
-            if kv is not None:
-                taken = None if lazy else (time.perf_counter() - began) * 1000
-                return behind, kv, Origin(tier, taken)
-        return None
+    def bring(self, wanted: Sequence[Wanted]) -> list[str]:
+        """Bring KV from the remote tier; see `bringing.bring`. Waits for what is on its way."""
+        self._prefetcher.wait(map(_name, wanted))
+        return bring(self, wanted, self.refuses)
 
 
-def memory_tiers(config: StoreConfig, device: torch.device | None) -> Iterator[MemoryStore]:
-    """The stores in memory, fastest first: a CUDA device's, if it may be used, and the host's."""
-    if device is None or device.type != "cuda":
-        yield MemoryStore(config.memory_bytes)
-        return
-    room = config.device_bytes
-    if room is None:
-        free, _ = torch.cuda.mem_get_info(device)
-        room = free // 4
-    if room:
-        yield MemoryStore(room, device)
-    yield MemoryStore(config.memory_bytes, torch.device("cpu"))
+def _name(one: Wanted) -> str:
+    """What the prefetcher calls it, however it was encoded."""
+    return ids_digest(one.sources[0][1])
+
+
+def _opened(root: Path, maker: Maker, config: StoreConfig) -> tuple[DiskStore, Catalog]:
+    disk = DiskStore(root, codec=config.codec, max_bytes=config.disk_bytes)
+    try:
+        return disk, Catalog(root / "catalog.sqlite", maker, config.namespace)
+    except BaseException:
+        disk.close()
+        raise
 
 
 def _longest_first(behinds: Iterable[EncodedAfter]) -> list[EncodedAfter]:

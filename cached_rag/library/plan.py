@@ -16,17 +16,13 @@ import torch
 
 from cached_rag.backends.tokenizer import Tokens
 from cached_rag.kv.module import LayerSource, ModuleKV
+from cached_rag.library.encodings import Encodings, shared
 from cached_rag.library.harvest import harvested
-from cached_rag.library.library import KEPT, Library, Origin
-from cached_rag.library.matching import HARVESTED, EncodedAfter, Match, align
+from cached_rag.library.library import Library
+from cached_rag.library.matching import HARVESTED, EncodedAfter, Match
 from cached_rag.library.sequences import Sequences
+from cached_rag.library.shelf import KEPT, Origin
 from cached_rag.methods import Layout, Takes
-
-# The last tokens of a known prefix may differ in a prompt, where they merged with what follows.
-_HEAD_SLACK = 4
-# How many encodings behind other heads are tried for a chunk: each try is a look-up in the store,
-# and a client may make any number of heads known.
-_MOST_OTHERS = 4
 
 
 @dataclass(frozen=True)
@@ -125,6 +121,11 @@ class Plan:
         return end
 
     @property
+    def is_exact(self) -> bool:
+        """Whether all KV is what full prefill would compute."""
+        return all(place.is_exact for place in self.placements)
+
+    @property
     def num_chunks(self) -> int:
         """The number of placements that are chunks."""
         return sum(place.is_chunk for place in self.placements)
@@ -167,22 +168,18 @@ def make_plan(
 
     Args:
         tokens: the prompt's.
-        matches: the chunks whose text was found in the prompt.
+        matches: the chunks that were found in the prompt, and aligned with its tokens.
         sink_ids: the tokens before chunks that were encoded without a prefix.
         lazy: KV on disk is only opened, and read when it is used.
         kept: finished prompts, of which chunks without KV are taken; None to take none.
     """
     ids = tuple(tokens.ids)
-    known = library.encoded_after()
-    heads = [one for one in known if is_before(one.prefix_ids, ids)]
-    placements = _head(library, [one.prefix_ids for one in heads], ids)
-    usable = _ranked(known, heads, sink_ids)
+    encodings = Encodings.of(ids, library.encoded_after(), sink_ids)
+    placements = _head(library, encodings.heads, ids)
     found, chunks = [], []
-    for match in (aligned for one in matches if (aligned := align(one, tokens))):
-        # Best is KV that was encoded behind exactly what stands before the chunk here: it is exact.
-        in_place = EncodedAfter(ids[: match.begin])
-        first = [in_place] if in_place in usable and not match.offset else []
-        best = library.best_encoding([*first, *usable], match.chunk.token_ids, lazy=lazy)
+    for match in matches:
+        behinds = encodings.of_chunk(match)
+        best = library.best_encoding(behinds, match.chunk.token_ids, lazy=lazy)
         if best is None and kept is not None:
             match, best = _harvested(kept, library.namespace, ids, match)
         if best is None:
@@ -200,32 +197,12 @@ def make_plan(
             continue
         offset = begin - match.first
         kv = kv.slice(offset, offset + end - begin)
-        is_exact = offset == 0 and kv.start == begin and encoded_after == in_place
+        is_in_place = encoded_after == encodings.in_place(match)
+        is_exact = offset == 0 and kv.start == begin and is_in_place
         source = None if encoded_after == HARVESTED else (encoded_after, match.chunk.token_ids)
         placements.append(Placement(begin, kv, is_exact, source=source, origin=origin))
         chunks.append((match.chunk.text_digest, end))
     return Plan(tuple(placements), tuple(found), len(ids), tuple(chunks))
-
-
-def _ranked(
-    known: Sequence[EncodedAfter], heads: Sequence[EncodedAfter], sink_ids: tuple[int, ...]
-) -> list[EncodedAfter]:
-    """All that a prompt's chunks may have been encoded behind, best first.
-
-    That is first a head that the prompt begins with; then nothing, as such KV serves anywhere, also
-    in prompts without BOS; then the heads of other prompts. A context, such as the primer, counts
-    more than the head (docs/quality.md).
-
-    Args:
-        heads: those of `known` that the prompt begins with.
-    """
-    none = (sink_ids, ())
-    own = [one for one in heads if one.prefix_ids not in none]
-    alone = [one for one in known if one.prefix_ids in none]
-    alone += [one for one in map(EncodedAfter, none) if one not in alone]
-    others = [one for one in known if one not in own and one not in alone]
-    others.sort(key=lambda one: not one.context)
-    return [*own, *sorted((*alone, *others[:_MOST_OTHERS]), key=lambda one: not one.context)]
 
 
 def _harvested(
@@ -249,23 +226,10 @@ def _head(
     It is exact also if the prompt has only a part of the prefix.
     """
     for prefix_ids in prefixes:
-        length = min(_shared(prefix_ids, ids), len(ids) - 1)
+        length = min(shared(prefix_ids, ids), len(ids) - 1)
         alone = [EncodedAfter(())] if length else []
         if found := library.best_encoding(alone, prefix_ids, lazy=False):
             _, kv, origin = found
             part = kv.slice(0, length)
             return [Placement(0, part, is_exact=True, is_chunk=False, origin=origin)]
     return []
-
-
-def is_before(prefix_ids: Sequence[int], ids: Sequence[int]) -> bool:
-    """Whether a prompt begins with a prefix; its last tokens may have merged with what follows."""
-    return _shared(prefix_ids, ids) >= max(1, len(prefix_ids) - _HEAD_SLACK)
-
-
-def _shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common beginning."""
-    for index, (a, b) in enumerate(zip(first, second, strict=False)):
-        if a != b:
-            return index
-    return min(len(first), len(second))

@@ -20,9 +20,10 @@ from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import RelocationError
 from cached_rag.kv.module import LayerSource
+from cached_rag.library.bringing import Wanted
 from cached_rag.library.encode import EncodeSummary
-from cached_rag.library.library import Origin
 from cached_rag.library.plan import Placement, Plan
+from cached_rag.library.shelf import Origin
 from cached_rag.methods import Takes
 from cached_rag.pml.assembly import Assembler, Piece
 from cached_rag.pml.encode import Encoded, RunEncoder
@@ -72,16 +73,31 @@ class SchemaPlanner:
         """The number of a prompt's tokens."""
         return sum(len(piece.ids) for piece in self.assembler.pieces(bits))
 
+    def bring(self, pieces: Sequence[Piece]) -> list[str]:
+        """Bring the prompt's KV from another machine into memory; returns notes for the user."""
+        recipes = self._recipes(pieces).values()
+        return self.encoder.library.bring([Wanted((recipe.source,)) for recipe in recipes])
+
     def plan(
-        self, pieces: Sequence[Piece], takes: Takes, report: Report, *, lazy: bool
+        self,
+        pieces: Sequence[Piece],
+        takes: Takes,
+        notes: Sequence[str],
+        report: Report,
+        *,
+        lazy: bool,
     ) -> tuple[Tokens, Plan]:
         """A prompt's tokens, and the KV that each comes from. Encodes units that have no KV.
+
+        Args:
+            notes: for the report.
 
         Raises:
             ContextOverflowError: a module that has no KV stands beyond the model's context.
             RelocationError: new text moves a module to other positions, and the model's keys cannot
                 be moved.
         """
+        report.notes += [note for note in notes if note not in report.notes]
         pieces = [piece for piece in pieces if piece.ids]
         ids = [token for piece in pieces for token in piece.ids]
         tokens = Tokens(ids, [0] * len(ids), [0] * len(ids))
@@ -212,7 +228,9 @@ class PromptPlanner:
         Raises:
             PMLError: an argument has more tokens than its parameter admits.
         """
-        return partial(self.planner.plan, self.planner.assembler.pieces(self.bits), takes)
+        pieces = self.planner.assembler.pieces(self.bits)
+        notes = [] if takes is Takes.NOTHING else self.planner.bring(pieces)
+        return partial(self.planner.plan, pieces, takes, notes)
 
 
 def planner_of(node: SchemaNode, engine: Engine, *, layout: str, behind: str) -> SchemaPlanner:

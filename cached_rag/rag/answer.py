@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from cached_rag.backends.tokenizer import Message
 from cached_rag.engine.report import Report
 from cached_rag.engine.stream import Stream
-from cached_rag.engine.trace import Trace
+from cached_rag.engine.trace import Trace, TraceSource
 from cached_rag.explain import Explanation
 from cached_rag.kv.fingerprint import digest
 from cached_rag.rag.hit import Hit
@@ -32,7 +32,7 @@ class Answer:
     Attributes:
         question: what was asked; with it, an answer can stand in the history of a follow-up.
         searched: what chunks were searched for with.
-        trace: what became of each of the prompt's tokens; `explain` shows it.
+        trace_source: what `trace` is made of.
     """
 
     text: str
@@ -40,7 +40,12 @@ class Answer:
     report: Report
     question: str = ""
     searched: str = ""
-    trace: Trace | None = field(default=None, compare=False)
+    trace_source: TraceSource | None = field(default=None, compare=False)
+
+    @property
+    def trace(self) -> Trace | None:
+        """What became of each of the prompt's tokens; `explain` shows it."""
+        return self.trace_source.trace if self.trace_source else None
 
     def explain(self, full: Answer | None = None) -> Explanation:
         """What of the prompt was reused, moved, repaired and computed, and where the time went.
@@ -94,8 +99,8 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
         """The answer as far as it was taken; complete once all pieces were."""
         found = self._stream.report
         report = replace(found, search_ms=self._search_ms, notes=[*self._notes, *found.notes])
-        text, trace = "".join(self._text), self._stream.trace
-        return Answer(text, self.sources, report, self.question, self._searched, trace)
+        text, source = "".join(self._text), self._stream.trace_source
+        return Answer(text, self.sources, report, self.question, self._searched, source)
 
     def __next__(self) -> str:
         try:

@@ -1,18 +1,16 @@
-"""Documents, chunks and their vectors in one SQLite file; FAISS is built from it in memory.
+"""Documents, chunks and their vectors in one SQLite file, so that no two files can disagree.
 
-So no two files can disagree, and what another process writes is found by the next search. Knows no
-language model and no KV.
+`Search` finds chunks in it. Knows no language model and no KV.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,11 +27,11 @@ from cached_rag.kv.store.signed import (
     row_sum,
     sound,
 )
-from cached_rag.rag.document import Metadata
-from cached_rag.rag.filters import FIELDS, Where, judge
+from cached_rag.rag.filters import Where
 from cached_rag.rag.hit import Hit
 from cached_rag.rag.roots import SCHEMA as _ROOTS
 from cached_rag.rag.roots import Roots
+from cached_rag.rag.search import BARE, CHUNKS, SIGNED, Search
 from cached_rag.rag.splitting import Chunk
 
 if TYPE_CHECKING:
@@ -56,16 +54,11 @@ CREATE INDEX IF NOT EXISTS by_text ON chunks (text);
 CREATE TABLE IF NOT EXISTS unneeded (text TEXT PRIMARY KEY);
 {_ROOTS}
 """
-_OLD = "c.id, d.title, c.ordinal, c.text, c.vector"
-_SIGNED = f"{_OLD}, c.metadata"
-# Most values that SQLite takes for one query, with much to spare.
-_MOST_NAMED = 10_000
-_CHUNKS = "FROM chunks c JOIN documents d USING (source)"
 
 
 def _upgrade(database: Database) -> None:
-    add_sums(database, "chunks", f"SELECT {_OLD} {_CHUNKS}")
-    add_column(database, "chunks", "metadata", "{}", f"SELECT {_OLD}, c.checksum {_CHUNKS}")
+    add_sums(database, "chunks", f"SELECT {BARE} {CHUNKS}")
+    add_column(database, "chunks", "metadata", "{}", f"SELECT {BARE}, c.checksum {CHUNKS}")
 
 
 @dataclass(frozen=True)
@@ -97,9 +90,7 @@ class DocumentIndex:
                 "once as a user who may write it"
             )
         self.roots = Roots(self._database)
-        self._faiss: Any = None
-        self._version = -1
-        self._lock = threading.Lock()
+        self._search = Search(self._database)
 
     def close(self) -> None:
         """Release the file."""
@@ -107,7 +98,7 @@ class DocumentIndex:
 
     def check(self) -> list[Problem]:
         """What is damaged: the file, or rows of chunks."""
-        return check(self._database, {"chunks": f"SELECT {_SIGNED}, c.checksum {_CHUNKS}"})
+        return check(self._database, {"chunks": f"SELECT {SIGNED}, c.checksum {CHUNKS}"})
 
     def settings(self) -> dict[str, str]:
         """What the index was made with; empty while it has no document."""
@@ -131,9 +122,13 @@ class DocumentIndex:
 
     def holds(self, source: str, digest: str) -> bool:
         """Whether a document is indexed with exactly this content, and none of it is damaged."""
-        query = "SELECT 1 FROM documents WHERE source = ? AND digest = ?"
-        is_known = bool(self._database.rows(query, source, digest))
-        return is_known and all(map(is_sound, self._chunks(source)))
+        return self.digest(source) == digest
+
+    def digest(self, source: str) -> str:
+        """The digest a document was indexed with; "" if it is not, or any of it is damaged."""
+        query = "SELECT digest FROM documents WHERE source = ?"
+        found = self._database.read(str, query, source)
+        return found[0] if found and all(map(is_sound, self._chunks(source))) else ""
 
     def sources(self) -> list[str]:
         """The names of all documents, sorted."""
@@ -194,7 +189,7 @@ class DocumentIndex:
             columns = "source, ordinal, text, vector, metadata, checksum"
             sql = f"INSERT INTO chunks ({columns}) VALUES (?, ?, ?, ?, ?, ?)"
             connection.executemany(sql, rows)
-            self._version = -1
+            self._search.forget()
             return self._written_off(connection, before)
 
     def delete(self, source: str) -> list[str]:
@@ -202,7 +197,7 @@ class DocumentIndex:
         with self._database.transaction() as connection:
             before = self._texts(source)
             connection.execute("DELETE FROM documents WHERE source = ?", (source,))
-            self._version = -1
+            self._search.forget()
             return self._written_off(connection, before)
 
     def _written_off(self, connection: sqlite3.Connection, texts: Iterable[str]) -> list[str]:
@@ -253,112 +248,14 @@ class DocumentIndex:
         (counts,) = self._database.read(lambda documents, chunks: (documents, chunks), query)
         return counts
 
-    def fields(self) -> set[str]:
-        """The names of the metadata that chunks have."""
-        readable = "CASE WHEN json_valid(metadata) THEN metadata ELSE '{}' END"
-        query = f"SELECT DISTINCT key FROM chunks, json_each({readable})"
-        return set(self._database.read(str, query))
-
     def search(self, vector: NDArray[np.float32], k: int, where: Where | None = None) -> list[Hit]:
-        """The k chunks nearest to a vector, best first, each text once.
-
-        Args:
-            vector: (dim,) float32 of unit length.
-            where: which chunks may be among them, see `filters.judge`; None for all.
-
-        Raises:
-            ConfigError: a filter by what no chunk has.
-        """
-        with self._lock:
-            index = self._index()
-        if index is None:
-            return []
-        total, options, fits = index.ntotal, {}, None
-        if isinstance(where, Mapping):
-            ids = self._fitting(where)
-            total, options = len(ids), _only(ids)
-        elif where is not None:
-            fits = where
-        hits: dict[str, Hit] = {}
-        seen = 0
-        while seen < total and len(hits) < k:
-            reach = min(total, max(2 * seen, 2 * k))
-            scores, ids = index.search(vector[None].astype(np.float32), reach, **options)
-            for hit in self._hits(ids[0][seen:].tolist(), scores[0][seen:].tolist()):
-                if fits is None or fits(hit):
-                    hits.setdefault(hit.text, hit)
-            seen = reach
-        return list(hits.values())[:k]
-
-    def _fitting(self, where: Mapping[str, object]) -> list[int]:
-        """The ids of the chunks that a filter lets through."""
-        known = self.fields() if set(where) - set(FIELDS) else set()
-        fits = judge(where, known)
-        query = f"SELECT c.id, c.source, d.title, c.ordinal, c.metadata {_CHUNKS}"
-
-        def chunk(row: int, source: str, title: str, ordinal: int, metadata: str) -> int:
-            hit = Hit("", source, title, ordinal, 0.0, _known(metadata))
-            return row if fits(hit) else -1
-
-        return [row for row in self._database.read(chunk, query) if row >= 0]
-
-    def _hits(self, ids: list[int], scores: list[float]) -> Iterator[Hit]:
-        """The chunks that have these ids, but for those that are gone or damaged."""
-        query = f"SELECT {_SIGNED}, c.checksum, c.source {_CHUNKS} WHERE c.id IN "
-        rows: list[Row] = []
-        for begin in range(0, len(ids), _MOST_NAMED):
-            named = ids[begin : begin + _MOST_NAMED]
-            rows += self._database.rows(f"{query}({','.join('?' * len(named))})", *named)
-        sources = {row[0]: str(row[-1]) for row in rows}
-        by_id = {row[0]: row for row in sound(self._database, (row[:-1] for row in rows))}
-        for chunk, score in zip(ids, scores, strict=True):
-            if chunk in by_id:  # else deleted by another process since, or damaged
-                _, title, ordinal, text, _, known, _ = by_id[chunk]
-                place = int(str(ordinal))
-                yield Hit(str(text), sources[chunk], str(title), place, score, _known(known))
-
-    def _index(self) -> Any:
-        """FAISS over all vectors, built anew if the file has changed; None without vectors."""
-        import faiss
-
-        version = self._database.version()
-        if version == self._version:
-            return self._faiss
-        # Vectors that are not as long as most others are damaged.
-        rows = self._database.rows(
-            "SELECT id, vector FROM chunks WHERE length(vector) = (SELECT length(vector)"
-            " FROM chunks GROUP BY 1 ORDER BY count(*) DESC LIMIT 1) AND typeof(vector) = 'blob'"
-            " AND length(vector) % 4 = 0"
-        )
-        self._faiss = None
-        if rows:
-            vectors = np.stack([np.frombuffer(data, np.float32) for _, data in rows])  # type: ignore[call-overload]
-            self._faiss = faiss.IndexIDMap2(faiss.IndexFlatIP(vectors.shape[1]))
-            self._faiss.add_with_ids(vectors, np.array([row for row, _ in rows], np.int64))
-        self._version = version
-        return self._faiss
+        """See `Search.nearest`."""
+        return self._search.nearest(vector, k, where)
 
     def _chunks(self, source: str) -> list[Row]:
-        query = f"SELECT {_SIGNED}, c.checksum {_CHUNKS} WHERE c.source = ? ORDER BY c.ordinal"
+        query = f"SELECT {SIGNED}, c.checksum {CHUNKS} WHERE c.source = ? ORDER BY c.ordinal"
         return self._database.rows(query, source)
 
     def _texts(self, source: str) -> list[str]:
         query = "SELECT text FROM chunks WHERE source = ? ORDER BY ordinal"
         return self._database.read(str, query, source)
-
-
-def _known(metadata: object) -> Metadata:
-    """Metadata as it is kept, in JSON; empty if it was damaged."""
-    try:
-        known = json.loads(str(metadata))
-    except ValueError:
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
-def _only(ids: Sequence[int]) -> dict[str, Any]:
-    """Arguments that have FAISS search among these chunks only."""
-    import faiss
-
-    chosen = faiss.IDSelectorBatch(np.array(ids, np.int64))
-    return {"params": faiss.SearchParameters(sel=chosen)}  # type: ignore[call-arg]

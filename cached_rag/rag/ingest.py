@@ -5,34 +5,20 @@ Each step keeps what is there already, so an interrupted run goes on where it st
 
 from __future__ import annotations
 
-import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
-
-from cached_rag.backends.tokenizer import Rendered
-from cached_rag.engine.engine import Engine
 from cached_rag.errors import DocumentError
-from cached_rag.kv.fingerprint import digest
-from cached_rag.library.context import Context
 from cached_rag.rag.document import Document
-from cached_rag.rag.embedding import Embeddings
 from cached_rag.rag.index import DocumentIndex
-from cached_rag.rag.progress import Say, prefilling, reading
+from cached_rag.rag.preparing import Encoded, Preparation, content, groups
+from cached_rag.rag.progress import Say, prefilling, preparing, reading
 from cached_rag.rag.readers import load_document, look_at
 from cached_rag.rag.roots import absolute, is_below, join
-from cached_rag.rag.splitting import Splitter
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-# Documents are encoded together until their chunks fill a few batches.
-_GROUP_CHUNKS = 32
-# Chunks embedded at a time; the bar moves after each batch.
-EMBED_CHUNKS = 128
+from cached_rag.rag.workers import IngestTask, Prepare, PreparedDocument
 
 
 @dataclass(frozen=True)
@@ -48,6 +34,8 @@ class IngestSummary:
         deleted: number of documents that were deleted.
         skipped: (path, reason) of each file that could not be read.
         passed_over: (suffix, count) of files without a reader, most frequent first.
+        unsent: number of KVs that could not be sent to the remote store; ingesting the same again
+            sends them.
     """
 
     added: int
@@ -59,6 +47,7 @@ class IngestSummary:
     deleted: int = 0
     skipped: tuple[tuple[str, str], ...] = ()
     passed_over: tuple[tuple[str, int], ...] = ()
+    unsent: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,33 +56,40 @@ class Ingestion:
 
     Attributes:
         settings: the index's, if it has none yet.
-        head, contexts: chunks are encoded behind the head and, in turn, each of the contexts.
         forget: given texts that no document has any more, deletes their KV.
     """
 
     index: DocumentIndex
-    engine: Engine
-    embedder: Embeddings
-    splitter: Splitter
+    preparation: Preparation
     settings: Mapping[str, str]
-    head: Rendered
-    contexts: tuple[Context | None, ...]
     forget: Callable[[Sequence[str]], object]
 
     def run(
-        self, path: Path, *, name: str | None, delete_missing: bool, progress: bool
+        self,
+        path: Path,
+        *,
+        name: str | None,
+        delete_missing: bool,
+        progress: bool,
+        prepare: Prepare | None = None,
     ) -> IngestSummary:
-        """Read, index, delete, encode; see `CachedRAG.ingest`."""
+        """Read, index, delete, encode; see `CachedRAG.ingest`.
+
+        Args:
+            prepare: has workers read and encode; None for this process.
+        """
         path = absolute(path)
         found = look_at(path)
         base = self._called(path, found.files, name)
         files = {join(base, file.relative_to(path)): file for file in found.files}
-        added, skipped, texts = self._read(files, progress)
-        deleted = self._delete_missing(base, files) if delete_missing else 0
-        summary = self._encode(added, texts, progress)
-        return replace(
-            summary, deleted=deleted, skipped=tuple(skipped), passed_over=found.passed_over
-        )
+        if prepare is None:
+            added, skipped, texts = self._read(files, progress)
+            deleted = self._delete_missing(base, files) if delete_missing else 0
+            summary = replace(self._encode(added, texts, progress), skipped=tuple(skipped))
+        else:
+            summary = self._gather(files, prepare, progress)
+            deleted = self._delete_missing(base, files) if delete_missing else 0
+        return replace(summary, deleted=deleted, passed_over=found.passed_over)
 
     def add(self, documents: Sequence[Document], *, progress: bool) -> IngestSummary:
         """Index and encode documents that are in memory."""
@@ -116,8 +112,49 @@ class Ingestion:
                     continue
                 say("counting tokens", 1.0)
                 texts[source] = self.index.texts(source)
-                self.engine.register(texts[source])  # counts their tokens
+                self.preparation.engine.register(texts[source])  # counts their tokens
         return added, skipped, texts
+
+    def _gather(self, files: Mapping[str, Path], prepare: Prepare, progress: bool) -> IngestSummary:
+        """Index what workers prepare, batch by batch.
+
+        The KV is in the store by then. So encoding finds it, and makes it known to this process's
+        catalog; what was lost on the way is computed here.
+        """
+        started = time.perf_counter()
+        tasks = [IngestTask(s, str(file), self.index.digest(s)) for s, file in files.items()]
+        added, unchanged, encoded, tokens, unsent, skipped = 0, 0, 0, 0, 0, []
+        with preparing(len(tasks), is_shown=progress) as bar:
+            for batch in prepare(tasks):
+                skipped += [(str(files[d.source]), d.skipped) for d in batch.documents if d.skipped]
+                read = [document for document in batch.documents if not document.skipped]
+                new = sum(map(self._take, read))
+                added, unchanged = added + new, unchanged + len(read) - new
+                texts = {document.source: self.index.texts(document.source) for document in read}
+                done = sum((self._finish(*part) for part in _parts(texts)), Encoded())
+                encoded += batch.encoded + done.encoded
+                tokens += batch.tokens + done.tokens
+                unsent += done.unsent
+                bar.update(len(batch.documents))
+                bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tokens/s")
+        return IngestSummary(
+            added=added,
+            unchanged=unchanged,
+            chunks=self.index.count()[1],
+            encoded=encoded,
+            tokens=tokens,
+            seconds=time.perf_counter() - started,
+            skipped=tuple(skipped),
+            unsent=unsent,
+        )
+
+    def _take(self, made: PreparedDocument) -> bool:
+        """Index what a worker made of a document; says whether the index had to change."""
+        if made.vectors is None:
+            return False
+        old = self.index.replace(made.source, made.digest, made.chunks, made.vectors, self.settings)
+        self.forget(old)
+        return True
 
     def _called(self, path: Path, files: Sequence[Path], name: str | None) -> str:
         """The source of an absolute path in the index."""
@@ -130,28 +167,20 @@ class Ingestion:
 
     def _is_unchanged(self, source: str, file: Path) -> bool:
         try:
-            return self.index.holds(source, _content(load_document(file)))
+            return self.index.holds(source, content(load_document(file)))
         except DocumentError:
             return False
 
     def _update(self, source: str, document: Document, say: Say) -> bool:
         """Index a document, unless it is indexed as it is; says whether it had to."""
-        content = _content(document)
-        if self.index.holds(source, content):
+        digest = content(document)
+        if self.index.holds(source, digest):
             return False
         say("splitting", 0.0)
-        chunks = self.splitter.split(document)
-        vectors = self._embedded([chunk.text for chunk in chunks], say)
-        self.forget(self.index.replace(source, content, chunks, vectors, self.settings))
+        chunks = self.preparation.splitter.split(document)
+        vectors = self.preparation.embedded([chunk.text for chunk in chunks], say)
+        self.forget(self.index.replace(source, digest, chunks, vectors, self.settings))
         return True
-
-    def _embedded(self, texts: Sequence[str], say: Say) -> NDArray[np.float32]:
-        """(len(texts), dim) float32; part by part, so that the bar moves in long documents."""
-        parts = []
-        for begin in range(0, max(1, len(texts)), EMBED_CHUNKS):
-            say(f"embedding {len(texts)} chunks", begin / max(1, len(texts)))
-            parts.append(self.embedder.embed(texts[begin : begin + EMBED_CHUNKS]))
-        return np.concatenate(parts)
 
     def _delete_missing(self, base: str, present: Iterable[str]) -> int:
         gone = {source for source in self.index.sources() if is_below(source, base)}
@@ -167,49 +196,39 @@ class Ingestion:
             added: how many of the documents were new or had changed.
             texts: all chunks of each document, by its source.
         """
-        groups = [
-            (group, [t for source in group for t in texts[source]]) for group in _groups(texts)
-        ]
-        sizes = [self.engine.register(chunks) for _, chunks in groups]
-        encoded, tokens, seconds, done = 0, 0, 0.0, 0
-        with prefilling(sum(sizes) * len(self.contexts), is_shown=progress) as bar:
-            for (group, chunks), size in zip(groups, sizes, strict=True):
-                for context in self.contexts:
-                    summary = self.engine.encode(
-                        chunks, self.head, context=context, token_progress=bar.update
-                    )
-                    tokens += summary.tokens
-                    seconds += summary.seconds if summary.encoded else 0.0
-                    done += size
-                    bar.update(done - bar.n)  # chunks that had KV already
-                self.forget(self.index.orphans(chunks))  # chunks that others deleted meanwhile
-                for source in group:
-                    self.index.mark_encoded(source)
-                encoded += summary.encoded
+        parts = list(_parts(texts))
+        passes = len(self.preparation.contexts)
+        sizes = [passes * self.preparation.engine.register(chunks) for _, chunks in parts]
+        done = Encoded()
+        with prefilling(sum(sizes), is_shown=progress) as bar:
+            for (group, chunks), due in zip(parts, accumulate(sizes), strict=True):
+                done += self._finish(group, chunks, bar.update)
+                bar.update(due - bar.n)  # chunks that had KV already
         return IngestSummary(
             added=added,
             unchanged=len(texts) - added,
             chunks=self.index.count()[1],
-            encoded=encoded,
-            tokens=tokens,
-            seconds=seconds,
+            encoded=done.encoded,
+            tokens=done.tokens,
+            seconds=done.seconds,
+            unsent=done.unsent,
         )
 
+    def _finish(
+        self,
+        group: Sequence[str],
+        chunks: Sequence[str],
+        tokens_done: Callable[[int], object] = lambda _: None,
+    ) -> Encoded:
+        """Encode the chunks of some documents, and mark these as encoded."""
+        done = self.preparation.encode(chunks, tokens_done)
+        self.forget(self.index.orphans(chunks))  # chunks that others deleted meanwhile
+        for source in group:
+            self.index.mark_encoded(source)
+        return done
 
-def _content(document: Document) -> str:
-    known = [json.dumps(document.parts)] if document.parts else []
-    return digest(document.title, document.text, *known)
 
-
-def _groups(texts: dict[str, list[str]]) -> Iterator[list[str]]:
-    """Sources in groups, each with chunks enough for a few batches."""
-    group: list[str] = []
-    size = 0
-    for source, chunks in texts.items():
-        group.append(source)
-        size += len(chunks)
-        if size >= _GROUP_CHUNKS:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+def _parts(texts: Mapping[str, Sequence[str]]) -> Iterator[tuple[list[str], list[str]]]:
+    """Documents in groups that are encoded together, each with all their chunks."""
+    for group in groups(texts):
+        yield group, [text for source in group for text in texts[source]]

@@ -54,6 +54,11 @@ def prefilling(tokens: int, *, is_shown: bool) -> tqdm[Any]:
     return _bar(tokens, "prefilling", "token", is_shown=is_shown)
 
 
+def preparing(documents: int, *, is_shown: bool) -> tqdm[Any]:
+    """A bar in documents, with the rate and the time left."""
+    return _bar(documents, "preparing", "document", is_shown=is_shown)
+
+
 @contextmanager
 def encode_progress(progress: Progress) -> Iterator[dict[str, Callable[[int], object]]]:
     """The arguments of `Engine.encode` by which it shows how far it is.

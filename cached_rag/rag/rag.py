@@ -6,8 +6,10 @@ Says what happens in which order; each step is somebody else's. Imports no frame
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ from typing import Any
 from cached_rag.backends.tokenizer import Message
 from cached_rag.config import BatchConfig, GenerationConfig, KeepsRepaired, Learns, StoreConfig
 from cached_rag.engine.engine import Engine
-from cached_rag.errors import DocumentError, IndexMismatchError, needs_extra
+from cached_rag.errors import DocumentError, IndexMismatchError, StoreError, needs_extra
 from cached_rag.kv.store.holdings import forget
+from cached_rag.kv.store.remote import open_remote
 from cached_rag.library.context import Context
 from cached_rag.rag.answer import Answer, AnswerStream, conversation
 from cached_rag.rag.asking import Asking
@@ -27,13 +30,15 @@ from cached_rag.rag.filters import Where, described
 from cached_rag.rag.hit import Hit
 from cached_rag.rag.index import DocumentIndex, IndexedDocument
 from cached_rag.rag.ingest import Ingestion, IngestSummary
+from cached_rag.rag.preparing import Preparation
 from cached_rag.rag.prompts import Prompts, searched
 from cached_rag.rag.retrieval import Reranker, Wanted, find
 from cached_rag.rag.roots import absolute
 from cached_rag.rag.settings import DEFAULTS, asked_for, contexts
-from cached_rag.rag.splitting import Splitter
 from cached_rag.rag.watch import watch
+from cached_rag.rag.workers import IngestWorkers, Prepare, helped
 
+_log = logging.getLogger(__name__)
 # What `[rag]` brings, for the index, embeddings and readers.
 _MODULES = (
     *("faiss", "sentence_transformers", "charset_normalizer", "docutils", "inscriptis"),
@@ -75,13 +80,14 @@ class CachedRAG:
         self._asked, self._store, self._engine_options = settings, store, engine_options
         self._engine, self._embedder = engine, embedder
         self._reranker, self._candidates = reranker, candidates
+        self._remote = open_remote(store)
         self._loading = threading.Lock()  # several threads may be the first to ask
         try:
             self._agree()
         except IndexMismatchError:
             self.index.close()
             raise
-        self._forget(self.index.unneeded())  # deletions that a killed process did not finish
+        self._forget_later(self.index.unneeded())  # deletions that nobody finished
 
     @classmethod
     @needs_extra("rag", "an index of documents", *_MODULES)
@@ -97,9 +103,12 @@ class CachedRAG:
         system: str | None = None,
         memory_bytes: int = 2 << 30,
         disk_bytes: int | None = None,
+        remote: str | None = None,
+        remote_key: str | None = None,
         sequence_bytes: int | None = None,
         keeps_repaired: KeepsRepaired = "conversation",
         learn: Learns = "off",
+        audit_rate: float = 0.0,
         finish_seconds: float = 30.0,
         engine: Engine | None = None,
         batch: BatchConfig | None = None,
@@ -131,9 +140,11 @@ class CachedRAG:
                 disk; see docs/quality.md.
             system: the system prompt that questions are asked under.
             memory_bytes, disk_bytes: most bytes of KV in memory and on disk.
+            remote, remote_key: a store that several machines share; see `StoreConfig`.
             sequence_bytes, keeps_repaired: KV of finished prompts that is kept for prompts that
                 begin alike, above all a conversation's next turn; see `StoreConfig`.
             learn: "recurring" for texts in prompts that are not the index's; see `StoreConfig`.
+            audit_rate: share of the answers that are compared with full prefill; see `StoreConfig`.
             finish_seconds: how long `close` may go on encoding what waits, see `StoreConfig`.
             engine: one that exists already, instead of loading `model`; it keeps its own store.
             batch: bounds on answers made at the same time.
@@ -161,13 +172,16 @@ class CachedRAG:
         )
         root = Path(path).expanduser()
         store = StoreConfig(
-            str(root / "kv"),
-            codec or "raw",
-            memory_bytes,
-            disk_bytes,
+            path=str(root / "kv"),
+            codec=codec or "raw",
+            memory_bytes=memory_bytes,
+            disk_bytes=disk_bytes,
+            remote=remote,
+            remote_key=remote_key,
             sequence_bytes=sequence_bytes,
             keeps_repaired=keeps_repaired,
             learn=learn,
+            audit_rate=audit_rate,
             finish_seconds=finish_seconds,
         )
         options: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
@@ -216,6 +230,8 @@ class CachedRAG:
         self.index.close()
         if self._engine is not None:
             self._engine.close()
+        if self._remote is not None:
+            self._remote.close(0)
 
     def __enter__(self) -> CachedRAG:
         return self
@@ -259,6 +275,7 @@ class CachedRAG:
         *,
         name: str | None = None,
         delete_missing: bool = False,
+        ray: str | IngestWorkers | None = None,
         progress: bool = True,
     ) -> IngestSummary:
         """Bring a file, or all files below a folder, into the index, and prefill their chunks.
@@ -274,6 +291,8 @@ class CachedRAG:
             name: what to call the folder or file, instead of its own name. Documents that had
                 this name before are replaced, wherever they came from.
             delete_missing: delete documents that were ingested from below `path` and are gone.
+            ray: have the work done on a Ray cluster (extra `ray`, docs/scale.md): its address,
+                "local" for processes of this machine, or a `ray_cached_rag.RayConfig`.
             progress: show bars on the terminal.
 
         Raises:
@@ -282,10 +301,23 @@ class CachedRAG:
                 one. Unreadable files are no error: `IngestSummary.skipped` names them.
             IndexMismatchError: another process made the index with other settings meanwhile.
             StoreFullError: the disk is full; what was ingested before is kept.
+            ClusterError: the cluster cannot be reached, or its workers failed.
+            ConfigError: workers cannot do it by the settings of this index.
+            MissingPackageError: Ray is not installed.
         """
-        return self._ingestion().run(
-            Path(path), name=name, delete_missing=delete_missing, progress=progress
-        )
+        ingestion, place = self._ingestion(), absolute(path)
+        hired: AbstractContextManager[Prepare | None] = nullcontext()
+        if ray is not None:
+            own = (ingestion.preparation, self.settings, self._engine_options)
+            hired = helped(ray, *own, folder=self.path, documents=place)
+        with hired as prepare:
+            return ingestion.run(
+                place,
+                name=name,
+                delete_missing=delete_missing,
+                progress=progress,
+                prepare=prepare,
+            )
 
     def watch(
         self, path: str | Path, *, progress: bool = False, stop: threading.Event | None = None
@@ -311,16 +343,8 @@ class CachedRAG:
 
     def _ingestion(self) -> Ingestion:
         self._agree()
-        return Ingestion(
-            self.index,
-            self.engine,
-            self.embedder,
-            Splitter(self._count_tokens, int(self.settings["chunk_tokens"])),
-            self.settings,
-            self._prompts.head(),
-            self._contexts(),
-            self._forget,
-        )
+        preparation = Preparation.of(self.engine, self.embedder, self.settings, self._contexts())
+        return Ingestion(self.index, preparation, self.settings, self._forget_later)
 
     def documents(self) -> list[IndexedDocument]:
         """All documents of the index, by source."""
@@ -339,17 +363,23 @@ class CachedRAG:
         chunks = len(self.index.texts(found))
         return Deletion(found, chunks, self._forget(self.index.delete(found)))
 
+    def _forget_later(self, texts: Sequence[str]) -> None:
+        """As `_forget`; what the remote store does not delete now, the next `open` does."""
+        try:
+            self._forget(texts)
+        except StoreError as error:
+            if self._remote is None:
+                raise
+            _log.warning("%s", error)
+
     def _forget(self, texts: Sequence[str]) -> int:
         """Delete the KV of texts, by whatever model and in whatever codec; says how many went."""
         if not texts:
             return 0
         gone = 0 if self._engine is None else self._engine.forget(texts)
-        gone += forget(self.path / "kv", self.settings["codec"], texts)
+        gone += forget(self.path / "kv", self.settings["codec"], texts, self._remote)
         self.index.forgotten(texts)
         return gone
-
-    def _count_tokens(self, text: str) -> int:
-        return len(self.engine.tokenization.literal(text))
 
     # Questions -------------------------------------------------------------------------------
 
@@ -451,7 +481,7 @@ class CachedRAG:
             self.embedder,
             self._prompts,
             self._contexts,
-            self._forget,
+            self._forget_later,
             self._reranker,
             self._candidates,
         )

@@ -33,18 +33,26 @@ def asked_for(**values: object) -> dict[str, str]:
     return asked
 
 
-def contexts(text: str, index: DocumentIndex, embedder: Embeddings) -> tuple[Context | None, ...]:
+def contexts(
+    text: str, index: DocumentIndex | None = None, embedder: Embeddings | None = None
+) -> tuple[Context | None, ...]:
     """What chunks are encoded behind, besides the prompt's head, one pass for each.
 
     Args:
         text: the setting; None among the results stands for nothing.
+        index, embedder: to find neighbours; None in a worker, which has no index.
 
     Raises:
-        ConfigError: a context that does not exist.
+        ConfigError: a context that does not exist, or one that needs an index, without one.
     """
     kind, count = _parsed(text)
     if kind != "neighbours":
         return {"none": (None,), "primer": (PRIMER,), "both": (None, PRIMER)}[kind]
+    if index is None or embedder is None:
+        raise ConfigError(
+            f"context {text!r} needs the whole index for each chunk, and the workers of a cluster "
+            'have none of it; make the index with context="primer", or ingest without workers'
+        )
 
     def nearest(text: str) -> list[str]:
         hits = index.search(embedder.embed([text])[0], count + 1)

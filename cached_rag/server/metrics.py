@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -53,6 +54,13 @@ class Metrics:
         ):
             gauge = Gauge(f"cached_rag_{name}", what, registry=registry)
             gauge.set_function(value)
+        self._audits, labels = engine.audits, ["method", "figure"]
+        self._audit = Gauge(
+            "cached_rag_audit",
+            "The last audits: number, mean divergence from full prefill (nats), agreement.",
+            labels,
+            registry=registry,
+        )
 
     def responded(self, path: str, status: int) -> None:
         """Count a response, when it begins."""
@@ -73,11 +81,17 @@ class Metrics:
         self._modules.labels("hit").inc(report.modules_hit)
         self._modules.labels("missed").inc(report.modules_missed)
         if report.output_tokens:
-            # Without the options that clients may give: each text would make another label.
-            name = re.split(r"[:+]", report.method)[0]
-            self._first.labels(name).observe(report.ttft_ms / 1000)
+            self._first.labels(_root(report.method)).observe(report.ttft_ms / 1000)
             self._whole.observe(report.total_ms / 1000)
 
     def text(self) -> bytes:
         """All counts in Prometheus' format."""
+        for method, found in self._audits.found().items():
+            for figure, value in dataclasses.asdict(found).items():
+                self._audit.labels(_root(method), figure).set(value)
         return generate_latest(self._registry)
+
+
+def _root(method: str) -> str:
+    """A method without the options that clients may give: each text would make another label."""
+    return re.split(r"[:+(]", method)[0]

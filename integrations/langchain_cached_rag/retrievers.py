@@ -14,9 +14,9 @@ from langchain_core.prompts import BasePromptTemplate
 from langchain_core.retrievers import BaseRetriever, RetrieverLike
 from pydantic import BeforeValidator, ConfigDict, InstanceOf
 
-from cached_rag import Progress
+from cached_rag import Encode, Learner, Progress
 from langchain_cached_rag.origins import Origins
-from langchain_cached_rag.settings import Encode, EngineSettings
+from langchain_cached_rag.settings import EngineSettings
 from langchain_cached_rag.unwrap import unwrapped
 
 
@@ -42,7 +42,8 @@ class CachedRetriever(BaseRetriever):
     """What happens to documents that have no KV: "eager" prefills them before they are returned,
     "background" after the first answer that used them, "off" leaves them alone."""
     prompt: InstanceOf[BasePromptTemplate[Any]] | None = None
-    """The chain's prompt, for "eager": see `EngineSettings.encode`."""
+    """The chain's prompt, for "eager": see `EngineSettings.encode`. Documents that a model inside
+    reads are encoded without it, as that model has a prompt of its own."""
     variable: str = "context"
     """The prompt's variable that the documents go to."""
     k: int | None = None
@@ -78,14 +79,17 @@ class CachedRetriever(BaseRetriever):
         self, run_manager: CallbackManagerForRetrieverRun | AsyncCallbackManagerForRetrieverRun
     ) -> tuple[Any, Origins]:
         """A configuration for the retriever inside, and what hears where its documents are from."""
-        origins = Origins(lambda texts: self.llm.learn(texts, self.encode, progress=self.progress))
+        # The models inside do not read them in the chain's prompt.
+        origins = Origins(self._learner().learn)
         inside = run_manager.get_child()
         inside.add_handler(origins)
         return {"callbacks": inside}, origins
 
     def _know(self, documents: list[Document], origins: Origins) -> None:
         texts, sources = origins.sort_out([document.page_content for document in documents])
-        options: Any = {"prompt": self.prompt, "variable": self.variable}
-        self.llm.learn(texts, self.encode, progress=self.progress, **options)
+        self._learner(prompt=self.prompt, variable=self.variable).learn(texts)
         self.llm.prefetch(sources, in_parts=True)
         self.llm.prefetch(texts)
+
+    def _learner(self, **options: Any) -> Learner:
+        return Learner(self.llm, self.encode, {"progress": self.progress, **options})

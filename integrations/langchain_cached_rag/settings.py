@@ -8,10 +8,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any
 
 from langchain_core.prompts import BasePromptTemplate
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
 
 from cached_rag import (
     DEFAULT_MODEL,
@@ -23,14 +31,10 @@ from cached_rag import (
     Progress,
     StoreConfig,
     encode_progress,
-    encode_what_fits,
     template_head,
 )
 from langchain_cached_rag.messages import Prompt, filled
 
-# What happens to texts that have no KV: they are prefilled now, after the first answer that used
-# them, or by others.
-Encode = Literal["eager", "background", "off"]
 # Settings that a model is loaded by, those that its store has, too; and settings of hosted models
 # that applications pass to any model: a local one has no use for them.
 _LOADING = (
@@ -57,6 +61,10 @@ class EngineSettings(BaseModel):
     """Alias, hub id, folder or GGUF file."""
     store: str | None = None
     """Folder for KV; None keeps it in memory."""
+    remote: str | None = Field(default=None, repr=False)
+    """A KV store that several machines share, such as "redis://host:6379/0"; see `StoreConfig`."""
+    remote_key: SecretStr | None = None
+    """Signs what is sent there."""
     sequence_bytes: int | None = Field(default=None, ge=0)
     """Most bytes of KV of finished prompts, which the next turns of their chats begin with; 0 keeps
     none, None takes a quarter of what chunks may have in memory (`cached_rag.StoreConfig`)."""
@@ -153,7 +161,8 @@ class EngineSettings(BaseModel):
         """Models with the same key have the same engine."""
         if self.engine is not None:
             return (id(self.engine),)
-        return (self.model_name, self.sequence_bytes, *(str(getattr(self, n)) for n in _OWN))
+        far = (self.remote, self.remote_key)  # a SecretStr as text would be any other
+        return (self.model_name, self.sequence_bytes, *far, *(str(getattr(self, n)) for n in _OWN))
 
     @property
     def _model(self) -> str:
@@ -187,7 +196,11 @@ class EngineSettings(BaseModel):
     def _shared(self, model: str) -> Engine:
         if model not in self._engines:  # held, for the process forgets what nobody holds
             store = StoreConfig(
-                path=self.store, namespace=self.namespace, sequence_bytes=self.sequence_bytes
+                path=self.store,
+                remote=self.remote,
+                remote_key=self.remote_key.get_secret_value() if self.remote_key else None,
+                namespace=self.namespace,
+                sequence_bytes=self.sequence_bytes,
             )
             options: Any = {name: getattr(self, name) for name in _LOADING}
             self._engines[model] = Engine.shared(model, store=store, **options)
@@ -241,13 +254,6 @@ class EngineSettings(BaseModel):
             )
         with encode_progress(progress) as shown:
             return engine.encode(list(texts), head, context=PRIMER, **shown)
-
-    def learn(self, texts: Sequence[str], encode: Encode, **options: Any) -> None:
-        """Encode texts now, or after the first answer that used them, or not at all."""
-        if encode == "eager":
-            encode_what_fits(lambda part: self.encode(part, **options), texts)
-        elif encode == "background":
-            self.register(texts)
 
     def register(self, texts: Iterable[str]) -> None:
         """Know texts as chunks: those that prompts contain are encoded after the answers."""

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
@@ -16,8 +16,8 @@ from langchain_core.prompts import BasePromptTemplate
 from langchain_core.runnables import Runnable
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
-from cached_rag import ConfigError, Ledger, Progress
-from langchain_cached_rag.settings import Encode, EngineSettings
+from cached_rag import ConfigError, Encode, Learner, Ledger, Progress
+from langchain_cached_rag.settings import EngineSettings
 from langchain_cached_rag.unwrap import unwrapped
 
 _log = logging.getLogger(__name__)
@@ -90,11 +90,10 @@ class CachedRAGVectorStore(VectorStore):
             raise ConfigError(
                 f"a {kind} is no vector store; give one, such as InMemoryVectorStore(embeddings)"
             )
-        if encode not in get_args(Encode):
-            raise ConfigError(f"encode is one of {get_args(Encode)}, not {encode!r}")
         self.vector_store = vector_store
-        self._llm, self._encode = unwrapped(llm), encode
-        self._options: Any = {"prompt": prompt, "variable": variable, "progress": progress}
+        self._llm = unwrapped(llm)
+        options = {"prompt": prompt, "variable": variable, "progress": progress}
+        self._learner = Learner(self._llm, encode, options)
         self._ledger = Ledger(ledger)
 
     @property
@@ -186,7 +185,7 @@ class CachedRAGVectorStore(VectorStore):
 
     def _learn(self, ids: list[str], texts: list[str], before: list[str]) -> None:
         self._write((self._held(before) or {}) | dict(zip(ids, texts, strict=True)))
-        self._llm.learn(texts, self._encode, **self._options)
+        self._learner.learn(texts)
 
     def _drop(self, ids: list[str] | None, before: list[str]) -> None:
         held = self._held(before)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 PAGE = ROOT / "docs" / "features.md"
 Says = Callable[[type], bool]
 
@@ -25,7 +26,7 @@ class Feature:
 
     Attributes:
         name: what it is.
-        test: shows that ours has it; "" if it has not.
+        test: shows that ours has it, by its path from this folder; "" if it has not.
         asks: whether another class has it.
         needs_endpoint: ChatHuggingFace passes it to an endpoint, and not to a model of one's own
             (its `_to_chat_prompt`, and what `HuggingFacePipeline._generate` takes).
@@ -63,6 +64,8 @@ def nobody(_: type) -> bool:
     return False
 
 
+THINKING = "whether and how hard a model thinks (ours: `chat_template_kwargs`)"
+THINKS = "../test_variants.py::test_the_frameworks_have_them_all"
 CHAT, TOOLS, CHAINS = (f"test_langchain_{name}.py" for name in ("chat", "tools", "chains"))
 LANGCHAIN = (
     Feature("streams", f"{CHAT}::test_all_ways_of_asking_give_the_same_text", own("_stream")),
@@ -96,7 +99,7 @@ LANGCHAIN = (
         setting("seed"),
         needs_endpoint=True,
     ),
-    Feature("how hard a model thinks", "", setting("reasoning")),
+    Feature(THINKING, THINKS, setting("reasoning")),
     Feature(
         "prompt tokens from cache in `usage_metadata`",
         f"{CHAINS}::test_a_chain_by_hand",
@@ -126,7 +129,7 @@ LLAMA_INDEX = (
         f"{CALLS}::test_structured_answers_are_objects",
         own("structured_predict"),
     ),
-    Feature("how hard a model thinks", "", setting("thinking")),
+    Feature(THINKING, THINKS, setting("thinking")),
     Feature(
         "prompt tokens from cache in each answer",
         f"{LLM}::test_usage_and_report_come_with_every_answer",
@@ -158,8 +161,8 @@ def _table(features: tuple[Feature, ...], ours: str, others: tuple[type, ...]) -
     names = [ours, *(kind.__name__ for kind in others)]
     lines = ["| | " + " | ".join(f"`{name}`" for name in names) + " |", "|---|---|---|---|"]
     for feature in features:
-        file = feature.test.partition("::")[0]
-        mine = f"[yes](../tests/integrations/{file})" if feature.test else "no"
+        file = (HERE / feature.test.partition("::")[0]).resolve()
+        mine = f"[yes](../{file.relative_to(ROOT).as_posix()})" if feature.test else "no"
         theirs = [_said(feature, kind) for kind in others]
         lines.append(f"| {' | '.join((feature.name, mine, *theirs))} |")
     return "\n".join(lines)
@@ -176,7 +179,7 @@ def _said(feature: Feature, kind: type) -> str:
 def test_each_yes_of_ours_is_a_test(feature):
     file, _, name = feature.test.partition("::")
     if file:
-        tree = ast.parse((Path(__file__).parent / file).read_text())
+        tree = ast.parse((HERE / file).read_text())
         assert name in {one.name for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)}
 
 

@@ -6,10 +6,13 @@ A language model that rewrites what was found makes no chunks; what it read beco
 from __future__ import annotations
 
 import asyncio
+import threading
+from uuid import uuid4
 
 import pytest
 from conftest import CHUNKS
 from langchain_cached_rag import CachedRetriever, CacheReportHandler, ChatCachedRAG
+from langchain_cached_rag.origins import Origins
 from langchain_classic.retrievers import (
     ContextualCompressionRetriever,
     EnsembleRetriever,
@@ -255,6 +258,49 @@ def test_what_a_model_looked_for_is_a_chunk(llm):
 
     ask(llm, cached(llm, RunnableLambda(search)), "What turned green?")
     assert chunks(llm) == {len(CHUNKS[0])}
+
+
+def test_models_that_read_one_text_at_once_wait_until_it_is_learned_once():
+    learned, seen, begun, go_on = [], [], threading.Event(), threading.Event()
+
+    def learn(texts):
+        begun.set()
+        assert go_on.wait(60)
+        learned.append(texts)
+
+    def read():
+        origins.on_llm_start({}, [f"Shorten: {CHUNKS[0]}"])
+        seen.append(list(learned))
+
+    origins = Origins(learn)
+    origins.on_retriever_end([Document(CHUNKS[0])], run_id=uuid4())
+    first, second = threading.Thread(target=read), threading.Thread(target=read)
+    first.start()
+    assert begun.wait(60)
+    second.start()
+    second.join(0.2)  # without a lock, it is over by now
+    go_on.set()
+    first.join()
+    second.join()
+    assert seen == [[[CHUNKS[0]]]] * 2
+
+
+def test_what_a_model_inside_reads_is_not_encoded_behind_the_chains_prompt(llm, extractor):
+    """That model has a prompt of its own; what is chosen for the answer has the chain's."""
+
+    def heads(retriever):
+        """Lengths of what the document is encoded behind."""
+        eager = CachedRetriever(retriever=retriever, llm=llm, encode="eager", prompt=PROMPT)
+        eager.invoke("What turned green?")
+        library = llm.engine.library
+        (document,) = library.table
+        after = library.encoded_after()
+        return sorted(len(o.prefix_ids) for o in after if library.holds(o, document.token_ids))
+
+    base = over(LONG, k=1)
+    inside = ContextualCompressionRetriever(base_compressor=extractor, base_retriever=base)
+    assert heads(inside) == [1]
+    assert heads(base) == [1, 30]
 
 
 def test_what_cannot_be_encoded_is_heard_of(llm, extractor, monkeypatch):

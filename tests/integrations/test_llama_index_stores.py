@@ -125,6 +125,12 @@ def test_an_index_and_its_kv_keep_step(llm):
     assert [has_kv(llm, text) for text in (changed, again, CHUNKS[2])] == [False, True, True]
 
 
+def test_a_node_that_fits_no_context_keeps_no_other_from_being_encoded(llm, caplog):
+    make_index(llm).insert_nodes([*nodes(), TextNode(text="long " * 900)])
+    assert all(has_kv(llm, module_text(node)) for node in nodes())
+    assert "stays without KV" in caplog.text
+
+
 def test_an_index_can_be_changed_asynchronously_and_by_node(llm, caplog):
     async def main():
         index = make_index(llm)

@@ -18,7 +18,10 @@ RAG = (
     *("charset_normalizer", "docutils", "faiss", "inscriptis", "markdown_it", "pypdf"),
     "sentence_transformers",
 )
-EXTRAS = (*RAG, "fastapi", "uvicorn", "rouge_score", "matplotlib", "langchain_core", "llama_index")
+EXTRAS = (
+    *(*RAG, "fastapi", "uvicorn", "rouge_score", "matplotlib"),
+    *("langchain_core", "llama_index", "ray"),
+)
 WITHOUT = """
 import sys
 sys.modules.update(dict.fromkeys({missing!r}))  # None: as if they were not installed
@@ -79,6 +82,7 @@ def test_a_plot_names_its_extra(monkeypatch):
     ("extra", "arguments"),
     [
         ("rag", ["ingest", "docs", "--index", "INDEX"]),
+        ("ray", ["ingest", "docs", "--index", "INDEX", "--ray"]),
         ("rag", ["demo", "--index", "INDEX"]),
         ("serve", ["serve"]),
         ("bench", ["eval", "--data", "set.jsonl"]),
@@ -97,6 +101,7 @@ def test_a_command_names_its_extra(extra, arguments, tmp_path):
     ("module", "missing", "extra"),
     [
         ("langchain_cached_rag", "langchain_core", "langchain"),
+        ("ray_cached_rag", "ray", "ray"),
         *(
             (f"llama_index.{part}.cached_rag", "llama_index.core", "llama-index")
             for part in (

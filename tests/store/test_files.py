@@ -91,6 +91,20 @@ def test_a_draft_is_litter_only_when_its_writer_is_dead(store, other):
     assert other.check() == []
 
 
+def test_prune_drops_rows_without_a_file(store):
+    """As a process leaves them that is killed between the two."""
+    for seed in (1, 2):
+        store.put(key(seed), module(seed))
+    (path,) = store.path.glob(f"blobs/*/{key(1)}.*")
+    held = store.nbytes
+    path.unlink()
+    assert "is missing" in store.check()[0].reason
+    assert store.prune() == (0, 0)
+    assert store.check() == []
+    assert store.nbytes == held // 2
+    assert store.get(key(2), module(2).token_ids) is not None
+
+
 @pytest.mark.parametrize("remove", [lambda s: s.delete(key(1)), lambda s: s.prune(0)])
 def test_a_file_put_anew_does_not_go_with_the_old_one(store, other, monkeypatch, remove):
     """What another process puts while a file is removed is there, or it is told that it is not."""

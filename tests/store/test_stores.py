@@ -310,14 +310,14 @@ def test_uses_are_written_in_batches(disk, monkeypatch):
 
 def test_a_fetch_waits_for_its_own_module_only():
     prefetcher, may_go, done = Prefetcher(), threading.Event(), []
-    prefetcher.start("slow", lambda: may_go.wait(10) and done.append("slow"))
-    prefetcher.start("slow", lambda: done.append("twice"))
-    prefetcher.start("fast", lambda: done.append("fast"))
-    prefetcher.wait("fast")
-    prefetcher.wait("unknown")
+    prefetcher.start(("slow",), lambda: may_go.wait(10) and done.append("slow"))
+    prefetcher.start(("slow",), lambda: done.append("twice"))
+    prefetcher.start(("fast",), lambda: done.append("fast"))
+    prefetcher.wait(("fast",))
+    prefetcher.wait(("unknown",))
     assert done == ["fast"]
     may_go.set()
-    prefetcher.wait("slow")
+    prefetcher.wait(("slow",))
     assert done == ["fast", "slow"]
     prefetcher.close()
 
@@ -363,3 +363,15 @@ def test_which_memories_there_are(monkeypatch):
     assert tiers(cuda) == [(100, "cuda"), (7, "cpu")]
     assert tiers(cuda, device_bytes=5) == [(5, "cuda"), (7, "cpu")]
     assert tiers(cuda, device_bytes=0) == [(7, "cpu")]
+
+
+def test_closing_ends_the_wait_for_what_was_not_begun():
+    prefetcher, may_go = Prefetcher(), threading.Event()
+    for name in "abc":  # two threads: the third is not begun
+        prefetcher.start((name,), lambda: may_go.wait(10))
+    waiting = threading.Thread(target=prefetcher.wait, args=("c",))
+    waiting.start()
+    threading.Timer(0.2, may_go.set).start()
+    prefetcher.close()
+    waiting.join(10)
+    assert not waiting.is_alive()

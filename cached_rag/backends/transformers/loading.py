@@ -1,6 +1,6 @@
-"""Loads a causal language model of transformers and examines what it can do: the first `Backend`.
+"""Loads a causal language model of transformers, and makes a `LanguageModel` of it.
 
-Knows transformers; knows no prompt, chunk or store.
+Knows no prompt, chunk or store.
 """
 
 from __future__ import annotations
@@ -9,12 +9,9 @@ import json
 import os
 import shutil
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +19,20 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
-from cached_rag.backends.base import Chosen, Prefilled, StepInput
-from cached_rag.backends.process import peak_bytes
 from cached_rag.backends.resolve import ModelSource, cache_dir, resolve
 from cached_rag.backends.transformers.adapter import merge_adapter
-from cached_rag.backends.transformers.batch import can_batch, step_batch
 from cached_rag.backends.transformers.gguf import convert, put_together
+from cached_rag.backends.transformers.hardware import (
+    best_device,
+    fastest_dtype,
+    parse_dtype,
+    parse_format,
+)
 from cached_rag.backends.transformers.lean.build import lean_model
 from cached_rag.backends.transformers.memory import fits_dense
-from cached_rag.backends.transformers.prefill import choose_rows, prefill_rows, prefill_selected
+from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.backends.transformers.probe import examine
-from cached_rag.backends.transformers.row_pass import Decoder
-from cached_rag.backends.transformers.weights.linear import FewBitLinear
 from cached_rag.backends.transformers.weights.packing import (
-    FORMATS,
     Format,
     densify,
     forget_stored,
@@ -45,166 +42,11 @@ from cached_rag.backends.transformers.weights.packing import (
 from cached_rag.backends.variant import Variant
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.kv import fingerprint
-from cached_rag.kv.buffer import KVBuffer, KVShapes
-from cached_rag.kv.positions import PositionRule
-from cached_rag.methods.base import Layout, Selector
 
 # Part of the fingerprint: raised when the same tokens would get other KV than before.
 _KV_VERSION = 1
 # Part of the names of converted folders: raised when their content changes.
 _FOLDER_VERSION = 2
-
-
-@dataclass(frozen=True)
-class LanguageModel:
-    """A loaded transformers model and what was found out about it; implements `Backend`.
-
-    Attributes:
-        decoder: the transformers model, its layers and windows.
-        weights: the format that was asked for.
-        examined_s: seconds that the examination took.
-        The others: see `Backend`.
-    """
-
-    name: str
-    decoder: Decoder
-    tokenizer: Any
-    weights: Format
-    shapes: KVShapes
-    rule: PositionRule
-    fingerprint: str
-    context_length: int
-    eos_ids: frozenset[int]
-    examined_s: float = field(default=0.0, compare=False)
-    lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the model is on."""
-        return self.shapes.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that the model computes in."""
-        return self.shapes.dtype
-
-    @property
-    def vocab_size(self) -> int:
-        """See `Backend`."""
-        return int(self.decoder.model.config.get_text_config().vocab_size)
-
-    @property
-    def weights_bytes(self) -> int:
-        """See `Backend`."""
-        networks = (self.decoder.model, self.decoder.network)
-        few_bits = (m for m in networks[1].modules() if isinstance(m, FewBitLinear))
-        held = (network.parameters() for network in networks), (m.buffers() for m in few_bits)
-        tensors = chain.from_iterable(chain(*held))
-        storages = (tensor.untyped_storage() for tensor in tensors)
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-    @property
-    def details(self) -> dict[str, object]:
-        """See `Backend`."""
-        is_lean = self.decoder.network is not self.decoder.model
-        layers = formats(self.decoder.network)
-        return {
-            "layers": "lean" if is_lean else "the model's own modules",
-            "weights": f"{self.weights}: {', '.join(f'{n} {kind}' for kind, n in layers.items())}",
-            "weights_bytes": self.weights_bytes,
-            "peak_bytes": peak_bytes(),
-        }
-
-    @property
-    def repetition_penalty(self) -> float:
-        """See `Backend`."""
-        return getattr(self.decoder.model.generation_config, "repetition_penalty", None) or 1.0
-
-    @property
-    def can_watch(self) -> bool:
-        """See `Backend`."""
-        return self.decoder.is_fast
-
-    @property
-    def can_batch(self) -> bool:
-        """See `Backend`."""
-        return can_batch(self.decoder, self.rule)
-
-    @property
-    def token_price(self) -> float:
-        """See `Backend`: measured for issue 17 with 4-bit weights on two cores.
-
-        17 to 21 ms for one token, 26 for four, 41 for eight. The longer the weights are read, the
-        less further tokens cost.
-        """
-        return 1 / 6
-
-    @property
-    def can_narrow(self) -> bool:
-        """See `Backend`."""
-        return True
-
-    @property
-    def can_share(self) -> bool:
-        """See `Backend`."""
-        return self.can_batch
-
-    @property
-    def can_append(self) -> bool:
-        """See `Backend`. False with sliding windows."""
-        return self.can_batch and not any(self.decoder.windows)
-
-    def prefill(
-        self,
-        buffer: KVBuffer,
-        token_ids: torch.Tensor,
-        slots: torch.Tensor | None = None,
-        *,
-        num_logits: int = 1,
-    ) -> Prefilled:
-        """See `Backend`."""
-        ids = token_ids.to(self.device)
-        return prefill_rows(self.decoder, buffer, ids, slots, num_logits=num_logits)
-
-    def repair(
-        self,
-        buffer: KVBuffer,
-        token_ids: torch.Tensor,
-        layout: Layout,
-        method: Selector,
-        ready: Callable[[int], object] | None = None,
-    ) -> Prefilled:
-        """See `Backend`."""
-        ids = token_ids.to(self.device)
-        return prefill_selected(self.decoder, buffer, ids, layout, method, ready=ready)
-
-    def choose(
-        self,
-        buffer: KVBuffer,
-        token_ids: torch.Tensor,
-        layout: Layout,
-        method: Selector,
-        ready: Callable[[int], object] | None = None,
-    ) -> Chosen | None:
-        """See `Backend`."""
-        ids = token_ids.to(self.device)
-        return choose_rows(self.decoder, buffer, ids, layout, method, ready)
-
-    def step(self, batch: Sequence[StepInput]) -> torch.Tensor:
-        """See `Backend`."""
-        return step_batch(self.decoder, batch, together=self.can_batch)
-
-    @torch.inference_mode()
-    def forward(self, token_ids: torch.Tensor, split: int | None = None) -> torch.Tensor:
-        """See `Backend`."""
-        model, ids = self.decoder.model, token_ids.to(self.device)
-        options: dict[str, Any] = {"use_cache": True}
-        past = model(input_ids=ids[:, :split], **options).past_key_values if split else None
-        if "logits_to_keep" in self.decoder.parameters:
-            options["logits_to_keep"] = 1
-        done = model(input_ids=ids[:, split or 0 :], past_key_values=past, **options)
-        logits: torch.Tensor = done.logits[:, -1]
-        return logits
 
 
 def load_model(
@@ -380,52 +222,6 @@ def _without_bars() -> Iterator[None]:
     finally:
         if was_enabled:
             logging.enable_progress_bar()
-
-
-def best_device() -> str:
-    """The best device of this machine: "cuda", else "mps", else "cpu"."""
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def fastest_dtype(device: str) -> torch.dtype:
-    """The fastest dtype: bf16 if the hardware supports it, else fp16 on a GPU and fp32 on a CPU."""
-    if device.startswith("cuda"):
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    if device.startswith("mps"):
-        return torch.float16
-    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
-
-
-def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """A torch dtype from its name.
-
-    Raises:
-        ConfigError: there is no such dtype, or it is not a floating-point one.
-    """
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f"dtype {dtype!r} is not one of float32, bfloat16, float16")
-    return found
-
-
-def parse_format(weights: str, device: str) -> Format:
-    """A format of weights from its name.
-
-    Raises:
-        ConfigError: there is no such format, or not on this device.
-    """
-    if weights not in FORMATS:
-        raise ConfigError(f"weights {weights!r} is not one of {', '.join(FORMATS)}")
-    if device.startswith("cpu"):
-        return weights
-    if weights in ("int8", "int4"):
-        raise ConfigError(
-            f"weights={weights!r} needs a CPU, and the model is on {device}; use weights='bf16' or "
-            "device='cpu'"
-        )
-    return "bf16"
 
 
 def _config_facts(config: Any) -> dict[str, Any]:

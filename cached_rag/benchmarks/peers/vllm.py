@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from http.client import HTTPResponse
 from typing import Any
@@ -15,13 +16,18 @@ from cached_rag.errors import ConfigError
 class Vllm:
     """The first model that the server has."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(
+        self, url: str, prepare: Callable[[Question], Mapping[str, Any]] = lambda _: {}
+    ) -> None:
         """Ask the server what it is.
+
+        Args:
+            prepare: gives further fields of the request for a question. Its time counts.
 
         Raises:
             ConfigError: the address is none, or no such server answers there.
         """
-        self._url, self._address = url, address_of(url)
+        self._url, self._address, self._prepare = url, address_of(url), prepare
         with self._response("GET", "/v1/models") as response:
             self._model = json.load(response)["data"][0]["id"]
         with self._response("GET", "/version") as response:
@@ -48,6 +54,7 @@ class Vllm:
             "return_token_ids": True,
         }
         watch = Stopwatch()
+        body |= self._prepare(question)
         with self._response("POST", "/v1/completions", body) as response:
             for event in events(response):
                 for choice in event.get("choices", ()):

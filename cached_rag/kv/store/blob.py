@@ -40,8 +40,16 @@ def write_blob(path: Path, key: str, kv: ModuleKV, codec: Codec) -> BlobInfo:
     Raises:
         OSError, SafetensorError: it could not be written.
     """
+    tensors, header = contents(key, kv, codec)
+    save_file(tensors, str(path), header)
+    path.chmod(0o600)
+    layouts = {n: (tensor.dtype, tuple(tensor.shape)) for n, tensor in tensors.items() if n != _IDS}
+    return BlobInfo(path.stat().st_size, _checksum(header, layouts, tensors[_IDS]))
+
+
+def contents(key: str, kv: ModuleKV, codec: Codec) -> tuple[Tensors, dict[str, str]]:
+    """What a module's file has: its tensors, and its header with a checksum of each layer."""
     tensors = codec.encode(kv)
-    ids = torch.tensor(kv.token_ids, dtype=torch.int32)
     header = {
         "layers": ",".join(layer_sums(tensors)),
         "key": key,
@@ -49,10 +57,7 @@ def write_blob(path: Path, key: str, kv: ModuleKV, codec: Codec) -> BlobInfo:
         "start": str(kv.start),
         "dtype": str(kv.keys.dtype).removeprefix("torch."),
     }
-    save_file(tensors | {_IDS: ids}, str(path), header)
-    path.chmod(0o600)
-    layouts = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    return BlobInfo(path.stat().st_size, _checksum(header, layouts, ids))
+    return tensors | {_IDS: torch.tensor(kv.token_ids, dtype=torch.int32)}, header
 
 
 def read_blob(
@@ -76,24 +81,44 @@ def open_blob(
     path: Path, key: str, token_ids: Sequence[int] | None, codec: Codec, expected: str
 ) -> StoredKV | None:
     """As `read_blob`, but the layers are left unread; each is checked when it is read."""
-    with _judged(path):
+    with _judged(str(path)):
         try:
-            file = TensorFile(path)
+            file = TensorFile.at(path)
         except FileNotFoundError:
             return None
+    return opened(file, str(path), key, token_ids, codec, expected)
+
+
+def opened(
+    file: TensorFile,
+    name: str,
+    key: str,
+    token_ids: Sequence[int] | None,
+    codec: Codec,
+    expected: str | None,
+) -> StoredKV:
+    """As `open_blob`, for a file that is open.
+
+    Args:
+        name: how messages call it.
+        expected: None if all of it was checked already.
+    """
+    with _judged(name):
         header = file.header
         if header.get("key") != key or header.get("codec") != codec.name:
-            raise CorruptBlobError(_message(path, "it belongs to another module or codec"))
+            raise CorruptBlobError(_message(name, "it belongs to another module or codec"))
         ids = file.read(_IDS)
         layouts = {n: (at.dtype, at.shape) for n, at in file.layouts.items() if n != _IDS}
-        if _checksum(header, layouts, ids) != expected:
-            raise CorruptBlobError(_message(path, _DAMAGED))
+        if expected is not None and _checksum(header, layouts, ids) != expected:
+            raise CorruptBlobError(_message(name, _DAMAGED))
         held = tuple(ids.tolist())
         if token_ids is not None and held != tuple(token_ids):
-            raise CorruptBlobError(_message(path, "it holds other tokens than its key stands for"))
+            raise CorruptBlobError(_message(name, "it holds other tokens than its key stands for"))
         sums = tuple(header["layers"].split(","))
         dtype = getattr(torch, header["dtype"])
-        return StoredKV(held, int(header["start"]), file, sums, codec, dtype, path)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError("its header names no dtype")
+        return StoredKV(held, int(header["start"]), file, sums, codec, dtype, name)
 
 
 @dataclass(frozen=True)
@@ -105,6 +130,7 @@ class StoredKV:
         first: position of the first of these when the keys were computed.
         sums: the checksum of each layer.
         dtype: what keys and values are decoded to.
+        name: how messages call the file.
         begin, end: the part of the tokens that this is; None is their end.
     """
 
@@ -114,7 +140,7 @@ class StoredKV:
     sums: tuple[str, ...]
     codec: Codec
     dtype: torch.dtype
-    path: Path
+    name: str
     begin: int = 0
     end: int | None = None
 
@@ -153,11 +179,11 @@ class StoredKV:
         return kv if self.end is None and not self.begin else kv.slice(self.begin, self.end or 0)
 
     def _read(self, begin: int, end: int) -> ModuleKV:
-        with _judged(self.path):
+        with _judged(self.name):
             names = [name for name in self.file.layouts if name != _IDS]
             tensors = {name: self.file.read(name, begin, end) for name in names}
             if layer_sums(tensors) != list(self.sums[begin:end]):
-                raise CorruptBlobError(_message(self.path, _DAMAGED))
+                raise CorruptBlobError(_message(self.name, _DAMAGED))
             return self.codec.decode(tensors, self.all_ids, self.first, self.dtype)
 
 
@@ -186,15 +212,15 @@ def _checksum(
 
 
 @contextmanager
-def _judged(path: Path) -> Iterator[None]:
+def _judged(name: str) -> Iterator[None]:
     """Turns errors that prove damage into CorruptBlobError, others of reading into StoreError."""
     try:
         yield
     except (KeyError, ValueError, AttributeError) as error:
-        raise CorruptBlobError(_message(path, f"it cannot be read ({error})")) from error
+        raise CorruptBlobError(_message(name, f"it cannot be read ({error})")) from error
     except (OSError, MemoryError, RuntimeError) as error:
-        raise StoreError(f"the KV file {path} cannot be read now ({error}). It is kept.") from error
+        raise StoreError(f"the KV file {name} cannot be read now ({error}). It is kept.") from error
 
 
-def _message(path: Path, reason: str) -> str:
-    return f"the KV file {path} is damaged or foreign: {reason}. It is dropped from the store."
+def _message(name: str, reason: str) -> str:
+    return f"the KV file {name} is damaged or foreign: {reason}. It is dropped from the store."

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cached_rag.kv.fingerprint import ids_digest, module_key
-from cached_rag.kv.store.base import KVStore, Problem
+from cached_rag.kv.store.base import Problem
 from cached_rag.kv.store.database import PATIENCE_S, Database
 from cached_rag.kv.store.signed import add_sums, check, row_sum, sound
 
@@ -49,13 +49,22 @@ CREATE TABLE IF NOT EXISTS doomed (
     model TEXT NOT NULL, namespace TEXT NOT NULL, text_digest TEXT NOT NULL,
     token_ids BLOB NOT NULL, PRIMARY KEY (model, namespace, text_digest)
 );
+CREATE TABLE IF NOT EXISTS doomed_far (
+    model TEXT NOT NULL, namespace TEXT NOT NULL, text_digest TEXT NOT NULL,
+    token_ids BLOB NOT NULL, PRIMARY KEY (model, namespace, text_digest)
+);
+CREATE TABLE IF NOT EXISTS remotes (label TEXT PRIMARY KEY);
 """
 _SIGNED = {
     "modules": "id, text_digest, anchor, length, token_ids, token_starts",
     "encodings": "rowid, token_ids, context",
 }
+_DOOMED = ("doomed", "doomed_far")
 _MODULES = f"SELECT {_SIGNED['modules']}, checksum FROM modules WHERE model = ? AND namespace = ?"
 _PREFIXES = f"SELECT {_SIGNED['encodings']}, checksum FROM encodings"
+
+# Deletes the KV of a key, and says whether there was any.
+Delete = Callable[[str], bool]
 
 
 @dataclass(frozen=True)
@@ -159,7 +168,7 @@ class Catalog:
     def clear(self) -> None:
         """Forget this model, for all tenants."""
         with self._database.transaction() as connection:
-            for table in ("modules", "encodings", "others", "learned", "doomed", "makers"):
+            for table in ("modules", "encodings", "others", "learned", *_DOOMED, "makers"):
                 connection.execute(f"DELETE FROM {table} WHERE model = ?", (self.maker.model,))
             connection.execute("UPDATE removals SET count = count + 1")
 
@@ -200,7 +209,8 @@ class Catalog:
         with self._database.transaction(patience_s) as connection:
             connection.executemany(mark if learned else f"DELETE FROM learned {where}", names)
             connection.executemany(sql, rows)
-            connection.executemany(f"DELETE FROM doomed {where}", names)
+            for table in _DOOMED:
+                connection.executemany(f"DELETE FROM {table} {where}", names)
 
     def learned(self) -> list[str]:
         """The tenant's texts that were marked so, for any model; the oldest first."""
@@ -226,8 +236,10 @@ class Catalog:
         query = "SELECT text_digest FROM modules WHERE model = ? AND namespace = ?"
         return set(self._database.read(str, query, *self._scope))
 
-    def remove(self, store: KVStore, text_digests: Collection[str]) -> int:
+    def remove(self, delete: Delete, text_digests: Collection[str]) -> int:
         """Remove this tenant's texts, and their KV by all models; says how many KVs went.
+
+        KV in a remote store goes by `finish_far`.
 
         The order survives a kill and loses no race. First the catalog says, in one transaction,
         that the texts are no modules any more and that their KV has to go; then the KV goes; then
@@ -235,7 +247,7 @@ class Catalog:
         afterwards, so KV that comes too late is deleted by whoever brought it.
         """
         self.doom(text_digests)
-        return self.finish_removals(store, text_digests)
+        return self.finish_removals(delete, text_digests)
 
     def doom(self, text_digests: Iterable[str]) -> None:
         """Begin to remove texts: they are no modules from now on, and their KV has to go."""
@@ -250,27 +262,60 @@ class Catalog:
             )
             connection.execute("UPDATE removals SET count = count + 1")
 
-    def finish_removals(self, store: KVStore, text_digests: Collection[str] | None = None) -> int:
-        """Delete KV that has to go, of these texts or of all; says how many KVs went."""
-        query = "SELECT model, text_digest, token_ids FROM doomed WHERE namespace = ?"
+    def finish_removals(self, delete: Delete, text_digests: Collection[str] | None = None) -> int:
+        """Delete KV that has to go, of these texts or of all; says how many KVs went.
+
+        Args:
+            delete: deletes the KV of a key from this machine, and says whether there was any.
+        """
         doomed = [
-            (str(model), str(name), _unpack(ids))
-            for model, name, ids in self._database.rows(query, self.namespace)
-            if text_digests is None or name in text_digests
+            one for one in self._doomed("doomed") if text_digests is None or one[1] in text_digests
         ]
         if not doomed:
             return 0
-        behinds = {model: self._behinds(model) for model, _, _ in doomed}
-        gone = sum(
-            store.delete(self._key(model, ids, *behind))
-            for model, _, ids in doomed
-            for behind in behinds[model]
-        )
-        sql = "DELETE FROM doomed WHERE model = ? AND namespace = ? AND text_digest = ?"
+        gone = sum(map(delete, self._keys_of(doomed)))
+        where = "WHERE model = ? AND namespace = ? AND text_digest = ?"
+        names = [(model, self.namespace, name) for model, name, _ in doomed]
+        with self._database.transaction() as connection:
+            if self._database.read(int, "SELECT count(*) FROM remotes") != [0]:
+                far = f"INSERT OR IGNORE INTO doomed_far SELECT * FROM doomed {where}"
+                connection.executemany(far, names)
+            connection.executemany(f"DELETE FROM doomed {where}", names)
+        self._database.scrub()
+        return gone
+
+    def finish_far(self, delete: Callable[[Sequence[str]], object]) -> None:
+        """Delete KV that has to go from a remote store, of all texts that went here before.
+
+        Args:
+            delete: deletes the KV of keys there. If it fails, this is to be called again.
+        """
+        doomed = self._doomed("doomed_far")
+        if not doomed:
+            return
+        delete(self._keys_of(doomed))
+        sql = "DELETE FROM doomed_far WHERE model = ? AND namespace = ? AND text_digest = ?"
         with self._database.transaction() as connection:
             connection.executemany(sql, [(m, self.namespace, name) for m, name, _ in doomed])
         self._database.scrub()
-        return gone
+
+    def note_remote(self, label: str) -> None:
+        """Remember that KV is in a remote store, too, so that removals are finished there."""
+        if [label] not in [list(row) for row in self._database.rows("SELECT label FROM remotes")]:
+            with self._database.transaction() as connection:
+                connection.execute("INSERT OR IGNORE INTO remotes VALUES (?)", (label,))
+
+    def _doomed(self, table: str) -> list[tuple[str, str, tuple[int, ...]]]:
+        """(model, digest, token ids) of each of the tenant's texts that has to go."""
+        query = f"SELECT model, text_digest, token_ids FROM {table} WHERE namespace = ?"
+        rows = self._database.rows(query, self.namespace)
+        return [(str(model), str(name), _unpack(ids)) for model, name, ids in rows]
+
+    def _keys_of(self, doomed: Sequence[tuple[str, str, tuple[int, ...]]]) -> list[str]:
+        behinds = {model: self._behinds(model) for model, _, _ in doomed}
+        return [
+            self._key(model, ids, *behind) for model, _, ids in doomed for behind in behinds[model]
+        ]
 
     def keys(self) -> Iterator[str]:
         """All keys that KV of this model and tenant may have."""

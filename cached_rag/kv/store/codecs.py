@@ -92,6 +92,8 @@ def _dequantize(integers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 
 _CODECS: dict[str, Codec] = {codec.name: codec for codec in (RawCodec(), Int8Codec())}
 
+CODEC_NAMES = tuple(_CODECS)
+
 
 def codec_by_name(name: str) -> Codec:
     """The codec of that name.

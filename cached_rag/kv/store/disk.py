@@ -166,6 +166,8 @@ class DiskStore:
     def prune(self, max_bytes: int | None = None) -> tuple[int, int]:
         """Remove litter, then the least recently used files until `max_bytes` are left.
 
+        Rows without a file, which a killed process may leave, go, too.
+
         Returns:
             How many files went, and their bytes.
         """
@@ -175,6 +177,8 @@ class DiskStore:
             sizes = _removed(drafts)
         with self._entries.transaction() as connection:
             sizes += _removed(self._litter()[0])
+            missing = [one for one in self._entries.all() if not self._file(one).is_file()]
+            self._entries.remove(connection, missing)
             if max_bytes is not None:
                 evicted = self._entries.evict(connection, max_bytes)
                 self._unlink(evicted)

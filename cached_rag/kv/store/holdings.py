@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from cached_rag.errors import ConfigError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.store.catalog import Catalog, Maker
 from cached_rag.kv.store.disk import DiskStore
+from cached_rag.kv.store.remote import RemoteTier
 
 CATALOG = "catalog.sqlite"
 
@@ -37,26 +39,36 @@ def makers(folder: Path) -> list[Maker]:
         return catalog.makers()
 
 
-def forget(folder: Path, codec: str, texts: Iterable[str], namespace: str = "") -> int:
-    """Remove a tenant's texts, and their KV by all models; says how many KVs went.
+def forget(folder: Path, codec: str, texts: Iterable[str], remote: RemoteTier | None = None) -> int:
+    """Remove texts of the tenant "", and their KV by all models; says how many KVs went.
 
     All texts that were learned from prompts go with them, as they may have the same words.
+
+    Args:
+        remote: the remote store that has KV of them, too.
+
+    Raises:
+        StoreError: the remote store does not answer; call it again when it does.
     """
-    return forget_digests(folder, codec, {digest(text.strip()) for text in texts}, namespace)
+    return forget_digests(folder, codec, {digest(text.strip()) for text in texts}, remote)
 
 
 def forget_digests(
-    folder: Path, codec: str, text_digests: Collection[str], namespace: str = ""
+    folder: Path, codec: str, text_digests: Collection[str], remote: RemoteTier | None = None
 ) -> int:
     """As `forget`, given the digests of the texts."""
     if not (folder / CATALOG).is_file():
         return 0
     with (
-        closing(_catalog(folder, namespace=namespace)) as catalog,
+        closing(_catalog(folder)) as catalog,
         closing(DiskStore(folder, codec)) as disk,
     ):
         learned = catalog.learned() if text_digests else []
-        return catalog.remove(disk, {*text_digests, *learned})
+        gone = catalog.remove(disk.delete, {*text_digests, *learned})
+        if remote is not None:
+            catalog.note_remote(remote.label)
+            catalog.finish_far(partial(remote.delete, ""))
+        return gone
 
 
 def unused(folder: Path, codec: str, name: str, dtypes: Sequence[str]) -> list[Holding]:

@@ -13,6 +13,7 @@ import os
 import threading
 import weakref
 from dataclasses import dataclass
+from io import BufferedIOBase
 from pathlib import Path
 
 import torch
@@ -27,7 +28,9 @@ _DTYPES = {
     "U8": torch.uint8,
 }
 _LENGTH_BYTES = 8
-_HEADER_LIMIT = 1 << 24
+_HEADER_LIMIT = 1 << 20
+# More tensors, axes or elements than any codec writes: arithmetic on them would take its time.
+_MOST_TENSORS, _MOST_AXES, _LARGEST = 16, 8, 1 << 48
 
 
 @dataclass(frozen=True)
@@ -40,36 +43,53 @@ class Layout:
 
 
 class TensorFile:
-    """An open file, which can still be read when it was deleted since.
+    """An open file, which can still be read when it was deleted since; or bytes like it.
 
     Attributes:
         header: its metadata.
         layouts: by name, what its tensors are and where.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open a file and read its header.
+    def __init__(self, file: BufferedIOBase, size: int) -> None:
+        """Read the header. The file is closed when this object is gone.
+
+        Args:
+            file: open for reading.
+            size: number of its bytes.
 
         Raises:
             OSError: it cannot be read, which says nothing about what is in it.
             ValueError: it is no safetensors file, or one that is cut short.
         """
-        self._file = path.open("rb")
-        weakref.finalize(self, self._file.close).atexit = False
+        self._file = file
+        weakref.finalize(self, file.close).atexit = False
         self._lock = threading.Lock()
-        size = os.fstat(self._file.fileno()).st_size
         length = int.from_bytes(self._bytes(0, _LENGTH_BYTES), "little")
         if length > _HEADER_LIMIT:
             raise ValueError("its header is no header")
         begin = _LENGTH_BYTES + length
         try:
             found = dict(json.loads(self._bytes(_LENGTH_BYTES, length)))
+            if len(found) > _MOST_TENSORS + 1:
+                raise ValueError("it has too many tensors")
             self.header = {str(k): str(v) for k, v in dict(found.pop("__metadata__", {})).items()}
             self.layouts = {
                 str(name): _layout(entry, begin, size - begin) for name, entry in found.items()
             }
         except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"its header is wrong ({error!r})") from error
+
+    @classmethod
+    def at(cls, path: Path) -> TensorFile:
+        """Open the file at a path; errors as above."""
+        file = path.open("rb")
+        return cls(file, os.fstat(file.fileno()).st_size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        sizes = [math.prod(one.shape) * one.dtype.itemsize for one in self.layouts.values()]
+        return sum(sizes)
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """A copy of a tensor, or of its part `begin` to `end` (exclusive) along the first axis.
@@ -109,6 +129,8 @@ def _layout(entry: dict[str, object], offset: int, room: int) -> Layout:
 
 
 def _numbers(entry: object) -> tuple[int, ...]:
-    if not isinstance(entry, list) or not all(type(n) is int and n >= 0 for n in entry):
+    if not isinstance(entry, list) or len(entry) > _MOST_AXES:
+        raise TypeError("it has no sizes")
+    if not all(type(n) is int and 0 <= n <= _LARGEST for n in entry):
         raise TypeError(f"{entry!r:.40} are no sizes")
     return tuple(entry)

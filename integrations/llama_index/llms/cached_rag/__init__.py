@@ -7,13 +7,12 @@ with needs_extra("llama-index", "the integration with LlamaIndex"):
     from llama_index.llms.cached_rag.callbacks import CacheReportHandler
     from llama_index.llms.cached_rag.embeddings import SentenceTransformerEmbedding
     from llama_index.llms.cached_rag.nodes import MarkModules, marked, module_text
-    from llama_index.llms.cached_rag.reading import Encode, Reader
+    from llama_index.llms.cached_rag.reading import Reader
     from llama_index.llms.cached_rag.schemas import PMLPromptTemplate
 
 __all__ = [
     "CacheReportHandler",
     "CachedRAGLLM",
-    "Encode",
     "MarkModules",
     "PMLPromptTemplate",
     "Reader",

@@ -20,7 +20,7 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
     TextBlock,
 )
-from llama_index.core.bridge.pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from llama_index.core.bridge.pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
@@ -83,6 +83,12 @@ class CachedRAGLLM(FunctionCallingLLM):
 
     model: str = Field(default=DEFAULT_MODEL, description="Alias, hub id, folder or GGUF file.")
     store: str | None = Field(default=None, description="Folder for KV; None keeps it in memory.")
+    remote: str | None = Field(
+        default=None,
+        repr=False,
+        description="A KV store that several machines share, such as redis://host:6379/0.",
+    )
+    remote_key: SecretStr | None = Field(default=None, description="Signs what is sent there.")
     sequence_bytes: int | None = Field(
         default=None,
         ge=0,
@@ -165,7 +171,11 @@ class CachedRAGLLM(FunctionCallingLLM):
             return self._engine.engine
         if self._engine is None:
             store = StoreConfig(
-                path=self.store, namespace=self.namespace, sequence_bytes=self.sequence_bytes
+                path=self.store,
+                remote=self.remote,
+                remote_key=self.remote_key.get_secret_value() if self.remote_key else None,
+                namespace=self.namespace,
+                sequence_bytes=self.sequence_bytes,
             )
             self._engine = Engine.shared(
                 self.model,

@@ -6,7 +6,9 @@ from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.schema import NodeWithScore, QueryBundle
-from llama_index.llms.cached_rag import CachedRAGLLM, Encode, Reader
+from llama_index.llms.cached_rag import CachedRAGLLM, Reader
+
+from cached_rag import Encode
 
 
 class CachedPostprocessor(BaseNodePostprocessor):
@@ -33,13 +35,14 @@ class CachedPostprocessor(BaseNodePostprocessor):
         """Say who reads the nodes.
 
         Args:
-            encode, prompt, variable: see `Reader`.
+            encode: what happens to nodes that have no KV; see `cached_rag.Learner`.
+            prompt, variable: the template nodes go to, for "eager"; see `CachedRAGLLM.encode`.
 
         Raises:
             cached_rag.ConfigError: there is no such `encode`.
         """
         super().__init__()
-        self._reader = Reader(llm, encode, prompt, variable)
+        self._reader = Reader(llm, encode, {"prompt": prompt, "variable": variable})
 
     @classmethod
     def class_name(cls) -> str:

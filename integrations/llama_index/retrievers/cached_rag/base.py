@@ -8,7 +8,9 @@ from typing import Any
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.schema import NodeWithScore, QueryBundle
-from llama_index.llms.cached_rag import CachedRAGLLM, Encode, Reader
+from llama_index.llms.cached_rag import CachedRAGLLM, Reader
+
+from cached_rag import Encode
 
 
 class CachedRetriever(BaseRetriever):
@@ -34,13 +36,14 @@ class CachedRetriever(BaseRetriever):
         """Wrap a retriever.
 
         Args:
-            encode, prompt, variable: see `Reader`.
+            encode: what happens to nodes that have no KV; see `cached_rag.Learner`.
+            prompt, variable: the template nodes go to, for "eager"; see `CachedRAGLLM.encode`.
             kwargs: `BaseRetriever`'s.
 
         Raises:
             cached_rag.ConfigError: there is no such `encode`.
         """
-        self._reader = Reader(llm, encode, prompt, variable)
+        self._reader = Reader(llm, encode, {"prompt": prompt, "variable": variable})
         super().__init__(**{"callback_manager": retriever.callback_manager, **kwargs})
         self._retriever = retriever
 

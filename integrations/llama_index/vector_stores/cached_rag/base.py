@@ -23,7 +23,7 @@ from llama_index.core.vector_stores.types import (
 )
 from llama_index.llms.cached_rag import CachedRAGLLM, module_text
 
-from cached_rag import Ledger
+from cached_rag import Learner, Ledger
 
 _log = logging.getLogger(__name__)
 
@@ -45,9 +45,8 @@ class CachedVectorStore(BasePydanticVectorStore):
         description="Prefill nodes when they are added, or after the first answer that used them.",
     )
     _llm: CachedRAGLLM = PrivateAttr()
+    _options: dict[str, Any] = PrivateAttr()
     _ledger: Ledger = PrivateAttr()
-    _prompt: BasePromptTemplate | None = PrivateAttr(default=None)
-    _variable: str = PrivateAttr(default="context_str")
 
     def __init__(
         self,
@@ -73,7 +72,7 @@ class CachedVectorStore(BasePydanticVectorStore):
             vector_store=vector_store,
             encode=encode,
         )
-        self._llm, self._prompt, self._variable = llm, prompt, variable
+        self._llm, self._options = llm, {"prompt": prompt, "variable": variable}
         self._ledger = Ledger(ledger)
 
     @classmethod
@@ -157,11 +156,7 @@ class CachedVectorStore(BasePydanticVectorStore):
     def _learn(self, nodes: Sequence[BaseNode]) -> None:
         rows = [(n.node_id, n.ref_doc_id or n.node_id, module_text(n)) for n in nodes]
         self._ledger.put(rows, self._llm.forget)
-        texts = [text for *_, text in rows]
-        if self.encode == "eager":
-            self._llm.encode(texts, prompt=self._prompt, variable=self._variable)
-        else:
-            self._llm.register(texts)
+        Learner(self._llm, self.encode, self._options).learn([text for *_, text in rows])
 
     def _drop(self, ids: list[str]) -> None:
         self._ledger.remove(ids, self._llm.forget)

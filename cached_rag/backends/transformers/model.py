@@ -1,0 +1,177 @@
+"""A causal language model of transformers, as a backend.
+
+Knows transformers; knows no prompt, chunk or store.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+
+from cached_rag.backends.base import Chosen, Prefilled, StepInput
+from cached_rag.backends.process import peak_bytes
+from cached_rag.backends.transformers.batch import can_batch, step_batch
+from cached_rag.backends.transformers.prefill import choose_rows, prefill_rows, prefill_selected
+from cached_rag.backends.transformers.row_pass import Decoder
+from cached_rag.backends.transformers.weights.linear import FewBitLinear
+from cached_rag.backends.transformers.weights.packing import Format, formats
+from cached_rag.kv.buffer import KVBuffer, KVShapes
+from cached_rag.kv.positions import PositionRule
+from cached_rag.methods.base import Layout, Selector
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A loaded transformers model and what was found out about it; implements `Backend`.
+
+    Attributes:
+        decoder: the transformers model, its layers and windows.
+        weights: the format that was asked for.
+        examined_s: seconds that the examination took.
+        The others: see `Backend`.
+    """
+
+    name: str
+    decoder: Decoder
+    tokenizer: Any
+    weights: Format
+    shapes: KVShapes
+    rule: PositionRule
+    fingerprint: str
+    context_length: int
+    eos_ids: frozenset[int]
+    examined_s: float = field(default=0.0, compare=False)
+    lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the model is on."""
+        return self.shapes.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the model computes in."""
+        return self.shapes.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Backend`."""
+        return int(self.decoder.model.config.get_text_config().vocab_size)
+
+    @property
+    def weights_bytes(self) -> int:
+        """See `Backend`."""
+        networks = (self.decoder.model, self.decoder.network)
+        few_bits = (m for m in networks[1].modules() if isinstance(m, FewBitLinear))
+        held = (network.parameters() for network in networks), (m.buffers() for m in few_bits)
+        tensors = chain.from_iterable(chain(*held))
+        storages = (tensor.untyped_storage() for tensor in tensors)
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    @property
+    def details(self) -> dict[str, object]:
+        """See `Backend`."""
+        is_lean = self.decoder.network is not self.decoder.model
+        layers = formats(self.decoder.network)
+        return {
+            "layers": "lean" if is_lean else "the model's own modules",
+            "weights": f"{self.weights}: {', '.join(f'{n} {kind}' for kind, n in layers.items())}",
+            "weights_bytes": self.weights_bytes,
+            "peak_bytes": peak_bytes(),
+        }
+
+    @property
+    def repetition_penalty(self) -> float:
+        """See `Backend`."""
+        return getattr(self.decoder.model.generation_config, "repetition_penalty", None) or 1.0
+
+    @property
+    def can_watch(self) -> bool:
+        """See `Backend`."""
+        return self.decoder.is_fast
+
+    @property
+    def can_batch(self) -> bool:
+        """See `Backend`."""
+        return can_batch(self.decoder, self.rule)
+
+    @property
+    def token_price(self) -> float:
+        """See `Backend`: measured for issue 17 with 4-bit weights on two cores.
+
+        17 to 21 ms for one token, 26 for four, 41 for eight. The longer the weights are read, the
+        less further tokens cost.
+        """
+        return 1 / 6
+
+    @property
+    def can_narrow(self) -> bool:
+        """See `Backend`."""
+        return True
+
+    @property
+    def can_share(self) -> bool:
+        """See `Backend`."""
+        return self.can_batch
+
+    @property
+    def can_append(self) -> bool:
+        """See `Backend`. False with sliding windows."""
+        return self.can_batch and not any(self.decoder.windows)
+
+    def prefill(
+        self,
+        buffer: KVBuffer,
+        token_ids: torch.Tensor,
+        slots: torch.Tensor | None = None,
+        *,
+        num_logits: int = 1,
+    ) -> Prefilled:
+        """See `Backend`."""
+        ids = token_ids.to(self.device)
+        return prefill_rows(self.decoder, buffer, ids, slots, num_logits=num_logits)
+
+    def repair(
+        self,
+        buffer: KVBuffer,
+        token_ids: torch.Tensor,
+        layout: Layout,
+        method: Selector,
+        ready: Callable[[int], object] | None = None,
+    ) -> Prefilled:
+        """See `Backend`."""
+        ids = token_ids.to(self.device)
+        return prefill_selected(self.decoder, buffer, ids, layout, method, ready=ready)
+
+    def choose(
+        self,
+        buffer: KVBuffer,
+        token_ids: torch.Tensor,
+        layout: Layout,
+        method: Selector,
+        ready: Callable[[int], object] | None = None,
+    ) -> Chosen | None:
+        """See `Backend`."""
+        ids = token_ids.to(self.device)
+        return choose_rows(self.decoder, buffer, ids, layout, method, ready)
+
+    def step(self, batch: Sequence[StepInput]) -> torch.Tensor:
+        """See `Backend`."""
+        return step_batch(self.decoder, batch, together=self.can_batch)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: torch.Tensor, split: int | None = None) -> torch.Tensor:
+        """See `Backend`."""
+        model, ids = self.decoder.model, token_ids.to(self.device)
+        options: dict[str, Any] = {"use_cache": True}
+        past = model(input_ids=ids[:, :split], **options).past_key_values if split else None
+        if "logits_to_keep" in self.decoder.parameters:
+            options["logits_to_keep"] = 1
+        done = model(input_ids=ids[:, split or 0 :], past_key_values=past, **options)
+        logits: torch.Tensor = done.logits[:, -1]
+        return logits

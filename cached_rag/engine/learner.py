@@ -1,0 +1,70 @@
+"""When texts that a framework brings are encoded. Knows no framework."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, get_args
+
+from cached_rag.errors import ConfigError, ContextOverflowError
+
+Encode = Literal["eager", "background", "off"]
+_log = logging.getLogger(__name__)
+
+
+class FrameworkModel(Protocol):
+    """A framework's model, with an engine behind it; its methods are as `Engine`'s."""
+
+    @property
+    def encode(self) -> Callable[..., object]:
+        """Prefills texts; raises `ContextOverflowError` if one of them is too long."""
+        ...
+
+    def register(self, texts: Iterable[str]) -> None:
+        """Knows texts, so that they are encoded after the answers that used them."""
+        ...
+
+    def prefetch(self, texts: Iterable[str]) -> None:
+        """Begins to bring texts' KV into memory."""
+        ...
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A framework's model, and what happens to texts that have no KV.
+
+    Attributes:
+        encode: "eager" prefills them now, "background" after the first answer that used them, "off"
+            leaves them to others.
+        options: what the model's `encode` is given besides the texts.
+
+    Raises:
+        ConfigError: `encode` is none of these.
+    """
+
+    llm: FrameworkModel
+    encode: Encode = "background"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.encode not in get_args(Encode):
+            raise ConfigError(f"encode is one of {get_args(Encode)}, not {self.encode!r}")
+
+    def learn(self, texts: Sequence[str]) -> None:
+        """Do that. Of texts to prefill, those that exceed the context are left out, and logged."""
+        if self.encode == "eager":
+            self._encode(texts)
+        elif self.encode == "background":
+            self.llm.register(texts)
+
+    def _encode(self, texts: Sequence[str]) -> None:
+        try:
+            self.llm.encode(texts, **self.options)
+        except ContextOverflowError as error:
+            if len(texts) == 1:
+                _log.warning("a document stays without KV: %s", error)
+                return
+            middle = len(texts) // 2
+            self._encode(texts[:middle])
+            self._encode(texts[middle:])

@@ -1,0 +1,92 @@
+"""Blobs in an object store (S3 and what speaks like it, Google's, Azure's) or a mounted folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import from_url
+
+from cached_rag.errors import ConfigError
+from cached_rag.kv.store.remote.transport import SENDING_S, label_of
+
+_T = TypeVar("_T")
+# Requests at the same time; an object store answers each in some tens of milliseconds.
+_THREADS = 16
+
+
+class ObjectBlobs:
+    """A `Transport`: one object a blob, several requests at the same time.
+
+    Credentials and the endpoint come from where the store's own tools take them, as
+    AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL.
+    """
+
+    errors: tuple[type[Exception], ...] = (BaseError, OSError)
+    batch = 64
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self.label = label_of(url)
+        self._threads = ThreadPoolExecutor(_THREADS, "objects")
+        try:
+            self._store: Any = from_url(url, **_options(url, timeout_s))
+            self._sender: Any = from_url(url, **_options(url, max(timeout_s, SENDING_S)))
+        except (BaseError, ValueError) as error:
+            raise ConfigError(f"{self.label} cannot be used as an object store: {error}") from error
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        """See `Transport`."""
+        return self._each(self._get, names)
+
+    def has(self, names: Sequence[str]) -> list[bool]:
+        """See `Transport`."""
+        return self._each(self._has, names)
+
+    def put(self, name: str, data: bytes) -> None:
+        """See `Transport`."""
+        obstore.put(self._sender, name, data)
+
+    def delete(self, names: Sequence[str]) -> None:
+        """See `Transport`."""
+        try:
+            obstore.delete(self._store, list(names))  # in one request, where the store can
+        except FileNotFoundError:
+            self._each(self._delete, names)
+
+    def close(self) -> None:
+        """See `Transport`."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _each(self, work: Callable[[str], _T], names: Iterable[str]) -> list[_T]:
+        return list(self._threads.map(work, names))
+
+    def _get(self, name: str) -> bytes | None:
+        try:
+            return bytes(obstore.get(self._store, name).bytes())
+        except FileNotFoundError:  # obstore's NotFoundError is one
+            return None
+
+    def _has(self, name: str) -> bool:
+        try:
+            obstore.head(self._store, name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _delete(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            obstore.delete(self._store, name)
+
+
+def _options(url: str, timeout_s: float) -> dict[str, Any]:
+    if url.startswith("file:"):
+        return {"mkdir": True}
+    wait = f"{timeout_s:g}s"
+    return {
+        "client_options": {"timeout": wait, "connect_timeout": wait, "allow_http": True},
+        "retry_config": {"max_retries": 1},
+    }

@@ -1,0 +1,288 @@
+"""The KV of all machines that share a remote store. Slow, gone or wrong, it is only a miss.
+
+Every wait of a prompt has a bound, and what comes from there is checked before it is used. Names
+begin with the tenant's namespace. Knows no model but its sizes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from urllib.parse import quote
+from weakref import WeakSet
+
+from cachetools import LRUCache, TTLCache
+
+from cached_rag.errors import CorruptBlobError, StoreError
+from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.store.codecs import CODEC_NAMES, codec_by_name
+from cached_rag.kv.store.outbox import Outbox
+from cached_rag.kv.store.remote.calls import Calls
+from cached_rag.kv.store.remote.link import Link
+from cached_rag.kv.store.remote.transport import Transport
+from cached_rag.kv.store.remote.wire import Head, Sizes, pack, pack_heads, unpack, unpack_heads
+
+_log = logging.getLogger(__name__)
+# Most bytes of KV that wait to be sent, and how long encoding may be held up by that in all.
+BUFFER_BYTES, _HELD_UP_S = 256 << 20, 20.0
+# Names that were not there are not asked for again for so long, and so many of them are remembered.
+_MISSING_S, _MOST_MISSING = 10.0, 1 << 16
+# Sending goes on after a failure, unless the pause that it asks for is longer than this.
+_PATIENCE_S = 4.0
+# What chunks stand behind is read anew after so many seconds.
+HEADS_S = 60.0
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What came of a round trip: modules by their key, and what was wrong, in words."""
+
+    kv: dict[str, ModuleKV]
+    problems: tuple[str, ...] = ()
+
+
+class RemoteTier:
+    """Modules in a remote store, for all tenants of an engine. Safe for several threads.
+
+    Attributes:
+        link: how fast it is.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        codec: str,
+        *,
+        secret: str | None,
+        timeout_s: float,
+        sizes: Sizes | None = None,
+    ) -> None:
+        """Connects when it is first used.
+
+        Args:
+            secret: signs values; values without this signature are not used.
+            timeout_s: the longest wait for an answer.
+            sizes: the model's; what has others is not used. None for a tier that only deletes.
+        """
+        self.link = Link()
+        self._transport, self._codec = transport, codec_by_name(codec)
+        self._sizes = sizes
+        self._secret = (secret or "").encode()
+        # What is sent may take longer, and its failures do not keep prompts from asking.
+        self._reading, self._sending = Calls(transport, timeout_s), Calls(transport, timeout_s)
+        self._uploads = Outbox(self._send, BUFFER_BYTES, _HELD_UP_S)
+        # Names that lately had no value, and names whose value is of no use.
+        self._missing: TTLCache[str, None] = TTLCache(_MOST_MISSING, _MISSING_S)
+        self._bad: LRUCache[str, None] = LRUCache(_MOST_MISSING)
+        self._noting = threading.Lock()
+        _OPEN.add(self)
+
+    @property
+    def label(self) -> str:
+        """Its address without passwords."""
+        return self._transport.label
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds for which it is left alone after a failure; 0 if it can be asked."""
+        return max(self._reading.pause_s, self._sending.pause_s)
+
+    # Reading ---------------------------------------------------------------------------------
+
+    def fetch(self, namespace: str, wanted: Mapping[str, Sequence[int]]) -> Brought:
+        """Bring modules, in one round trip.
+
+        Args:
+            wanted: the token ids of each module, by its key.
+
+        Raises:
+            StoreError: it did not answer in time, or is not asked because it lately did not.
+        """
+        names = {self._name(namespace, key): key for key in wanted}
+        asked = self._unknown(names)
+        if not asked:
+            return Brought({})
+        found: dict[str, ModuleKV] = {}
+        problems, began = [], time.perf_counter()
+        values = self._reading.ask(lambda: self._transport.get(asked))
+        for name, data in zip(asked, values, strict=True):
+            key = names[name]
+            if data is None:
+                self._note(self._missing, [name])
+                continue
+            try:
+                found[key] = self._unpacked(name, data, key, wanted[key])
+            except CorruptBlobError as error:
+                self._note(self._bad, [name])
+                _log.warning("%s", error)
+                problems.append(str(error))
+        self.link.note(sum(kv.seq_len for kv in found.values()), time.perf_counter() - began)
+        return Brought(found, tuple(problems))
+
+    def _unpacked(self, name: str, data: bytes, key: str, token_ids: Sequence[int]) -> ModuleKV:
+        try:
+            return unpack(name, data, key, token_ids, self._codec, self._secret, self._sizes)
+        except CorruptBlobError:
+            raise
+        except Exception as error:  # whatever bytes from elsewhere make the readers do
+            raise CorruptBlobError(
+                f"the remote KV {name} is damaged or foreign: {error!r:.100}; it is not used"
+            ) from error
+
+    def holds(self, namespace: str, keys: Collection[str]) -> set[str]:
+        """Those of these keys that it has; values that were found to be damaged do not count.
+
+        Raises:
+            StoreError: as `fetch`.
+        """
+        names = {self._name(namespace, key): key for key in keys}
+        asked = self._unknown(names)
+        there: list[bool] = []
+        for part in self._parts(asked):
+            there += self._reading.ask(partial(self._transport.has, part))
+        found = dict(zip(asked, there, strict=True))
+        self._note(self._missing, [name for name, is_there in found.items() if not is_there])
+        return {names[name] for name, is_there in found.items() if is_there}
+
+    def heads(self, namespace: str, model: str) -> set[Head]:
+        """What chunks of a model stand behind, as far as its users said so.
+
+        Raises:
+            StoreError: as `fetch`.
+            CorruptBlobError: the list is damaged or foreign.
+        """
+        name = self._heads_name(namespace, model)
+        began = time.perf_counter()
+        (data,) = self._reading.ask(lambda: self._transport.get([name]))
+        self.link.note(0, time.perf_counter() - began)
+        return set() if data is None else unpack_heads(name, data, self._secret, self._sizes)
+
+    # Writing ---------------------------------------------------------------------------------
+
+    def offer(self, namespace: str, key: str, kv: ModuleKV) -> None:
+        """Send a module in the background. May wait for room, if much waits already."""
+        self._uploads.add(self._name(namespace, key), kv)
+
+    def drain(self) -> int:
+        """Wait until all that was offered is sent; says how many modules could not be."""
+        return self._uploads.drain()
+
+    def add_heads(self, namespace: str, model: str, heads: Iterable[Head]) -> None:
+        """Say what chunks of a model stand behind, so that other machines look for them.
+
+        What two processes say at the same moment may get lost; who encodes says it again.
+
+        Raises:
+            StoreError: as `fetch`.
+        """
+        try:
+            known = self.heads(namespace, model)
+        except CorruptBlobError:
+            known = set()
+        wanted = known | set(heads)
+        if wanted != known:
+            name = self._heads_name(namespace, model)
+            data = pack_heads(name, wanted, self._secret)
+            self._sending.ask(lambda: self._transport.put(name, data))
+
+    def delete(self, namespace: str, keys: Collection[str]) -> None:
+        """Delete modules of all codecs, also those that wait to be sent.
+
+        Raises:
+            StoreError: it did not answer, so that they may still be there.
+        """
+        folder = _folder(namespace)
+        names = [f"{folder}/{key}.{codec}" for codec in CODEC_NAMES for key in keys]
+        self._uploads.drop(names)
+        try:
+            for part in self._parts(names):
+                self._sending.ask(partial(self._transport.delete, part))
+        except StoreError as error:
+            raise StoreError(
+                f"KV that was to be deleted may still be there: {error}. Delete something else, or "
+                "open the index again, when the store answers: then it goes, too"
+            ) from error
+
+    def close(self, finish_seconds: float) -> None:
+        """Send what waits, for a bounded time, and release connections."""
+        unsent = self._uploads.close(finish_seconds)
+        if unsent:
+            _log.warning("KV of %d texts was not sent to %s", unsent, self.label)
+        self._reading.close()
+        self._sending.close()
+        self._transport.close()
+
+    def _forked(self) -> None:
+        """Use nothing in a forked child: it has not the threads, and the sockets are its parent's.
+
+        Asking then raises; a new engine has a tier of its own.
+        """
+        self._noting = threading.Lock()
+        self._uploads = Outbox(self._send, 0)
+        self._uploads.close(0)
+        self._reading = self._sending = Calls(self._transport, self._reading.timeout_s)
+        self._reading.close()
+
+    def _send(self, name: str, kv: ModuleKV) -> bool:
+        key = name.rpartition("/")[2].partition(".")[0]
+        data = pack(name, key, kv, self._codec, self._secret)
+        while not self._is_put(name, data):
+            pause = self._sending.pause_s
+            if pause > _PATIENCE_S or self._sending.rest(pause):
+                return False
+        with self._noting:
+            self._missing.pop(name, None)
+            self._bad.pop(name, None)
+        return True
+
+    def _is_put(self, name: str, data: bytes) -> bool:
+        try:
+            self._sending.do(lambda: self._transport.put(name, data))
+        except StoreError as error:
+            _log.info("KV is not sent yet: %s", error)
+            return False
+        return True
+
+    # Names -----------------------------------------------------------------------------------
+
+    def _unknown(self, names: Iterable[str]) -> list[str]:
+        """Those names of which it is not known that they have no value, or a bad one."""
+        with self._noting:
+            return [name for name in names if name not in self._missing and name not in self._bad]
+
+    def _note(self, where: LRUCache[str, None] | TTLCache[str, None], names: list[str]) -> None:
+        with self._noting:
+            where.update(dict.fromkeys(names))
+
+    def _parts(self, names: Sequence[str]) -> Iterator[Sequence[str]]:
+        """Names, as many at a time as the transport takes in one round trip."""
+        size = self._transport.batch
+        return (names[begin : begin + size] for begin in range(0, len(names), size))
+
+    def _name(self, namespace: str, key: str) -> str:
+        return f"{_folder(namespace)}/{key}.{self._codec.name}"
+
+    def _heads_name(self, namespace: str, model: str) -> str:
+        return f"{_folder(namespace)}/{model}.heads"
+
+
+def _folder(namespace: str) -> str:
+    """A tenant's part of the store; a namespace of any characters becomes a safe name."""
+    return f"tenant-{quote(namespace, safe='')}" if namespace else "shared"
+
+
+_OPEN: WeakSet[RemoteTier] = WeakSet()
+
+
+def _after_fork() -> None:
+    for tier in list(_OPEN):
+        tier._forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

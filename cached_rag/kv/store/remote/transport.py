@@ -1,0 +1,49 @@
+"""What carries blobs to another machine and back, by name. Knows no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+# Seconds that sending a blob may take; nobody waits for it.
+SENDING_S = 60.0
+
+
+class Transport(Protocol):
+    """Blobs by name. Safe for several threads; every method may raise one of `errors`.
+
+    Attributes:
+        label: the address without passwords, for messages.
+        errors: what its methods raise when the other side is away, slow or refuses.
+        batch: how many names `has` and `delete` take at most.
+    """
+
+    label: str
+    errors: tuple[type[Exception], ...]
+    batch: int
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        """The blobs of these names, None for each that is not there. All in one round trip."""
+        ...
+
+    def has(self, names: Sequence[str]) -> list[bool]:
+        """Whether there are blobs of these names. All in one round trip."""
+        ...
+
+    def put(self, name: str, data: bytes) -> None:
+        """Keep a blob, in place of any of the same name."""
+        ...
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete blobs; names without one are ignored."""
+        ...
+
+    def close(self) -> None:
+        """Release connections."""
+        ...
+
+
+def label_of(url: str) -> str:
+    """A URL without user, password and query, to be shown."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"

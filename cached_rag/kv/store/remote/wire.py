@@ -1,0 +1,169 @@
+"""A module, or a list of heads, as one value in a remote store. Untrusted until it is checked.
+
+A value begins with a mark and a tag. The tag covers the value's name and all of its bytes, so that
+a value that was damaged or stored under another name is noticed. With a key it is a MAC
+(BLAKE2b), which nobody can make who has not the key; without, a checksum (XXH3).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import xxhash
+from safetensors.torch import save
+
+from cached_rag.errors import CorruptBlobError
+from cached_rag.kv.buffer import KVShapes
+from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.store.blob import contents, opened
+from cached_rag.kv.store.codecs import Codec
+from cached_rag.kv.store.tensor_file import TensorFile
+
+_MARK = b"cachedrag1"
+_TAG_BYTES = 16
+# Bounds on what is read: a value's header, the name of a context, and the list of heads.
+_HEADER_BYTES, _LONGEST_NAME = 1 << 16, 100
+_HEADS_BYTES, _MOST_HEADS = 4 << 20, 64
+# What chunks stand behind, as plain data: (token ids of the prefix, name of the context).
+Head = tuple[tuple[int, ...], str]
+
+
+def pack(name: str, key: str, kv: ModuleKV, codec: Codec, secret: bytes) -> bytes:
+    """A module as a value.
+
+    Args:
+        name: that it will have in the remote store.
+        key: the module's, see `fingerprint.module_key`.
+        secret: signs it; empty for a checksum only.
+    """
+    tensors, header = contents(key, kv, codec)
+    return _sealed(name, save(tensors, header), secret)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What KV and heads of a model look like: all else is not its.
+
+    Attributes:
+        shapes: of keys and values.
+        context_length: number of its positions.
+        vocab_size: number of its tokens.
+    """
+
+    shapes: KVShapes
+    context_length: int
+    vocab_size: int
+
+    def most_bytes(self, tokens: int) -> int:
+        """The most that a value with the KV of so many tokens can have, in any codec."""
+        wide = self.shapes.bytes_per_token // self.shapes.dtype.itemsize * 4
+        return 2 * wide * tokens + _HEADER_BYTES
+
+    def fits(self, kv: ModuleKV) -> bool:
+        """Whether keys and values have these sizes, and positions that the model has."""
+        return self.shapes.fits(kv) and kv.start + kv.seq_len <= self.context_length
+
+    def has(self, head: Head) -> bool:
+        """Whether the tokens of a head are the model's."""
+        ids, context = head
+        return (
+            len(ids) <= self.context_length
+            and len(context) <= _LONGEST_NAME
+            and all(0 <= token < self.vocab_size for token in ids)
+        )
+
+
+def unpack(
+    name: str,
+    data: bytes,
+    key: str,
+    token_ids: Sequence[int],
+    codec: Codec,
+    secret: bytes,
+    sizes: Sizes | None,
+) -> ModuleKV:
+    """The module again.
+
+    Raises:
+        CorruptBlobError: damaged, signed with another key, or not the module of these tokens.
+        Exception: other errors are possible where a value was made to cause them.
+    """
+    if sizes is not None and len(data) > sizes.most_bytes(len(token_ids)):
+        raise _corrupt(name, f"{len(data)} bytes are too many for {len(token_ids)} tokens")
+    payload = _unsealed(name, data, secret)
+    file = TensorFile(io.BytesIO(payload), len(payload))
+    if file.nbytes > len(payload):
+        raise _corrupt(name, "its tensors overlap")
+    kv = opened(file, name, key, token_ids, codec, None).load()
+    if sizes is not None and not sizes.fits(kv):
+        raise _corrupt(name, "it has not this model's sizes")
+    return kv
+
+
+def pack_heads(name: str, heads: Iterable[Head], secret: bytes) -> bytes:
+    """Heads as a value."""
+    return _sealed(name, json.dumps(sorted(heads)).encode(), secret)
+
+
+def unpack_heads(name: str, data: bytes, secret: bytes, sizes: Sizes | None) -> set[Head]:
+    """The heads again, but for those that cannot be this model's.
+
+    Raises:
+        CorruptBlobError: as `unpack`.
+    """
+    if len(data) > _HEADS_BYTES:
+        raise _corrupt(name, f"a list of heads of {len(data)} bytes")
+    try:
+        found = json.loads(bytes(_unsealed(name, data, secret)))
+        heads = {(tuple(map(_index, ids)), _text(context)) for ids, context in found}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _corrupt(name, f"it is no list of heads ({error!r:.100})") from error
+    return {head for head in sorted(heads)[:_MOST_HEADS] if sizes is None or sizes.has(head)}
+
+
+def _index(number: object) -> int:
+    if type(number) is not int:
+        raise TypeError("a token is no number")
+    return number
+
+
+def _text(name: object) -> str:
+    if not isinstance(name, str):
+        raise TypeError("a context has no name")
+    name.encode()  # a lone surrogate raises
+    return name
+
+
+def _sealed(name: str, payload: bytes, secret: bytes) -> bytes:
+    return b"".join((_MARK, _tag(name, payload, secret), payload))
+
+
+def _unsealed(name: str, data: bytes, secret: bytes) -> memoryview:
+    begin = len(_MARK) + _TAG_BYTES
+    payload = memoryview(data)[begin:]
+    if data[: len(_MARK)] != _MARK:
+        raise _corrupt(name, "it is none of this library's")
+    if not hmac.compare_digest(data[len(_MARK) : begin], _tag(name, payload, secret)):
+        signed = " or was signed with another key" if secret else ""
+        raise _corrupt(name, f"its content does not match its checksum{signed}")
+    return payload
+
+
+def _tag(name: str, payload: bytes | memoryview, secret: bytes) -> bytes:
+    if secret:
+        mac = hashlib.blake2b(name.encode(), key=secret, digest_size=_TAG_BYTES)
+        mac.update(b"\0")
+        mac.update(payload)
+        return mac.digest()
+    state = xxhash.xxh3_128(name.encode() + b"\0")
+    state.update(payload)
+    return state.digest()
+
+
+def _corrupt(name: str, reason: str) -> CorruptBlobError:
+    return CorruptBlobError(f"the remote KV {name} is damaged or foreign: {reason}; it is not used")

@@ -1,0 +1,128 @@
+"""Gets documents ready for an index: splits them, embeds their chunks, and has these encoded.
+
+Knows no index. So other processes can do it, too: see `workers.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cached_rag.backends.tokenizer import Rendered
+from cached_rag.engine.engine import Engine
+from cached_rag.kv.fingerprint import digest
+from cached_rag.library.context import Context
+from cached_rag.rag.document import Document
+from cached_rag.rag.embedding import Embeddings
+from cached_rag.rag.progress import Say
+from cached_rag.rag.prompts import Prompts
+from cached_rag.rag.splitting import Splitter
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Documents are encoded together until their chunks fill a few batches.
+_GROUP_CHUNKS = 32
+# Chunks embedded at a time; the bar moves after each batch.
+EMBED_CHUNKS = 128
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What encoding chunks behind each of the contexts did.
+
+    Attributes:
+        encoded: number of chunks that were prefilled, behind the last of the contexts.
+        tokens, seconds, unsent: as in `EncodeSummary`, of all contexts.
+    """
+
+    encoded: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    unsent: int = 0
+
+    def __add__(self, other: Encoded) -> Encoded:
+        return Encoded(
+            self.encoded + other.encoded,
+            self.tokens + other.tokens,
+            self.seconds + other.seconds,
+            self.unsent + other.unsent,
+        )
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What documents are prepared with.
+
+    Attributes:
+        head, contexts: chunks are encoded behind the head and, in turn, each of the contexts.
+    """
+
+    engine: Engine
+    embedder: Embeddings
+    splitter: Splitter
+    head: Rendered
+    contexts: tuple[Context | None, ...]
+
+    @classmethod
+    def of(
+        cls,
+        engine: Engine,
+        embedder: Embeddings,
+        settings: Mapping[str, str],
+        contexts: tuple[Context | None, ...],
+    ) -> Preparation:
+        """By the settings of an index."""
+
+        def count_tokens(text: str) -> int:
+            return len(engine.tokenization.literal(text))
+
+        splitter = Splitter(count_tokens, int(settings["chunk_tokens"]))
+        return cls(engine, embedder, splitter, Prompts(engine, settings["system"]).head(), contexts)
+
+    def embedded(self, texts: Sequence[str], say: Say = lambda *_: None) -> NDArray[np.float32]:
+        """(len(texts), dim) float32; part by part, so that a bar moves in long documents."""
+        parts = []
+        for begin in range(0, max(1, len(texts)), EMBED_CHUNKS):
+            say(f"embedding {len(texts)} chunks", begin / max(1, len(texts)))
+            parts.append(self.embedder.embed(texts[begin : begin + EMBED_CHUNKS]))
+        return np.concatenate(parts)
+
+    def encode(
+        self, texts: Sequence[str], tokens_done: Callable[[int], object] = lambda _: None
+    ) -> Encoded:
+        """See that texts have KV behind each of the contexts.
+
+        Args:
+            tokens_done: called after each batch with the number of tokens in it.
+        """
+        encode = partial(self.engine.encode, texts, self.head, token_progress=tokens_done)
+        done = [encode(context=context) for context in self.contexts]
+        seconds = sum(one.seconds for one in done if one.encoded)
+        tokens, unsent = sum(one.tokens for one in done), sum(one.unsent for one in done)
+        return Encoded(done[-1].encoded, tokens, seconds, unsent)
+
+
+def content(document: Document) -> str:
+    """Digest of all of a document that an index keeps."""
+    known = [json.dumps(document.parts)] if document.parts else []
+    return digest(document.title, document.text, *known)
+
+
+def groups(texts: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:
+    """Sources in groups, each with chunks enough for a few batches."""
+    group: list[str] = []
+    size = 0
+    for source, chunks in texts.items():
+        group.append(source)
+        size += len(chunks)
+        if size >= _GROUP_CHUNKS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

@@ -1,0 +1,145 @@
+"""Finds the chunks nearest to a vector: FAISS in memory, built from an index's file.
+
+What another process writes there is found by the next search.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cached_rag.kv.store.database import Database
+from cached_rag.kv.store.signed import Row, sound
+from cached_rag.rag.document import Metadata
+from cached_rag.rag.filters import FIELDS, Where, judge
+from cached_rag.rag.hit import Hit
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# A chunk's columns without metadata, as an earlier version had it; and those its checksum is of.
+BARE = "c.id, d.title, c.ordinal, c.text, c.vector"
+SIGNED = f"{BARE}, c.metadata"
+CHUNKS = "FROM chunks c JOIN documents d USING (source)"
+# Most values that SQLite takes for one query, with much to spare.
+_MOST_NAMED = 10_000
+
+
+class Search:
+    """The search among one index's chunks. Safe for several threads."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._faiss: Any = None
+        self._version = -1
+        self._lock = threading.Lock()
+
+    def forget(self) -> None:
+        """Read the file anew for the next search: this process has changed it."""
+        self._version = -1
+
+    def nearest(self, vector: NDArray[np.float32], k: int, where: Where | None = None) -> list[Hit]:
+        """The k chunks nearest to a vector, best first, each text once.
+
+        Args:
+            vector: (dim,) float32 of unit length.
+            where: which chunks may be among them, see `filters.judge`; None for all.
+
+        Raises:
+            ConfigError: a filter by what no chunk has.
+        """
+        with self._lock:
+            index = self._index()
+        if index is None:
+            return []
+        total, options, fits = index.ntotal, {}, None
+        if isinstance(where, Mapping):
+            ids = self._fitting(where)
+            total, options = len(ids), _only(ids)
+        elif where is not None:
+            fits = where
+        hits: dict[str, Hit] = {}
+        seen = 0
+        while seen < total and len(hits) < k:
+            reach = min(total, max(2 * seen, 2 * k))
+            scores, ids = index.search(vector[None].astype(np.float32), reach, **options)
+            for hit in self._hits(ids[0][seen:].tolist(), scores[0][seen:].tolist()):
+                if fits is None or fits(hit):
+                    hits.setdefault(hit.text, hit)
+            seen = reach
+        return list(hits.values())[:k]
+
+    def _fields(self) -> set[str]:
+        """The names of the metadata that chunks have."""
+        readable = "CASE WHEN json_valid(metadata) THEN metadata ELSE '{}' END"
+        query = f"SELECT DISTINCT key FROM chunks, json_each({readable})"
+        return set(self._database.read(str, query))
+
+    def _fitting(self, where: Mapping[str, object]) -> list[int]:
+        """The ids of the chunks that a filter lets through."""
+        known = self._fields() if set(where) - set(FIELDS) else set()
+        fits = judge(where, known)
+        query = f"SELECT c.id, c.source, d.title, c.ordinal, c.metadata {CHUNKS}"
+
+        def chunk(row: int, source: str, title: str, ordinal: int, metadata: str) -> int:
+            hit = Hit("", source, title, ordinal, 0.0, _known(metadata))
+            return row if fits(hit) else -1
+
+        return [row for row in self._database.read(chunk, query) if row >= 0]
+
+    def _hits(self, ids: list[int], scores: list[float]) -> Iterator[Hit]:
+        """The chunks that have these ids, but for those that are gone or damaged."""
+        query = f"SELECT {SIGNED}, c.checksum, c.source {CHUNKS} WHERE c.id IN "
+        rows: list[Row] = []
+        for begin in range(0, len(ids), _MOST_NAMED):
+            named = ids[begin : begin + _MOST_NAMED]
+            rows += self._database.rows(f"{query}({','.join('?' * len(named))})", *named)
+        sources = {row[0]: str(row[-1]) for row in rows}
+        by_id = {row[0]: row for row in sound(self._database, (row[:-1] for row in rows))}
+        for chunk, score in zip(ids, scores, strict=True):
+            if chunk in by_id:  # else deleted by another process since, or damaged
+                _, title, ordinal, text, _, known, _ = by_id[chunk]
+                place = int(str(ordinal))
+                yield Hit(str(text), sources[chunk], str(title), place, score, _known(known))
+
+    def _index(self) -> Any:
+        """FAISS over all vectors, built anew if the file has changed; None without vectors."""
+        import faiss
+
+        version = self._database.version()
+        if version == self._version:
+            return self._faiss
+        # Vectors that are not as long as most others are damaged.
+        rows = self._database.rows(
+            "SELECT id, vector FROM chunks WHERE length(vector) = (SELECT length(vector)"
+            " FROM chunks GROUP BY 1 ORDER BY count(*) DESC LIMIT 1) AND typeof(vector) = 'blob'"
+            " AND length(vector) % 4 = 0"
+        )
+        self._faiss = None
+        if rows:
+            vectors = np.stack([np.frombuffer(data, np.float32) for _, data in rows])  # type: ignore[call-overload]
+            self._faiss = faiss.IndexIDMap2(faiss.IndexFlatIP(vectors.shape[1]))
+            self._faiss.add_with_ids(vectors, np.array([row for row, _ in rows], np.int64))
+        self._version = version
+        return self._faiss
+
+
+def _known(metadata: object) -> Metadata:
+    """Metadata as it is kept, in JSON; empty if it was damaged."""
+    try:
+        known = json.loads(str(metadata))
+    except ValueError:
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _only(ids: Sequence[int]) -> dict[str, Any]:
+    """Arguments that have FAISS search among these chunks only."""
+    import faiss
+
+    chosen = faiss.IDSelectorBatch(np.array(ids, np.int64))
+    return {"params": faiss.SearchParameters(sel=chosen)}  # type: ignore[call-arg]

@@ -1,0 +1,251 @@
+"""Other processes that prepare documents for an index: what they are told, and what they give back.
+
+A worker reads, splits and embeds, and puts KV into the store itself; the index is written by who
+asked. Knows no cluster: `integrations/ray_cached_rag` is one.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING, Any, Protocol
+
+from cached_rag.config import StoreConfig
+from cached_rag.engine.engine import Engine
+from cached_rag.errors import ClusterError, ConfigError, DocumentError, StoreError
+from cached_rag.rag.embedding import Embedder, Embeddings
+from cached_rag.rag.preparing import Encoded, Preparation, content, groups
+from cached_rag.rag.readers import load_document
+from cached_rag.rag.settings import contexts
+from cached_rag.rag.splitting import Chunk
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# Most bytes of KV that a worker keeps in memory: what it has encoded it does not need again.
+_WORKER_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class IngestTask:
+    """A document that a worker is to prepare.
+
+    Attributes:
+        source: its name in the index.
+        path: the file, absolute.
+        known: digest of what the index has under that name; "" for nothing.
+    """
+
+    source: str
+    path: str
+    known: str = ""
+
+
+@dataclass(frozen=True)
+class PreparedDocument:
+    """What a worker made of a document.
+
+    Attributes:
+        digest: of its content.
+        chunks, vectors: its chunks in order, and (len(chunks), dim) float32, each row of unit
+            length; None if the index has this content already.
+        skipped: why the file could not be read; else "".
+    """
+
+    source: str
+    digest: str = ""
+    chunks: tuple[Chunk, ...] = ()
+    vectors: NDArray[np.float32] | None = None
+    skipped: str = ""
+
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """What a worker made of some tasks, in their order. The chunks' KV is in the store by then.
+
+    Attributes:
+        encoded, tokens: how many chunks were prefilled for it, and how many tokens that were.
+    """
+
+    documents: tuple[PreparedDocument, ...]
+    encoded: int = 0
+    tokens: int = 0
+
+
+# Has tasks done by workers; their batches come in the order of the tasks.
+Prepare = Callable[[Sequence[IngestTask]], Iterator[PreparedBatch]]
+
+
+class IngestWorkers(Protocol):
+    """Processes, on this machine or others, that prepare documents."""
+
+    def prepare(self, recipe: IngestRecipe, tasks: Sequence[IngestTask]) -> Iterator[PreparedBatch]:
+        """Have tasks done by the recipe; their batches come in the order of the tasks.
+
+        Raises:
+            ClusterError: the processes cannot be reached, or failed.
+            CachedRAGError: what a worker raised.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class IngestRecipe:
+    """What a worker is told, so that it prepares documents as the process that asks would.
+
+    Attributes:
+        settings: the index's.
+        options: for `Engine.load`.
+        store: where the worker puts KV.
+        embedding: what embeds; None for the model that the settings name.
+        fingerprint: of the model that the worker has to have.
+        sees: paths that have to be there for the worker.
+    """
+
+    settings: Mapping[str, str]
+    options: Mapping[str, Any]
+    store: StoreConfig
+    embedding: Embeddings | None
+    fingerprint: str
+    sees: tuple[str, ...]
+
+    def open(self) -> IngestWorker:
+        """Load the models, in the worker's process.
+
+        Raises:
+            ClusterError: the machine lacks a path, or has another model under the model's name.
+            ModelError, StoreError: see `Engine.load`.
+        """
+        host = socket.gethostname()
+        for path in self.sees:
+            if not Path(path).exists():
+                raise ClusterError(
+                    f"a worker on {host} does not see {path}; put the documents, and the index if "
+                    "it has no remote store, into a folder that all machines have at that place"
+                )
+        name = self.settings["model"]
+        engine = Engine.load(name, store=self.store, **self.options)
+        if engine.model.fingerprint != self.fingerprint:
+            engine.close()
+            raise ClusterError(
+                f"a worker on {host} has other weights or settings as {name}, whose KV would never "
+                "be found; give all machines the same, and open the index with model=, dtype= and "
+                "so on instead of engine="
+            )
+        embedder = self.embedding or Embedder(self.settings["embedding"])
+        behind = contexts(self.settings["context"])
+        return IngestWorker(Preparation.of(engine, embedder, self.settings, behind))
+
+
+@dataclass(frozen=True)
+class IngestWorker:
+    """The models of a worker's process."""
+
+    preparation: Preparation
+
+    def prepare(self, tasks: Sequence[IngestTask]) -> PreparedBatch:
+        """Read, split, embed and encode; files that cannot be read are skipped."""
+        documents: list[PreparedDocument] = []
+        texts: dict[str, list[str]] = {}
+        for task in tasks:
+            try:
+                document = load_document(task.path)
+            except DocumentError as error:
+                documents.append(PreparedDocument(task.source, skipped=str(error)))
+                continue
+            chunks = self.preparation.splitter.split(document)
+            texts[task.source] = [chunk.text for chunk in chunks]
+            made = PreparedDocument(task.source, content(document))
+            if made.digest != task.known:
+                vectors = self.preparation.embedded(texts[task.source])
+                made = replace(made, chunks=tuple(chunks), vectors=vectors)
+            documents.append(made)
+        chunks_of = ([t for source in group for t in texts[source]] for group in groups(texts))
+        done = sum(map(self.preparation.encode, chunks_of), Encoded())
+        if done.unsent:
+            raise StoreError(
+                f"{done.unsent} KVs could not be sent to the remote store, so what a worker "
+                "computes is lost; see that it is there and has room, and ingest again"
+            )
+        return PreparedBatch(tuple(documents), done.encoded, done.tokens)
+
+
+@contextmanager
+def helped(
+    ray: str | IngestWorkers,
+    preparation: Preparation,
+    settings: Mapping[str, str],
+    options: Mapping[str, Any],
+    folder: Path,
+    documents: Path,
+) -> Iterator[Prepare]:
+    """Workers that prepare as this process would, for as long as the context lasts.
+
+    Args:
+        ray: the workers, or the address of a Ray cluster.
+        options: for `Engine.load`.
+        folder: the index's.
+        documents: the file or folder that is ingested.
+
+    Raises:
+        ConfigError: workers cannot do it by these settings.
+        MissingPackageError: Ray is not installed.
+    """
+    contexts(settings["context"])  # refuses what needs the whole index
+    engine, embedder = preparation.engine, preparation.embedder
+    store = _for_workers(engine.settings)
+    dtype = str(engine.model.shapes.dtype).removeprefix("torch.")
+    with NamedTemporaryFile(dir=folder, prefix=".seen-") as token:
+        recipe = IngestRecipe(
+            _with_absolute_paths(settings),
+            {**options, **({"dtype": dtype} if options["backend"] == "transformers" else {})},
+            store,
+            None if isinstance(embedder, Embedder) else embedder,
+            engine.model.fingerprint,
+            (str(documents), *([token.name] if store.path else [])),
+        )
+        yield partial(_of(ray).prepare, recipe)
+
+
+def _of(ray: str | IngestWorkers) -> IngestWorkers:
+    if isinstance(ray, str):  # the core imports no framework: this one is asked for by its name
+        found: IngestWorkers = import_module("ray_cached_rag").RayConfig(address=ray)
+        return found
+    return ray
+
+
+def _for_workers(store: StoreConfig) -> StoreConfig:
+    """The store as workers open it: one with a remote tier without a folder.
+
+    Raises:
+        ConfigError: it is in this process's memory, where no worker can put anything.
+    """
+    if not (store.remote or store.path):
+        raise ConfigError(
+            "the engine keeps KV in memory only, where workers cannot put theirs; give its "
+            "StoreConfig a path, or open the index with model= instead of engine="
+        )
+    return replace(
+        store,
+        path=None if store.remote else str(Path(str(store.path)).absolute()),
+        memory_bytes=_WORKER_BYTES,
+        device_bytes=0,
+        sequence_bytes=0,
+        harvest=None,
+        write_back=False,
+        learn="off",
+    )
+
+
+def _with_absolute_paths(settings: Mapping[str, str]) -> dict[str, str]:
+    """The settings with models that are folders named for whatever folder a worker runs in."""
+    models = {name: settings[name] for name in ("model", "embedding")}
+    here = {name: str(Path(m).absolute()) for name, m in models.items() if Path(m).exists()}
+    return {**settings, **here}

@@ -1,0 +1,450 @@
+"""The remote tier against real servers: killed, slow, damaged, foreign; never a wrong answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import redis
+import torch
+from safetensors.torch import save
+from servers import Proxy, Server, redis_server, s3_server
+
+from cached_rag.errors import ConfigError, CorruptBlobError, StoreError
+from cached_rag.kv.buffer import KVShapes
+from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.store.blob import contents
+from cached_rag.kv.store.codecs import codec_by_name
+from cached_rag.kv.store.outbox import Outbox
+from cached_rag.kv.store.remote import RemoteTier, breaker, open_transport, wire
+from cached_rag.kv.store.remote.breaker import Breaker
+from cached_rag.kv.store.remote.transport import label_of
+from cached_rag.kv.store.remote.wire import Sizes, unpack_heads
+
+
+def module(seed: int, dtype=torch.float32) -> ModuleKV:
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, 3, 2, 5, 4, generator=generator).to(dtype)
+    return ModuleKV(tuple(range(seed, seed + 5)), 7, keys, values)
+
+
+def key(seed: int) -> str:
+    return f"{seed:040x}"
+
+
+def same(a: ModuleKV, b: ModuleKV) -> bool:
+    alike = a.token_ids == b.token_ids and a.start == b.start
+    return alike and torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
+
+
+@pytest.fixture(scope="module")
+def redis_at(tmp_path_factory):
+    server = redis_server(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def s3_at(tmp_path_factory):
+    server = s3_server(tmp_path_factory.mktemp("weed"))
+    environment = pytest.MonkeyPatch()
+    environment.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
+    environment.setenv("AWS_ACCESS_KEY_ID", "user")
+    environment.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    environment.setenv("AWS_REGION", "us-east-1")
+    _make_bucket(server)
+    yield server
+    environment.undo()
+    server.kill()
+
+
+def _make_bucket(server: Server) -> None:
+    from obstore.store import S3Store
+
+    root = S3Store(
+        "bucket", virtual_hosted_style_request=False, client_options={"allow_http": True}
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:  # the first object makes the bucket
+        with suppress(Exception):
+            root.put("there", b"1")
+            return
+        time.sleep(0.2)
+    raise RuntimeError(server.log.read_text()[-2000:])
+
+
+@pytest.fixture(params=["redis", "s3", "file"])
+def url(request, tmp_path):
+    if request.param == "file":
+        return f"file://{tmp_path}/shared"
+    server = request.getfixturevalue(f"{request.param}_at")
+    return f"redis://127.0.0.1:{server.port}/0" if request.param == "redis" else "s3://bucket/kv"
+
+
+@pytest.fixture
+def tiers():
+    made: list[RemoteTier] = []
+
+    def make(url: str, codec="raw", secret=None, timeout_s=10.0) -> RemoteTier:
+        made.append(
+            RemoteTier(open_transport(url, timeout_s), codec, secret=secret, timeout_s=timeout_s)
+        )
+        return made[-1]
+
+    yield make
+    for tier in made:
+        tier.close(0)
+
+
+def fetch(tier: RemoteTier, *modules: ModuleKV, namespace="") -> dict[str, ModuleKV]:
+    wanted = {key(kv.token_ids[0]): kv.token_ids for kv in modules}
+    return tier.fetch(namespace, wanted).kv
+
+
+def offer(tier: RemoteTier, *modules: ModuleKV, namespace="") -> None:
+    for kv in modules:
+        tier.offer(namespace, key(kv.token_ids[0]), kv)
+    assert tier.drain() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_one_machine_sends_another_gets(url, tiers, dtype):
+    here, there, (a, b, c) = tiers(url), tiers(url), [module(n, dtype) for n in (1, 2, 3)]
+    offer(here, a, b)
+    found = fetch(there, a, b, c)
+    assert found.keys() == {key(1), key(2)}
+    assert same(found[key(1)], a)
+    assert same(found[key(2)], b)
+    assert there.holds("", [key(1), key(3)]) == {key(1)}
+    here.delete("", [key(1), key(3)])
+    assert not fetch(tiers(url), a)
+    here.delete("", [key(2)])
+
+
+def test_codecs_and_tenants_do_not_mix(url, tiers):
+    here, kv = tiers(url), module(4)
+    offer(here, kv, namespace="a/../b %")
+    assert fetch(tiers(url), kv, namespace="a/../b %")
+    assert not fetch(tiers(url), kv)
+    assert not fetch(tiers(url), kv, namespace="a")
+    assert not fetch(tiers(url, codec="int8"), kv, namespace="a/../b %")
+
+
+def test_int8_comes_back_as_the_codec_rounds_it(url, tiers):
+    kv = module(5)
+    offer(tiers(url, codec="int8"), kv)
+    (found,) = fetch(tiers(url, codec="int8"), kv).values()
+    assert (found.keys - kv.keys).abs().max() <= kv.keys.abs().max() / 254 + 1e-6
+
+
+def test_heads_are_merged(url, tiers):
+    here, there = tiers(url), tiers(url)
+    here.add_heads("t", "model", [((1, 2), "primer")])
+    there.add_heads("t", "model", [((), "")])
+    assert here.heads("t", "model") == {((1, 2), "primer"), ((), "")}
+    assert here.heads("", "model") == set()
+
+
+def test_a_prompt_costs_one_round_trip(redis_at, tiers):
+    url, modules = f"redis://127.0.0.1:{redis_at.port}/1", [module(n) for n in range(10, 18)]
+    offer(tiers(url), *modules)
+    client, there = redis.Redis(port=redis_at.port), tiers(url)
+    client.config_resetstat()
+    assert len(fetch(there, *modules)) == 8
+    calls = {name: stat["calls"] for name, stat in client.info("commandstats").items()}
+    assert calls.pop("cmdstat_mget") == 1
+    assert not {name for name in calls if "get" in name or "exists" in name}
+    client.config_resetstat()
+    assert not fetch(there, module(19))
+    assert not fetch(there, module(19))  # it is known for a while that it is not there
+    assert client.info("commandstats")["cmdstat_mget"]["calls"] == 1
+    client.close()
+
+
+@pytest.mark.parametrize("secret", [None, "0123456789abcdef"])
+def test_no_damaged_value_is_used(redis_at, tiers, secret):
+    url, kv = f"redis://127.0.0.1:{redis_at.port}/2", module(20)
+    offer(tiers(url, secret=secret), kv)
+    client = redis.Redis(port=redis_at.port, db=2)
+    (name,) = client.keys("*")
+    good = client.get(name)
+    spots = [*range(0, len(good), 37), len(good) - 1]
+    bad = [good[:at] + bytes([good[at] ^ 0x10]) + good[at + 1 :] for at in spots]
+    bad += [b"", good[:-1], good[: len(good) // 2], good + b"x", b"cachedrag1", b"\0" * 4096]
+    for data in bad:
+        client.set(name, data)
+        answer = tiers(url, secret=secret).fetch("", {key(20): kv.token_ids})
+        assert not answer.kv
+        assert "damaged or foreign" in answer.problems[0]
+    client.set(name, good)
+    assert fetch(tiers(url, secret=secret), kv)
+    client.close()
+
+
+def test_a_value_under_another_name_is_not_used(redis_at, tiers):
+    url, a, b = f"redis://127.0.0.1:{redis_at.port}/3", module(30), module(31)
+    offer(tiers(url), a, b)
+    client = redis.Redis(port=redis_at.port, db=3)
+    first, second = client.keys("*")
+    one, other = client.mget(first, second)
+    client.mset({first: other, second: one})
+    assert not fetch(tiers(url), a, b)
+    client.close()
+
+
+def test_only_what_is_signed_with_the_key_is_used_and_the_rest_is_left_there(url, tiers):
+    kv, mine = module(40), "k" * 32
+    offer(tiers(url), kv)
+    there = tiers(url, secret=mine)
+    assert not fetch(there, kv)
+    assert there.holds("", [key(40)]) == set()  # so that it is sent again
+    assert fetch(tiers(url), kv)
+    offer(there, kv)
+    assert fetch(tiers(url, secret=mine), kv)
+    assert fetch(there, kv)
+    assert not fetch(tiers(url, secret="other" * 4), kv)
+    assert not fetch(tiers(url), kv)
+
+
+def test_it_fails_at_once_while_the_server_is_gone_and_works_when_it_is_back(
+    tmp_path, tiers, monkeypatch
+):
+    monkeypatch.setattr(breaker, "_FIRST_S", 0.2)
+    server, kv = redis_server(tmp_path), module(50)
+    tier = tiers(f"redis://127.0.0.1:{server.port}/0", timeout_s=2.0)
+    offer(tier, kv)
+    server.kill()
+    with pytest.raises(StoreError, match="cannot be used now"):
+        fetch(tier, kv)
+    with pytest.raises(StoreError, match="it failed lately"):
+        fetch(tier, kv)
+    tier.offer("", key(51), module(51))  # goes on trying for a while
+    server.start()
+    assert tier.drain() == 0
+    assert len(fetch(tier, kv, module(51))) == 2
+    server.kill()
+
+
+def test_what_cannot_be_sent_is_counted(tmp_path, tiers, monkeypatch):
+    monkeypatch.setattr(breaker, "_FIRST_S", 8.0)
+    server = redis_server(tmp_path)
+    tier = tiers(f"redis://127.0.0.1:{server.port}/0", timeout_s=1.0)
+    server.kill()
+    for n in range(5):
+        tier.offer("", key(n), module(n))
+    assert tier.drain() == 5
+    assert tier.drain() == 0
+
+
+def test_a_slow_server_is_waited_for_no_longer_than_allowed(redis_at, tiers):
+    proxy, kv = Proxy(redis_at.port), module(60)
+    offer(tiers(f"redis://127.0.0.1:{redis_at.port}/4"), kv)
+    tier = tiers(f"redis://127.0.0.1:{proxy.port}/4", timeout_s=0.5)
+    assert fetch(tier, kv)
+    proxy.delay_s = 30.0
+    began = time.monotonic()
+    with pytest.raises(StoreError):
+        fetch(tier, kv)
+    assert time.monotonic() - began < 5
+    proxy.close()
+
+
+def test_the_way_there_is_measured(redis_at, tiers):
+    proxy, kv = Proxy(redis_at.port), module(61)
+    tier = tiers(f"redis://127.0.0.1:{proxy.port}/5")
+    assert tier.link.load_s(5) is None
+    proxy.delay_s = 0.3
+    offer(tier, kv)
+    assert fetch(tier, kv)
+    assert tier.link.load_s(5) > 0.2
+    proxy.close()
+
+
+def test_what_waits_to_be_sent_is_bounded():
+    kv, sent = module(70), []
+    uploads = Outbox(lambda name, _: sent.append(name) or time.sleep(0.2) or True, 2 * kv.nbytes)
+    for name in "abcde":
+        uploads.add(name, kv)
+    assert len(sent) <= 2
+    assert uploads.drain() == 3
+    assert sorted(sent) == ["a", "b"]
+
+
+def test_what_cannot_be_packed_counts_as_not_sent():
+    uploads = Outbox(lambda *_: 1 / 0, 1 << 20)
+    uploads.add("a", module(1))
+    assert uploads.drain(10) == 1
+
+
+def test_what_is_deleted_is_not_sent_afterwards(redis_at, tiers):
+    tier = tiers(f"redis://127.0.0.1:{redis_at.port}/6")
+    for n in range(80, 90):
+        tier.offer("", key(n), module(n))
+    tier.delete("", [key(n) for n in range(80, 90)])
+    assert tier.drain() == 0
+    assert tier.holds("", [key(n) for n in range(80, 90)]) == set()
+
+
+def test_the_breaker_lets_one_ask_at_a_time(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(breaker.time, "monotonic", lambda: now[0])
+    one = Breaker()
+    assert one.allows()
+    one.failed(began=99.0)
+    one.failed(began=99.5)  # the same failure, seen by another
+    assert not one.allows()
+    now[0] += 1.0
+    assert one.allows()
+    assert not one.allows()
+    one.failed(began=now[0])
+    now[0] += 1.5
+    assert not one.allows()
+    now[0] += 0.5
+    assert one.allows()
+    one.succeeded()
+    assert one.allows()
+    assert one.allows()
+
+
+def test_addresses():
+    with pytest.raises(ConfigError, match="no address"):
+        open_transport("ftp://host/x", 1.0)
+    with pytest.raises(ConfigError, match="Redis"):
+        open_transport("redis://host:port/x", 1.0)
+    assert label_of("redis://user:secret@host:1/0?x=y") == "redis://host:1/0"
+    assert label_of("redis://user:sec/r@et@host:1/0") == "redis://host:1/0"
+
+
+def sizes(context_length=100) -> Sizes:
+    kv = module(0)
+    shapes = KVShapes(3, 2, 4, 4, kv.keys.dtype, torch.device("cpu"))
+    return Sizes(shapes, context_length, vocab_size=50)
+
+
+def packed(kv: ModuleKV, **header: str) -> bytes:
+    """A value whose header lies, but whose checksums are right."""
+    tensors, honest = contents(key(1), kv, codec_by_name("raw"))
+    return wire._sealed("name", save(tensors, honest | header), b"")
+
+
+def taken(data: bytes, limits=None) -> ModuleKV:
+    tier = RemoteTier(_Silent(), "raw", secret=None, timeout_s=1.0, sizes=limits or sizes())
+    try:
+        return tier._unpacked("name", data, key(1), module(1).token_ids)
+    finally:
+        tier.close(0)
+
+
+class _Silent:
+    label, errors, batch = "silent://", (OSError,), 10
+
+    def close(self) -> None: ...
+
+
+def test_values_that_lie_about_themselves_are_not_used():
+    good = module(1)
+    assert same(taken(packed(good)), good)
+    lies = [
+        packed(good, start="1" + "0" * 30),
+        packed(good, start="99"),  # ends beyond the context
+        packed(good, start="-1"),
+        *(packed(good, dtype=name) for name in ("cuda", "nn", "Tensor", "nothing")),
+        packed(good, layers="0"),
+        packed(replace(good, keys=good.keys.double(), values=good.values.double())),
+        packed(replace(good, keys=good.keys[:2], values=good.values[:2])),
+        packed(good) + b"0" * (1 << 17),  # far more than five tokens can take
+        b"",
+    ]
+    for data in lies:
+        with pytest.raises(CorruptBlobError):
+            taken(data)
+
+
+def test_headers_that_would_take_memory_or_time_are_refused():
+    ids = {"dtype": "I32", "shape": [5], "data_offsets": [0, 20]}
+    many = {f"t{n}": {"dtype": "U8", "shape": [9000], "data_offsets": [0, 9000]} for n in range(14)}
+    headers = [
+        many | {"token_ids": ids},  # all of them at the same place
+        {f"t{n}": ids for n in range(40)},
+        {"token_ids": ids, "keys": ids | {"shape": [2**70, 0]}},
+        {"token_ids": ids, "keys": ids | {"shape": [10**400] * 8}},
+        {"token_ids": ids, "keys": ids | {"shape": [1] * 100}},
+        {"token_ids": ids | {"shape": [[5]]}},
+        [],
+    ]
+    for header in headers:
+        text = json.dumps(header).encode()
+        payload = len(text).to_bytes(8, "little") + text + bytes(9000)
+        with pytest.raises(CorruptBlobError):
+            taken(wire._sealed("name", payload, b""), sizes(100_000))
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        '[[[-1], ""]]',
+        '[[[1099511627776], ""]]',
+        '[[[99], ""]]',
+        '[[[1.5], ""]]',
+        '[[["1"], ""]]',
+        '[[[Infinity], ""]]',
+        '[[[1], "\\ud800"]]',
+        "[[[1], 3]]",
+        f'[[{[1] * 200}, ""]]',
+        '{"a": 1}',
+        "[" * 5000,
+    ],
+)
+def test_heads_that_are_not_the_models_are_not_taken_over(heads):
+    data = wire._sealed("name", heads.encode(), b"")
+    with suppress(CorruptBlobError):
+        assert unpack_heads("name", data, b"", sizes()) == set()
+
+
+def test_one_bad_value_does_not_cost_its_neighbours(redis_at, tiers):
+    url, a, b = f"redis://127.0.0.1:{redis_at.port}/7", module(90), module(91)
+    offer(tiers(url), a, b)
+    client = redis.Redis(port=redis_at.port, db=7)
+    name = next(name for name in client.keys("*") if key(90).encode() in name)
+    lie, honest = contents(key(90), a, codec_by_name("raw"))
+    data = save(lie | {"extra": torch.zeros(3)}, honest)
+    client.set(name, wire._sealed(name.decode().removeprefix("cached-rag/"), data, b""))
+    answer = tiers(url).fetch("", {key(90): a.token_ids, key(91): b.token_ids})
+    assert answer.kv.keys() == {key(91)}
+    assert len(answer.problems) == 1
+    client.close()
+
+
+def test_closing_does_not_wait_for_a_server_that_is_gone(tmp_path, tiers):
+    server = redis_server(tmp_path)
+    tier = tiers(f"redis://127.0.0.1:{server.port}/0")
+    server.kill()
+    for n in range(5):
+        tier.offer("", key(n), module(n))
+    began = time.monotonic()
+    tier.close(0.2)
+    assert time.monotonic() - began < 3
+    with pytest.raises(StoreError, match="closed"):
+        fetch(tier, module(1))
+    tier.offer("", key(1), module(1))  # nothing is sent, nothing raises
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_asks_nothing_and_waits_for_nothing(redis_at, tiers):
+    tier, kv = tiers(f"redis://127.0.0.1:{redis_at.port}/8"), module(1)
+    offer(tier, kv)
+    child = os.fork()
+    if not child:  # no assertion may leave this process
+        try:
+            fetch(tier, kv)
+        except StoreError:
+            tier.offer("", key(2), module(2))
+            tier.drain()
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert fetch(tier, kv)
