@@ -121,7 +121,7 @@ def test_seven_audits_judge_nothing_and_old_ones_are_left_behind():
 
 
 def test_each_answer_of_a_batch_is_audited(audited):
-    """The scheduler's logits are views of a batch that is used again; so they must be copied."""
+    """Of each its own first token is compared, also when others decode beside it."""
     engine = audited()
     prompts = [PROMPT, "\n\n".join(CHUNKS[::-1]) + "\n\nWhat is red?"]
     expected = 0.0
