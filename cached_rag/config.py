@@ -154,6 +154,8 @@ class BatchConfig:
             goes on later. The memory of the store has its own bounds, in `StoreConfig`.
         max_waiting: most requests that may wait; one more is refused with `BusyError`. None for no
             bound.
+        max_wait_seconds: a request that would wait longer before its answer is begun, by the pace
+            at which the last ones were admitted, is refused with `BusyError`. None for no bound.
         prefill_tokens: about how many prompt tokens, new or repaired, are computed between two
             tokens of the running answers. More lets new prompts begin sooner, and makes running
             answers slower meanwhile.
@@ -166,13 +168,14 @@ class BatchConfig:
     max_rows: int = 16
     max_bytes: int | None = None
     max_waiting: int | None = None
+    max_wait_seconds: float | None = None
     prefill_tokens: int = 512
     shares: bool = True
 
     def __post_init__(self) -> None:
         _require(self.max_rows >= 1, f"max_rows must be at least 1, not {self.max_rows}")
         _require(self.prefill_tokens >= 1, f"prefill_tokens must be at least 1: {self}")
-        for name in ("max_bytes", "max_waiting"):
+        for name in ("max_bytes", "max_waiting", "max_wait_seconds"):
             bound = getattr(self, name)
             _require(bound is None or bound > 0, f"{name} must be positive: {bound}")
 

@@ -6,7 +6,7 @@
     │   ├── ModelNotFoundError     no weights under that name
     │   └── RelocationError        this model's keys cannot be moved to other positions
     ├── ContextOverflowError   the prompt does not fit the model's context, or the memory
-    ├── BusyError              too many requests wait already
+    ├── BusyError              too many requests wait already, or too long
     ├── ClosedError            an index or an engine is used after it was closed
     ├── StoreError
     │   ├── CorruptBlobError       a KV file that is damaged, or belongs to something else
@@ -53,7 +53,16 @@ class ContextOverflowError(CachedRAGError):
 
 
 class BusyError(CachedRAGError):
-    """Too many requests wait already."""
+    """Too many requests wait already, or too long.
+
+    Attributes:
+        retry_after: seconds after which it may be worth asking again.
+    """
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        """Args as the attributes."""
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class ClosedError(CachedRAGError):

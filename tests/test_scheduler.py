@@ -182,6 +182,41 @@ def test_queue_lets_others_go_before_who_is_not_read_yet():
     assert waiting.first() is None
 
 
+def test_queue_refuses_who_would_wait_too_long(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("cached_rag.engine.pace.time.monotonic", lambda: now[0])
+    waiting, line = Waiting(None, 10), [queued("a", object()) for _ in range(40)]
+    for one in line[:10]:
+        waiting.add(one)
+    for one in line[:5]:  # one in two seconds
+        now[0] += 2
+        waiting.admit(one)
+    waiting.add(line[10])  # six are there, five of them before it
+    with pytest.raises(BusyError, match="not be begun for 12 seconds") as refused:
+        waiting.add(line[11])
+    assert refused.value.retry_after == pytest.approx(2)
+    waiting.add(queued("b", object()))  # whose turn comes after one of the other's
+    now[0] += 60  # nothing gets on
+    with pytest.raises(BusyError):
+        waiting.add(queued("b", object()))
+
+
+def test_time_in_which_nobody_waits_is_no_pace(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("cached_rag.engine.pace.time.monotonic", lambda: now[0])
+    waiting = Waiting(None, 10)
+    for _ in range(8):
+        now[0] += 1000
+        one = queued("a", object())
+        waiting.add(one)
+        now[0] += 1
+        waiting.admit(one)
+    for _ in range(8):
+        waiting.add(queued("a", object()))
+    with pytest.raises(ConfigError, match="max_wait_seconds"):
+        BatchConfig(max_wait_seconds=0)
+
+
 def test_scheduler_cancels_who_waits():
     engine = Engine(tiny_model("llama"), NEW_PROMPTS, BatchConfig(max_rows=1))
     streams = begun(engine, ASKED[:3], **GREEDY)

@@ -54,6 +54,9 @@ def serve_command(
     ] = "auto",
     max_rows: Annotated[int, typer.Option(help="Most answers made at once.")] = 16,
     max_waiting: Annotated[int, typer.Option(help="Most requests that wait.")] = 256,
+    max_wait_seconds: Annotated[
+        float, typer.Option(help="A request that would wait longer is refused.")
+    ] = 60.0,
     kv_bytes: Annotated[
         int | None, typer.Option(help="Most bytes of KV of running answers.")
     ] = None,
@@ -140,6 +143,7 @@ def serve_command(
     batch = BatchConfig(
         max_rows=max_rows,
         max_waiting=max_waiting,
+        max_wait_seconds=max_wait_seconds,
         max_bytes=kv_bytes,
     )
     where: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights, "batch": batch}

@@ -40,7 +40,7 @@ class Scheduler:
     def __init__(self, model: Backend, config: BatchConfig) -> None:
         self.config = config
         self._model = model
-        self._waiting = Waiting(config.max_waiting)
+        self._waiting = Waiting(config.max_waiting, config.max_wait_seconds)
         self._running: list[Request] = []
         self._sharing = Sharing(model.shapes, shares=config.shares and model.can_share)
         self._turning = threading.Lock()
@@ -71,7 +71,7 @@ class Scheduler:
         """Queue a request. It can be admitted once `read` has read its prompt.
 
         Raises:
-            BusyError: too many requests wait already.
+            BusyError: too many requests wait already, or too long.
         """
         self._waiting.add(request, max(0, self.config.max_rows - len(self._running)))
 
@@ -154,7 +154,7 @@ class Scheduler:
                 beginning = self._beginning(request)
                 if beginning.is_coming or not self._has_room(request, beginning):
                     break
-                self._waiting.remove(request)
+                self._waiting.admit(request)
                 computed += self._start(request, beginning)
             except BaseException as error:
                 self._finish(request, Status.FAILED, error)

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 
+from cached_rag.engine.pace import Pace
 from cached_rag.engine.request import Request
 from cached_rag.errors import BusyError
 
@@ -16,8 +17,14 @@ class Waiting:
     A request whose prompt is not read yet lets others go first. Safe for several threads.
     """
 
-    def __init__(self, bound: int | None) -> None:
-        self._bound = bound
+    def __init__(self, bound: int | None, max_seconds: float | None = None) -> None:
+        """An empty queue.
+
+        Args:
+            bound, max_seconds: `BatchConfig.max_waiting` and `max_wait_seconds`.
+        """
+        self._bound, self._max_seconds = bound, max_seconds
+        self._pace = Pace()
         self._tenants: OrderedDict[str, deque[Request]] = OrderedDict()
         # Reentrant: the garbage collector may drop a stream, and so come back, at any point.
         self._lock = threading.RLock()
@@ -39,16 +46,35 @@ class Waiting:
             free: number of requests that can be admitted at once, so they do not count as waiting.
 
         Raises:
-            BusyError: too many requests wait already.
+            BusyError: too many requests wait already, or too long.
         """
         with self._lock:
-            count = len(self) - free
-            if self._bound is not None and count >= self._bound:
-                raise BusyError(
-                    f"{count} requests wait already, and no more may; ask again later, or raise "
-                    "BatchConfig.max_waiting"
-                )
+            self._check(request.tenant, len(self) - free)
+            if not self._tenants:
+                self._pace.start()
             self._tenants.setdefault(request.tenant, deque()).append(request)
+
+    def _check(self, tenant: str, count: int) -> None:
+        """Raise if a tenant's next request may not wait, besides so many others."""
+        if count <= 0:
+            return
+        # The tenants take turns, so of the others' lines only so much goes before it.
+        own = len(self._tenants.get(tenant, ()))
+        ahead = sum(min(len(line), own + 1) for line in self._tenants.values())
+        seconds = self._pace.seconds(min(count, ahead))
+        if self._bound is not None and count >= self._bound:
+            raise BusyError(
+                f"{count} requests wait already, and no more may; ask again later, or raise "
+                "BatchConfig.max_waiting",
+                seconds,
+            )
+        if self._max_seconds is not None and seconds > self._max_seconds:
+            raise BusyError(
+                f"the answer would not be begun for {seconds:.0f} seconds, and requests may wait "
+                f"for {self._max_seconds:g}; ask again later, or raise "
+                "BatchConfig.max_wait_seconds",
+                seconds - self._max_seconds,
+            )
 
     def put_back(self, request: Request) -> None:
         """Queue a request that was admitted again, before all others."""
@@ -60,6 +86,12 @@ class Waiting:
         """The request that is to be admitted next, or dropped if nobody wants it; None if none."""
         with self._lock:
             return next((one for one in self if one.reading or not one.is_wanted), None)
+
+    def admit(self, request: Request) -> None:
+        """Take out a request whose answer is begun."""
+        with self._lock:
+            self.remove(request)
+            self._pace.note()
 
     def remove(self, request: Request) -> None:
         """Take a request out, if it is here. If it was the first, its tenant goes to the end."""

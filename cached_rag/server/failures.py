@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import uuid
 from typing import Any
 
@@ -64,6 +65,8 @@ def response_to(error: BaseException) -> JSONResponse:
     """The whole response to an error."""
     status, content = described(error)
     headers = dict(getattr(error, "headers", None) or {})
+    if isinstance(error, BusyError):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     return JSONResponse(content, status, _AGAIN.get(status, {}) | headers)
 
 

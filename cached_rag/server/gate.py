@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -23,6 +23,9 @@ _OPEN_PATHS = ("/health",)
 # Most bytes of the bodies of all requests that are being sent or answered, as a multiple of the
 # largest body that one request may have.
 MAX_BODIES = 16
+# How long a refused client may go on sending; what it sends is thrown away. Were the connection
+# closed at once, the client would see it break, and not the response.
+_LINGER_SECONDS = 2.0
 _TOO_LARGE = "the requests that are being sent or answered are too large; ask again later"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
@@ -173,8 +176,22 @@ class _Sent:
 
 async def _refuse(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
     refusal = response_to(error)
-    refusal.headers["Connection"] = "close"  # the rest of the body is not waited for
-    await refusal(scope, receive, send)
+    refusal.headers["Connection"] = "close"
+
+    async def lingering(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await send({**message, "more_body": True})
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(_throw_away(receive), _LINGER_SECONDS)
+            message = {"type": "http.response.body"}
+        await send(message)
+
+    await refusal(scope, receive, lingering)
+
+
+async def _throw_away(receive: Receive) -> None:
+    while (await receive()).get("more_body"):
+        pass
 
 
 def _name(host: str) -> str | None:

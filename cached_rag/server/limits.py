@@ -1,8 +1,9 @@
-"""How much of the machine a server may use: file descriptors and disk. Knows no server."""
+"""How much of the machine a server may use: files, memory and disk. Knows no server."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import shutil
 import sys
 from dataclasses import dataclass
@@ -54,6 +55,18 @@ def _raise_limit() -> int:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
                 soft = most
     return _WANTED[0] if soft == resource.RLIM_INFINITY else soft
+
+
+def return_memory() -> None:
+    """Give freed memory back to the system, where the C library would keep it (glibc).
+
+    Prompts come and go in pieces of all sizes, and what lies between those in use is kept: on
+    SmolLM2, a third as much again as all that is used.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none, and needs none
+        if trim is not None:
+            trim(0)
 
 
 def default_disk_bytes(folder: Path) -> int:

@@ -21,11 +21,13 @@ from fastapi import FastAPI
 
 from cached_rag.errors import ConfigError
 from cached_rag.server.connections import Connection, of
+from cached_rag.server.limits import return_memory
 
 _log = logging.getLogger(__name__)
 # How long clients have to read the end of a response that was cut off.
 _END_SECONDS = 2.0
 _TICKS_A_SECOND = 10
+_TRIM_SECONDS = 30
 
 
 class Server(uvicorn.Server):
@@ -83,6 +85,8 @@ class Server(uvicorn.Server):
         if counter % _TICKS_A_SECOND == 0:
             for connection in of(self.server_state.connections):
                 connection.look(self._client_seconds)
+        if counter % (_TICKS_A_SECOND * _TRIM_SECONDS) == 0:
+            asyncio.get_running_loop().run_in_executor(None, return_memory)
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

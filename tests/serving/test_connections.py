@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -165,3 +167,16 @@ def test_a_disks_bound_leaves_what_is_there_and_half_of_what_is_free(tmp_path, m
     (tmp_path / "blobs" / "ab").mkdir(parents=True)
     (tmp_path / "blobs" / "ab" / "x.safetensors").write_bytes(b"x" * 300)
     assert default_disk_bytes(tmp_path) == 800
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc keeps what is freed")
+def test_freed_memory_goes_back_to_the_system():
+    """In a process of its own, for in this one others' tensors lie in between."""
+    code = (
+        "import torch, psutil; from cached_rag.server.limits import return_memory\n"
+        "kept = [torch.ones(10_000) for _ in range(5000)][::50]\n"  # of 200 MB
+        "rss = psutil.Process().memory_info().rss; return_memory()\n"
+        "print(rss - psutil.Process().memory_info().rss)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 100 << 20

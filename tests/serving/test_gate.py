@@ -55,6 +55,15 @@ def test_a_body_without_a_length_is_read_up_to_the_bound_and_no_further(engine):
             assert received(client).startswith(b"HTTP/1.1 413 ")
 
 
+def test_who_still_sends_sees_why_it_is_refused(engine):
+    """The system would break the connection if it were closed while something is unread."""
+    with serving(engine, ["secret"], max_body_bytes=5000) as (address, _):
+        for key, status in (("secret", 413), ("wrong", 401)):
+            sent = head(key=key, length=f"Content-Length: {8 << 20}") + b" " * (8 << 20)
+            with connected(address, sent) as client:
+                assert received(client).startswith(f"HTTP/1.1 {status} ".encode())
+
+
 def test_half_sent_bodies_keep_nobody_out(engine, monkeypatch):
     """Those that have been coming for longest are given up."""
     monkeypatch.setattr("cached_rag.server.gate.MAX_BODIES", 2)
