@@ -197,8 +197,8 @@ class StoreConfig:
             encoded is sent there in the background; what a prompt lacks is brought in one round
             trip, if that is faster than computing it.
         remote_timeout: the longest that a prompt waits for the remote store, in seconds.
-        remote_key: signs what is sent there; what is not signed with it is not used. None for a
-            checksum only.
+        signing_key: signs KV on disk and in the remote store; what is not signed with it is not
+            used, and computed anew. None for checksums only, which guard against damage.
         namespace: the tenant; tenants with different namespaces never share KV.
         sequence_bytes: most bytes of KV of finished prompts and their answers, which is kept for
             prompts that begin alike, such as the next turn of a conversation; 0 keeps none. None
@@ -242,7 +242,7 @@ class StoreConfig:
     disk_bytes: int | None = None
     remote: str | None = field(default=None, repr=False)
     remote_timeout: float = 2.0
-    remote_key: str | None = field(default=None, repr=False)
+    signing_key: str | None = field(default=None, repr=False)
     namespace: str = ""
     sequence_bytes: int | None = None
     keeps_repaired: KeepsRepaired = "conversation"
@@ -287,11 +287,11 @@ class StoreConfig:
         _require(self.memory_bytes > 0, f"memory_bytes must be positive: {self.memory_bytes}")
         room = self.device_bytes
         _require(room is None or room >= 0, f"device_bytes is negative: {room}")
-        wait, signed = self.remote_timeout, self.remote_key
+        wait, signed = self.remote_timeout, self.signing_key
         _require(0 < wait < 3600, f"remote_timeout is no number of seconds to wait: {wait}")
         _require(
             signed is None or 16 <= len(signed.encode()) <= 64,
-            "remote_key is too short or too long; take 16 to 64 random characters",
+            "signing_key is too short or too long; take 16 to 64 random characters",
         )
         bound = self.disk_bytes
         _require(bound is None or bound > 0, f"disk_bytes must be positive: {bound}")

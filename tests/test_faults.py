@@ -6,22 +6,48 @@ import random
 
 import pytest
 import torch
-from faults import flips, kills, world
+from faults import flips, forged, kills, mounts, pressure, world
+from faults.campaigns import CAMPAIGNS
+from faults.far import DAMAGES
 
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import blob
 
 
-def test_a_few_trials_of_each_are_survived(tmp_path):
-    chance = random.Random(1)
-    outcomes = flips.campaign(2, tmp_path / "flips", chance)
-    outcomes += kills.campaign(2, tmp_path / "kills", chance)
-    assert [one.fault for one in outcomes if one.survived < one.trials] == []
-    assert len(outcomes) == 12
+@pytest.mark.parametrize("name", CAMPAIGNS)
+def test_a_few_trials_of_each_are_survived(name, tmp_path):
+    if name == "surroundings" and not mounts.can_mount():
+        pytest.skip("this process may mount no file system")
+    outcomes = CAMPAIGNS[name](2, tmp_path / name, random.Random(1))
+    assert outcomes
+    assert [(one.fault, one.faults) for one in outcomes if one.survived < one.trials] == []
+    assert all(one.trials == 2 for one in outcomes)
+
+
+def test_without_a_key_forged_kv_is_seen_as_wrong(tmp_path):
+    with world.engine(tmp_path) as engine:
+        engine.encode(world.TEXTS)
+    _, wrong, _ = forged.tried(tmp_path, random.Random(0))
+    assert wrong > 0
+
+
+def test_answers_that_differ_are_seen(tmp_path):
+    lack = pressure.Lack()
+    with world.engine(tmp_path) as engine:
+        engine.encode(world.TEXTS)
+        expected = [[-1]] * 6
+        wrong, found = pressure._tried(engine, lack, "full", expected)
+    assert (wrong, found) == (12, [])
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_damages_change_something(what):
+    values, chance = [bytes(range(200)), b"another"], random.Random(0)
+    assert all(DAMAGES[what](values, chance) != values[0] for _ in range(20))
 
 
 def test_without_checksums_damage_is_seen_as_wrong(tmp_path, monkeypatch):
-    monkeypatch.setattr(blob, "layer_sums", lambda tensors: ["0"] * len(tensors["keys"]))
+    monkeypatch.setattr(blob, "layer_sums", lambda tensors, *_: ["0"] * len(tensors["keys"]))
     outcomes = flips.campaign(12, tmp_path, random.Random(2))
     assert sum(one.wrong for one in outcomes if "KV files" in one.fault) > 0
 

@@ -158,7 +158,7 @@ def test_a_damaged_value_costs_a_note_and_no_answer(machine, server):
 
 
 def test_kv_of_other_sizes_is_not_used(machine):
-    """Without `remote_key` anybody who can write there can sign, so sizes are checked, too."""
+    """Without `signing_key` anybody who can write there can sign, so sizes are checked, too."""
     here = machine()
     here.encode(CHUNKS[:1])
     (chunk,) = here.library.table
@@ -257,13 +257,13 @@ def test_modules_of_schemas_are_shared(machine):
 
 
 def test_settings():
-    with pytest.raises(ConfigError, match="remote_key"):
-        StoreConfig(remote="redis://x", remote_key="short")
+    with pytest.raises(ConfigError, match="signing_key"):
+        StoreConfig(remote="redis://x", signing_key="short")
     with pytest.raises(ConfigError, match="remote_timeout"):
         StoreConfig(remote_timeout=0)
     with pytest.raises(ConfigError, match="no address"):
         Engine(tiny_model(MODEL), StoreConfig(remote="nfs://host"))
-    assert "secret" not in repr(StoreConfig(remote="redis://u:secret@h", remote_key="secret" * 4))
+    assert "secret" not in repr(StoreConfig(remote="redis://u:secret@h", signing_key="secret" * 4))
 
 
 def test_the_settings_of_both_integrations_reach_the_store(monkeypatch):
@@ -274,15 +274,15 @@ def test_the_settings_of_both_integrations_reach_the_store(monkeypatch):
     monkeypatch.setattr(Engine, "shared", lambda *_, store, **__: given.append(store))
     address, secret = "redis://u:password@h", "0123456789abcdef"
     models = [
-        ChatCachedRAG(model="none", remote=address, remote_key=secret),
-        CachedRAGLLM(model="none", remote=address, remote_key=secret),
+        ChatCachedRAG(model="none", remote=address, signing_key=secret),
+        CachedRAGLLM(model="none", remote=address, signing_key=secret),
     ]
     for model in models:
         model.loaded_engine()
         assert "password" not in repr(model)
         assert secret not in repr(model)
-    assert [(store.remote, store.remote_key) for store in given] == [(address, secret)] * 2
-    other = ChatCachedRAG(model="none", remote=address, remote_key=secret + "x")
+    assert [(store.remote, store.signing_key) for store in given] == [(address, secret)] * 2
+    other = ChatCachedRAG(model="none", remote=address, signing_key=secret + "x")
     assert other.engine_key != models[0].engine_key
 
 

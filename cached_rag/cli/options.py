@@ -70,7 +70,7 @@ Remote = Annotated[
     typer.Option(
         envvar="CACHED_RAG_REMOTE",
         help="A KV store that machines share, such as redis://host:6379/0 or s3://bucket/kv. "
-        "CACHED_RAG_REMOTE_KEY signs what is sent there.",
+        "CACHED_RAG_SIGNING_KEY signs KV, there and on disk.",
     ),
 ]
 Retrieved = Annotated[int, typer.Option("-k", help="Chunks to retrieve.")]
@@ -106,7 +106,12 @@ def opened(index: Path, remote: str | None = None, **options: Any) -> CachedRAG:
 
 def shared(remote: str | None) -> dict[str, Any]:
     """What `--remote` says, as `CachedRAG.open` and `StoreConfig` take it."""
-    return {"remote": remote, "remote_key": os.environ.get("CACHED_RAG_REMOTE_KEY") or None}
+    return {"remote": remote, "signing_key": signing_key()}
+
+
+def signing_key() -> str | None:
+    """What KV is signed with. In the environment, for others see what a command is given."""
+    return os.environ.get("CACHED_RAG_SIGNING_KEY") or None
 
 
 def filters(where: list[str] | None) -> dict[str, list[str]] | None:

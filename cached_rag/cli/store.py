@@ -10,7 +10,7 @@ from typing import Annotated, Protocol
 
 import typer
 
-from cached_rag.cli.options import DEFAULT_INDEX, Index, require_index
+from cached_rag.cli.options import DEFAULT_INDEX, Index, require_index, signing_key
 from cached_rag.cli.terminal import Json, out, print_json
 from cached_rag.errors import ConfigError, StoreError
 from cached_rag.kv.store import Catalog, DiskStore, Problem, holdings
@@ -60,7 +60,9 @@ def verify(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
     problems = [
         *_problems(index / "documents.sqlite", DocumentIndex),
         *_problems(folder / holdings.CATALOG, lambda path: Catalog(path, "")),
-        *_problems(folder / "index.sqlite", lambda path: DiskStore(path.parent)),
+        *_problems(
+            folder / "index.sqlite", lambda path: DiskStore(path.parent, secret=signing_key())
+        ),
     ]
     if not problems:  # what documents need is known only from undamaged databases
         problems = _needless(index)
@@ -166,6 +168,10 @@ def _problems(path: Path, opened: Callable[[Path], Checked]) -> list[Problem]:
             return checked.check()
     except StoreError as error:
         return [Problem(path.name, str(error))]
+
+
+def _signed_store(path: Path) -> DiskStore:
+    return DiskStore(path.parent, secret=signing_key())
 
 
 def _disk_store(index: Path) -> closing[DiskStore]:

@@ -419,7 +419,8 @@ def _name(one: Wanted) -> str:
 
 
 def _opened(root: Path, maker: Maker, config: StoreConfig) -> tuple[DiskStore, Catalog]:
-    disk = DiskStore(root, codec=config.codec, max_bytes=config.disk_bytes)
+    bound, secret = config.disk_bytes, config.signing_key
+    disk = DiskStore(root, codec=config.codec, max_bytes=bound, secret=secret)
     try:
         return disk, Catalog(root / "catalog.sqlite", maker, config.namespace)
     except BaseException:

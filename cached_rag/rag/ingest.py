@@ -162,7 +162,6 @@ class Ingestion:
         root = roots.choose(path, files, name, self._is_unchanged)
         for source in roots.absorb(root):
             self.forget(self.index.delete(source))
-        roots.keep(root)
         return root.source(path) or root.name
 
     def _is_unchanged(self, source: str, file: Path) -> bool:

@@ -104,7 +104,7 @@ class CachedRAG:
         memory_bytes: int = 2 << 30,
         disk_bytes: int | None = None,
         remote: str | None = None,
-        remote_key: str | None = None,
+        signing_key: str | None = None,
         sequence_bytes: int | None = None,
         keeps_repaired: KeepsRepaired = "conversation",
         learn: Learns = "off",
@@ -140,7 +140,8 @@ class CachedRAG:
                 disk; see docs/quality.md.
             system: the system prompt that questions are asked under.
             memory_bytes, disk_bytes: most bytes of KV in memory and on disk.
-            remote, remote_key: a store that several machines share; see `StoreConfig`.
+            remote: a store that several machines share; see `StoreConfig`.
+            signing_key: KV that is not signed with it is not used; see `StoreConfig`.
             sequence_bytes, keeps_repaired: KV of finished prompts that is kept for prompts that
                 begin alike, above all a conversation's next turn; see `StoreConfig`.
             learn: "recurring" for texts in prompts that are not the index's; see `StoreConfig`.
@@ -177,7 +178,7 @@ class CachedRAG:
             memory_bytes=memory_bytes,
             disk_bytes=disk_bytes,
             remote=remote,
-            remote_key=remote_key,
+            signing_key=signing_key,
             sequence_bytes=sequence_bytes,
             keeps_repaired=keeps_repaired,
             learn=learn,

@@ -69,16 +69,15 @@ class Roots:
         paths = map(Path, self._sources())
         return [Root(str(path), path) for path in paths if path.is_absolute()]
 
-    def keep(self, root: Root) -> None:
-        """Remember where a root is now."""
+    def _keep(self, root: Root, renamed: Iterable[tuple[str, str]]) -> None:
+        """Remember where a root is now, and change sources, given as (source, new source).
+
+        In one transaction: documents that have a name of no root are taken for texts in no file.
+        """
+        rows = [(new, old) for old, new in renamed]
         with self._database.transaction() as connection:
             row = (root.name, str(root.path))
             connection.execute("INSERT OR REPLACE INTO roots VALUES (?, ?)", row)
-
-    def rename(self, pairs: Iterable[tuple[str, str]]) -> None:
-        """Change sources, given as (source, new source); no document may have a new one already."""
-        rows = [(new, old) for old, new in pairs]
-        with self._database.transaction() as connection:
             connection.execute("PRAGMA defer_foreign_keys = ON")
             for table in ("documents", "chunks"):
                 connection.executemany(f"UPDATE {table} SET source = ? WHERE source = ?", rows)
@@ -139,7 +138,7 @@ class Roots:
             )
 
     def absorb(self, root: Root) -> list[str]:
-        """Rename documents that lie below this root and have another root's name.
+        """Remember a root, and rename documents that lie below it and have another root's name.
 
         Returns:
             Sources that were not renamed, because the index has their new name already. They are
@@ -161,7 +160,7 @@ class Roots:
             else:
                 taken.add(new)
                 renamed.append((source, new))
-        self.rename(renamed)
+        self._keep(root, renamed)
         return doubles
 
     def _has(self, name: str) -> bool:

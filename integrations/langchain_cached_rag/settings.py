@@ -63,8 +63,8 @@ class EngineSettings(BaseModel):
     """Folder for KV; None keeps it in memory."""
     remote: str | None = Field(default=None, repr=False)
     """A KV store that several machines share, such as "redis://host:6379/0"; see `StoreConfig`."""
-    remote_key: SecretStr | None = None
-    """Signs what is sent there."""
+    signing_key: SecretStr | None = None
+    """KV on disk and there that is not signed with it is not used."""
     sequence_bytes: int | None = Field(default=None, ge=0)
     """Most bytes of KV of finished prompts, which the next turns of their chats begin with; 0 keeps
     none, None takes a quarter of what chunks may have in memory (`cached_rag.StoreConfig`)."""
@@ -161,7 +161,7 @@ class EngineSettings(BaseModel):
         """Models with the same key have the same engine."""
         if self.engine is not None:
             return (id(self.engine),)
-        far = (self.remote, self.remote_key)  # a SecretStr as text would be any other
+        far = (self.remote, self.signing_key)  # a SecretStr as text would be any other
         return (self.model_name, self.sequence_bytes, *far, *(str(getattr(self, n)) for n in _OWN))
 
     @property
@@ -198,7 +198,7 @@ class EngineSettings(BaseModel):
             store = StoreConfig(
                 path=self.store,
                 remote=self.remote,
-                remote_key=self.remote_key.get_secret_value() if self.remote_key else None,
+                signing_key=self.signing_key.get_secret_value() if self.signing_key else None,
                 namespace=self.namespace,
                 sequence_bytes=self.sequence_bytes,
             )

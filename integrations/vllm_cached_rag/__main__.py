@@ -34,8 +34,8 @@ def _node(
     method: str = "auto",
     remote: str | None = None,
 ) -> PrefillNode:
-    signed = os.environ.get("CACHED_RAG_REMOTE_KEY") or None
-    settings = StoreConfig(path=str(store), remote=remote, remote_key=signed, learn="recurring")
+    signed = os.environ.get("CACHED_RAG_SIGNING_KEY") or None
+    settings = StoreConfig(path=str(store), remote=remote, signing_key=signed, learn="recurring")
     engine = Engine.load(model, store=settings, dtype=dtype)
     return PrefillNode(engine, str((handoff or store / "prompts").absolute()), method)
 

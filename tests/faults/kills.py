@@ -70,7 +70,7 @@ def _tried(fault: str, work: Work, trials: int, folder: Path, chance: random.Ran
             shutil.rmtree(folder, ignore_errors=True)
             world.write_documents(folder / "documents")
         _killed(work, folder, random.Random(chance.random()), chance.uniform(0.01, 0.6))
-        outcome.add(*_judged(folder))
+        outcome.add(*judged(folder))
     return outcome
 
 
@@ -89,7 +89,7 @@ def _killed(work: Work, folder: Path, chance: random.Random, seconds: float) -> 
     assert os.WIFSIGNALED(status), "the child ended by itself"
 
 
-def _judged(folder: Path) -> tuple[int, int, list[str]]:
+def judged(folder: Path) -> tuple[int, int, list[str]]:
     """Texts lost, modules wrong, and other faults, after everything was opened again."""
     index = folder / "index"
     store = index / "kv" if index.exists() else folder / "kv"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from pathlib import Path
 
 from conftest import CHUNKS, tiny_model
@@ -47,7 +48,7 @@ def right_kv() -> dict[tuple[int, ...], list[ModuleKV]]:
     with Engine(tiny_model(MODEL), StoreConfig(sequence_bytes=0, write_back=False)) as clean:
         clean.encode(TEXTS)
         clean.encode(TEXTS, context=PRIMER)
-        with CachedRAG.open(_nowhere(), engine=clean, embedding=WordEmbedding()) as rag:
+        with CachedRAG.open(nowhere(), engine=clean, embedding=WordEmbedding()) as rag:
             clean.encode(TEXTS, rag._prompts.head(), context=PRIMER)
         for tier in clean.library.memory:
             for kv in tier._entries.values():
@@ -55,9 +56,8 @@ def right_kv() -> dict[tuple[int, ...], list[ModuleKV]]:
     return found
 
 
-def _nowhere() -> Path:
-    import tempfile
-
+def nowhere() -> Path:
+    """A new folder."""
     return Path(tempfile.mkdtemp(prefix="faults-"))
 
 

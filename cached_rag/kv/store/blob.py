@@ -2,15 +2,17 @@
 
 Every layer has a checksum of its own, so that it can be used before the next one is read. These
 checksums stand in the file's header, and the index keeps a checksum of the header and the token
-ids. Knows what is in a file; knows no index and no eviction.
+ids. With a secret, all of these are signatures. Knows what is in a file; knows no index and no
+eviction.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -34,24 +36,29 @@ class BlobInfo:
     checksum: str
 
 
-def write_blob(path: Path, key: str, kv: ModuleKV, codec: Codec) -> BlobInfo:
+def write_blob(path: Path, key: str, kv: ModuleKV, codec: Codec, secret: bytes = b"") -> BlobInfo:
     """Write a module to a new file that only its owner may read.
+
+    Args:
+        secret: signs it; empty for checksums only.
 
     Raises:
         OSError, SafetensorError: it could not be written.
     """
-    tensors, header = contents(key, kv, codec)
+    tensors, header = contents(key, kv, codec, secret)
     save_file(tensors, str(path), header)
     path.chmod(0o600)
     layouts = {n: (tensor.dtype, tuple(tensor.shape)) for n, tensor in tensors.items() if n != _IDS}
-    return BlobInfo(path.stat().st_size, _checksum(header, layouts, tensors[_IDS]))
+    return BlobInfo(path.stat().st_size, _checksum(header, layouts, tensors[_IDS], secret))
 
 
-def contents(key: str, kv: ModuleKV, codec: Codec) -> tuple[Tensors, dict[str, str]]:
+def contents(
+    key: str, kv: ModuleKV, codec: Codec, secret: bytes = b""
+) -> tuple[Tensors, dict[str, str]]:
     """What a module's file has: its tensors, and its header with a checksum of each layer."""
     tensors = codec.encode(kv)
     header = {
-        "layers": ",".join(layer_sums(tensors)),
+        "layers": ",".join(layer_sums(tensors, secret)),
         "key": key,
         "codec": codec.name,
         "start": str(kv.start),
@@ -61,24 +68,35 @@ def contents(key: str, kv: ModuleKV, codec: Codec) -> tuple[Tensors, dict[str, s
 
 
 def read_blob(
-    path: Path, key: str, token_ids: Sequence[int] | None, codec: Codec, expected: str
+    path: Path,
+    key: str,
+    token_ids: Sequence[int] | None,
+    codec: Codec,
+    expected: str,
+    secret: bytes = b"",
 ) -> ModuleKV | None:
     """Read a module's file; None if there is no file.
 
     Args:
         token_ids: the tokens whose KV it must hold; None for any.
         expected: the checksum that the index has for it.
+        secret: it has to be signed with this; empty for checksums only.
 
     Raises:
         CorruptBlobError: damaged, or not what it should be. The file is left as it is.
         StoreError: it cannot be read now; nothing is known about its content.
     """
-    stored = open_blob(path, key, token_ids, codec, expected)
+    stored = open_blob(path, key, token_ids, codec, expected, secret)
     return None if stored is None else stored.load()
 
 
 def open_blob(
-    path: Path, key: str, token_ids: Sequence[int] | None, codec: Codec, expected: str
+    path: Path,
+    key: str,
+    token_ids: Sequence[int] | None,
+    codec: Codec,
+    expected: str,
+    secret: bytes = b"",
 ) -> StoredKV | None:
     """As `read_blob`, but the layers are left unread; each is checked when it is read."""
     with _judged(str(path)):
@@ -86,7 +104,7 @@ def open_blob(
             file = TensorFile.at(path)
         except FileNotFoundError:
             return None
-    return opened(file, str(path), key, token_ids, codec, expected)
+    return opened(file, str(path), key, token_ids, codec, expected, secret)
 
 
 def opened(
@@ -96,6 +114,7 @@ def opened(
     token_ids: Sequence[int] | None,
     codec: Codec,
     expected: str | None,
+    secret: bytes = b"",
 ) -> StoredKV:
     """As `open_blob`, for a file that is open.
 
@@ -109,7 +128,7 @@ def opened(
             raise CorruptBlobError(_message(name, "it belongs to another module or codec"))
         ids = file.read(_IDS)
         layouts = {n: (at.dtype, at.shape) for n, at in file.layouts.items() if n != _IDS}
-        if expected is not None and _checksum(header, layouts, ids) != expected:
+        if expected is not None and _checksum(header, layouts, ids, secret) != expected:
             raise CorruptBlobError(_message(name, _DAMAGED))
         held = tuple(ids.tolist())
         if token_ids is not None and held != tuple(token_ids):
@@ -118,7 +137,7 @@ def opened(
         dtype = getattr(torch, header["dtype"])
         if not isinstance(dtype, torch.dtype):
             raise ValueError("its header names no dtype")
-        return StoredKV(held, int(header["start"]), file, sums, codec, dtype, name)
+        return StoredKV(held, int(header["start"]), file, sums, codec, dtype, name, secret)
 
 
 @dataclass(frozen=True)
@@ -131,6 +150,7 @@ class StoredKV:
         sums: the checksum of each layer.
         dtype: what keys and values are decoded to.
         name: how messages call the file.
+        secret: what the checksums are signed with; empty if they are not.
         begin, end: the part of the tokens that this is; None is their end.
     """
 
@@ -141,6 +161,7 @@ class StoredKV:
     codec: Codec
     dtype: torch.dtype
     name: str
+    secret: bytes = field(default=b"", repr=False)
     begin: int = 0
     end: int | None = None
 
@@ -182,16 +203,16 @@ class StoredKV:
         with _judged(self.name):
             names = [name for name in self.file.layouts if name != _IDS]
             tensors = {name: self.file.read(name, begin, end) for name in names}
-            if layer_sums(tensors) != list(self.sums[begin:end]):
+            if layer_sums(tensors, self.secret) != list(self.sums[begin:end]):
                 raise CorruptBlobError(_message(self.name, _DAMAGED))
             return self.codec.decode(tensors, self.all_ids, self.first, self.dtype)
 
 
-def layer_sums(tensors: Tensors) -> list[str]:
-    """xxh3-64 of each layer's tensors, names and bytes: guards against damage, not malice."""
+def layer_sums(tensors: Tensors, secret: bytes = b"") -> list[str]:
+    """Of each layer's tensors, names and bytes: xxh3-64 against damage, BLAKE2b against malice."""
     found = []
     for layer in range(min(len(tensor) for tensor in tensors.values())):
-        state = xxhash.xxh3_64()
+        state = _signer(secret) if secret else xxhash.xxh3_64()
         for name in sorted(tensors):
             state.update(name.encode())
             state.update(tensors[name][layer].contiguous().view(torch.uint8).numpy().data)
@@ -203,12 +224,21 @@ def _checksum(
     header: Mapping[str, str],
     layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     ids: torch.Tensor,
+    secret: bytes,
 ) -> str:
-    """xxh3-128 of a file's header (layers' checksums included), tensor shapes and token ids."""
+    """Of a file's header (layers' checksums included), tensor shapes and token ids.
+
+    xxh3-128, or BLAKE2b with a secret.
+    """
     shapes = [(name, str(dtype), shape) for name, (dtype, shape) in sorted(layouts.items())]
-    state = xxhash.xxh3_128(json.dumps([sorted(header.items()), shapes]).encode())
+    state = _signer(secret) if secret else xxhash.xxh3_128()
+    state.update(json.dumps([sorted(header.items()), shapes]).encode())
     state.update(ids.contiguous().view(torch.uint8).numpy().data)
     return str(state.hexdigest())
+
+
+def _signer(secret: bytes) -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=16, key=secret)
 
 
 @contextmanager

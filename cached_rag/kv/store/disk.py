@@ -26,7 +26,7 @@ from cached_rag.kv.store.entries import Entries, Entry
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_Reader = Callable[[Path, str, "Sequence[int] | None", Codec, str], "_T | None"]
+_Reader = Callable[[Path, str, "Sequence[int] | None", Codec, str, bytes], "_T | None"]
 _INDEX = "index.sqlite"
 _DRAFTS = "drafts"
 
@@ -34,8 +34,20 @@ _DRAFTS = "drafts"
 class DiskStore:
     """A `KVStore` in a folder."""
 
-    def __init__(self, path: Path | str, codec: str = "raw", max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        codec: str = "raw",
+        max_bytes: int | None = None,
+        secret: str | None = None,
+    ) -> None:
+        """Open a folder, or make one.
+
+        Args:
+            secret: signs files; files without this signature are not used. None for checksums.
+        """
         self.path = Path(path)
+        self._secret = (secret or "").encode()
         self.codec = codec_by_name(codec)
         self.max_bytes = max_bytes
         self._entries = Entries(self.path / _INDEX)
@@ -81,7 +93,8 @@ class DiskStore:
         if entry is None:
             return None
         try:
-            found = read(self._file(entry), key, token_ids, self.codec, entry.checksum)
+            path, expected = self._file(entry), entry.checksum
+            found = read(path, key, token_ids, self.codec, expected, self._secret)
         except CorruptBlobError:
             self._drop(entry)
             raise
@@ -98,7 +111,7 @@ class DiskStore:
         if self.max_bytes is not None and kv.nbytes > 2 * self.max_bytes:
             raise self._too_large(kv.nbytes)  # no codec makes it fit
         with self._drafts.open() as draft:
-            info = write_blob(draft, key, kv, self.codec)
+            info = write_blob(draft, key, kv, self.codec, self._secret)
             if self.max_bytes is not None and info.nbytes > self.max_bytes:
                 raise self._too_large(info.nbytes)
             name = os.urandom(8).hex()
@@ -153,7 +166,7 @@ class DiskStore:
         path, reason = self._file(entry), None
         try:
             codec = codec_by_name(entry.codec)
-            if read_blob(path, entry.key, None, codec, entry.checksum) is None:
+            if read_blob(path, entry.key, None, codec, entry.checksum, self._secret) is None:
                 reason = f"the file {path} is missing"
         except CachedRAGError as error:
             reason = str(error)

@@ -28,7 +28,7 @@ def open_remote(config: StoreConfig, sizes: Sizes | None = None) -> RemoteTier |
     wait_s = config.remote_timeout
     transport = open_transport(config.remote, wait_s)
     return RemoteTier(
-        transport, config.codec, secret=config.remote_key, timeout_s=wait_s, sizes=sizes
+        transport, config.codec, secret=config.signing_key, timeout_s=wait_s, sizes=sizes
     )
 
 

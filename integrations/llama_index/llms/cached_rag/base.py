@@ -88,7 +88,9 @@ class CachedRAGLLM(FunctionCallingLLM):
         repr=False,
         description="A KV store that several machines share, such as redis://host:6379/0.",
     )
-    remote_key: SecretStr | None = Field(default=None, description="Signs what is sent there.")
+    signing_key: SecretStr | None = Field(
+        default=None, description="KV on disk and there that is not signed with it is not used."
+    )
     sequence_bytes: int | None = Field(
         default=None,
         ge=0,
@@ -173,7 +175,7 @@ class CachedRAGLLM(FunctionCallingLLM):
             store = StoreConfig(
                 path=self.store,
                 remote=self.remote,
-                remote_key=self.remote_key.get_secret_value() if self.remote_key else None,
+                signing_key=self.signing_key.get_secret_value() if self.signing_key else None,
                 namespace=self.namespace,
                 sequence_bytes=self.sequence_bytes,
             )
