@@ -14,6 +14,7 @@ from cached_rag.cli.options import DEFAULT_INDEX, Index, require_index, signing_
 from cached_rag.cli.terminal import Json, out, print_json
 from cached_rag.errors import ConfigError, StoreError
 from cached_rag.kv.store import Catalog, DiskStore, Problem, holdings
+from cached_rag.kv.store.database import Database
 from cached_rag.kv.store.holdings import Holding
 from cached_rag.rag import DocumentIndex
 
@@ -88,7 +89,10 @@ def prune(
     dry_run: Annotated[bool, typer.Option(help="With --unused: only say what would go.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove litter, KV that no document needs and, beyond a bound, KV used longest ago."""
+    """Remove litter, KV that no document needs and, beyond a bound, KV used longest ago.
+
+    Databases are written anew, so that nothing of what was deleted is left in them.
+    """
     if not unused and (dtype or dry_run):
         raise ConfigError("--dtype and --dry-run belong to --unused")
     dropped = _drop_unused(index, dtype, dry_run=dry_run) if unused else []
@@ -117,6 +121,9 @@ def _prune(index: Path, max_bytes: int | None) -> tuple[int, int]:
         count += holdings.drop_strays(folder, codec)
         freed = size - store.nbytes
         more, bytes_more = store.prune(max_bytes)
+        for path in filter(Path.is_file, (index / "documents.sqlite", folder / holdings.CATALOG)):
+            with closing(Database(path, "")) as database:
+                database.compact()
         return count + more, freed + bytes_more
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import sqlite3
 import stat
+import subprocess
 import threading
 from contextlib import closing
 from types import SimpleNamespace
@@ -337,3 +339,32 @@ def test_damage_in_one_codec_leaves_the_other(tmp_path):
         assert key(1) in small
         assert small.check() == []
         assert small.delete(key(1))
+
+
+@pytest.mark.parametrize("compacts", [True, False])
+def test_nothing_of_deleted_rows_is_left_where_they_once_were(tmp_path, monkeypatch, compacts):
+    """SQLite moves rows between pages, and overwrites only where they were in the end."""
+    if not compacts:
+        monkeypatch.setattr(Database, "compact", lambda _: None)
+    schema = "CREATE TABLE t (text TEXT PRIMARY KEY)"
+    found, chance = 0, random.Random(0)
+    with closing(Database(tmp_path / "a.sqlite", schema)) as made:
+        for number in range(600):
+            mark = f"mark {number} "
+            with made.transaction() as connection:
+                connection.execute(
+                    "INSERT INTO t VALUES (?)", (chance.choice("0123456789abcdef") + mark * 90,)
+                )
+            with made.transaction() as connection:
+                for _ in range(8):  # pages are divided
+                    text = chance.randbytes(chance.randrange(50, 900)).hex()
+                    connection.execute("INSERT INTO t VALUES (?)", (text,))
+            with made.transaction() as connection:  # and joined
+                connection.execute(
+                    "DELETE FROM t WHERE text NOT LIKE '%mark%' AND random() % 5 < 2"
+                )
+            with made.transaction() as connection:
+                connection.execute("DELETE FROM t WHERE text LIKE ?", (f"%{mark}%",))
+            made.scrub()
+            found += mark.encode() in subprocess.check_output(["cat", tmp_path / "a.sqlite"])
+    assert (found == 0) == compacts

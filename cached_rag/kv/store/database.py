@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
 import threading
@@ -14,10 +15,15 @@ from urllib.parse import quote
 
 from cached_rag.errors import ClosedError, StoreError, StoreFullError
 
+_log = logging.getLogger(__name__)
 PATIENCE_S = 60.0
 # For what a question writes beside its answer, and what can as well be written later.
 BRIEFLY_S = 0.25
 _POLL_S = 0.01
+# How long a deletion may wait until nobody reads what was deleted.
+_SCRUB_S = 10.0
+# A quarter of a second; a thousand chunks take 8 MB.
+_COMPACTED_BYTES = 64 << 20
 _T = TypeVar("_T")
 
 
@@ -137,8 +143,31 @@ class Database:
         ]
 
     def scrub(self) -> None:
-        """Empty the log, in which deleted rows may still be, unless another process reads it."""
-        self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
+        """Leave nothing of deleted rows in the file, nor in its log, once nobody reads them.
+
+        SQLite overwrites a row that is deleted (`secure_delete`), but not what it left where it lay
+        before it was moved between pages. So the file is written anew, if that takes no longer
+        than a deletion may; else `compact` is left to who prunes.
+        """
+        if self.path.stat().st_size <= _COMPACTED_BYTES:
+            try:
+                self.compact()
+            except StoreError as error:  # no room, for one; what was deleted is deleted
+                _log.warning("copies of what was deleted may stay for now: %s", error)
+        self._empty_log()
+
+    def compact(self) -> None:
+        """Write the file anew, with nothing in it but the rows that there are."""
+        self.rows("VACUUM")
+        self._empty_log()
+
+    def _empty_log(self) -> None:
+        deadline = time.monotonic() + _SCRUB_S
+        while self.rows("PRAGMA wal_checkpoint(TRUNCATE)")[0][0]:  # 1 where it did not succeed
+            if time.monotonic() > deadline:
+                _log.warning("what was deleted stays in %s-wal while others read it", self.path)
+                return
+            time.sleep(_POLL_S)
 
     def close(self) -> None:
         """Close the connection; doing it again changes nothing."""
