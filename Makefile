@@ -27,7 +27,7 @@ LLAMA_TESTS := $(filter-out %_benchmark.py,$(wildcard tests/integrations/test_ll
 # of who is not.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test quick test-scale test-faults test-langchain test-llama-index notebooks lint format bench clean
+.PHONY: demo test quick test-scale test-faults test-soak test-load test-langchain test-llama-index notebooks lint format bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/cached-rag demo
@@ -44,9 +44,18 @@ SCALE_TESTS := tests/store/test_remote.py tests/test_shared_store.py tests/test_
 test-scale: $(VENV)/.dev
 	$(BIN)/python -m pytest $(SCALE_TESTS)
 
-# Some 3000 trials; 20 minutes.
+# Some 6000 trials; 30 minutes.
 test-faults: $(VENV)/.dev
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m faults --write docs/reliability.md
+
+# Many threads and processes at once, and 10,000 requests; 6 minutes.
+test-soak: $(VENV)/.dev
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m soak --write docs/reliability.md
+
+# The server under more than it can take; 10 minutes. Needs a quiet machine.
+test-load: $(VENV)/.dev
+	$(PIP) "locust>=2.40,<3"
+	PYTHONPATH=tests $(BIN)/python -m load --write docs/reliability.md
 
 test-langchain: $(VENV)/.dev
 	$(PIP) --no-deps --upgrade --target $(VENV)/langchain-lowest $(LANGCHAIN_LOWEST)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -57,8 +59,10 @@ def right_kv() -> dict[tuple[int, ...], list[ModuleKV]]:
 
 
 def nowhere() -> Path:
-    """A new folder."""
-    return Path(tempfile.mkdtemp(prefix="faults-"))
+    """A new folder, until the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def is_right(kv: ModuleKV) -> bool:

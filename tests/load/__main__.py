@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -18,8 +17,14 @@ from load.asking import Load, loaded, stopped
 from load.figures import Phase
 from load.serving import Served, served
 from load.world import TEXTS
+from tables import table, write
 
 _ROWS, _WAIT = 8, 20
+_COMMAND = "make test-load"
+_NAMES = [
+    *("load", "asked /s", "answered /s", "refused", "failed", "first token, 50, 95, 99 %"),
+    *("whole, 95 %", "longest queue", "memory", "files", "threads"),
+]
 
 
 def main() -> None:
@@ -39,9 +44,12 @@ def main() -> None:
         log = (Path(folder) / "log").read_text()
     faults = [fault for one in phases for fault in one.failed]
     faults += ["a traceback in the log"] * log.count("Traceback")
-    print(_table(phases))
-    print(f"\nSIGTERM: over after {seconds:.0f} seconds")
-    print(*[f"{one.name}: {dict(one.others)}" for one in phases if one.others], sep="\n")
+    text = table(_COMMAND, _NAMES, [_row(one) for one in phases])
+    others = [dict(one.others) for one in phases if one.others]
+    text += f"\nAfter SIGTERM it was over in {seconds:.0f} seconds. Hostile clients: {others}.\n"
+    print(text)
+    if options.write:
+        write(options.write, _COMMAND, text)
     print(*faults[:20], sep="\n", file=sys.stderr)
     raise SystemExit(bool(faults))
 
@@ -57,16 +65,6 @@ def _phases(server: Served, each: int) -> tuple[list[Phase], float]:
     phases.append(loaded(server, Load("1x again", capacity, each)))
     last, seconds = stopped(server, Load("2x, SIGTERM", 2 * capacity, 40))
     return [*phases, last], seconds
-
-
-def _table(phases: Sequence[Phase]) -> str:
-    names = [
-        *("load", "asked /s", "answered /s", "refused", "failed", "first token, 50, 95, 99 %"),
-        *("whole, 95 %", "longest queue", "memory", "files", "threads"),
-    ]
-    rows = [_row(one) for one in phases]
-    lines = [names, ["---"] * len(names), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _row(one: Phase) -> list[str]:

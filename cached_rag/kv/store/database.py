@@ -149,6 +149,8 @@ class Database:
         before it was moved between pages. So the file is written anew, if that takes no longer
         than a deletion may; else `compact` is left to who prunes.
         """
+        if not self.path.exists():  # somebody removed it
+            return
         if self.path.stat().st_size <= _COMPACTED_BYTES:
             try:
                 self.compact()
