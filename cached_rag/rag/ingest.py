@@ -8,15 +8,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
 from cached_rag.errors import DocumentError
+from cached_rag.rag.confined import ConfinedReader
 from cached_rag.rag.document import Document
 from cached_rag.rag.index import DocumentIndex
+from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.preparing import Encoded, Preparation, content, groups
 from cached_rag.rag.progress import Say, prefilling, preparing, reading
-from cached_rag.rag.readers import load_document, look_at
+from cached_rag.rag.readers import look_at
 from cached_rag.rag.roots import absolute, is_below, join
 from cached_rag.rag.workers import IngestTask, Prepare, PreparedDocument
 
@@ -57,12 +60,14 @@ class Ingestion:
     Attributes:
         settings: the index's, if it has none yet.
         forget: given texts that no document has any more, deletes their KV.
+        limits: on reading a document.
     """
 
     index: DocumentIndex
     preparation: Preparation
     settings: Mapping[str, str]
     forget: Callable[[Sequence[str]], object]
+    limits: DocumentLimits
 
     def run(
         self,
@@ -80,10 +85,12 @@ class Ingestion:
         """
         path = absolute(path)
         found = look_at(path)
-        base = self._called(path, found.files, name)
-        files = {join(base, file.relative_to(path)): file for file in found.files}
+        with ConfinedReader(self.limits) as reader:
+            base = self._called(path, found.files, name, reader)
+            files = {join(base, file.relative_to(path)): file for file in found.files}
+            if prepare is None:
+                added, skipped, texts = self._read(files, reader, progress)
         if prepare is None:
-            added, skipped, texts = self._read(files, progress)
             deleted = self._delete_missing(base, files) if delete_missing else 0
             summary = replace(self._encode(added, texts, progress), skipped=tuple(skipped))
         else:
@@ -98,7 +105,7 @@ class Ingestion:
         return self._encode(added, texts, progress)
 
     def _read(
-        self, files: Mapping[str, Path], progress: bool
+        self, files: Mapping[str, Path], reader: ConfinedReader, progress: bool
     ) -> tuple[int, list[tuple[str, str]], dict[str, list[str]]]:
         """Index files that changed: their number, files skipped and why, all chunks by source."""
         added, skipped, texts = 0, [], {}
@@ -106,7 +113,7 @@ class Ingestion:
             for source, (file, say) in zip(files, begun, strict=True):
                 try:
                     say("reading", 0.0)
-                    added += self._update(source, load_document(file), say)
+                    added += self._update(source, reader.load(file), say)
                 except DocumentError as error:
                     skipped.append((str(file), str(error)))
                     continue
@@ -156,18 +163,20 @@ class Ingestion:
         self.forget(old)
         return True
 
-    def _called(self, path: Path, files: Sequence[Path], name: str | None) -> str:
+    def _called(
+        self, path: Path, files: Sequence[Path], name: str | None, reader: ConfinedReader
+    ) -> str:
         """The source of an absolute path in the index."""
         roots = self.index.roots
-        root = roots.choose(path, files, name, self._is_unchanged)
+        root = roots.choose(path, files, name, partial(self._is_unchanged, reader))
         for source in roots.absorb(root):
             self.forget(self.index.delete(source))
         roots.keep(root)
         return root.source(path) or root.name
 
-    def _is_unchanged(self, source: str, file: Path) -> bool:
+    def _is_unchanged(self, reader: ConfinedReader, source: str, file: Path) -> bool:
         try:
-            return self.index.holds(source, content(load_document(file)))
+            return self.index.holds(source, content(reader.load(file)))
         except DocumentError:
             return False
 

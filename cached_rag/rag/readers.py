@@ -14,9 +14,9 @@ from pathlib import Path
 from cached_rag.errors import DocumentError, MissingPackageError, needs_extra
 from cached_rag.rag.code import LANGUAGES
 from cached_rag.rag.document import Document, Part, assembled, with_line_feeds
+from cached_rag.rag.limits import MAX_BYTES
 from cached_rag.rag.office import SUFFIXES, read_office
 
-MAX_BYTES = 50 << 20
 # Stands for a suffix where links that lead out of the folder are counted.
 _ELSEWHERE = "links to elsewhere"
 
@@ -79,8 +79,10 @@ def is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def load_document(path: Path | str) -> Document:
-    """Read one file.
+def load_document(path: Path | str, max_bytes: int = MAX_BYTES) -> Document:
+    """Read one file, in this process and without a limit but on its size.
+
+    `CachedRAG` reads in a process of its own, see `confined.py`.
 
     Raises:
         DocumentError: unknown format, too large, unreadable, encrypted, or without text.
@@ -93,8 +95,11 @@ def load_document(path: Path | str) -> Document:
         raise DocumentError(f"{path}: no reader for {path.suffix or 'no suffix'}; known: {known}")
     try:
         size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise DocumentError(f"{path}: {size} bytes exceed {MAX_BYTES}; split the file")
+        if size > max_bytes:
+            raise DocumentError(
+                f"{path}: {size} bytes exceed {max_bytes}; split the file, or raise the limit "
+                "(DocumentLimits, --max-document-bytes)"
+            )
         found = reader(path)
         parts = [(found, {})] if isinstance(found, str) else found
         language = LANGUAGES.get(suffix, "")
