@@ -25,6 +25,8 @@ from cached_rag.rag.readers import load_document
 
 # How often the process is looked at.
 _LOOK_SECONDS = 0.05
+# A process that has more memory after a document is not kept.
+_KEPT_BYTES = 256 << 20
 # Isolated: else it would import modules from the folder it is started in, which may be documents.
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -69,6 +71,8 @@ class ConfinedReader:
         except BaseException:
             self._end()
             raise
+        if self._process is not None and _resident(self._process.pid) > _KEPT_BYTES:
+            self._end()  # what a parser has not given back is not the next document's
         if "error" in found:
             raise DocumentError(found["error"])
         parts = tuple((begin, known) for begin, known in found["parts"])

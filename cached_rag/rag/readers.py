@@ -17,6 +17,8 @@ from cached_rag.rag.document import Document, Part, assembled, with_line_feeds
 from cached_rag.rag.limits import MAX_BYTES
 from cached_rag.rag.office import SUFFIXES, read_office
 
+# Of UTF-16 and UTF-32, which alone have zeros in texts.
+_BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
 # Stands for a suffix where links that lead out of the folder are counted.
 _ELSEWHERE = "links to elsewhere"
 
@@ -127,7 +129,7 @@ def _decode(path: Path) -> str:
 
         best = from_bytes(data).best()
         if best is None or (
-            b"\x00" in data[:4096] and not data.startswith((b"\xff\xfe", b"\xfe\xff"))
+            b"\x00" in data[:4096] and not data.startswith(_BYTE_ORDER_MARKS)
         ):
             raise DocumentError(f"{path}: is not text in any known encoding") from None
         return str(best)
