@@ -20,9 +20,8 @@ from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.preparing import Encoded, Preparation, content, groups
 from cached_rag.rag.progress import Say, prefilling, preparing, reading
 from cached_rag.rag.readers import look_at
-from cached_rag.rag.roots import absolute, is_below, join
+from cached_rag.rag.roots import absolute, is_below, is_text, join
 from cached_rag.rag.workers import IngestTask, Prepare, PreparedDocument
-
 
 @dataclass(frozen=True)
 class IngestSummary:
@@ -88,6 +87,7 @@ class Ingestion:
         with ConfinedReader(self.limits) as reader:
             base = self._called(path, found.files, name, reader)
             files = {join(base, file.relative_to(path)): file for file in found.files}
+            unnamed = [_unnamed(files.pop(source)) for source in list(files) if not is_text(source)]
             if prepare is None:
                 added, skipped, texts = self._read(files, reader, progress)
         if prepare is None:
@@ -96,7 +96,8 @@ class Ingestion:
         else:
             summary = self._gather(files, prepare, progress)
             deleted = self._delete_missing(base, files) if delete_missing else 0
-        return replace(summary, deleted=deleted, passed_over=found.passed_over)
+        left_out = (*unnamed, *summary.skipped)
+        return replace(summary, deleted=deleted, skipped=left_out, passed_over=found.passed_over)
 
     def add(self, documents: Sequence[Document], *, progress: bool) -> IngestSummary:
         """Index and encode documents that are in memory."""
@@ -235,6 +236,11 @@ class Ingestion:
         for source in group:
             self.index.mark_encoded(source)
         return done
+
+
+def _unnamed(file: Path) -> tuple[str, str]:
+    reason = f"{str(file)!r}: its name is no text in this system's encoding; rename it"
+    return str(file), reason
 
 
 def _parts(texts: Mapping[str, Sequence[str]]) -> Iterator[tuple[list[str], list[str]]]:

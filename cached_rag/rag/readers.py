@@ -17,6 +17,9 @@ from cached_rag.rag.document import Document, Part, assembled, with_line_feeds
 from cached_rag.rag.limits import MAX_BYTES
 from cached_rag.rag.office import SUFFIXES, read_office
 
+# Deepest nesting of Markdown; what is deeper, the parser drops. By its default it does so with the
+# tenth list in each other.
+_NESTING = 100
 # Of UTF-16 and UTF-32, which alone have zeros in texts.
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
 # Stands for a suffix where links that lead out of the folder are counted.
@@ -148,7 +151,8 @@ def _read_html(path: Path) -> list[Part]:
 def _read_markdown(path: Path) -> list[Part]:
     from markdown_it import MarkdownIt
 
-    return _html_parts(MarkdownIt("commonmark").enable("table").render(_decode(path)))
+    markdown = MarkdownIt("commonmark", {"maxNesting": _NESTING}).enable("table")
+    return _html_parts(markdown.render(_decode(path)))
 
 
 def _read_rst(path: Path) -> str | list[Part]:
