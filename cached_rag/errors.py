@@ -27,7 +27,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-
 # Most characters of what is said about PML, which it may quote.
 _LONGEST = 2000
 

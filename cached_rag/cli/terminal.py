@@ -19,9 +19,7 @@ from rich.text import Text
 # A pipe or a file has no width: tables are written as on a wide screen, and nothing is cut off.
 _WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200
 # Control characters, halves of surrogate pairs, and what changes the direction of writing.
-_HIDDEN = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]"
-)
+_HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
 
 def visible(text: str) -> str:

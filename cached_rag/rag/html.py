@@ -1,4 +1,4 @@
-"""Turns HTML into text, and keeps its layout and headings. Knows inscriptis and lxml, no other format."""
+"""Turns HTML into text, and keeps its layout and headings. Knows inscriptis and lxml alone."""
 
 from __future__ import annotations
 

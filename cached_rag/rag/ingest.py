@@ -23,6 +23,7 @@ from cached_rag.rag.readers import look_at
 from cached_rag.rag.roots import absolute, is_below, is_text, join
 from cached_rag.rag.workers import IngestTask, Prepare, PreparedDocument
 
+
 @dataclass(frozen=True)
 class IngestSummary:
     """What an ingestion did.

@@ -131,9 +131,7 @@ def _decode(path: Path) -> str:
         from charset_normalizer import from_bytes
 
         best = from_bytes(data).best()
-        if best is None or (
-            b"\x00" in data[:4096] and not data.startswith(_BYTE_ORDER_MARKS)
-        ):
+        if best is None or (b"\x00" in data[:4096] and not data.startswith(_BYTE_ORDER_MARKS)):
             raise DocumentError(f"{path}: is not text in any known encoding") from None
         return str(best)
 
