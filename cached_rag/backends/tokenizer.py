@@ -304,7 +304,12 @@ class Tokenization:
     def _encode(self, text: str, *, adds_special: bool = True, is_literal: bool = False) -> Tokens:
         backend = self._backends.literal if is_literal else self._backends.plain
         # `encode_batch` releases the GIL, so other threads run meanwhile; `encode` does not.
-        (encoded,) = backend.encode_batch([text], add_special_tokens=adds_special)
+        try:
+            (encoded,) = backend.encode_batch([text], add_special_tokens=adds_special)
+        except TypeError as error:  # as for what is no string at all
+            raise ConfigError(
+                "half of a surrogate pair stands alone in a text; give whole characters"
+            ) from error
         ids = list(encoded.ids)
         if not text:
             return Tokens(ids, [0] * len(ids), [0] * len(ids))

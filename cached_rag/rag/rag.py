@@ -17,7 +17,13 @@ from typing import Any
 from cached_rag.backends.tokenizer import Message
 from cached_rag.config import BatchConfig, GenerationConfig, KeepsRepaired, Learns, StoreConfig
 from cached_rag.engine.engine import Engine
-from cached_rag.errors import DocumentError, IndexMismatchError, StoreError, needs_extra
+from cached_rag.errors import (
+    ConfigError,
+    DocumentError,
+    IndexMismatchError,
+    StoreError,
+    needs_extra,
+)
 from cached_rag.kv.store.holdings import forget
 from cached_rag.kv.store.remote import open_remote
 from cached_rag.library.context import Context
@@ -34,7 +40,7 @@ from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.preparing import Preparation
 from cached_rag.rag.prompts import Prompts, searched
 from cached_rag.rag.retrieval import Reranker, Wanted, find
-from cached_rag.rag.roots import absolute
+from cached_rag.rag.roots import absolute, is_path
 from cached_rag.rag.settings import DEFAULTS, asked_for, contexts
 from cached_rag.rag.watch import watch
 from cached_rag.rag.workers import IngestWorkers, Prepare, helped
@@ -176,6 +182,8 @@ class CachedRAG:
             system=system,
         )
         root = Path(path).expanduser()
+        if not is_path(root):
+            raise ConfigError(f"{str(path)!r} cannot be the name of an index; give another one")
         store = StoreConfig(
             path=str(root / "kv"),
             codec=codec or "raw",

@@ -49,9 +49,13 @@ def look_at(path: Path | str) -> Found:
         DocumentError: nothing is there.
     """
     root = Path(path).expanduser()
-    if root.is_file():
+    try:
+        is_file, is_folder = root.is_file(), root.is_dir()
+    except OSError as error:  # as for a name that is too long
+        raise DocumentError(f"{root} cannot be looked at ({error})") from error
+    if is_file:
         return Found((root,))
-    if not root.is_dir():
+    if not is_folder:
         raise DocumentError(f"there is no file or folder at {root}")
     inside = root.resolve()
     files: dict[Path, Path] = {}

@@ -53,6 +53,14 @@ def is_text(name: str) -> bool:
     return True
 
 
+def is_path(path: Path) -> bool:
+    """Whether a file system may have this path."""
+    try:
+        return b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+
+
 def absolute(path: Path | str) -> Path:
     """A path without `~`, `.` and `..`; links stay, for a link's own name is what counts."""
     return Path(os.path.abspath(Path(path).expanduser()))
