@@ -13,11 +13,9 @@ import schemathesis
 from conftest import CHUNKS, tiny_model
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
-from served import NAME
+from served import NAME, serving
 
 from cached_rag import Engine
-from cached_rag.server.app import create_app
-from cached_rag.server.service import Service
 
 EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "25"))
 KINDS = ("application/json", "text/plain; version=0.0.4", "text/event-stream")
@@ -34,9 +32,9 @@ PATHS = [
 
 @pytest.fixture(scope="module")
 def described():
-    with Engine(tiny_model("llama")) as engine:
+    with Engine(tiny_model("llama")) as engine, serving(engine) as (address, _):
         engine.encode(CHUNKS)
-        yield schemathesis.openapi.from_asgi("/openapi.json", create_app(Service(engine, NAME)))
+        yield schemathesis.openapi.from_url(f"{address}/openapi.json")
 
 
 def test_every_path_is_tried(described):
@@ -68,5 +66,5 @@ def test_no_request_is_a_failure_of_the_server(described, method, path, mode):
             assert len(response.content) < 4000
 
     ask()
-    if operation.body:  # both kinds are made
-        assert (min(statuses) < 400) is (mode is GenerationMode.POSITIVE)
+    if operation.body and mode is GenerationMode.POSITIVE:
+        assert 200 in statuses  # control: some do get through
