@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from cached_rag.library.handoff import Handoff
     from cached_rag.library.ledger import Ledger
     from cached_rag.pml import Import, Said, Schema, SchemaPrompt
-    from cached_rag.rag import Embedder, Hit, IndexedDocument
+    from cached_rag.rag import DocumentLimits, Embedder, Hit, IndexedDocument
     from cached_rag.rag.answer import Answer, AnswerStream
     from cached_rag.rag.chat import Chat
     from cached_rag.rag.ingest import IngestSummary
@@ -90,6 +90,7 @@ __all__ = [
     "CorruptBlobError",
     "Deletion",
     "DocumentError",
+    "DocumentLimits",
     "Embedder",
     "Encode",
     "EncodeSummary",

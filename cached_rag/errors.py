@@ -27,6 +27,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+# Most characters of what is said about PML, which it may quote.
+_LONGEST = 2000
+
 
 class CachedRAGError(Exception):
     """Base of all errors raised by this library."""
@@ -145,6 +148,7 @@ class PMLError(CachedRAGError, ValueError):
     """
 
     def __init__(self, what: str, where: tuple[int, int] = (0, 0), file: str | None = None) -> None:
+        what = what if len(what) <= _LONGEST else f"{what[:_LONGEST]} ..."
         self.what, self.file = what, file
         self.line, self.column = where
         place = f"{file or 'PML'}:{self.line}:{self.column}: " if self.line else ""

@@ -87,3 +87,57 @@ def test_integrations_use_public_names_only():
                 assert node.module in PUBLIC
                 public = set(importlib.import_module(node.module).__all__)
                 assert {alias.name for alias in node.names} <= public
+
+
+# What runs or builds whatever it is given. `program.py` runs the user's own prompt functions.
+UNSAFE = {
+    *("eval", "exec", "compile", "__import__", "os.system", "os.popen", "tempfile.mktemp"),
+    *("pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.load", "marshal.loads"),
+    *("torch.load", "joblib.load", "shelve.open", "yaml.load", "yaml.unsafe_load", "dill.loads"),
+}
+ALLOWED = {("cached_rag.pml.program", "exec"), ("cached_rag.pml.program", "compile")}
+
+
+def calls(tree):
+    """(name, keywords) of each call, by the names that the file gives to what it imports."""
+    known = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            known |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        elif isinstance(node, ast.Import):
+            known |= {a.asname: a.name for a in node.names if a.asname}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            head, _, rest = ast.unparse(node.func).partition(".")
+            name = f"{known.get(head, head)}.{rest}".removesuffix(".")
+            yield name, {word.arg: ast.unparse(word.value) for word in node.keywords}
+
+
+def unsafe(tree):
+    wrong = {"shell": "True", "trust_remote_code": "True", "allow_pickle": "True"}
+    for name, words in calls(tree):
+        if name in UNSAFE or any(words.get(word) == value for word, value in wrong.items()):
+            yield name
+
+
+def test_nothing_runs_or_unpickles_what_it_is_given():
+    files = FILES | INTEGRATIONS
+    found = {(n, call) for n, p in files.items() for call in unsafe(ast.parse(p.read_text()))}
+    assert found <= ALLOWED
+    for line in (  # control: such calls are seen
+        "import pickle as p; p.loads(x)",
+        "from os import system as run; run(x)",
+        "import numpy as np; np.load(x, allow_pickle=True)",
+        "subprocess.run(x, shell=True)",
+        "AutoModel.from_pretrained(x, trust_remote_code=True)",
+        "eval(x)",
+    ):
+        assert list(unsafe(ast.parse(line)))
+
+
+def test_the_process_that_reads_documents_loads_no_model_library():
+    code = (
+        "import sys, cached_rag.rag.reading_process;"
+        "assert not {'torch', 'numpy', 'transformers', 'faiss'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

@@ -12,9 +12,10 @@ from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tokenizers import AddedToken, Tokenizer, models
+from tokenizers import AddedToken, Encoding, Tokenizer, models
 
 from cached_rag.backends.reach import Reach, reach_of
+from cached_rag.errors import ConfigError
 
 # Added tokens of this form control a model even if they are not flagged as special: <tool_call>,
 # <|im_start|>, [INST]. Other added tokens are text: runs of white space, and HTML tags, of which
@@ -56,12 +57,27 @@ class Backends:
 
     def spelled_out(self, text: str) -> list[tuple[int, int]]:
         """(begin, end) characters of each control token in a text, in order; takes linear time."""
-        return list(self._finder.encode_batch([text])[0].offsets)
+        return list(encode(self._finder, text).offsets)
 
     @cached_property
     def reach(self) -> Reach | None:
         """How much text a token can stand for; None if that is not known for certain."""
         return reach_of(self.plain)
+
+
+def encode(backend: Tokenizer, text: str, *, adds_special: bool = True) -> Encoding:
+    """A text's tokens.
+
+    Raises:
+        ConfigError: half of a surrogate pair, which no tokenizer takes.
+    """
+    # `encode_batch` releases the GIL, so other threads run meanwhile; `encode` does not.
+    try:
+        return backend.encode_batch([text], add_special_tokens=adds_special)[0]
+    except TypeError as error:  # as for what is no string at all
+        raise ConfigError(
+            "half of a surrogate pair stands alone in a text; give whole characters"
+        ) from error
 
 
 _KNOWN: WeakKeyDictionary[Any, Backends] = WeakKeyDictionary()

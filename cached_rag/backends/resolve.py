@@ -86,11 +86,15 @@ def resolve(name: str) -> ModelSource:
     if alias is not None:
         return _packaged(alias) or ModelSource(alias.hub_id, False, "")
     path = Path(name).expanduser()
+    try:
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except OSError as error:
+        raise ModelNotFoundError(f"{name!r} cannot be a model's name ({error})") from error
     if path.suffix == ".gguf":
-        if not path.is_file():
+        if not is_file:
             raise ModelNotFoundError(f"there is no GGUF file at {path}")
         return _gguf(path)
-    if path.is_dir():
+    if is_folder:
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(f"{path} has no config.json; a model folder needs one")
         return ModelSource(str(path), False, _folder_digest(path))

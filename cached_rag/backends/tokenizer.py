@@ -19,7 +19,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from cached_rag.backends.controls import backends_of
+from cached_rag.backends.controls import backends_of, encode
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.calls import CallForm, Tool, told
 from cached_rag.grammar.messages import check_text, checked, is_about_tools, mapped, mapped_texts
@@ -303,8 +303,7 @@ class Tokenization:
 
     def _encode(self, text: str, *, adds_special: bool = True, is_literal: bool = False) -> Tokens:
         backend = self._backends.literal if is_literal else self._backends.plain
-        # `encode_batch` releases the GIL, so other threads run meanwhile; `encode` does not.
-        (encoded,) = backend.encode_batch([text], add_special_tokens=adds_special)
+        encoded = encode(backend, text, adds_special=adds_special)
         ids = list(encoded.ids)
         if not text:
             return Tokens(ids, [0] * len(ids), [0] * len(ids))

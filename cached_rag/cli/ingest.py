@@ -25,6 +25,7 @@ from cached_rag.cli.options import (
     shared,
 )
 from cached_rag.cli.terminal import Json, err, out, print_json
+from cached_rag.rag.limits import DocumentLimits
 
 if TYPE_CHECKING:
     from cached_rag import CachedRAG, IngestSummary, IngestWorkers
@@ -64,6 +65,15 @@ def ingest_command(
     weights: Weights = "as stored",
     backend: BackendName = "transformers",
     remote: Remote = None,
+    max_document_bytes: Annotated[
+        int, typer.Option(help="Larger files are skipped.")
+    ] = DocumentLimits.max_bytes,
+    parse_seconds: Annotated[
+        float, typer.Option(help="Files that take longer to read are skipped; 0 for any time.")
+    ] = DocumentLimits.seconds or 0,
+    parse_memory: Annotated[
+        int, typer.Option(help="So are those that take more bytes of memory; 0 for any.")
+    ] = DocumentLimits.memory_bytes or 0,
     ray: Annotated[
         str | None,
         typer.Option(
@@ -91,7 +101,8 @@ def ingest_command(
     workers = None if ray is None else _workers(ray, ray_workers, ray_cpus, ray_gpus)
 
     options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "codec": codec, "context": context}
-    options |= shared(remote)
+    limits = DocumentLimits(max_document_bytes, parse_seconds or None, parse_memory or None)
+    options |= shared(remote) | {"limits": limits}
     with CachedRAG.open(
         index, model, dtype=dtype, device=device, weights=weights, backend=backend, **options
     ) as rag:

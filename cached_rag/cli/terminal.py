@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -17,7 +18,22 @@ from rich.text import Text
 
 # A pipe or a file has no width: tables are written as on a wide screen, and nothing is cut off.
 _WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200
-out, err = Console(width=_WIDTH), Console(stderr=True)
+# Control characters, halves of surrogate pairs, and what changes the direction of writing.
+_HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    """A text with what would command the terminal spelled out: names and answers are untrusted."""
+    return _HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+class _Terminal(Console):
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich does, but text is made `visible`."""
+        super().print(*(visible(o) if isinstance(o, str) else o for o in objects), **options)
+
+
+out, err = _Terminal(width=_WIDTH), _Terminal(stderr=True)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -33,7 +49,7 @@ def print_table(rows: Sequence[Mapping[str, object]]) -> None:
         return
     table = Table(*rows[0])
     for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row.values()))
+        table.add_row(*(Text(visible(str(cell))) for cell in row.values()))
     out.print(table)
 
 

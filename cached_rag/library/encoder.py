@@ -187,6 +187,9 @@ class Encoder:
                 continue
             known = self.library.table.get(text)
             record = known or record_of(text, self.tokenization.literal(text))
+            if not record.token_ids:
+                skipped.append((text, "the model's tokenizer knows none of its characters"))
+                continue
             records[record.text_digest] = (record, text)
         return list(records.values()), skipped
 

@@ -42,15 +42,20 @@ class Encodings:
         usable = tuple(_ranked(known, heads, sink_ids))
         return cls(ids, tuple(one.prefix_ids for one in heads), usable)
 
-    def in_place(self, match: Match) -> EncodedAfter:
-        """Exactly what stands before a chunk here: KV that was encoded behind that is exact."""
-        return EncodedAfter(self.ids[: match.begin])
+    def is_in_place(self, behind: EncodedAfter, match: Match) -> bool:
+        """Whether exactly this stands before a chunk here: KV that was encoded behind it is exact.
+
+        Compares no more than it must: a prompt may have thousands of chunks.
+        """
+        length = len(behind.prefix_ids)
+        return (
+            length == match.begin and not behind.context and behind.prefix_ids == self.ids[:length]
+        )
 
     def of_chunk(self, match: Match) -> list[EncodedAfter]:
         """What a chunk may have been encoded behind, best first."""
-        in_place = self.in_place(match)
-        first = [in_place] if in_place in self.usable and not match.offset else []
-        return [*first, *self.usable]
+        first = [] if match.offset else [b for b in self.usable if self.is_in_place(b, match)]
+        return [*first[:1], *self.usable]
 
 
 def _ranked(

@@ -197,7 +197,7 @@ def make_plan(
             continue
         offset = begin - match.first
         kv = kv.slice(offset, offset + end - begin)
-        is_in_place = encoded_after == encodings.in_place(match)
+        is_in_place = encodings.is_in_place(encoded_after, match)
         is_exact = offset == 0 and kv.start == begin and is_in_place
         source = None if encoded_after == HARVESTED else (encoded_after, match.chunk.token_ids)
         placements.append(Placement(begin, kv, is_exact, source=source, origin=origin))

@@ -1,11 +1,32 @@
-"""Documents: loading, splitting, embedding, and an index to search them."""
+"""Documents: loading, splitting, embedding, and an index to search them.
 
-from cached_rag.rag.document import Document
-from cached_rag.rag.embedding import DEFAULT_EMBEDDING, Embedder, Embeddings
-from cached_rag.rag.hit import Hit
-from cached_rag.rag.index import DocumentIndex, IndexedDocument
-from cached_rag.rag.readers import READERS, find_documents, load_document, look_at
-from cached_rag.rag.splitting import Chunk, Splitter
+A name is imported when it is first used: the process that reads documents loads no model library.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cached_rag.rag.document import Document
+    from cached_rag.rag.embedding import DEFAULT_EMBEDDING, Embedder, Embeddings
+    from cached_rag.rag.hit import Hit
+    from cached_rag.rag.index import DocumentIndex, IndexedDocument
+    from cached_rag.rag.limits import DocumentLimits
+    from cached_rag.rag.readers import READERS, find_documents, load_document, look_at
+    from cached_rag.rag.splitting import Chunk, Splitter
+
+_PLACES = {
+    "document": ("Document",),
+    "embedding": ("DEFAULT_EMBEDDING", "Embedder", "Embeddings"),
+    "hit": ("Hit",),
+    "index": ("DocumentIndex", "IndexedDocument"),
+    "limits": ("DocumentLimits",),
+    "readers": ("READERS", "find_documents", "load_document", "look_at"),
+    "splitting": ("Chunk", "Splitter"),
+}
+_MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
 __all__ = [
     "DEFAULT_EMBEDDING",
@@ -13,6 +34,7 @@ __all__ = [
     "Chunk",
     "Document",
     "DocumentIndex",
+    "DocumentLimits",
     "Embedder",
     "Embeddings",
     "Hit",
@@ -22,3 +44,9 @@ __all__ = [
     "load_document",
     "look_at",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 # Halves of surrogate pairs (U+D800 to U+DFFF) are no characters, and cannot be encoded.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
-_BLANK_LINES = re.compile(r"\n(?:[ \t]*\n){2,}")
+# Written without a repeated group, which would take a hundred bytes of memory for each line.
+_BLANK_LINES = re.compile(r"\n[ \t]*\n[ \t\n]*\n")
 _TITLE = re.compile(r"^Title: *(.+)$", re.MULTILINE)
 
 # Most characters of a chunk's headings.

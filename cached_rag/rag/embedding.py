@@ -59,6 +59,10 @@ class Embedder:
             with needs_extra("rag", "embedding texts"):
                 from sentence_transformers import SentenceTransformer
 
+            if not self.name.strip():
+                raise ModelNotFoundError(
+                    "the embedding model has no name; leave it out, or name one"
+                )
             try:
                 self._model = SentenceTransformer(_folder(self.name), device=self._device)
             except (OSError, ValueError) as error:

@@ -14,6 +14,8 @@ from cached_rag.rag.hit import Hit
 Where = Mapping[str, object] | Callable[[Hit], bool]
 # Fields that every chunk has; all others are metadata.
 FIELDS = ("source", "title", "ordinal")
+# Most characters of a value, for patterns take time quadratic in their length to be read.
+_LONGEST = 4000
 
 
 def judge(where: Where, known: Collection[str]) -> Callable[[Hit], bool]:
@@ -34,6 +36,10 @@ def judge(where: Where, known: Collection[str]) -> Callable[[Hit], bool]:
         if name not in FIELDS and name not in known:
             names = ", ".join([*FIELDS, *sorted(known)])
             raise ConfigError(f"no chunk has a field {name!r} to filter by; there are: {names}")
+        if any(isinstance(value, str) and len(value) > _LONGEST for value in _several(wanted)):
+            raise ConfigError(
+                f"a filter's value has at most {_LONGEST} characters; {name!r} has more"
+            )
         if not all(isinstance(value, str | int | float) for value in _several(wanted)):
             raise ConfigError(
                 f"a filter's value is a string, a number, or a collection of these; {name!r} has "

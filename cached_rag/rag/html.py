@@ -1,23 +1,27 @@
-"""Turns HTML into text, and keeps its layout and headings. Knows inscriptis, no other format."""
+"""Turns HTML into text, and keeps its layout and headings. Knows inscriptis and lxml alone."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from copy import copy
 from typing import Any
 
-from inscriptis import get_annotated_text
 from inscriptis.css_profiles import CSS_PROFILES
+from inscriptis.html_engine import Inscriptis
 from inscriptis.html_properties import Display
 from inscriptis.model.config import ParserConfig
 from inscriptis.model.css import CssParse
 from inscriptis.model.html_element import HtmlElement
 from inscriptis.model.tag import CustomHtmlTagHandlerMapping
 from inscriptis.model.tag.table_tag import table_end_handler
+from lxml.etree import ParserError
+from lxml.html import HTMLParser, document_fromstring
 
 from cached_rag.rag.document import Metadata, Part
 
+_DECLARATION = re.compile(r"^<\?xml [^>]+?\?>")
 # Shows nothing, as inscriptis does for scripts and styles.
 _INVISIBLE = HtmlElement(display=Display.none)
 # Most characters or lines by which a style may move a text.
@@ -35,7 +39,7 @@ def html_parts(html: str) -> list[Part]:
     Each part but the first knows its heading, behind those above it: "Install > Linux".
 
     Raises:
-        ValueError: its tables, as text, would be too large for the memory.
+        ValueError: its tables, as text, would be too large for the memory; or the parser gives up.
     """
     if not html.strip():
         return []
@@ -50,10 +54,30 @@ def html_parts(html: str) -> list[Part]:
     )
     handler = config.attribute_handler
     handler.attribute_mapping = {**handler.attribute_mapping, "style": _style}
-    found = get_annotated_text(html, config)
-    text = found["text"]
-    headings = [label for label in sorted(found["label"]) if _stands_alone(text, *label[:2])]
+    found = Inscriptis(_tree(html), config)
+    text = found.get_text()
+    labels = [(one.start, one.end, one.metadata) for one in found.get_annotations()]
+    headings = [label for label in sorted(labels) if _stands_alone(text, *label[:2])]
     return list(_parts(text, headings[:_MOST_HEADINGS]))
+
+
+def _tree(html: str) -> Any:
+    """The page as a tree.
+
+    Raises:
+        ValueError: the parser leaves something out, mostly for tags that are nested too deeply.
+    """
+    # As inscriptis does, whose parser drops all that follows a text or attribute of 10 MB, such as
+    # a picture in a data: address.
+    html = _DECLARATION.sub("", html.strip(), count=1)
+    parser = HTMLParser(huge_tree=True)
+    try:
+        tree = document_fromstring(html, parser=parser)
+    except ParserError:  # there is no tag in it
+        tree = document_fromstring(f"<pre>{html}</pre>", parser=parser)
+    if fatal := parser.error_log.filter_from_fatals():
+        raise ValueError(f"its end would be lost: {fatal[0].message}")
+    return tree
 
 
 def _stands_alone(text: str, begin: int, end: int) -> bool:

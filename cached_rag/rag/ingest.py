@@ -8,16 +8,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
 from cached_rag.errors import DocumentError
+from cached_rag.rag.confined import ConfinedReader
 from cached_rag.rag.document import Document
 from cached_rag.rag.index import DocumentIndex
+from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.preparing import Encoded, Preparation, content, groups
 from cached_rag.rag.progress import Say, prefilling, preparing, reading
-from cached_rag.rag.readers import load_document, look_at
-from cached_rag.rag.roots import absolute, is_below, join
+from cached_rag.rag.readers import look_at
+from cached_rag.rag.roots import absolute, is_below, is_text, join
 from cached_rag.rag.workers import IngestTask, Prepare, PreparedDocument
 
 
@@ -57,12 +60,14 @@ class Ingestion:
     Attributes:
         settings: the index's, if it has none yet.
         forget: given texts that no document has any more, deletes their KV.
+        limits: on reading a document.
     """
 
     index: DocumentIndex
     preparation: Preparation
     settings: Mapping[str, str]
     forget: Callable[[Sequence[str]], object]
+    limits: DocumentLimits
 
     def run(
         self,
@@ -80,16 +85,20 @@ class Ingestion:
         """
         path = absolute(path)
         found = look_at(path)
-        base = self._called(path, found.files, name)
-        files = {join(base, file.relative_to(path)): file for file in found.files}
+        with ConfinedReader(self.limits) as reader:
+            base = self._called(path, found.files, name, reader)
+            files = {join(base, file.relative_to(path)): file for file in found.files}
+            unnamed = [_unnamed(files.pop(source)) for source in list(files) if not is_text(source)]
+            if prepare is None:
+                added, skipped, texts = self._read(files, reader, progress)
         if prepare is None:
-            added, skipped, texts = self._read(files, progress)
             deleted = self._delete_missing(base, files) if delete_missing else 0
             summary = replace(self._encode(added, texts, progress), skipped=tuple(skipped))
         else:
             summary = self._gather(files, prepare, progress)
             deleted = self._delete_missing(base, files) if delete_missing else 0
-        return replace(summary, deleted=deleted, passed_over=found.passed_over)
+        left_out = (*unnamed, *summary.skipped)
+        return replace(summary, deleted=deleted, skipped=left_out, passed_over=found.passed_over)
 
     def add(self, documents: Sequence[Document], *, progress: bool) -> IngestSummary:
         """Index and encode documents that are in memory."""
@@ -98,7 +107,7 @@ class Ingestion:
         return self._encode(added, texts, progress)
 
     def _read(
-        self, files: Mapping[str, Path], progress: bool
+        self, files: Mapping[str, Path], reader: ConfinedReader, progress: bool
     ) -> tuple[int, list[tuple[str, str]], dict[str, list[str]]]:
         """Index files that changed: their number, files skipped and why, all chunks by source."""
         added, skipped, texts = 0, [], {}
@@ -106,7 +115,7 @@ class Ingestion:
             for source, (file, say) in zip(files, begun, strict=True):
                 try:
                     say("reading", 0.0)
-                    added += self._update(source, load_document(file), say)
+                    added += self._update(source, reader.load(file), say)
                 except DocumentError as error:
                     skipped.append((str(file), str(error)))
                     continue
@@ -156,17 +165,19 @@ class Ingestion:
         self.forget(old)
         return True
 
-    def _called(self, path: Path, files: Sequence[Path], name: str | None) -> str:
+    def _called(
+        self, path: Path, files: Sequence[Path], name: str | None, reader: ConfinedReader
+    ) -> str:
         """The source of an absolute path in the index."""
         roots = self.index.roots
-        root = roots.choose(path, files, name, self._is_unchanged)
+        root = roots.choose(path, files, name, partial(self._is_unchanged, reader))
         for source in roots.absorb(root):
             self.forget(self.index.delete(source))
         return root.source(path) or root.name
 
-    def _is_unchanged(self, source: str, file: Path) -> bool:
+    def _is_unchanged(self, reader: ConfinedReader, source: str, file: Path) -> bool:
         try:
-            return self.index.holds(source, content(load_document(file)))
+            return self.index.holds(source, content(reader.load(file)))
         except DocumentError:
             return False
 
@@ -225,6 +236,11 @@ class Ingestion:
         for source in group:
             self.index.mark_encoded(source)
         return done
+
+
+def _unnamed(file: Path) -> tuple[str, str]:
+    reason = f"{str(file)!r}: its name is no text in this system's encoding; rename it"
+    return str(file), reason
 
 
 def _parts(texts: Mapping[str, Sequence[str]]) -> Iterator[tuple[list[str], list[str]]]:

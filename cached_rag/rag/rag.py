@@ -17,7 +17,13 @@ from typing import Any
 from cached_rag.backends.tokenizer import Message
 from cached_rag.config import BatchConfig, GenerationConfig, KeepsRepaired, Learns, StoreConfig
 from cached_rag.engine.engine import Engine
-from cached_rag.errors import DocumentError, IndexMismatchError, StoreError, needs_extra
+from cached_rag.errors import (
+    ConfigError,
+    DocumentError,
+    IndexMismatchError,
+    StoreError,
+    needs_extra,
+)
 from cached_rag.kv.store.holdings import forget
 from cached_rag.kv.store.remote import open_remote
 from cached_rag.library.context import Context
@@ -30,10 +36,11 @@ from cached_rag.rag.filters import Where, described
 from cached_rag.rag.hit import Hit
 from cached_rag.rag.index import DocumentIndex, IndexedDocument
 from cached_rag.rag.ingest import Ingestion, IngestSummary
+from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.preparing import Preparation
 from cached_rag.rag.prompts import Prompts, searched
 from cached_rag.rag.retrieval import Reranker, Wanted, find
-from cached_rag.rag.roots import absolute
+from cached_rag.rag.roots import absolute, is_path
 from cached_rag.rag.settings import DEFAULTS, asked_for, contexts
 from cached_rag.rag.watch import watch
 from cached_rag.rag.workers import IngestWorkers, Prepare, helped
@@ -68,6 +75,7 @@ class CachedRAG:
         engine: Engine | None = None,
         reranker: Reranker | None = None,
         candidates: int = 24,
+        limits: DocumentLimits | None = None,
     ) -> None:
         """See `open`.
 
@@ -80,6 +88,7 @@ class CachedRAG:
         self._asked, self._store, self._engine_options = settings, store, engine_options
         self._engine, self._embedder = engine, embedder
         self._reranker, self._candidates = reranker, candidates
+        self._limits = limits or DocumentLimits()
         self._remote = open_remote(store)
         self._loading = threading.Lock()  # several threads may be the first to ask
         try:
@@ -122,6 +131,7 @@ class CachedRAG:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reranker: Reranker | None = None,
         candidates: int = 24,
+        limits: DocumentLimits | None = None,
     ) -> CachedRAG:
         """Open an index folder, or make one.
 
@@ -157,6 +167,7 @@ class CachedRAG:
                 the better, as `lambda question, texts: encoder.predict([(question, t) for t in
                 texts])` with a `sentence_transformers.CrossEncoder`.
             candidates: how many chunks the reranker is given.
+            limits: on the size of a document, and the time and memory for reading it.
 
         Raises:
             IndexMismatchError: the index was made with other settings.
@@ -172,6 +183,8 @@ class CachedRAG:
             system=system,
         )
         root = Path(path).expanduser()
+        if not is_path(root):
+            raise ConfigError(f"{str(path)!r} cannot be the name of an index; give another one")
         store = StoreConfig(
             path=str(root / "kv"),
             codec=codec or "raw",
@@ -189,7 +202,7 @@ class CachedRAG:
         options |= {"batch": batch, "backend": backend, "revision": revision, "adapter": adapter}
         options |= {"model_kwargs": model_kwargs, "chat_template_kwargs": chat_template_kwargs}
         embedder = None if isinstance(embedding, str) else embedding
-        return cls(root, settings, store, options, embedder, engine, reranker, candidates)
+        return cls(root, settings, store, options, embedder, engine, reranker, candidates, limits)
 
     def _agree(self) -> None:
         """Take over the settings of the index, to which another process may have given some."""
@@ -310,7 +323,7 @@ class CachedRAG:
         hired: AbstractContextManager[Prepare | None] = nullcontext()
         if ray is not None:
             own = (ingestion.preparation, self.settings, self._engine_options)
-            hired = helped(ray, *own, folder=self.path, documents=place)
+            hired = helped(ray, *own, folder=self.path, documents=place, limits=self._limits)
         with hired as prepare:
             return ingestion.run(
                 place,
@@ -345,7 +358,8 @@ class CachedRAG:
     def _ingestion(self) -> Ingestion:
         self._agree()
         preparation = Preparation.of(self.engine, self.embedder, self.settings, self._contexts())
-        return Ingestion(self.index, preparation, self.settings, self._forget_later)
+        forget, limits = self._forget_later, self._limits
+        return Ingestion(self.index, preparation, self.settings, forget, limits)
 
     def documents(self) -> list[IndexedDocument]:
         """All documents of the index, by source."""

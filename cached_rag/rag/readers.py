@@ -14,9 +14,14 @@ from pathlib import Path
 from cached_rag.errors import DocumentError, MissingPackageError, needs_extra
 from cached_rag.rag.code import LANGUAGES
 from cached_rag.rag.document import Document, Part, assembled, with_line_feeds
+from cached_rag.rag.limits import MAX_BYTES
 from cached_rag.rag.office import SUFFIXES, read_office
 
-MAX_BYTES = 50 << 20
+# Deepest nesting of Markdown; what is deeper, the parser drops. By its default it does so with the
+# tenth list in each other.
+_NESTING = 100
+# Of UTF-16 and UTF-32, which alone have zeros in texts.
+_BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
 # Stands for a suffix where links that lead out of the folder are counted.
 _ELSEWHERE = "links to elsewhere"
 
@@ -44,9 +49,13 @@ def look_at(path: Path | str) -> Found:
         DocumentError: nothing is there.
     """
     root = Path(path).expanduser()
-    if root.is_file():
+    try:
+        is_file, is_folder = root.is_file(), root.is_dir()
+    except OSError as error:  # as for a name that is too long
+        raise DocumentError(f"{root} cannot be looked at ({error})") from error
+    if is_file:
         return Found((root,))
-    if not root.is_dir():
+    if not is_folder:
         raise DocumentError(f"there is no file or folder at {root}")
     inside = root.resolve()
     files: dict[Path, Path] = {}
@@ -79,8 +88,10 @@ def is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def load_document(path: Path | str) -> Document:
-    """Read one file.
+def load_document(path: Path | str, max_bytes: int = MAX_BYTES) -> Document:
+    """Read one file, in this process and without a limit but on its size.
+
+    `CachedRAG` reads in a process of its own, see `confined.py`.
 
     Raises:
         DocumentError: unknown format, too large, unreadable, encrypted, or without text.
@@ -93,8 +104,11 @@ def load_document(path: Path | str) -> Document:
         raise DocumentError(f"{path}: no reader for {path.suffix or 'no suffix'}; known: {known}")
     try:
         size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise DocumentError(f"{path}: {size} bytes exceed {MAX_BYTES}; split the file")
+        if size > max_bytes:
+            raise DocumentError(
+                f"{path}: {size} bytes exceed {max_bytes}; split the file, or raise the limit "
+                "(DocumentLimits, --max-document-bytes)"
+            )
         found = reader(path)
         parts = [(found, {})] if isinstance(found, str) else found
         language = LANGUAGES.get(suffix, "")
@@ -121,9 +135,7 @@ def _decode(path: Path) -> str:
         from charset_normalizer import from_bytes
 
         best = from_bytes(data).best()
-        if best is None or (
-            b"\x00" in data[:4096] and not data.startswith((b"\xff\xfe", b"\xfe\xff"))
-        ):
+        if best is None or (b"\x00" in data[:4096] and not data.startswith(_BYTE_ORDER_MARKS)):
             raise DocumentError(f"{path}: is not text in any known encoding") from None
         return str(best)
 
@@ -141,7 +153,8 @@ def _read_html(path: Path) -> list[Part]:
 def _read_markdown(path: Path) -> list[Part]:
     from markdown_it import MarkdownIt
 
-    return _html_parts(MarkdownIt("commonmark").enable("table").render(_decode(path)))
+    markdown = MarkdownIt("commonmark", {"maxNesting": _NESTING}).enable("table")
+    return _html_parts(markdown.render(_decode(path)))
 
 
 def _read_rst(path: Path) -> str | list[Part]:

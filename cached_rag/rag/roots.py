@@ -44,6 +44,23 @@ def is_below(source: str, base: str) -> bool:
     return source == base or source.startswith(base + "/")
 
 
+def is_text(name: str) -> bool:
+    """Whether a name can be written down; names of files need not be text."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def is_path(path: Path) -> bool:
+    """Whether a file system may have this path."""
+    try:
+        return b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+
+
 def absolute(path: Path | str) -> Path:
     """A path without `~`, `.` and `..`; links stay, for a link's own name is what counts."""
     return Path(os.path.abspath(Path(path).expanduser()))
@@ -173,11 +190,7 @@ class Roots:
             DocumentError: it is empty or a path from the root, cannot be encoded, or belongs to
                 a folder or file that was ingested.
         """
-        try:
-            source.encode()
-        except UnicodeEncodeError:
-            source = ""
-        if not _head(source) or self._has(_head(source)):
+        if not is_text(source) or not _head(source) or self._has(_head(source)):
             raise DocumentError(
                 f"a text cannot be called {source!r}: a name does not begin with a slash, and what "
                 "is before its first slash is no folder or file of the index"
@@ -222,6 +235,8 @@ def _checked(name: str | None, path: Path) -> str:
     chosen = path.name if name is None else name
     if not chosen or "/" in chosen or "\\" in chosen or chosen in (".", ".."):
         raise ConfigError(f"{chosen!r} cannot be the name of {path}; give it one without slashes")
+    if not is_text(f"{path}{chosen}"):
+        raise ConfigError(f"{str(path)!r} is no text in this system's encoding; rename it")
     return chosen
 
 

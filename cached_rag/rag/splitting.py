@@ -79,7 +79,8 @@ class Splitter:
             headed = _headed(document.title, text)
             metadata = document.metadata(place, place + len(text))
             chunks.append(Chunk(document.source, document.title, len(chunks), headed, metadata))
-            place += 1 if self._overlap else len(text)
+            # One that overlaps it may begin at the same place, where white space was stripped.
+            place += 0 if self._overlap else len(text)
         return chunks
 
     def _split(self, text: str, level: int, count: Callable[[str], int]) -> Iterator[str]:

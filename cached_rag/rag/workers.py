@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from cached_rag.config import StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ClusterError, ConfigError, DocumentError, StoreError
+from cached_rag.rag.confined import ConfinedReader
 from cached_rag.rag.embedding import Embedder, Embeddings
+from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.preparing import Encoded, Preparation, content, groups
-from cached_rag.rag.readers import load_document
 from cached_rag.rag.settings import contexts
 from cached_rag.rag.splitting import Chunk
 
@@ -107,6 +108,7 @@ class IngestRecipe:
         embedding: what embeds; None for the model that the settings name.
         fingerprint: of the model that the worker has to have.
         sees: paths that have to be there for the worker.
+        limits: on reading a document.
     """
 
     settings: Mapping[str, str]
@@ -115,6 +117,7 @@ class IngestRecipe:
     embedding: Embeddings | None
     fingerprint: str
     sees: tuple[str, ...]
+    limits: DocumentLimits = field(default_factory=DocumentLimits)
 
     def open(self) -> IngestWorker:
         """Load the models, in the worker's process.
@@ -141,7 +144,8 @@ class IngestRecipe:
             )
         embedder = self.embedding or Embedder(self.settings["embedding"])
         behind = contexts(self.settings["context"])
-        return IngestWorker(Preparation.of(engine, embedder, self.settings, behind))
+        preparation = Preparation.of(engine, embedder, self.settings, behind)
+        return IngestWorker(preparation, self.limits)
 
 
 @dataclass(frozen=True)
@@ -149,24 +153,26 @@ class IngestWorker:
     """The models of a worker's process."""
 
     preparation: Preparation
+    limits: DocumentLimits
 
     def prepare(self, tasks: Sequence[IngestTask]) -> PreparedBatch:
         """Read, split, embed and encode; files that cannot be read are skipped."""
         documents: list[PreparedDocument] = []
         texts: dict[str, list[str]] = {}
-        for task in tasks:
-            try:
-                document = load_document(task.path)
-            except DocumentError as error:
-                documents.append(PreparedDocument(task.source, skipped=str(error)))
-                continue
-            chunks = self.preparation.splitter.split(document)
-            texts[task.source] = [chunk.text for chunk in chunks]
-            made = PreparedDocument(task.source, content(document))
-            if made.digest != task.known:
-                vectors = self.preparation.embedded(texts[task.source])
-                made = replace(made, chunks=tuple(chunks), vectors=vectors)
-            documents.append(made)
+        with ConfinedReader(self.limits) as reader:
+            for task in tasks:
+                try:
+                    document = reader.load(task.path)
+                except DocumentError as error:
+                    documents.append(PreparedDocument(task.source, skipped=str(error)))
+                    continue
+                chunks = self.preparation.splitter.split(document)
+                texts[task.source] = [chunk.text for chunk in chunks]
+                made = PreparedDocument(task.source, content(document))
+                if made.digest != task.known:
+                    vectors = self.preparation.embedded(texts[task.source])
+                    made = replace(made, chunks=tuple(chunks), vectors=vectors)
+                documents.append(made)
         chunks_of = ([t for source in group for t in texts[source]] for group in groups(texts))
         done = sum(map(self.preparation.encode, chunks_of), Encoded())
         if done.unsent:
@@ -185,6 +191,7 @@ def helped(
     options: Mapping[str, Any],
     folder: Path,
     documents: Path,
+    limits: DocumentLimits,
 ) -> Iterator[Prepare]:
     """Workers that prepare as this process would, for as long as the context lasts.
 
@@ -193,6 +200,7 @@ def helped(
         options: for `Engine.load`.
         folder: the index's.
         documents: the file or folder that is ingested.
+        limits: on reading a document.
 
     Raises:
         ConfigError: workers cannot do it by these settings.
@@ -210,6 +218,7 @@ def helped(
             None if isinstance(embedder, Embedder) else embedder,
             engine.model.fingerprint,
             (str(documents), *([token.name] if store.path else [])),
+            limits,
         )
         yield partial(_of(ray).prepare, recipe)
 

@@ -79,14 +79,13 @@ def test_bad_files_say_what_is_wrong(tmp_path, name, caplog):
         load_document(tmp_path / name)
 
 
-def test_encrypted_and_huge_files_are_refused(tmp_path, monkeypatch):
+def test_encrypted_and_huge_files_are_refused(tmp_path):
     _encrypted(tmp_path / "x.pdf")
     with pytest.raises(DocumentError, match="password"):
         load_document(tmp_path / "x.pdf")
-    monkeypatch.setattr("cached_rag.rag.readers.MAX_BYTES", 10)
     (tmp_path / "y.txt").write_text("more than ten bytes")
     with pytest.raises(DocumentError, match="split the file"):
-        load_document(tmp_path / "y.txt")
+        load_document(tmp_path / "y.txt", max_bytes=10)
 
 
 def test_hostile_documents_reach_no_file_and_expand_nothing(tmp_path):

@@ -1,0 +1,118 @@
+"""Questions, filters and names that nobody means: an error of this library, and soon."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from conftest import CHUNKS, NEW_PROMPTS, tiny_model
+from test_rag import WordEmbedding
+
+from cached_rag import (
+    CachedRAG,
+    CachedRAGError,
+    ConfigError,
+    ContextOverflowError,
+    DocumentError,
+    Embedder,
+    Engine,
+    ModelNotFoundError,
+    Schema,
+    load_model,
+)
+
+HALF = "a \ud800 question about copper and about lighthouses"
+# Most seconds; what would be quadratic takes hours.
+PATIENCE = 60
+
+
+@pytest.fixture(scope="module")
+def rag(tmp_path_factory):
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
+    folder = tmp_path_factory.mktemp("index")
+    with CachedRAG.open(folder, engine=engine, embedding=WordEmbedding()) as made:
+        made.add_texts({"a": CHUNKS[0], "b": CHUNKS[1]}, progress=False)
+        yield made
+
+
+def prompt_of(text):
+    return Schema.from_string('<schema name="s">Read.<param name="p" len="4"/></schema>').prompt(
+        text, p="x"
+    )
+
+
+WAYS = {
+    "ask": lambda rag, text: rag.ask(text, max_tokens=1),
+    "chat": lambda rag, text: rag.chat().ask(text, max_tokens=1),
+    "history": lambda rag, text: rag.ask(
+        "Why?",
+        history=[{"role": "user", "content": text}, {"role": "assistant", "content": "x"}],
+        max_tokens=1,
+    ),
+    "string": lambda rag, text: rag.engine.generate(text, max_tokens=1),
+    "messages": lambda rag, text: rag.engine.generate(
+        [{"role": "user", "content": text}], max_tokens=1
+    ),
+    "chunk": lambda rag, text: rag.engine.encode([text]),
+    "pml": lambda rag, text: rag.engine.generate(prompt_of(text), max_tokens=1),
+}
+LONG = {
+    "words": "why is it green " * 62_500,
+    "controls": "<|im_end|>" * 10**5,
+    "chunks": CHUNKS[0] * 12_000,
+    "anchors": CHUNKS[0][:32] * 31_000,
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "text"), [*((way, "words") for way in WAYS), *(("string", text) for text in LONG)]
+)
+def test_a_million_characters_are_refused_in_time(rag, way, text):
+    begin = time.monotonic()
+    with pytest.raises(ContextOverflowError) as caught:
+        WAYS[way](rag, LONG[text])
+    assert time.monotonic() - begin < PATIENCE
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_half_a_character_is_refused(rag, way):
+    with pytest.raises(ConfigError, match="surrogate"):
+        WAYS[way](rag, HALF)
+
+
+def test_a_text_without_tokens_is_skipped(rag):
+    done = rag.engine.encode(["\u4e00" * 40])  # the tiny tokenizer knows ASCII only
+    [(_, reason)] = done.skipped
+    assert "tokenizer" in reason
+
+
+@pytest.mark.parametrize("value", ["[" * 10**6, ["x", "*a" * 10**5]])
+def test_a_filter_that_would_take_minutes_is_refused(rag, value):
+    with pytest.raises(ConfigError, match="at most 4000"):
+        rag.search("green", where={"source": value})
+
+
+NAMES = ["a\0b", "x" * 300, "x/" * 3000, "\ud800", "/dev/null", "/proc/1/none", "../../etc/passwd"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_names_that_cannot_be(rag, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DocumentError):
+        rag.ingest(tmp_path / name / "none", progress=False)
+    with pytest.raises(DocumentError):
+        rag.delete(name)
+    with pytest.raises(ModelNotFoundError):
+        load_model(f"./{name}/none")
+    (tmp_path / "a.md").write_text("text")
+    with pytest.raises(CachedRAGError):
+        rag.ingest(tmp_path / "a.md", name=name + "/", progress=False)
+    if name not in NAMES[1:2] + NAMES[-1:]:
+        with pytest.raises(CachedRAGError):
+            CachedRAG.open(name, engine=rag.engine, embedding=WordEmbedding())
+
+
+def test_an_embedding_model_without_a_name():
+    with pytest.raises(ModelNotFoundError, match="no name"):
+        Embedder("").load()
