@@ -74,7 +74,7 @@ def _machine(server: Server, **options: object) -> Iterator[Engine]:
     settings = {"sequence_bytes": 0, "write_back": False} | options
     remote = f"redis://127.0.0.1:{server.port}/0"
     store = StoreConfig(remote=remote, **settings)  # type: ignore[arg-type]
-    with Engine(world.tiny_model(world.MODEL), store) as engine:
+    with Engine(world.model(), store) as engine:
         yield engine
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 
+from faults import world
+from gguf import GGMLQuantizationType as Kind
 from soak.flat import Size, sizes
 from soak.several import soak
 from soak.tenancy import Waits, waits
 from tables import table, write
+from tiny_gguf import write_gguf
 
 _COMMAND = "make test-soak"
 
@@ -34,11 +38,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         began, folder = time.monotonic(), Path(name)
         crowd = (options.processes, options.threads, options.seconds, options.seed)
-        done = soak(folder / "soak", *crowd)
-        faults = [*done.faults, *["a wrong answer or module"] * done.wrong]
-        what = f"{options.processes} processes of {options.threads} threads, {options.seconds:g} s"
-        counts = ", ".join(f"{count} {thing}" for thing, count in sorted(done.counts.items()))
-        rows.append((what, f"{counts}; {done.wrong} wrong, {len(done.faults)} faults"))
+        faults = []
+        for backend in ("transformers", "llama.cpp"):
+            if backend == "llama.cpp":
+                os.environ["FAULTS_GGUF"] = str(write_gguf(folder / "tiny.gguf", Kind.F32))
+                world.model.cache_clear()
+                world.right_kv.cache_clear()
+            done = soak(folder / backend, *crowd)
+            faults += [*done.faults, *["a wrong answer or module"] * done.wrong]
+            what = f"{backend}: {options.processes} processes of {options.threads} threads"
+            counts = ", ".join(f"{count} {thing}" for thing, count in sorted(done.counts.items()))
+            result = f"{counts}; {done.wrong} wrong, {len(done.faults)} faults"
+            rows.append((f"{what}, {options.seconds:g} s", result))
+        del os.environ["FAULTS_GGUF"]
+        world.model.cache_clear()
         asked = [options.requests // 5, options.requests]
         found = list(sizes(folder / "flat", asked))
         rows.append((f"{options.requests} requests, cancelled and refused ones", _grown(found)))

@@ -16,7 +16,8 @@ def soak(folder: Path, processes: int, threads: int, seconds: float, seed: int) 
     world.write_documents(folder / "documents")
     with world.index(folder / "index") as rag:
         rag.ingest(folder / "documents", progress=False)
-        right = rag.engine.generate(world.PROMPT, method="full", max_tokens=4).text
+        tokens = world.sure_tokens()
+        right = rag.engine.generate(world.PROMPT, method="full", max_tokens=tokens).text
     work = partial(run, folder, threads, seconds, right=right)
     whole = Done()
     context = multiprocessing.get_context("spawn")

@@ -72,7 +72,9 @@ class Worker:
 
     def _exact(self) -> None:
         method = self._chance.choice(_EXACT)
-        answer = self._rag.engine.generate(world.PROMPT, method=method, max_tokens=4)
+        answer = self._rag.engine.generate(
+            world.PROMPT, method=method, max_tokens=world.sure_tokens()
+        )
         self.done.wrong += answer.text != self._right
 
     def _stream(self) -> None:
@@ -84,7 +86,9 @@ class Worker:
 
     def _batch(self) -> None:
         prompts = [world.PROMPT, f"{world.TEXTS[0]} {world.QUESTION}"]
-        first, _ = self._rag.engine.generate_batch(prompts, method="prefix", max_tokens=4)
+        first, _ = self._rag.engine.generate_batch(
+            prompts, method="prefix", max_tokens=world.sure_tokens()
+        )
         self.done.wrong += first.text != self._right
 
     def _chat(self) -> None:
