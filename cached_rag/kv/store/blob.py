@@ -224,7 +224,7 @@ def _checksum(
     header: Mapping[str, str],
     layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     ids: torch.Tensor,
-    secret: bytes,
+    secret: bytes = b"",
 ) -> str:
     """Of a file's header (layers' checksums included), tensor shapes and token ids.
 
