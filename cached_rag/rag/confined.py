@@ -21,7 +21,7 @@ import psutil
 from cached_rag.errors import ConfigError, DocumentError
 from cached_rag.rag.document import Document
 from cached_rag.rag.limits import DocumentLimits
-from cached_rag.rag.readers import load_document
+from cached_rag.rag.readers import is_built_in, load_document
 
 # How often the process is looked at.
 _LOOK_SECONDS = 0.05
@@ -53,13 +53,13 @@ class ConfinedReader:
         self._end()
 
     def load(self, path: Path | str) -> Document:
-        """As `load_document`.
+        """As `load_document`. Readers that an application added are called in this process.
 
         Raises:
             DocumentError: also if the document goes beyond its limits.
             ConfigError: no other process can be begun.
         """
-        if not self._limits.need_a_process:
+        if not (self._limits.need_a_process and is_built_in(path)):
             return load_document(path, self._limits.max_bytes)
         wanted = {
             "path": str(Path(path).absolute()),

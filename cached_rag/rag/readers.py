@@ -197,3 +197,10 @@ READERS: dict[str, Callable[[Path], str | Sequence[Part]]] = {
     **dict.fromkeys(SUFFIXES, read_office),
     **dict.fromkeys(LANGUAGES, _read_code),
 }
+_BUILT_IN = dict(READERS)
+
+
+def is_built_in(path: Path | str) -> bool:
+    """Whether the reader of a file is this package's, and not one that an application added."""
+    suffix = Path(path).suffix.lower()
+    return READERS.get(suffix) is _BUILT_IN.get(suffix)

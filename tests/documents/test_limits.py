@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from cached_rag import CachedRAG, ConfigError, DocumentError, DocumentLimits, Engine
 from cached_rag.cli.main import app
 from cached_rag.cli.terminal import visible
-from cached_rag.rag import confined, load_document
+from cached_rag.rag import READERS, confined, load_document
 from cached_rag.rag.confined import ConfinedReader
 
 WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
@@ -230,3 +230,10 @@ def test_the_command_line_takes_limits_and_prints_names_safely(tmp_path, model_f
     assert "exceed 2000000" in done.output.replace("\n", " ")
     done = CliRunner().invoke(app, [*command, *limits, "--json"])
     assert len(json.loads(done.stdout)["skipped"]) == 2
+
+
+def test_a_reader_of_ones_own_is_called_here(tmp_path, monkeypatch):
+    monkeypatch.setitem(READERS, ".own", lambda path: f"read by {os.getpid()}")
+    (tmp_path / "a.own").write_text("x")
+    with ConfinedReader(DocumentLimits()) as reader:
+        assert reader.load(tmp_path / "a.own").text == f"read by {os.getpid()}"
