@@ -282,6 +282,10 @@ class StoreConfig:
             "audit_rate has prompts computed in the background, and write_back=False lets nothing "
             "be; leave one of them out",
         )
+        try:
+            self.namespace.encode()
+        except UnicodeEncodeError:
+            _require(False, f"a namespace is text, not {self.namespace!r}")
         finish = self.finish_seconds
         _require(finish >= 0, f"finish_seconds cannot be negative: {finish}")
         _require(self.memory_bytes > 0, f"memory_bytes must be positive: {self.memory_bytes}")

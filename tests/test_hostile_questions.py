@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 
+import httpx
 import pytest
 from conftest import CHUNKS, NEW_PROMPTS, tiny_model
+from langchain_cached_rag import ChatCachedRAG
+from llama_index.llms.cached_rag import CachedRAGLLM
+from serving.served import serving
 from test_rag import WordEmbedding
 
 from cached_rag import (
@@ -18,6 +24,7 @@ from cached_rag import (
     Engine,
     ModelNotFoundError,
     Schema,
+    StoreConfig,
     load_model,
 )
 
@@ -41,6 +48,19 @@ def prompt_of(text):
     )
 
 
+def posted(rag, text):
+    """By HTTP: 400, with the reason."""
+    with serving(rag.engine) as (address, _):
+        body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 1}
+        content = json.dumps(body).encode()  # with half surrogates as escapes
+        url, headers = f"{address}/v1/chat/completions", {"Content-Type": "application/json"}
+        got = httpx.post(url, content=content, headers=headers, timeout=PATIENCE)
+    error = got.json()["error"]
+    assert got.status_code == 400, error
+    kind = ContextOverflowError if error["code"] == "context_length_exceeded" else ConfigError
+    raise kind(error["message"])
+
+
 WAYS = {
     "ask": lambda rag, text: rag.ask(text, max_tokens=1),
     "chat": lambda rag, text: rag.chat().ask(text, max_tokens=1),
@@ -55,6 +75,9 @@ WAYS = {
     ),
     "chunk": lambda rag, text: rag.engine.encode([text]),
     "pml": lambda rag, text: rag.engine.generate(prompt_of(text), max_tokens=1),
+    "langchain": lambda rag, text: ChatCachedRAG(engine=rag.engine, max_tokens=1).invoke(text),
+    "llama-index": lambda rag, text: CachedRAGLLM(engine=rag.engine, max_tokens=1).complete(text),
+    "http": posted,
 }
 LONG = {
     "words": "why is it green " * 62_500,
@@ -116,3 +139,36 @@ def test_names_that_cannot_be(rag, name, tmp_path, monkeypatch):
 def test_an_embedding_model_without_a_name():
     with pytest.raises(ModelNotFoundError, match="no name"):
         Embedder("").load()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions are otherwise elsewhere")
+def test_nobody_else_may_read_an_index(tmp_path):
+    before = os.umask(0)
+    try:
+        store = StoreConfig(path=str(tmp_path / "index" / "kv"), learn="recurring")
+        with (
+            Engine(tiny_model("llama"), store) as engine,
+            CachedRAG.open(tmp_path / "index", engine=engine, embedding=WordEmbedding()) as rag,
+        ):
+            rag.add_texts({"a": CHUNKS[0]}, progress=False)
+            rag.ask("Why is it green?", max_tokens=1)
+            paths = list((tmp_path / "index").rglob("*"))
+            assert len(paths) > 8
+            assert [path for path in paths if path.stat().st_mode & 0o077] == []
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("name", ["../other", "a/b", "a\0b", "x" * 10**5, "\n", "\ud800", ".."])
+def test_a_tenants_name_is_no_path(tmp_path, name):
+    store = StoreConfig(path=str(tmp_path / "kv"), sequence_bytes=0)
+    with Engine(tiny_model("llama"), store) as engine:
+        engine.encode(CHUNKS[:1])
+        before = {path.name for path in tmp_path.iterdir()}
+        try:
+            with engine.tenant(name) as tenant:
+                tenant.encode(CHUNKS[1:2])
+                assert tenant.generate(CHUNKS[0], max_tokens=1).report.modules_hit == 0
+        except ConfigError:
+            assert name == "\ud800"
+        assert {path.name for path in tmp_path.iterdir()} == before

@@ -39,7 +39,8 @@ class Drafts:
             StoreError: writing failed for another reason, or whatever the caller did here.
         """
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for folder in (self.folder.parent, self.folder):  # `parents` would take no mode
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with self._locked("LOCK_SH"):
                 draft = self.folder / os.urandom(8).hex()
                 try:
