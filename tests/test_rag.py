@@ -316,3 +316,21 @@ def test_chunks_too_short_to_be_modules_are_not_introduced_anew_by_each_question
     rag.ask("Why is copper green?", max_tokens=2)
     monkeypatch.setattr(Engine, "register", lambda *_: pytest.fail("registered again"))
     assert rag.ask("Why is copper green?", max_tokens=2).sources
+
+
+def test_what_is_added_while_another_thread_searches_is_found(opened, monkeypatch):
+    rag = opened()
+    rag.add_texts({"a": CHUNKS[0]}, progress=False)
+    database, added = rag.index._database, []
+
+    def rows(query, *parameters, read=database.rows):
+        found = read(query, *parameters)
+        if query.startswith("SELECT id, vector") and not added:  # the search is built from this
+            added.append(True)
+            rag.add_texts({"b": "Herons stand in the reeds."}, progress=False)
+        return found
+
+    monkeypatch.setattr(database, "rows", rows)
+    rag.search("lighthouse")
+    assert added
+    assert "b" in [hit.source for hit in rag.search("herons", k=9)]

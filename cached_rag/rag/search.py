@@ -35,12 +35,17 @@ class Search:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._faiss: Any = None
-        self._version = -1
+        # What FAISS was built from: the file as other processes left it, and as this one did.
+        self._built = (-1, -1)
+        self._changes = 0
         self._lock = threading.Lock()
 
     def forget(self) -> None:
-        """Read the file anew for the next search: this process has changed it."""
-        self._version = -1
+        """Read the file anew for the next search: this process has changed it.
+
+        Called within the change's transaction, so one at a time.
+        """
+        self._changes += 1
 
     def nearest(self, vector: NDArray[np.float32], k: int, where: Where | None = None) -> list[Hit]:
         """The k chunks nearest to a vector, best first, each text once.
@@ -110,8 +115,8 @@ class Search:
         """FAISS over all vectors, built anew if the file has changed; None without vectors."""
         import faiss
 
-        version = self._database.version()
-        if version == self._version:
+        now = (self._database.version(), self._changes)  # before the file is read
+        if now == self._built:
             return self._faiss
         # Vectors that are not as long as most others are damaged.
         rows = self._database.rows(
@@ -124,7 +129,7 @@ class Search:
             vectors = np.stack([np.frombuffer(data, np.float32) for _, data in rows])  # type: ignore[call-overload]
             self._faiss = faiss.IndexIDMap2(faiss.IndexFlatIP(vectors.shape[1]))
             self._faiss.add_with_ids(vectors, np.array([row for row, _ in rows], np.int64))
-        self._version = version
+        self._built = now
         return self._faiss
 
 
