@@ -14,7 +14,7 @@ from doubles import Recording
 from test_rag import WordEmbedding
 from typer.testing import CliRunner
 
-from cached_rag import CachedRAG, Engine, Schema, StoreConfig
+from cached_rag import CachedRAG, Engine, Schema, StoreConfig, StoreError
 from cached_rag.cli.main import app
 from cached_rag.kv.store import Catalog, DiskStore, MemoryStore, TieredStore, holdings
 
@@ -305,3 +305,23 @@ def test_nothing_of_a_deleted_document_stays_on_disk(tmp_path, docs):
         assert len(holding(ids)) > 1  # the catalog's, and the KV's
         rag.delete("docs/a.txt")
         assert holding(text.encode()) == holding(ids) == []
+
+
+def test_a_deletion_that_could_not_be_read_is_read_later(kept, monkeypatch):
+    """By another process: what it has in memory goes, though the database was busy at first."""
+    model = tiny_model("llama")
+    with Engine(model, kept) as one, Engine(model, kept) as other:
+        one.encode(CHUNKS)
+        other.library.refresh()
+        assert len(other.library.table) == 3
+        one.forget(CHUNKS[:1])
+
+        def busy(_):
+            raise StoreError("it is being written")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Catalog, "generation", busy)
+            other.library.refresh()  # which is only noted
+        assert len(other.library.table) == 3
+        other.library.refresh()
+        assert len(other.library.table) == 2

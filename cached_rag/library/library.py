@@ -130,7 +130,11 @@ class Library(Shelf):
         with self.spared(), self._lock:
             if not (self._catalog.changed() or force):
                 return
-            gone = self._read(self._catalog)
+            try:
+                gone = self._read(self._catalog)
+            except BaseException:
+                self._catalog.was_not_read()
+                raise
         self._let_go(gone)
 
     def _read(self, catalog: Catalog) -> list[ChunkRecord]:

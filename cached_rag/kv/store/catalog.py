@@ -367,6 +367,10 @@ class Catalog:
         before, self._version = self._version, self._database.version()
         return before != self._version
 
+    def was_not_read(self) -> None:
+        """What has changed could not be read, so `changed` is to say so again."""
+        self._version = -1
+
 
 def _upgrade(database: Database) -> None:
     for table, columns in _SIGNED.items():
