@@ -27,7 +27,7 @@ LLAMA_TESTS := $(filter-out %_benchmark.py,$(wildcard tests/integrations/test_ll
 # of who is not.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test quick test-scale test-faults test-soak test-load test-langchain test-llama-index notebooks lint format bench clean
+.PHONY: demo test quick test-scale test-faults test-soak test-load test-langchain test-llama-index notebooks site lint format bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/cached-rag demo
@@ -73,6 +73,10 @@ test-llama-index: $(VENV)/.dev
 # Outputs are kept with the notebooks; a test says when they are no longer what the code puts out.
 notebooks: $(VENV)/.dev
 	$(BIN)/jupyter execute --inplace --timeout=900 notebooks/*.ipynb
+
+# The documentation, with the notebooks and the reference, as build/site; every link is checked.
+site: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
