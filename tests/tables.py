@@ -11,12 +11,16 @@ from conftest import tiny_model
 from cached_rag.benchmarks import machine
 
 
-def table(command: str, names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table, with what made it, when and where."""
+def origin(command: str) -> str:
+    """What makes a table, when and where; to be asked for at the beginning, before commits."""
     facts = machine(tiny_model("llama"))
+    return f"(`{command}`, {date.today()}, commit {facts['commit']}, {facts['processor']})"
+
+
+def table(made: str, names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table, with its `origin`."""
     lines = [names, ["---"] * len(names), *rows]
     drawn = [f"| {' | '.join(map(str, line))} |" for line in lines]
-    made = f"(`{command}`, {date.today()}, commit {facts['commit']}, {facts['processor']})"
     return "\n".join([*drawn, "", made, ""])
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from faults.campaigns import CAMPAIGNS
-from tables import table, write
+from tables import origin, table, write
 
 _COMMAND = "make test-faults"
 _NAMES = ("fault", "trials", "survived", "lost", "wrong")
@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=CAMPAIGNS, default=list(CAMPAIGNS))
     parser.add_argument("--write", type=Path, help="page whose table is replaced")
     options = parser.parse_args()
+    made = origin(_COMMAND)
     logging.disable(logging.ERROR)  # which each trial gives, and should
     chance = random.Random(options.seed)
     outcomes = []
@@ -34,7 +35,7 @@ def main() -> None:
             outcomes += CAMPAIGNS[name](options.trials, Path(folder), chance)
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
     rows = [(o.fault, o.trials, o.survived, o.lost, o.wrong) for o in outcomes]
-    text = table(_COMMAND, _NAMES, rows)
+    text = table(made, _NAMES, rows)
     print(text)
     for outcome in outcomes:
         for fault in outcome.faults[:5]:

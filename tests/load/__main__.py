@@ -17,7 +17,7 @@ from load.asking import Load, loaded, stopped
 from load.figures import Phase
 from load.serving import Served, served
 from load.world import TEXTS
-from tables import table, write
+from tables import origin, table, write
 
 _ROWS, _WAIT = 8, 20
 _COMMAND = "make test-load"
@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=90, help="of each phase")
     parser.add_argument("--write", type=Path, help="page whose table is replaced")
     options = parser.parse_args()
+    made = origin(_COMMAND)
     limits = ["--max-rows", str(_ROWS), "--max-wait-seconds", str(_WAIT)]
     limits += ["--sequence-bytes", str(256 << 20), "--client-seconds", "10"]
     with (
@@ -44,7 +45,7 @@ def main() -> None:
         log = (Path(folder) / "log").read_text()
     faults = [fault for one in phases for fault in one.failed]
     faults += ["a traceback in the log"] * log.count("Traceback")
-    text = table(_COMMAND, _NAMES, [_row(one) for one in phases])
+    text = table(made, _NAMES, [_row(one) for one in phases])
     others = [dict(one.others) for one in phases if one.others]
     text += f"\nAfter SIGTERM it was over in {seconds:.0f} seconds. Hostile clients: {others}.\n"
     print(text)

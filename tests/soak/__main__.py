@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Kind
 from soak.flat import Size, sizes
 from soak.several import soak
 from soak.tenancy import Waits, waits
-from tables import table, write
+from tables import origin, table, write
 from tiny_gguf import write_gguf
 
 _COMMAND = "make test-soak"
@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", type=Path, help="page whose table is replaced")
     options = parser.parse_args()
+    made = origin(_COMMAND)
     logging.disable(logging.WARNING)
     rows: list[tuple[str, str]] = []
     with tempfile.TemporaryDirectory() as name:
@@ -56,7 +57,7 @@ def main() -> None:
         found = list(sizes(folder / "flat", asked))
         rows.append((f"{options.requests} requests, cancelled and refused ones", _grown(found)))
         rows.append(("another tenant's texts", _told(waits("smollm2-135m", options.pairs))))
-    text = table(_COMMAND, ("what", "what came of it"), rows)
+    text = table(made, ("what", "what came of it"), rows)
     print(text, f"{time.monotonic() - began:.0f} s", sep="\n")
     for fault, count in Counter(faults).most_common(20):
         print(f"{count} x {fault}", file=sys.stderr)
