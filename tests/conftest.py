@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: `make test` has a
 
 import pytest
 import torch
+from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.bloom import modeling_bloom
@@ -20,6 +21,11 @@ from transformers.models.mpt import modeling_mpt
 from transformers.utils import logging
 
 from cached_rag import Engine, LanguageModel, StoreConfig, load_model, wrap_model
+
+if "HYPOTHESIS_EXAMPLES" not in os.environ and "SCHEMA_EXAMPLES" not in os.environ:
+    # The suite's examples are the same each time; a long run finds others.
+    settings.register_profile("suite", derandomize=True)
+    settings.load_profile("suite")
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()  # tiny vocabularies make configurations complain
