@@ -233,7 +233,7 @@ def test_what_a_client_sends_is_answered(address, name):
     response = httpx.post(f"{address}/v1/{path}", json=body | {"model": NAME}, timeout=60)
     assert response.status_code == 200, response.text
     if not body.get("stream"):
-        assert response.json()["usage"]["completion_tokens"] > 0
+        assert response.json()["usage"]["prompt_tokens"] > 0  # an answer may end at once
         return
     *events, end = (line for line in response.text.splitlines() if line)
     assert end == "data: [DONE]"
