@@ -27,7 +27,7 @@ LLAMA_TESTS := $(filter-out %_benchmark.py,$(wildcard tests/integrations/test_ll
 # of who is not.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test quick test-scale test-faults test-soak test-load test-langchain test-llama-index notebooks site lint format bench clean
+.PHONY: demo test quick figures test-scale test-faults test-soak test-load test-langchain test-llama-index notebooks site lint format bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/cached-rag demo
@@ -77,6 +77,11 @@ notebooks: $(VENV)/.dev
 # The documentation, with the notebooks and the reference, as build/site; every link is checked.
 site: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Figures in pages, measured anew: make figures NAMES="speed-methods", DATA=the folder of data files.
+DATA ?= .
+figures: $(VENV)/.dev
+	cd $(DATA) && PATH=$(abspath $(BIN)):$$PATH python $(CURDIR)/docs/figures.py $(NAMES)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

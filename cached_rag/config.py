@@ -213,6 +213,9 @@ class StoreConfig:
             are encoded: computed behind other texts, moved, and repaired as any chunk. None for
             wherever earlier prompts are kept and `keeps_repaired` is not False; docs/quality.md
             has what it costs.
+        settle: where prompts begin with the same chunks in the same order again, that beginning is
+            computed in full in the background, kept among `sequence_bytes`, and from then on reused
+            without loss. Needs `write_back`, and `keeps_repaired` not to be False.
         write_back: encode chunks that a request missed in the background.
         finish_seconds: how long `Engine.close`, or the interpreter's end, may go on encoding chunks
             that still wait, so that the next process finds their KV on disk; 0 drops them. Without
@@ -247,6 +250,7 @@ class StoreConfig:
     sequence_bytes: int | None = None
     keeps_repaired: KeepsRepaired = "conversation"
     harvest: bool | None = None
+    settle: bool = True
     write_back: bool = True
     finish_seconds: float = 30.0
     learn_prefixes: bool = True

@@ -6,21 +6,32 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from cached_rag.backends.transformers.attention import kernels, matmul, scattered
 from cached_rag.backends.transformers.attention.kernels import reference
 from cached_rag.backends.transformers.attention.matmul import matmul_attention, matmul_attention_lse
 from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.backends.transformers.observe import head_mean
 
 
+@pytest.fixture(params=[False, True])
+def units(request, monkeypatch):
+    """Whether the CPU has matrix units, as far as the choice of a kernel goes."""
+    for module in (kernels, matmul, scattered):
+        monkeypatch.setattr(module, "flash_has_matrix_units", lambda: request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("window", [None, 11])
-@pytest.mark.parametrize("slots", [[49], [10, 11, 30, 49], list(range(30, 50))])
-def test_scattered_rows_in_bf16_match_masked_attention_in_fp32(slots, window, batch):
+@pytest.mark.parametrize(
+    "slots", [[249], [10, 11, 30, 249], list(range(230, 250)), list(range(50, 250))]
+)
+def test_scattered_rows_in_bf16_match_masked_attention_in_fp32(slots, window, batch, units):
     torch.manual_seed(0)
-    rows = Rows(torch.tensor(slots), 50)
+    rows = Rows(torch.tensor(slots), 250)
     query = torch.randn(batch, 6, len(slots), 16)
-    keys, values = torch.randn(batch, 2, 50, 16), torch.randn(batch, 2, 50, 16)
-    key, slot = torch.arange(50)[None], torch.tensor(slots)[:, None]
+    keys, values = torch.randn(batch, 2, 250, 16), torch.randn(batch, 2, 250, 16)
+    key, slot = torch.arange(250)[None], torch.tensor(slots)[:, None]
     visible = key <= slot
     if window is not None:
         visible &= key > slot - window
@@ -30,8 +41,20 @@ def test_scattered_rows_in_bf16_match_masked_attention_in_fp32(slots, window, ba
     exact = rows.attend(query, keys, values, None, window)
     assert torch.allclose(exact, expected, atol=1e-5)
     half = [tensor.bfloat16() for tensor in (query, keys, values)]
-    rounded = Rows(torch.tensor(slots), 50).attend(*half, None, window)
+    rounded = Rows(torch.tensor(slots), 250).attend(*half, None, window)
     assert torch.allclose(rounded.float(), expected, atol=3e-2)
+
+
+@pytest.mark.parametrize(("count", "taken"), [(63, 0), (64, 1)])
+def test_neighbouring_rows_need_no_mask_where_there_are_matrix_units(
+    count, taken, units, monkeypatch
+):
+    used = []
+    whole = Rows._attend_unmasked
+    monkeypatch.setattr(Rows, "_attend_unmasked", lambda *a: used.append(a) or whole(*a))
+    query, keys, values = (torch.randn(1, 2, n, 16).bfloat16() for n in (count, 100, 100))
+    Rows(torch.arange(100 - count, 100), 100).attend(query, keys, values, None, None)
+    assert len(used) == (taken if units else 0)
 
 
 def test_it_serves_outside_of_inference_mode_after_it_served_inside():

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cached_rag.backends.thread import ModelThread
+from cached_rag.backends.thread import ModelThread, join, on_model_thread, submit
 
 
 def test_model_thread_is_one_for_all_but_the_main_thread():
@@ -50,3 +50,21 @@ time.sleep(0.05)
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=50)
         assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_who_waits_for_a_thread_on_the_model_thread_does_what_it_submits():
+    threads = []
+
+    def background():
+        on_model_thread(lambda: threads.append(threading.current_thread().name))
+
+    def closes():
+        other = threading.Thread(target=background)
+        other.start()
+        join(other)
+        threads.append(threading.current_thread().name)
+
+    submit(closes).result(timeout=20)  # it would wait for itself
+    assert threads == ["model", "model"]
+    background()
+    assert threads[-1] == "MainThread"

@@ -52,6 +52,7 @@ def test_kernels_give_output_and_lse_of_the_reference(dtype, count):
 
 def test_the_kernel_is_chosen_by_rows_and_keys(monkeypatch):
     """All give the same; the table decides, and only in bf16 on a CPU."""
+    monkeypatch.setattr(kernels, "flash_has_matrix_units", lambda: False)
     monkeypatch.setattr(kernels, "FLASH_KEYS", ((1, 40), (6, 10)))
     taken = []
     for name, kernel in list(KERNELS.items()):
@@ -74,6 +75,8 @@ def test_the_kernel_is_chosen_by_rows_and_keys(monkeypatch):
         assert kernel_of(rows, keys.float(), values.float()) == "flash"
         assert kernel_of(rows, keys.float(), values[..., :5].float()) == "plain"
     assert not taken
+    monkeypatch.setattr(kernels, "flash_has_matrix_units", lambda: True)
+    assert kernel_of(9, *kv(11, dtype=torch.bfloat16)) == "flash"
 
 
 def test_the_lse_does_not_need_the_first_key():

@@ -18,6 +18,8 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+# How often the model's thread looks whether a thread that it waits for has ended.
+_GLANCE_SECONDS = 0.05
 
 
 class ModelThread:
@@ -67,6 +69,15 @@ class ModelThread:
                 self._thread.start()
         return done
 
+    def join(self, thread: threading.Thread) -> None:
+        """Wait until another thread has ended; in the model's thread, do what it submits."""
+        if threading.current_thread() is not self._thread:
+            thread.join()
+            return
+        while thread.is_alive():
+            with suppress(queue.Empty):
+                _settle(*self._tasks.get(timeout=_GLANCE_SECONDS))
+
     def close(self) -> None:
         """Let the thread finish its current task and end; cancel the tasks that wait.
 
@@ -97,13 +108,17 @@ class ModelThread:
                         self._thread = None
                         return
                 continue
-            try:
-                done.set_result(work())
-            except BaseException as error:
-                done.set_exception(error)
+            _settle(work, done)
             del work, done  # or they would keep their objects alive until the next task
         with self._lock:
             self._thread = None
+
+
+def _settle(work: Callable[[], Any], done: Future[Any]) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:
+        done.set_exception(error)
 
 
 _SHARED = ModelThread()
@@ -113,6 +128,7 @@ if hasattr(os, "register_at_fork"):
 on_model_thread = _SHARED.run
 submit = _SHARED.submit
 is_here = _SHARED.is_here
+join = _SHARED.join
 
 
 def before_end(work: Callable[[], object]) -> None:

@@ -16,7 +16,10 @@ from cached_rag.benchmarks.memory import Workload, bench_memory
 from cached_rag.benchmarks.models import bench_models
 from cached_rag.benchmarks.new_prompts import NEW_PROMPTS
 from cached_rag.benchmarks.peers.base import Peer, Question, Sample
+from cached_rag.benchmarks.peers.text import TextPeer
+from cached_rag.benchmarks.peers.transformers import load_again
 from cached_rag.benchmarks.peers.vllm import Vllm
+from cached_rag.benchmarks.peers_plot import plot_peers
 from cached_rag.benchmarks.popularity import (
     HitRow,
     earning,
@@ -35,6 +38,7 @@ from cached_rag.benchmarks.scale import (
     scale_row,
     uses_needed,
 )
+from cached_rag.benchmarks.scenarios import SCENARIOS, PeerRow, Scenarios, bench_scenario
 from cached_rag.benchmarks.schemas import bench_lengths, bench_prompt, footprint, plot_lengths
 from cached_rag.benchmarks.serving import bench_arrivals, bench_serving
 from cached_rag.benchmarks.traffic import bench_traffic, drawn
@@ -42,15 +46,19 @@ from cached_rag.benchmarks.ttft import bench_ttft
 
 __all__ = [
     "NEW_PROMPTS",
+    "SCENARIOS",
     "Constants",
     "HitRow",
+    "PeerRow",
     "PlaceRow",
     "ScaleRow",
     "Peer",
     "Question",
     "Sample",
+    "TextPeer",
     "Vllm",
     "Workload",
+    "Scenarios",
     "answer_seconds",
     "bench_answers",
     "bench_architectures",
@@ -67,18 +75,21 @@ __all__ = [
     "bench_serving",
     "bench_traffic",
     "bench_ttft",
+    "bench_scenario",
     "drawn",
     "earning",
     "footprint",
     "harmonic",
     "hit_rates",
     "lru_hits",
+    "load_again",
     "machine",
     "make_questions",
     "measured",
     "places",
     "plot_attention",
     "plot_lengths",
+    "plot_peers",
     "query_heads",
     "scale_row",
     "uses_needed",

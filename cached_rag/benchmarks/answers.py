@@ -159,7 +159,7 @@ def _row(
 ) -> AnswerRow:
     totals = [sample.total_ms for sample in samples]
     total = statistics.median(totals)
-    shares = [_agreement(*pair) for pair in zip(samples, yardstick, strict=True)]
+    shares = [agreement(*pair) for pair in zip(samples, yardstick, strict=True)]
     return AnswerRow(
         prompt_tokens=prompt_tokens,
         peer=name,
@@ -172,8 +172,8 @@ def _row(
     )
 
 
-def _agreement(sample: Sample, yardstick: Sample) -> float:
+def agreement(sample: Sample, yardstick: Sample) -> float:
     """The share of an answer that is the yardstick's, up to the first other token."""
-    pairs = zip(sample.token_ids, yardstick.token_ids, strict=True)
+    pairs = zip(sample.token_ids, yardstick.token_ids, strict=False)  # some end sooner
     same = [mine == its for mine, its in pairs]
-    return (same.index(False) if False in same else len(same)) / len(same)
+    return (same.index(False) if False in same else len(same)) / len(yardstick.token_ids)

@@ -16,7 +16,7 @@ from cached_rag.backends.base import Backend
 from cached_rag.benchmarks.loop import take_turns
 from cached_rag.benchmarks.new_prompts import NEW_PROMPTS
 from cached_rag.benchmarks.texts import make_texts
-from cached_rag.config import GenerationConfig
+from cached_rag.config import GenerationConfig, StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Report
 from cached_rag.errors import ConfigError
@@ -61,7 +61,9 @@ class Chat:
         Raises:
             ConfigError: a count below 1, or a model without chat template.
         """
-        self.keeping, self.forgetting = Engine(model), Engine(model, NEW_PROMPTS)
+        # The same chat is held again and again, which is no prompt that comes again.
+        self.keeping = Engine(model, StoreConfig(settle=False))
+        self.forgetting = Engine(model, NEW_PROMPTS)
         sizes = [document_tokens] * documents, [question_tokens] * turns
         texts = make_texts(self.keeping, *sizes[0], *sizes[1])
         self.questions = texts[documents:]

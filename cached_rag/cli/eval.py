@@ -67,6 +67,7 @@ def evaluate_command(
     """Compare methods with full prefill: F1, likelihood of the answer, KL, time to first token."""
     from cached_rag import Engine
     from cached_rag.backends.resolve import cache_dir
+    from cached_rag.benchmarks import machine
     from cached_rag.evaluation import Journal, Settings, evaluate, make_trials, summarise
     from cached_rag.evaluation.plot import plot_frontier
 
@@ -85,13 +86,14 @@ def evaluate_command(
                 bar.update(tasks[name], completed=done, total=total)
 
             evaluate(engine, settings, kept, progress)
+        facts = machine(engine.model)
     rows = summarise(settings.chosen(kept), [(trial.name, trial.ratio) for trial in trials])
     if csv_file is not None:
         _write_csv(rows, csv_file)
     if plot is not None:
         plot_frontier(rows, plot)
     if as_json:
-        print_json({"rows": rows})
+        print_json({"rows": rows, "machine": facts})
         return
     print_table([_cells(row) for row in rows])
     if any(row["small"] for row in rows):

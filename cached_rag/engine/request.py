@@ -342,6 +342,9 @@ class Request:
             for chunk in learning.forgotten(plan):
                 sequences.forget(self.namespace, chunk.text_digest, inner_ids(chunk))
         learning.see_to(self.tokens, plan)
+        if not is_private and plan.positions is None:
+            settled = max(self.exact_length, len(self.beginning))  # a chat goes on from its own
+            self.resources.settling.see(learning, self.namespace, self.ids, plan, settled)
         if self.first_logits is not None and learning.write_back is not None:
             ids, logits, self.first_logits = self.ids[None], self.first_logits, None
             audit = partial(_audit, self.resources, name_of(self.method), ids, logits)

@@ -15,6 +15,7 @@ from cached_rag.config import StoreConfig
 from cached_rag.engine.audit import Audits
 from cached_rag.engine.controller import refusal
 from cached_rag.engine.profile import profile_of
+from cached_rag.engine.settling import Settling
 from cached_rag.kv.buffer import Workspace
 from cached_rag.kv.store.remote import RemoteTier
 from cached_rag.kv.store.remote.wire import Sizes
@@ -44,6 +45,7 @@ class Resources:
     workspace: Workspace
     activity: Activity
     audits: Audits
+    settling: Settling
 
     @classmethod
     def of(
@@ -63,15 +65,21 @@ class Resources:
         """
         activity = shared.activity if shared else Activity()
         kept = settings.sequence_bytes or 0
+        if shared is None:
+            sequences = Sequences(kept, keeps_repaired=settings.keeps_repaired)
+            settling = Settling(model, sequences, is_on=settings.settle)
+        else:
+            sequences, settling = shared.sequences, shared.settling
         return cls(
             model,
             tokenization,
             library,
             Learning(library, encoder, settings, model.lock, activity),
-            shared.sequences if shared else Sequences(kept, keeps_repaired=settings.keeps_repaired),
+            sequences,
             shared.workspace if shared else Workspace(model.shapes),
             activity,
             shared.audits if shared else Audits(settings.audit_rate, settings.audit_limit),
+            settling,
         )
 
 

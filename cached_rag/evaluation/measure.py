@@ -27,6 +27,8 @@ class Reading:
         nll: mean negative log likelihood of the reference answer's tokens; None without reference.
         own_nll: the same of the generated answer; None without one.
         log_probs: (vocab_size,) float32, log probabilities of the answer's first token.
+        along: (answer_len, vocab_size) float32, the same of each token of the reference answer,
+            given those before it; None without reference.
         charged_recompute, ttft_ms, total_ms: as in `Report`.
     """
 
@@ -34,6 +36,7 @@ class Reading:
     nll: float | None
     own_nll: float | None
     log_probs: torch.Tensor
+    along: torch.Tensor | None
     charged_recompute: float
     ttft_ms: float
     total_ms: float
@@ -101,25 +104,28 @@ def _scored(
 ) -> Reading:
     report = prefill.report
     try:
-        nll = answer_nll(engine, prefill, reference, config) if reference else None
-        own_nll = answer_nll(engine, prefill, text, config) if text else None
+        told = _told(engine, prefill, reference, config) if reference else None
+        own = _told(engine, prefill, text, config) if text else None
         log_probs = prefill.logits[0].float().log_softmax(-1)
     finally:
         prefill.release()
     charged, ttft_ms = report.charged_recompute, report.ttft_ms
-    return Reading(text, nll, own_nll, log_probs, charged, ttft_ms, report.total_ms)
+    nll, along = told or (None, None)
+    own_nll = own[0] if own else None
+    return Reading(text, nll, own_nll, log_probs, along, charged, ttft_ms, report.total_ms)
 
 
 @torch.inference_mode()
-def answer_nll(
-    engine: Engine, prefill: Prefilled, reference: str, config: GenerationConfig
-) -> float | None:
-    """Mean negative log likelihood per token of an answer to a prefilled prompt.
+def _told(
+    engine: Engine, prefill: Prefilled, text: str, config: GenerationConfig
+) -> tuple[float, torch.Tensor] | None:
+    """How likely a prefilled prompt makes an answer, which the model is told (teacher forcing).
 
-    The answer is given to the model token by token (teacher forcing), at most `max_tokens` of it.
-    None for an empty answer.
+    Returns:
+        The mean negative log likelihood per token, and `Reading.along`, of `max_tokens` at most.
+        None for an empty answer.
     """
-    answer = engine.tokenization.literal(reference.strip()).ids[: config.max_tokens]
+    answer = engine.tokenization.literal(text.strip()).ids[: config.max_tokens]
     if not answer:
         return None
     scores = [prefill.logits]
@@ -132,7 +138,7 @@ def answer_nll(
         scores.append(rest.tail[0])
     log_probs = torch.cat(scores).float().log_softmax(-1)
     wanted = torch.tensor(answer, device=log_probs.device)[:, None]
-    return -float(log_probs.gather(1, wanted).mean())
+    return -float(log_probs.gather(1, wanted).mean()), log_probs
 
 
 def figures(reading: Reading, full: Reading, answers: Sequence[str]) -> dict[str, float | None]:
@@ -140,19 +146,29 @@ def figures(reading: Reading, full: Reading, answers: Sequence[str]) -> dict[str
 
     Returns:
         f1, em, rouge_l (None without an answer or a reference), nll (None without a reference),
-        kl (divergence of the first token's distribution from full prefill's), agreement (1 if the
-        likeliest first token is full prefill's, else 0), charged_recompute, ttft_ms.
+        kl (divergence of the first token's distribution from full prefill's), kl_along (mean of
+        that over the reference's tokens, None without it), entropy (of the first token, nats),
+        agreement (1 if the likeliest first token is full prefill's, else 0), charged_recompute,
+        ttft_ms.
     """
     scored = reading.text is not None and bool(answers)
     text = reading.text or ""
-    gap = full.log_probs - reading.log_probs
     return {
         "f1": f1(text, answers) if scored else None,
         "em": exact_match(text, answers) if scored else None,
         "rouge_l": rouge_l(text, answers) if scored else None,
         "nll": reading.nll,
-        "kl": max(0.0, float((full.log_probs.exp() * gap).sum())),
+        "kl": _divergence(full.log_probs, reading.log_probs),
+        "kl_along": _divergence(full.along, reading.along),
+        "entropy": -float((reading.log_probs.exp() * reading.log_probs).sum()),
         "agreement": float(reading.log_probs.argmax() == full.log_probs.argmax()),
         "charged_recompute": reading.charged_recompute,
         "ttft_ms": reading.ttft_ms,
     }
+
+
+def _divergence(full: torch.Tensor | None, other: torch.Tensor | None) -> float | None:
+    """Mean divergence of (..., vocab_size) log probabilities from full prefill's, if both are."""
+    if full is None or other is None:
+        return None
+    return max(0.0, float((full.exp() * (full - other)).sum(-1).mean()))

@@ -53,7 +53,7 @@ class Settings:
             "generates": self.generates,
             "auto": repr(GenerationConfig().selector()),
             "primer": PRIMER.name,
-            "reference": "in the chunks' letter case",
+            "reference": "in the chunks' letter case, divergence along it",
             "tokens": [_ANSWER_TOKENS, _LONG_ANSWER_TOKENS],
             "mapreduce": "of summaries, in parallel",
         }

@@ -45,6 +45,7 @@ def _row(data: str, method: str, ratio: float, found: dict[str, Row], full: dict
     own, base = [found[i] for i in ids], [full[i] for i in ids]
     nll, f1 = _difference(own, base, "nll"), _difference(own, base, "f1")
     right = [(a, b) for a, b in zip(own, base, strict=True) if b["f1"] and b["f1"] >= 0.5]
+    kept, had = (_mean(rows, "f1") for rows in (zip(*right, strict=True) if right else ((), ())))
     times = [statistics.median(row["ttft_ms"] for row in rows) for rows in (own, base)]
     return {
         "method": method,
@@ -56,9 +57,11 @@ def _row(data: str, method: str, ratio: float, found: dict[str, Row], full: dict
         "nll_diff_ci": nll[1],
         "f1_diff": f1[0],
         "f1_diff_ci": f1[1],
-        "f1_where_full_is_right": _mean([a for a, _ in right], "f1"),
+        "f1_where_full_is_right": kept,
+        "f1_kept": round(kept / had, 5) if kept is not None and had else None,
         "full_is_right": len(right),
-        **{name: _mean(own, name) for name in ("kl", "agreement", "charged_recompute")},
+        **{name: _mean(own, name) for name in ("kl", "kl_along", "entropy")},
+        **{name: _mean(own, name) for name in ("agreement", "charged_recompute")},
         "ttft_ms": round(times[0], 2),
         "speedup": round(times[1] / times[0], 3),
         "small": len(ids) < SMALL,
@@ -66,7 +69,7 @@ def _row(data: str, method: str, ratio: float, found: dict[str, Row], full: dict
 
 
 def _mean(rows: Sequence[Row], name: str) -> float | None:
-    values = [row[name] for row in rows if row[name] is not None]
+    values = [row[name] for row in rows if row.get(name) is not None]
     return round(statistics.fmean(values), 5) if values else None
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakSet
 
-from cached_rag.backends.thread import before_end
+from cached_rag.backends.thread import before_end, join
 
 _log = logging.getLogger(__name__)
 _CAPACITY = 256
@@ -160,7 +160,7 @@ class WriteBack:
             thread = self._thread
         self._activity.wake()
         if thread is not None:
-            thread.join()
+            join(thread)
 
     def _next(self) -> _Task | None:
         """The next task whose result lasts; the others before it are dropped."""

@@ -1,24 +1,38 @@
-"""Who is compared in `cached-rag bench answers`: one file per peer, and here who is there."""
+"""Who is compared in `cached-rag bench answers` and `peers`: a file a peer, and who is there.
+
+The frameworks' models come as entry points of the group `cached_rag.peers`: a function from an
+engine to a peer. So this knows no framework.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import torch
 
 from cached_rag.benchmarks.peers.base import Peer, Question, Sample
+from cached_rag.benchmarks.peers.kvboost import KVBoost
 from cached_rag.benchmarks.peers.llama_cpp import LlamaCpp, gguf_file
 from cached_rag.benchmarks.peers.llama_server import LlamaServer
 from cached_rag.benchmarks.peers.own import Own
 from cached_rag.benchmarks.peers.transformers import Transformers
 from cached_rag.benchmarks.peers.vllm import Vllm
+from cached_rag.config import StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import CachedRAGError, ConfigError
 
-__all__ = ["DEFAULT", "Means", "Peer", "Question", "Sample", "open_peers"]
+__all__ = ["DEFAULT", "EVERYBODY", "Means", "Peer", "Question", "Sample", "open_peers"]
 DEFAULT = ("transformers", "llama.cpp", "vllm", "full", "auto")
+_FRAMEWORKS = "cached_rag.peers"
+# Another program's name, or a method of this library, which llama.cpp may run.
+EVERYBODY = (
+    *("transformers", "transformers-prefix", "langchain-huggingface"),
+    *("llama-index-llms-huggingface", "kvboost", "llama.cpp", "llama-server", "vllm"),
+    *("full", "auto", "auto@llama.cpp"),
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,8 @@ class Means:
         context: most tokens of a prompt and its answer.
         gguf: the file that llama.cpp reads; None for the one behind `model`.
         vllm: address of a vLLM server; None for none.
+        apart: each method of this library has an engine of its own, which keeps what it keeps by
+            default; else all have `engine`.
     """
 
     engine: Engine | None
@@ -39,6 +55,7 @@ class Means:
     context: int
     gguf: Path | None = None
     vllm: str | None = None
+    apart: bool = False
 
     def make(self, name: str) -> Peer:
         """The peer of that name. A name that is no other program's is a method of this library.
@@ -51,11 +68,32 @@ class Means:
             gguf = self.gguf or gguf_file(self.model)
             return kind(gguf, self.context, torch.get_num_threads())
         assert self.engine is not None
-        if name == "transformers":
-            return Transformers(self.engine)
+        if name in ("transformers", "transformers-prefix"):
+            return Transformers(self.engine, keeps=name != "transformers")
+        if name == "kvboost":
+            return KVBoost(self.engine)
         if name == "vllm":
             return Vllm(self._server(self.engine))
-        return Own(self.engine, name)
+        for found in entry_points(group=_FRAMEWORKS, name=name):
+            return self._framework(found.load)
+        return self._own(self.engine, *name.split("@", 1))
+
+    def _own(self, engine: Engine, method: str, backend: str = "") -> Own:
+        """A method, in the engine that is there or in one of its own."""
+        if backend:
+            store = StoreConfig() if self.apart else engine.settings
+            other = Engine.load(self.model, backend=backend, store=store)
+            return Own(other, method, owns=True)
+        if self.apart:
+            return Own(Engine(engine.model, StoreConfig()), method, owns=True)
+        return Own(engine, method)
+
+    def _framework(self, load: Callable[[], Callable[[Engine], Peer]]) -> Peer:
+        assert self.engine is not None
+        try:
+            return load()(self.engine)
+        except ImportError as error:
+            raise ConfigError(f"it is not installed: {error}") from error
 
     def _server(self, engine: Engine) -> str:
         if self.vllm is None:
@@ -67,21 +105,23 @@ class Means:
         return self.vllm
 
 
-def open_peers(means: Means, names: Sequence[str] = ()) -> tuple[dict[str, Peer], dict[str, str]]:
+def open_peers(
+    means: Means, names: Sequence[str] = (), default: Sequence[str] = DEFAULT
+) -> tuple[dict[str, Peer], dict[str, str]]:
     """Make peers by name.
 
     Args:
-        names: each of them must be there; empty for those of `DEFAULT` that are.
+        names: each of them must be there; empty for those of `default` that are.
 
     Returns:
-        The peers, and why others of `DEFAULT` are not there.
+        The peers, and why others of `default` are not there.
 
     Raises:
         CachedRAGError: one that was asked for by name is not there.
     """
     peers: dict[str, Peer] = {}
     missing: dict[str, str] = {}
-    for name in names or DEFAULT:
+    for name in names or default:
         try:
             peers[name] = means.make(name)
         except CachedRAGError as error:

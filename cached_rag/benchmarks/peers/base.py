@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 from cached_rag.backends.tokenizer import Rendered
 
@@ -44,21 +45,30 @@ class Sample:
         return (self.total_ms - self.ttft_ms) / max(1, len(self.token_ids) - 1)
 
 
-class Peer(Protocol):
-    """A program, or a way of this library, that answers prompts one after another."""
+class Peer(ABC):
+    """A program, or a way of this library, that answers prompts one after another.
 
-    @property
-    def about(self) -> str:
-        """What it is: version, weights, settings."""
-        ...
+    Attributes:
+        about: what it is: version, weights, settings.
+    """
 
+    about: str
+
+    @abstractmethod
     def answer(self, question: Question, max_tokens: int) -> Sample:
         """Answer greedily with exactly so many tokens, and go on where the model would end."""
-        ...
+
+    def learn(self, texts: Sequence[str], head: Rendered) -> None:
+        """Read what prompts will have behind their head, if it can before they come."""
+        return
+
+    def settle(self) -> None:
+        """Finish what an answer left for later, so that it does not disturb the next peer."""
+        return
 
     def close(self) -> None:
         """Free its memory. It is not asked again."""
-        ...
+        return
 
 
 class Stopwatch:

@@ -13,11 +13,11 @@ import numpy as np
 from cached_rag.backends.llama_cpp import api
 from cached_rag.backends.llama_cpp.files import gguf_source, whole_file
 from cached_rag.backends.thread import on_model_thread
-from cached_rag.benchmarks.peers.base import Question, Sample, Stopwatch
+from cached_rag.benchmarks.peers.base import Peer, Question, Sample, Stopwatch
 from cached_rag.errors import ConfigError, ContextOverflowError, ModelError
 
 
-class LlamaCpp:
+class LlamaCpp(Peer):
     """A GGUF file on the CPU, with llama.cpp's default settings.
 
     The KV of the last prompt and its answer stays. The next prompt keeps that of the tokens that

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cached_rag.backends.llama_cpp import api
-from cached_rag.benchmarks.peers.base import Question, Sample, Stopwatch
+from cached_rag.benchmarks.peers.base import Peer, Question, Sample, Stopwatch
 from cached_rag.benchmarks.peers.http import address_of, asked, events
 from cached_rag.errors import ConfigError, MissingPackageError, ModelError
 
@@ -13,7 +13,7 @@ from cached_rag.errors import ConfigError, MissingPackageError, ModelError
 _REUSE = 256
 
 
-class LlamaServer:
+class LlamaServer(Peer):
     """The server that xllamacpp's wheel has, in this process, asked over HTTP.
 
     One prompt at a time. It keeps the KV of the last prompt. What the next one begins with is not

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from cached_rag.benchmarks.peers.base import Question, Sample
+from cached_rag.backends.tokenizer import Rendered
+from cached_rag.benchmarks.peers.base import Peer, Question, Sample
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ModelError
+from cached_rag.library.context import PRIMER
 
 
-@dataclass(frozen=True)
-class Own:
-    """A method of this library.
+class Own(Peer):
+    """A method of this library."""
 
-    Raises:
-        ConfigError: there is no such method.
-    """
+    def __init__(self, engine: Engine, method: str, *, owns: bool = False) -> None:
+        """Name the method.
 
-    engine: Engine
-    method: str
+        Args:
+            owns: nobody else uses the engine, so it is closed with this.
 
-    def __post_init__(self) -> None:
-        GenerationConfig(method=self.method)
+        Raises:
+            ConfigError: there is no such method.
+        """
+        GenerationConfig(method=method)
+        self.engine, self.method, self._owns = engine, method, owns
+        self.about = f"Cached RAG, method {method}, {engine.model.name}"
 
-    @property
-    def about(self) -> str:
-        """See `Peer`."""
-        return f"Cached RAG, method {self.method}"
+    def learn(self, texts: Sequence[str], head: Rendered) -> None:
+        """Encode the texts, as an index does; `full` has no use for that."""
+        if self.method != "full":
+            self.engine.encode(texts, head, context=PRIMER)
 
     def answer(self, question: Question, max_tokens: int) -> Sample:
         """See `Peer`.
@@ -48,5 +52,12 @@ class Own:
             )
         return Sample(report.ttft_ms, report.total_ms, tuple(answer.token_ids))
 
+    def settle(self) -> None:
+        """Encode now what the prompt missed."""
+        if self.engine.write_back is not None:
+            self.engine.write_back.drain()
+
     def close(self) -> None:
-        """Change nothing: the engine is the caller's."""
+        """Close the engine, unless it is the caller's."""
+        if self._owns:
+            self.engine.close()

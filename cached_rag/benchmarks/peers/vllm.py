@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager
 from http.client import HTTPResponse
 from typing import Any
 
-from cached_rag.benchmarks.peers.base import Question, Sample, Stopwatch
+from cached_rag.benchmarks.peers.base import Peer, Question, Sample, Stopwatch
 from cached_rag.benchmarks.peers.http import address_of, asked, events
 from cached_rag.errors import ConfigError
 
 
-class Vllm:
+class Vllm(Peer):
     """The first model that the server has."""
 
     def __init__(

@@ -13,13 +13,18 @@ from collections.abc import Callable
 
 import torch
 
-from cached_rag.backends.transformers.attention.matmul import capped, matmul_attention_lse
+from cached_rag.backends.transformers.attention.matmul import (
+    capped,
+    flash_has_matrix_units,
+    matmul_attention_lse,
+)
 
 _log = logging.getLogger(__name__)
 _OPS = torch.ops.aten
-# In bf16 on a CPU, matrix products are faster than torch's flash kernel once the keys no longer fit
-# the cache. Pairs (rows, keys), ascending: with at least this many rows, flash is used up to this
-# many keys. Each head of a group counts as a row. `cached-rag bench kernels` times both.
+# In bf16 on a CPU without matrix units, products are faster than torch's flash kernel once the keys
+# no longer fit the cache. Pairs (rows, keys), ascending: with at least this many rows, flash is
+# used up to this many keys. Each head of a group counts as a row. `cached-rag bench kernels` times
+# both.
 FLASH_KEYS = ((1, 16384), (48, 8192), (96, 3072), (192, 2048), (384, 1024))
 _SMALL = (torch.bfloat16, torch.float16)
 
@@ -60,6 +65,8 @@ def kernel_of(rows: int, keys: torch.Tensor, values: torch.Tensor) -> str:
 
 def prefers_flash(rows: int, keys: int) -> bool:
     """Whether the flash kernel is the faster one in bf16 on a CPU."""
+    if flash_has_matrix_units():
+        return True
     return keys <= [most for least, most in FLASH_KEYS if least <= rows][-1]
 
 

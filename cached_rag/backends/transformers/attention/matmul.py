@@ -14,6 +14,7 @@ SageAttention, arXiv:2410.02367).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 
@@ -50,7 +51,17 @@ _scratch = _Scratch()
 
 def prefers_matmul(query: torch.Tensor) -> bool:
     """Whether `matmul_attention` is the faster form for a (batch, heads, rows, dim) query."""
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16
+    is_bf16 = query.device.type == "cpu" and query.dtype == torch.bfloat16
+    return is_bf16 and not flash_has_matrix_units()
+
+
+@functools.cache
+def flash_has_matrix_units() -> bool:
+    """Whether this CPU has matrix units (AMX), with which torch's flash kernel is the faster one.
+
+    `cached-rag bench kernels` times both: with AMX, flash takes .1 to .6 of the products' time.
+    """
+    return torch.cpu._is_amx_tile_supported()
 
 
 def centre_of(keys: torch.Tensor) -> torch.Tensor:

@@ -20,14 +20,19 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from cached_rag.backends.transformers.attention.kernels import attend, attend_causal
 from cached_rag.backends.transformers.attention.matmul import (
     capped_attention,
+    flash_has_matrix_units,
     matmul_attention,
     prefers_matmul,
 )
+from cached_rag.backends.transformers.attention.relay import merge
 
 IMPLEMENTATION = "cached_rag"
 _BLOCK_ROWS = 128
+# From this many rows on, attention without a mask is worth two passes and their merging.
+_UNMASKED_ROWS = 64
 # Masks of up to this many bytes are kept for the other layers; larger ones are built in each layer.
 _MASK_BYTES_KEPT = 64 << 20
 
@@ -103,9 +108,43 @@ class Rows:
         Returns:
             (batch, num_heads, num_rows, value_dim).
         """
+        if self._needs_no_mask(query, values, window, softcap):
+            return self._attend_unmasked(query, keys, values, scale)
         how = (scale, window, softcap)
         parts = [self._attend_block(b, query, keys, values, *how) for b in self._blocks(window)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def _needs_no_mask(
+        self,
+        query: torch.Tensor,
+        values: torch.Tensor,
+        window: int | None,
+        softcap: float | None,
+    ) -> bool:
+        """Whether `_attend_unmasked` is possible and the faster way."""
+        is_plain = softcap is None and (window is None or window > self.last)
+        is_flash = query.device.type == "cpu" and query.dtype == torch.bfloat16
+        is_even = query.shape[0] == 1 and query.shape[3] == values.shape[3]
+        behind = self.first > 0 and self.is_contiguous and len(self) >= _UNMASKED_ROWS
+        # A subclass lets rows see others than those up to their own.
+        own = self.sees is self.slots
+        return is_plain and is_flash and is_even and behind and own and flash_has_matrix_units()
+
+    def _attend_unmasked(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """Neighbouring rows: the keys before the first row, which all see, then their own."""
+        factor = query.shape[3] ** -0.5 if scale is None else scale
+        before, own = slice(self.first), slice(self.first, self.last + 1)
+        folded = query.reshape(1, keys.shape[1], -1, query.shape[3])
+        output, lse = attend(folded, keys[:, :, before], values[:, :, before], factor)
+        seen = output.reshape(query.shape), lse.reshape(query.shape[:3])
+        among = attend_causal(query, keys[:, :, own], values[:, :, own], factor)
+        return merge(seen, among)[0].to(query.dtype)
 
     def _blocks(self, window: int | None) -> list[_Block]:
         if window not in self._plans:

@@ -1,0 +1,135 @@
+"""Computes in full, while nobody asks, what prompts begin with again: the same chunks in one order.
+
+A chat about one document, a page of frequent questions: there the same chunks stand in the same
+order at the beginning of every prompt. Reuse and repair would be paid for each time, and a plain
+prefix cache would do better. So the second time that a prompt begins so, the beginning is prefilled
+in full in the background, and kept. From then on it is reused without loss and without repair.
+Knows tokens and KV; knows no method.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+from cachetools import LRUCache
+from xxhash import xxh3_128
+
+from cached_rag.backends.base import Backend
+from cached_rag.backends.thread import on_model_thread
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.rows import RowKV
+from cached_rag.library.learning import Learning
+from cached_rag.library.matching import inner_ids
+from cached_rag.library.plan import Plan
+from cached_rag.library.sequences import Ids, PromptKV, Sequences
+
+# Tokens computed at a time; a request that comes meanwhile waits for so many at most.
+_PIECE = 512
+# Beginnings that are remembered, as digests.
+_REMEMBERED = 4096
+
+
+class Settling:
+    """What the prompts of one model began with lately. Safe for several threads."""
+
+    def __init__(self, model: Backend, sequences: Sequences, *, is_on: bool = True) -> None:
+        self._model, self._sequences = model, sequences
+        self._is_on = is_on and bool(sequences.keeps_repaired)
+        self._seen: LRUCache[tuple[str, bytes], bool] = LRUCache(_REMEMBERED)
+        self._lock = threading.Lock()
+
+    def see(self, learning: Learning, namespace: str, ids: Ids, plan: Plan, settled: int) -> None:
+        """Take note of a prompt that was answered; if it begins as another did, offer the work.
+
+        Args:
+            learning: has the background queue.
+            settled: number of the prompt's tokens, from the first, that were exact, or kept.
+        """
+        if not self._is_on:
+            return
+        length = self._again(namespace, ids, plan)
+        needed = length * self._model.shapes.bytes_per_token
+        if length <= settled or needed > self._sequences.max_bytes:
+            return
+        if learning.write_back is None:
+            return
+        _, kept = self._sequences.beginning(namespace, ids[:length])
+        if kept < length:
+            work = _Work(self._model, self._sequences, learning, namespace, ids[:length], plan)
+            work.offer()
+
+    def _again(self, namespace: str, ids: Ids, plan: Plan) -> int:
+        """Tokens of the longest beginning that ends with a chunk and was there before; 0: none."""
+        hashed, done, length = xxh3_128(), 0, 0
+        with self._lock:
+            for _, end in plan.chunks:
+                hashed.update(np.ascontiguousarray(ids[done:end]).tobytes())
+                done, name = end, (namespace, hashed.digest())
+                length = end if name in self._seen else length
+                self._seen[name] = True
+        return length
+
+
+class _Work:
+    """One beginning that is computed piece by piece."""
+
+    def __init__(
+        self,
+        model: Backend,
+        sequences: Sequences,
+        learning: Learning,
+        namespace: str,
+        ids: Ids,
+        plan: Plan,
+    ) -> None:
+        self._model, self._sequences, self._learning = model, sequences, learning
+        self._namespace, self._ids, self._plan = namespace, ids, plan
+        self._buffer: KVBuffer | None = None
+        self._done = 0
+
+    def offer(self) -> None:
+        """Have the next piece computed when nobody asks."""
+        assert self._learning.write_back is not None
+        name = ("settle", self._namespace, self._ids.tobytes(), self._done)
+        self._learning.write_back.offer(name, self._go_on, lasts=False)
+
+    def _go_on(self) -> None:
+        on_model_thread(self._compute)
+        if self._done < len(self._ids):
+            self.offer()
+        else:
+            self._keep()
+
+    def _compute(self) -> None:
+        model, count = self._model, len(self._ids)
+        with model.lock, torch.inference_mode():
+            if self._buffer is None:
+                self._buffer = KVBuffer.like(model.shapes, count)
+                self._begin()
+            end = min(self._done + _PIECE, count)
+            if end > self._done:
+                slots = torch.arange(self._done, end)
+                known = torch.from_numpy(self._ids[None, :end])
+                model.prefill(self._buffer, known, slots, num_logits=0)
+            self._done = end
+
+    def _begin(self) -> None:
+        """Take what is there already, and exact."""
+        assert self._buffer is not None
+        kept, length = self._sequences.beginning(self._namespace, self._ids)
+        for run in kept.cut(length) if kept else ():
+            part = run.module(self._ids[run.slot : run.slot + len(run)].tolist())
+            self._buffer.place(part, run.slot, self._model.rule)
+        self._done = length
+
+    def _keep(self) -> None:
+        """Keep it, but for what was forgotten meanwhile."""
+        assert self._buffer is not None
+        count = len(self._ids)
+        chunks = tuple(chunk for chunk in self._plan.chunks if chunk[1] <= count)
+        settled = PromptKV(self._namespace, self._ids, (), count, "", chunks)
+        self._sequences.add(settled, RowKV(self._buffer, count))
+        for chunk in self._learning.forgotten(self._plan):
+            self._sequences.forget(self._namespace, chunk.text_digest, inner_ids(chunk))

@@ -1,0 +1,138 @@
+"""Writes figures into pages: runs the command that stands in a page, and puts its table below it.
+
+    python docs/figures.py speed-methods quality-0.5b    # these; in the folder that has the data
+    python docs/figures.py --draw                        # all tables anew, from what was measured
+
+A page has, as a comment that readers do not see:
+
+    <!-- figures: NAME
+    cached-rag bench --methods reuse,auto
+    method: `{method}`
+    first token: {ttft_ms:.0f} ms
+    only: method=auto
+    -->
+    <!-- end -->
+
+The first line behind the name is the command, which is given `--json`; each other line is a column,
+its title and how a row of the command's is written in it. Lines "only" leave rows out. What the
+command printed is kept in docs/figures/NAME.json, with the day; below the table stand command, day,
+commit and machine.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+KEPT = DOCS / "figures"
+_BLOCK = re.compile(r"<!-- figures: (\S+)\n(.*?)-->\n(.*?)<!-- end -->", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A place in a page for figures.
+
+    Attributes:
+        spec: the lines behind its name.
+        shown: what stands there now.
+    """
+
+    page: Path
+    name: str
+    spec: tuple[str, ...]
+    shown: str
+
+    @property
+    def command(self) -> str:
+        """What is run."""
+        return self.spec[0]
+
+    def measure(self) -> None:
+        """Run the command in the working directory, and keep what it prints."""
+        done = subprocess.run(
+            [*shlex.split(self.command), "--json"], stdout=subprocess.PIPE, text=True, check=True
+        )
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+        kept = {"command": self.command, "date": str(date.today()), **found}
+        self._file.write_text(json.dumps(kept, indent=1) + "\n")
+
+    def drawn(self) -> str:
+        """The table of what was measured, and where it comes from."""
+        found = json.loads(self._file.read_text())
+        columns = dict(_column(line) for line in self.spec[1:] if not line.startswith("only:"))
+        only = [line[5:].strip().split("=") for line in self.spec[1:] if line.startswith("only:")]
+        rows = [row for row in found["rows"] if _passes(row, only)]
+        lines = [list(columns), ["---"] * len(columns)]
+        lines += [[_cell(how, row) for how in columns.values()] for row in rows]
+        facts = found["machine"]
+        said = [
+            f"`{found['command']}`",
+            found["date"],
+            f"commit {facts['commit']}",
+            f"{facts['processor']}, {facts['threads']} threads, torch {facts['torch']}",
+        ]
+        table = [f"| {' | '.join(line)} |" for line in lines]
+        return "\n".join([*table, "", f"({', '.join(said)})", ""])
+
+    @property
+    def _file(self) -> Path:
+        return KEPT / f"{self.name}.json"
+
+
+def _column(line: str) -> tuple[str, str]:
+    title, _, how = line.partition(": ")
+    return title.strip(), how.strip()
+
+
+def _passes(row: dict[str, Any], only: list[list[str]]) -> bool:
+    """Whether a row has, for each field, one of the values that are named for it."""
+    fields = {name for name, _ in only}
+    return all(any(n == name and str(row[n]) == value for n, value in only) for name in fields)
+
+
+def _cell(how: str, row: dict[str, Any]) -> str:
+    try:
+        return how.format(**row)
+    except TypeError:  # None has no digits
+        return ""
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """All places for figures in a page."""
+    for name, spec, shown in _BLOCK.findall(page.read_text()):
+        yield Block(page, name, tuple(spec.strip().splitlines()), shown)
+
+
+def write(block: Block) -> None:
+    """Put a block's table into its page."""
+    text = block.page.read_text()
+    begin = text.index(f"<!-- figures: {block.name}\n")
+    head = text.index("-->\n", begin) + len("-->\n")
+    end = text.index("<!-- end -->", head)
+    block.page.write_text(text[:head] + block.drawn() + text[end:])
+
+
+def main(names: list[str]) -> None:
+    """Measure and write the blocks of these names, or draw all anew."""
+    found = {block.name: block for page in PAGES for block in blocks(page)}
+    draws_only = names == ["--draw"]
+    for name in found if draws_only else names:
+        if name not in found:
+            raise SystemExit(f"no page has figures {name!r}; there are {', '.join(found)}")
+        if not draws_only:
+            found[name].measure()
+        write(found[name])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
