@@ -27,6 +27,8 @@ from cached_rag.rag.prompts import Prompts, Turn
 _SYSTEM = "Answer the question with the help of the documents. Answer with a few words only."
 # Cold comes first: what it asks about must be new to all.
 SCENARIOS = ("cold", "stream", "document", "chat")
+# How many questions' chunks make the one document.
+_DOCUMENT = 3
 # Chunks, a question about them, and its answer.
 Asked: TypeAlias = tuple[Sequence[str], str, str]
 
@@ -108,8 +110,8 @@ class Scenarios:
         return self._made(f"cold: {name}", (), [self._one(*one) for one in asked])
 
     def document(self, name: str, asked: Sequence[Asked]) -> Scenario:
-        """All chunks as one document, the same for each question."""
-        texts = tuple(dict.fromkeys(text for chunks, _, _ in asked for text in chunks))
+        """The chunks of the first questions as one document, the same for each question."""
+        texts = tuple(dict.fromkeys(t for chunks, _, _ in asked[:_DOCUMENT] for t in chunks))
         prompts = [self._prompts.messages(question, texts) for _, question, _ in asked]
         return self._made(f"one document: {name}", texts, prompts)
 

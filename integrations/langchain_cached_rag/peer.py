@@ -24,7 +24,8 @@ def peer(engine: Engine) -> TextPeer:
     model = HuggingFacePipeline(pipeline=generator)
 
     def stream(prompt: str, tokens: int) -> Iterator[str]:
-        yield from model.stream(prompt, pipeline_kwargs={"max_new_tokens": tokens})
+        how = {"max_new_tokens": tokens, "do_sample": False}  # transformers' pipelines would sample
+        yield from model.stream(prompt, pipeline_kwargs=how)
 
     about = f"langchain-huggingface {version('langchain-huggingface')}, HuggingFacePipeline"
     return TextPeer(about, tokenizer, stream)
