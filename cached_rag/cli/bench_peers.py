@@ -51,6 +51,7 @@ def peers_command(
 
     how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
     with Engine.load(model, store=NEW_PROMPTS, **how) as engine:
+        facts = machine(engine.model)
         asked = _scenarios(engine, data, names(scenarios), questions + 1)
         longest = max(len(one.ids) for scenario in asked for one in scenario.questions)
         means = Means(engine, model, longest + new_tokens + 1, gguf, vllm, apart=True)
@@ -65,7 +66,7 @@ def peers_command(
             for peer in found.values():
                 peer.close()
         about = {name: peer.about for name, peer in found.items()}
-        facts = machine(engine.model) | {"peers": about, "missing": missing}
+        facts |= {"peers": about, "missing": missing}
     if plot is not None:
         plot_peers(rows, plot)
     print_rows(rows, facts, as_json=as_json)
