@@ -146,7 +146,7 @@ def test_what_was_repaired_serves_its_own_conversation_only():
     asked = [[SYSTEM, {"role": "user", "content": question}] for question in QUESTIONS]
     with opened(sequence_bytes=0) as engine:
         alone = [engine.generate(one, max_tokens=MAX_TOKENS) for one in asked]
-    with opened() as engine:
+    with opened(settle=False) as engine:  # else the third prompt's beginning is exact
         found = [engine.generate(one, max_tokens=MAX_TOKENS) for one in asked]
         assert [one.token_ids for one in found] == [one.token_ids for one in alone]
         repaired = [one.report.recomputed_tokens for one in found]

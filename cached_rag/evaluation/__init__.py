@@ -3,6 +3,7 @@
 from cached_rag.evaluation.comparison import ComparisonRow, compare, summarise_comparison
 from cached_rag.evaluation.data import Example, load_examples
 from cached_rag.evaluation.journal import Journal
+from cached_rag.evaluation.mixing import MixRow, bench_mixing
 from cached_rag.evaluation.run import Settings, evaluate
 from cached_rag.evaluation.summary import summarise
 from cached_rag.evaluation.trial import Trial, make_trials
@@ -12,8 +13,10 @@ __all__ = [
     "ComparisonRow",
     "Example",
     "Journal",
+    "MixRow",
     "Settings",
     "Trial",
+    "bench_mixing",
     "bench_weights",
     "compare",
     "evaluate",

@@ -1,0 +1,37 @@
+"""`cached-rag bench mixing`: exact KV among stale KV, and what that does to answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cached_rag.cli.options import Device, Dtype, Model
+from cached_rag.cli.terminal import Json, print_rows
+from cached_rag.config import DEFAULT_MODEL
+
+
+def mixing(
+    data: Annotated[
+        list[Path], typer.Argument(help="Question sets (.jsonl), as `cached-rag eval` reads them.")
+    ],
+    model: Model = DEFAULT_MODEL,
+    limit: Annotated[int | None, typer.Option(help="Most questions of a file.")] = None,
+    encoding: Annotated[
+        str, typer.Option(help="How chunks are encoded, as behind the @ of `cached-rag eval`.")
+    ] = "primer",
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Exact KV for some tokens or layers, stale KV for the rest: what repair can give at best."""
+    from cached_rag import Engine
+    from cached_rag.benchmarks import machine
+    from cached_rag.evaluation import bench_mixing, load_examples
+
+    examples = [example for path in data for example in load_examples(path, limit)]
+    with Engine.load(model, dtype=dtype, device=device) as engine:
+        facts = machine(engine.model)
+        rows = bench_mixing(engine, examples, encoding)
+    print_rows(rows, facts, as_json=as_json)

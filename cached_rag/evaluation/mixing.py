@@ -1,0 +1,225 @@
+"""What becomes of an answer where some of the KV is what full prefill computes, and the rest stale.
+
+Here nothing is recomputed: the exact KV is taken from a full prefill of the same prompt. So this
+shows what a choice of tokens, or layers, could give at best, without the error of recomputing them
+among stale ones. Knows transformers models only, as it chooses by the question's attention.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cached_rag.backends.base import Prefilled
+from cached_rag.backends.transformers.model import LanguageModel
+from cached_rag.backends.transformers.prefill import choose_rows
+from cached_rag.config import GenerationConfig
+from cached_rag.engine.engine import Engine
+from cached_rag.errors import ConfigError
+from cached_rag.evaluation.data import Example
+from cached_rag.evaluation.encodings import Encodings
+from cached_rag.evaluation.metrics import Interval, bootstrap
+from cached_rag.evaluation.prompts import messages
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.methods import Epic, InfoFlow, Layout
+
+SHARES = (0.05, 0.15, 0.4, 0.8)
+_ANSWER_TOKENS = 16
+# (num_layers, seq_len) bool: which tokens' keys, and which values, are exact in which layer.
+_Mix = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class MixRow:
+    """One mixture; means over the questions.
+
+    Attributes:
+        exact: what is exact: tokens, layers, or one side.
+        share: of the chunks' (token, layer) pairs; keys alone, or values, count half.
+        kl: divergence of the first token from full prefill's, in nats.
+        kl_along: the same over all tokens of the reference answer.
+        entropy: of the first token, nats.
+        nll_diff, low, high: negative log likelihood of the reference a token, less full prefill's,
+            with its 95 % interval.
+    """
+
+    exact: str
+    n: int
+    share: float
+    kl: float
+    kl_along: float
+    entropy: float
+    nll_diff: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class _Found:
+    share: float
+    kl: float
+    kl_along: float
+    entropy: float
+    nll_diff: float
+
+
+def bench_mixing(
+    engine: Engine,
+    examples: Sequence[Example],
+    encoding: str = "primer",
+    progress: Callable[[], object] = lambda: None,
+) -> list[MixRow]:
+    """Mix exact and stale KV of each question's chunks in all ways.
+
+    Args:
+        engine: its model is used, its store is not.
+        encoding: as in `Trial.encoding`.
+
+    Raises:
+        ConfigError: no transformers model, or no question with an answer.
+    """
+    model = engine.model
+    if not isinstance(model, LanguageModel):
+        raise ConfigError("mixtures are made on transformers models only")
+    asked = [example for example in examples if example.reference]
+    if not asked:
+        raise ConfigError("no question of this set has an answer, so there is no likelihood")
+    encodings = Encodings(model, examples, long=False)
+    found: dict[str, list[_Found]] = {}
+    for example in asked:
+        mixed = _Mixed(model, encodings.engine(encoding, example.chunks), example)
+        for name, mix in mixed.mixtures():
+            found.setdefault(name, []).append(mixed.measure(mix))
+        progress()
+    return [_row(name, rows) for name, rows in found.items()]
+
+
+@dataclass(frozen=True)
+class _Chunks(InfoFlow):
+    """The chunks that the question attends to most, from their first token to their last."""
+
+    count: int = 1
+
+    def choose(self, scores: torch.Tensor, layout: Layout) -> torch.Tensor:
+        scores = scores.mean(dim=0)
+        chosen = torch.zeros_like(scores, dtype=torch.bool)
+        runs = sorted(layout.modules, key=lambda run: float(scores[slice(*run)].sum()))
+        for run in runs[-self.count :]:
+            chosen[slice(*run)] = True
+        return chosen
+
+
+class _Mixed:
+    """One question, with its KV computed in full, and its KV as reuse has it."""
+
+    def __init__(self, model: LanguageModel, engine: Engine, example: Example) -> None:
+        self._model = model
+        reference = example.reference or ""
+        answer = engine.tokenization.literal(reference.strip()).ids[:_ANSWER_TOKENS]
+        prompt = messages(example.chunks, example.question, long=False)
+        stale = engine.prefill(prompt, GenerationConfig(method="reuse", max_tokens=_ANSWER_TOKENS))
+        assert stale.buffer is not None
+        try:
+            self.prompt = list(stale.tokens.ids)
+            self.layout: Layout = stale.plan.layout(model.shapes.num_layers)
+            self._stale = stale.buffer.read(0, len(self.prompt), tuple(self.prompt))
+        finally:
+            stale.release()
+        self._ids = torch.tensor([[*self.prompt, *answer[:-1]]])
+        self._wanted = torch.tensor(answer)[:, None]
+        with torch.inference_mode():
+            self._full = KVBuffer.like(model.shapes, self._ids.shape[1])
+            self._target = self._logs(model.prefill(self._full, self._ids, num_logits=len(answer)))
+
+    def mixtures(self) -> Iterator[tuple[str, _Mix]]:
+        """All of them, by what is exact."""
+        layout, layers = self.layout, self.layout.num_layers
+        reused, count = layout.reused, len(self.prompt)
+        none = torch.zeros(layers, count, dtype=torch.bool)
+        every = reused.expand(layers, count)
+        yield "nothing", (none, none)
+        yield "keys", (every, none)
+        yield "values", (none, every)
+        for name, part in (
+            ("first half of the layers", slice(0, layers // 2)),
+            ("second half of the layers", slice(layers // 2, layers)),
+        ):
+            some = none.clone()
+            some[part] = reused
+            yield name, (some, some)
+        for name, tokens in self._choices():
+            some = (tokens & reused).expand(layers, count)
+            yield name, (some, some)
+        yield "all", (every, every)
+
+    def _choices(self) -> Iterator[tuple[str, torch.Tensor]]:
+        layout = self.layout
+        yield "first 8 tokens of each chunk", Epic(8).first_rows(layout)
+        order = torch.rand(len(self.prompt), generator=torch.Generator().manual_seed(0))
+        for share in SHARES:
+            yield (
+                f"{100 * share:.0f} % of the tokens, by the question",
+                self._chosen(InfoFlow(share)),
+            )
+            yield f"{100 * share:.0f} % of the tokens, by chance", order < share
+        for count in (1, 2):
+            yield (
+                f"{count} of the chunks, whole, by the question",
+                self._chosen(_Chunks(count=count)),
+            )
+
+    def _chosen(self, selector: InfoFlow) -> torch.Tensor:
+        """(num_tokens,) bool: what the question chooses over stale KV."""
+        buffer, ids = self._buffer(), self._ids[:, : len(self.prompt)]
+        chosen = choose_rows(self._model.decoder, buffer, ids, self.layout, selector)
+        assert chosen is not None
+        tokens = torch.zeros(len(self.prompt), dtype=torch.bool)
+        tokens[chosen.rows.cpu()] = True
+        return tokens
+
+    def measure(self, mix: _Mix) -> _Found:
+        """The answer's likelihood over a mixture; the question is computed over it."""
+        with torch.inference_mode():
+            buffer = self._buffer()
+            for layer, (keys, values) in enumerate(zip(*mix, strict=True)):
+                for mask, held, full in (
+                    (keys, buffer.keys[layer], self._full.keys[layer]),
+                    (values, buffer.values[layer], self._full.values[layer]),
+                ):
+                    at = mask.nonzero()[:, 0]
+                    held[..., at, :] = full[..., at, :]
+            behind = torch.arange(len(self.prompt), self._ids.shape[1])
+            slots = torch.cat([self.layout.fresh.nonzero()[:, 0], behind])
+            done = self._model.prefill(buffer, self._ids, slots, num_logits=len(self._wanted))
+        logs = self._logs(done)
+        apart = (self._target.exp() * (self._target - logs)).sum(-1)
+        nll, full = (-float(one.gather(1, self._wanted).mean()) for one in (logs, self._target))
+        whole = 2 * int(self.layout.reused.sum()) * self.layout.num_layers
+        return _Found(
+            share=float(sum(side.sum() for side in mix)) / max(1, whole),
+            kl=float(apart[0]),
+            kl_along=float(apart.mean()),
+            entropy=-float((logs[0].exp() * logs[0]).sum()),
+            nll_diff=nll - full,
+        )
+
+    def _buffer(self) -> KVBuffer:
+        """A buffer with the prompt's stale KV, and room for the answer."""
+        buffer = KVBuffer.like(self._model.shapes, self._ids.shape[1])
+        buffer.place(self._stale, 0, self._model.rule)
+        return buffer
+
+    def _logs(self, done: Prefilled) -> torch.Tensor:
+        return done.tail[0].float().log_softmax(-1)
+
+
+def _row(name: str, rows: Sequence[_Found]) -> MixRow:
+    def mean(field: str) -> float:
+        return statistics.fmean(getattr(row, field) for row in rows)
+
+    nll: Interval = bootstrap([row.nll_diff for row in rows])
+    figures = [mean(field) for field in ("share", "kl", "kl_along", "entropy")]
+    return MixRow(name, len(rows), *figures, nll.mean, nll.low, nll.high)

@@ -1,0 +1,71 @@
+"""Mixtures of exact and stale KV: their ends are full prefill and reuse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import CHUNKS
+from typer.testing import CliRunner
+
+from cached_rag import ConfigError
+from cached_rag.cli.main import app
+from cached_rag.config import GenerationConfig
+from cached_rag.evaluation import Example, bench_mixing
+from cached_rag.evaluation.encodings import Encodings
+from cached_rag.evaluation.measure import figures, read
+from cached_rag.evaluation.prompts import messages
+
+EXAMPLES = [
+    Example("1", "What turned green?", ("copper",), tuple(CHUNKS)),
+    Example("2", "Who lit the lamp?", ("the keeper of the lamp",), tuple(reversed(CHUNKS))),
+    Example("3", "Nobody knows?", (), tuple(CHUNKS)),
+]
+
+
+def test_all_exact_is_full_prefill_and_nothing_exact_is_reuse(engine):
+    rows = {row.exact: row for row in bench_mixing(engine, EXAMPLES)}
+    assert {row.n for row in rows.values()} == {2}  # the third has no answer
+    whole, nothing = rows["all"], rows["nothing"]
+    assert (whole.share, nothing.share) == (1, 0)
+    for figure in (whole.kl, whole.kl_along, whole.nll_diff):
+        assert figure == pytest.approx(0, abs=1e-5)
+    encodings, twins = Encodings(engine.model, EXAMPLES, long=False), []
+    for example in EXAMPLES[:2]:
+        prompt, plain = messages(example.chunks, example.question, long=False), []
+        for encoding, method in (("primer", "reuse"), ("", "full")):
+            config = GenerationConfig(method=method, max_tokens=16)
+            own = encodings.engine(encoding, example.chunks)
+            plain.append(read(own, prompt, config, example.reference, generates=False))
+        twins.append(figures(*plain, example.answers))
+    for name in ("kl", "kl_along"):
+        mean = sum(twin[name] for twin in twins) / 2
+        assert getattr(nothing, name) == pytest.approx(mean, rel=1e-3)
+        assert mean > 1e-5  # control
+
+
+def test_shares_are_those_of_what_is_exact(engine):
+    rows = {row.exact: row for row in bench_mixing(engine, EXAMPLES)}
+    assert rows["keys"].share == rows["values"].share == 0.5
+    assert rows["first half of the layers"].share == 0.5
+    for way in ("by the question", "by chance"):
+        shares = [rows[f"{percent} % of the tokens, {way}"].share for percent in (5, 15, 40, 80)]
+        assert shares == sorted(shares)
+        assert shares[2] == pytest.approx(0.4, abs=0.2)
+
+
+def test_what_cannot_be_mixed_is_refused(engine):
+    with pytest.raises(ConfigError, match="has an answer"):
+        bench_mixing(engine, EXAMPLES[2:])
+
+
+def test_the_command_prints_a_row_a_mixture(model_folder, tmp_path):
+    data = tmp_path / "set.jsonl"
+    row = {"id": 1, "question": "Who?", "answers": ["the keeper"]}
+    data.write_text(json.dumps(row | {"chunks": [{"text": text} for text in CHUNKS]}))
+    args = ["bench", "mixing", str(data), "--model", model_folder, "--dtype", "float32", "--json"]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["machine"]["commit"]
+    assert len(found["rows"]) == 17
