@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -21,13 +21,14 @@ from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError
 from cached_rag.evaluation.data import Example
 from cached_rag.evaluation.encodings import Encodings
-from cached_rag.evaluation.metrics import Interval, bootstrap
+from cached_rag.evaluation.metrics import bootstrap
 from cached_rag.evaluation.prompts import messages
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.methods import Epic, InfoFlow, Layout
+from cached_rag.methods import AnchorFlow, Epic, InfoFlow, Layout
 
-SHARES = (0.05, 0.15, 0.4, 0.8)
+SHARES = (0.05, 0.15, 0.4)
 _ANSWER_TOKENS = 16
+_DRAFT_TOKENS = 2  # 4, 8 and 16 gave the same
 # (num_layers, seq_len) bool: which tokens' keys, and which values, are exact in which layer.
 _Mix = tuple[torch.Tensor, torch.Tensor]
 
@@ -122,9 +123,10 @@ class _Mixed:
         prompt = messages(example.chunks, example.question, long=False)
         stale = engine.prefill(prompt, GenerationConfig(method="reuse", max_tokens=_ANSWER_TOKENS))
         assert stale.buffer is not None
+        assert stale.plan is not None
         try:
             self.prompt = list(stale.tokens.ids)
-            self.layout: Layout = stale.plan.layout(model.shapes.num_layers)
+            self.layout = stale.plan.layout(model.shapes.num_layers)
             self._stale = stale.buffer.read(0, len(self.prompt), tuple(self.prompt))
         finally:
             stale.release()
@@ -156,29 +158,44 @@ class _Mixed:
         yield "all", (every, every)
 
     def _choices(self) -> Iterator[tuple[str, torch.Tensor]]:
-        layout = self.layout
-        yield "first 8 tokens of each chunk", Epic(8).first_rows(layout)
+        yield "first 8 tokens of each chunk", Epic(8).first_rows(self.layout)
         order = torch.rand(len(self.prompt), generator=torch.Generator().manual_seed(0))
+        answer, draft = self._ids[0, len(self.prompt) :], self._draft(_DRAFT_TOKENS)
         for share in SHARES:
-            yield (
-                f"{100 * share:.0f} % of the tokens, by the question",
-                self._chosen(InfoFlow(share)),
-            )
-            yield f"{100 * share:.0f} % of the tokens, by chance", order < share
+            said = f"{100 * share:.0f} %"
+            windows = AnchorFlow(share, anchor_tokens=0, window=16)
+            yield f"{said}, by the question", self._chosen(InfoFlow(share))
+            yield f"{said}, by the question, in windows of 16", self._chosen(windows)
+            yield f"{said}, by question and answer", self._chosen(InfoFlow(share), answer)
+            yield f"{said}, by question and draft", self._chosen(InfoFlow(share), draft)
+            yield f"{said}, by chance", order < share
         for count in (1, 2):
-            yield (
-                f"{count} of the chunks, whole, by the question",
-                self._chosen(_Chunks(count=count)),
-            )
+            yield f"{count} whole, by the question", self._chosen(_Chunks(count=count))
 
-    def _chosen(self, selector: InfoFlow) -> torch.Tensor:
-        """(num_tokens,) bool: what the question chooses over stale KV."""
-        buffer, ids = self._buffer(), self._ids[:, : len(self.prompt)]
-        chosen = choose_rows(self._model.decoder, buffer, ids, self.layout, selector)
+    def _chosen(self, selector: InfoFlow, told: torch.Tensor | None = None) -> torch.Tensor:
+        """(num_tokens,) bool: what question, and tokens told after it, choose over stale KV."""
+        count, layout = len(self.prompt), self.layout
+        ids = self._ids[:, :count]
+        if told is not None:
+            ids, more = torch.cat([ids, told[None]], 1), torch.ones(len(told), dtype=torch.bool)
+            fresh, exact = torch.cat([layout.fresh, more]), torch.cat([layout.exact, ~more])
+            layout = replace(layout, fresh=fresh, exact=exact)
+        chosen = choose_rows(self._model.decoder, self._buffer(), ids, layout, selector)
         assert chosen is not None
-        tokens = torch.zeros(len(self.prompt), dtype=torch.bool)
+        tokens = torch.zeros(ids.shape[1], dtype=torch.bool)
         tokens[chosen.rows.cpu()] = True
-        return tokens
+        return tokens[:count]
+
+    def _draft(self, count: int) -> torch.Tensor:
+        """(count,): the answer's first tokens, greedily, over stale KV."""
+        ids, slots = self._ids[:, : len(self.prompt)], self.layout.fresh.nonzero()[:, 0]
+        buffer = self._buffer()
+        with torch.inference_mode():
+            for _ in range(count):
+                done = self._model.prefill(buffer, ids, slots, num_logits=1)
+                ids = torch.cat([ids, done.tail[0, -1:].argmax(-1)[None]], 1)
+                slots = torch.tensor([ids.shape[1] - 1])
+        return ids[0, -count:]
 
     def measure(self, mix: _Mix) -> _Found:
         """The answer's likelihood over a mixture; the question is computed over it."""
@@ -196,19 +213,19 @@ class _Mixed:
             done = self._model.prefill(buffer, self._ids, slots, num_logits=len(self._wanted))
         logs = self._logs(done)
         apart = (self._target.exp() * (self._target - logs)).sum(-1)
-        nll, full = (-float(one.gather(1, self._wanted).mean()) for one in (logs, self._target))
+        nll, wanted = (-float(one.gather(1, self._wanted).mean()) for one in (logs, self._target))
         whole = 2 * int(self.layout.reused.sum()) * self.layout.num_layers
         return _Found(
             share=float(sum(side.sum() for side in mix)) / max(1, whole),
             kl=float(apart[0]),
             kl_along=float(apart.mean()),
             entropy=-float((logs[0].exp() * logs[0]).sum()),
-            nll_diff=nll - full,
+            nll_diff=nll - wanted,
         )
 
     def _buffer(self) -> KVBuffer:
-        """A buffer with the prompt's stale KV, and room for the answer."""
-        buffer = KVBuffer.like(self._model.shapes, self._ids.shape[1])
+        """A buffer with the prompt's stale KV, and room for an answer."""
+        buffer = KVBuffer.like(self._model.shapes, len(self.prompt) + _ANSWER_TOKENS)
         buffer.place(self._stale, 0, self._model.rule)
         return buffer
 
@@ -217,9 +234,9 @@ class _Mixed:
 
 
 def _row(name: str, rows: Sequence[_Found]) -> MixRow:
-    def mean(field: str) -> float:
-        return statistics.fmean(getattr(row, field) for row in rows)
-
-    nll: Interval = bootstrap([row.nll_diff for row in rows])
-    figures = [mean(field) for field in ("share", "kl", "kl_along", "entropy")]
-    return MixRow(name, len(rows), *figures, nll.mean, nll.low, nll.high)
+    means = {
+        field.name: statistics.fmean(getattr(row, field.name) for row in rows)
+        for field in fields(_Found)
+    }
+    interval = bootstrap([row.nll_diff for row in rows])
+    return MixRow(exact=name, n=len(rows), **means, low=interval.low, high=interval.high)

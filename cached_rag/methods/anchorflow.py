@@ -64,7 +64,7 @@ class AnchorFlow(InfoFlow):
         return chosen | anchors.to(scores.device)
 
     def _windows(self, scores: torch.Tensor, layout: Layout, budget: int) -> torch.Tensor:
-        """The windows behind the anchors with the highest mean scores, about `budget` tokens."""
+        """About `budget` tokens, one window at least: those with the highest mean scores."""
         runs = [
             (at, min(at + self.window, end))
             for begin, end in layout.modules
@@ -72,7 +72,7 @@ class AnchorFlow(InfoFlow):
         ]
         runs.sort(key=lambda run: float(scores[slice(*run)].mean()), reverse=True)
         chosen = torch.zeros_like(scores, dtype=torch.bool)
-        for begin, end in runs[: round(budget / self.window)]:
+        for begin, end in runs[: max(1, round(budget / self.window))]:
             chosen[begin:end] = True
         return chosen
 

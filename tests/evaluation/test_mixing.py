@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from conftest import CHUNKS
 from typer.testing import CliRunner
 
@@ -14,7 +15,9 @@ from cached_rag.config import GenerationConfig
 from cached_rag.evaluation import Example, bench_mixing
 from cached_rag.evaluation.encodings import Encodings
 from cached_rag.evaluation.measure import figures, read
+from cached_rag.evaluation.mixing import _Mixed
 from cached_rag.evaluation.prompts import messages
+from cached_rag.methods import InfoFlow
 
 EXAMPLES = [
     Example("1", "What turned green?", ("copper",), tuple(CHUNKS)),
@@ -48,10 +51,32 @@ def test_shares_are_those_of_what_is_exact(engine):
     rows = {row.exact: row for row in bench_mixing(engine, EXAMPLES)}
     assert rows["keys"].share == rows["values"].share == 0.5
     assert rows["first half of the layers"].share == 0.5
-    for way in ("by the question", "by chance"):
-        shares = [rows[f"{percent} % of the tokens, {way}"].share for percent in (5, 15, 40, 80)]
+    for way in ("by the question", "by question and answer", "by question and draft", "by chance"):
+        shares = [rows[f"{percent} %, {way}"].share for percent in (5, 15, 40)]
         assert shares == sorted(shares)
         assert shares[2] == pytest.approx(0.4, abs=0.2)
+    one, two = (rows[f"{count} whole, by the question"].share for count in (1, 2))
+    assert 0 < one < two <= 1
+
+
+def test_what_is_told_after_the_question_chooses_too(engine):
+    encodings = Encodings(engine.model, EXAMPLES, long=False)
+    mixed = _Mixed(engine.model, encodings.engine("primer", EXAMPLES[0].chunks), EXAMPLES[0])
+    asked, count = InfoFlow(0.4), len(mixed.prompt)
+    alone = mixed._chosen(asked)
+    assert torch.equal(alone, mixed._chosen(asked, torch.empty(0, dtype=torch.long)))
+    told = torch.tensor([mixed.prompt[count // 4]] * 8)
+    assert not torch.equal(alone, mixed._chosen(asked, told))
+
+
+def test_a_draft_is_what_reuse_answers(engine):
+    example = EXAMPLES[0]
+    encodings = Encodings(engine.model, EXAMPLES, long=False)
+    own = encodings.engine("primer", example.chunks)
+    prompt = messages(example.chunks, example.question, long=False)
+    config = GenerationConfig(method="reuse", max_tokens=4, ignore_eos=True)
+    answer = list(own.generate(prompt, config).token_ids)
+    assert _Mixed(engine.model, own, example)._draft(4).tolist() == answer
 
 
 def test_what_cannot_be_mixed_is_refused(engine):
@@ -68,4 +93,4 @@ def test_the_command_prints_a_row_a_mixture(model_folder, tmp_path):
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["machine"]["commit"]
-    assert len(found["rows"]) == 17
+    assert len(found["rows"]) == 24
