@@ -41,6 +41,7 @@ from cached_rag.benchmarks.scale import (
 from cached_rag.benchmarks.scenarios import SCENARIOS, PeerRow, Scenarios, bench_scenario
 from cached_rag.benchmarks.schemas import bench_lengths, bench_prompt, footprint, plot_lengths
 from cached_rag.benchmarks.serving import bench_arrivals, bench_serving
+from cached_rag.benchmarks.stored import StoredRow, bench_stored
 from cached_rag.benchmarks.traffic import bench_traffic, drawn
 from cached_rag.benchmarks.ttft import bench_ttft
 
@@ -55,6 +56,7 @@ __all__ = [
     "Peer",
     "Question",
     "Sample",
+    "StoredRow",
     "TextPeer",
     "Vllm",
     "Workload",
@@ -73,6 +75,7 @@ __all__ = [
     "bench_models",
     "bench_prompt",
     "bench_serving",
+    "bench_stored",
     "bench_traffic",
     "bench_ttft",
     "bench_scenario",

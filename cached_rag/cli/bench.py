@@ -14,6 +14,7 @@ from cached_rag.cli.bench_answers import answers, chat, memory, weights_formats
 from cached_rag.cli.bench_mixing import mixing
 from cached_rag.cli.bench_peers import peers_command
 from cached_rag.cli.bench_scale import scale
+from cached_rag.cli.bench_stored import stored
 from cached_rag.cli.options import (
     BackendName,
     Device,
@@ -333,4 +334,5 @@ bench_app.command()(mixing)
 bench_app.command()(memory)
 bench_app.command()(chat)
 bench_app.command()(scale)
+bench_app.command()(stored)
 bench_app.command("weights")(weights_formats)
