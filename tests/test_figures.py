@@ -30,7 +30,7 @@ FIGURE = re.compile(
 COMMAND = re.compile(
     r"`[^`]*\b(?:cached-rag|make|pytest|python -m)\s[^`]+`|^(?:cached-rag|python) ", re.M
 )
-COMMIT = re.compile(r"[Cc]ommits? `?[0-9a-f]{7}")
+COMMIT = re.compile(r"[Cc]ommits?\s+`?[0-9a-f]{7}")
 
 
 def sections(page):

@@ -86,6 +86,17 @@ class Prefilled(Protocol):
         """The report of the request, which the answer completes."""
         ...
 
+    def follow(self, token_ids: Sequence[int]) -> torch.Tensor | None:
+        """If repair goes on with an answer's last token: compute it, and what it needs.
+
+        Args:
+            token_ids: the answer's so far.
+
+        Returns:
+            (1, vocab_size) logits after it; None if the token is an ordinary one.
+        """
+        ...
+
     def release(self) -> None:
         """Give the buffer back."""
         ...
@@ -189,7 +200,11 @@ def answer_alone(model: Backend, prefill: Prefilled, config: GenerationConfig) -
     text = answer.take(prefill.logits)
     while answer.finish_reason is None:
         with model.lock:
-            logits = model.step([StepInput(kv, answer.token_ids[-1:])])
+            logits = prefill.follow(answer.token_ids)
+            if logits is None:
+                logits = model.step([StepInput(kv, answer.token_ids[-1:])])
+            else:
+                kv.length += 1
         text += answer.take(logits)
     prefill.report.output_tokens = len(answer.token_ids)
     prefill.report.total_ms = prefill.report.ttft_ms + clock.total()

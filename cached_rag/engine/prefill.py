@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from cached_rag.engine.choice import Choice, check_fits, choose, repair_mark
+from cached_rag.engine.following import Following
 from cached_rag.engine.pieces import Pieces
 from cached_rag.engine.report import Clock
 from cached_rag.engine.request import Request
@@ -24,7 +25,7 @@ from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.loader import LayerLoader
 from cached_rag.kv.module import ModuleKV
 from cached_rag.library.plan import Placement, Plan
-from cached_rag.methods import Full, Layout, Reuse, Takes, name_of
+from cached_rag.methods import AnchorFlow, Full, Layout, Reuse, Takes, name_of
 
 _log = logging.getLogger(__name__)
 
@@ -238,6 +239,9 @@ def _note_rows(
     report.charged_recompute = computed / (len(request.tokens) * layout.num_layers)
     report.recomputed_tokens = int((~layout.fresh[rows.cpu()]).sum())
     report.cached_tokens = cached - report.recomputed_tokens
+    method = request.method
+    if isinstance(method, AnchorFlow) and plan.positions is None and not request.decoding.token_ids:
+        request.following = Following(method, layout, rows)
 
 
 def _leave_out(request: Request, loader: LayerLoader | None, problem: StoreError) -> None:

@@ -17,6 +17,7 @@ from cached_rag.config import GenerationConfig
 from cached_rag.engine.audit import compare
 from cached_rag.engine.decoding import Decoding
 from cached_rag.engine.drafts import DEAREST, MOST, Drafts
+from cached_rag.engine.following import Following
 from cached_rag.engine.pieces import Pieces
 from cached_rag.engine.planner import Planner, Reading
 from cached_rag.engine.profile import profile_key
@@ -92,6 +93,7 @@ class Request:
         decoding: the answer so far.
         drafts: proposes its next tokens; None if that is not wanted, or not possible.
         draft: the tokens that the next pass checks.
+        following: the repair that goes on with the answer; None if it does not.
         is_audited: its first logits are to be compared with full prefill's.
         first_logits: (vocab_size,) of the answer's first token; None if they are not wanted.
     """
@@ -125,6 +127,7 @@ class Request:
     decoding: Decoding = field(init=False)
     drafts: Drafts | None = None
     draft: list[int] = field(default_factory=list)
+    following: Following | None = None
     is_audited: bool = False
     first_logits: torch.Tensor | None = None
 
@@ -198,9 +201,27 @@ class Request:
 
     def make_draft(self, rows: int) -> None:
         """Draft the next tokens: those that the answer's grammar forces, or `Drafts.propose`."""
-        if self.drafts is not None:
+        if self.drafts is not None and not self.is_following:
             forced = self.decoding.forced(MOST)
             self.draft = self.drafts.propose(self.decoding.token_ids, rows, forced)
+
+    @property
+    def is_following(self) -> bool:
+        """Whether the answer's last token is computed alone, by `follow`."""
+        return self.following is not None and not self.following.is_over
+
+    def follow(self, token_ids: Sequence[int]) -> torch.Tensor | None:
+        """See `decoding.Prefilled`. The caller holds the model's lock."""
+        if self.following is None or self.following.is_over:
+            return None
+        assert self.buffer is not None
+        model, pairs, rows = self.resources.model, self.following.computed, self.following.repaired
+        logits = self.following.step(model, self.buffer, [*self.tokens.ids, *token_ids])
+        pairs, rows = self.following.computed - pairs, self.following.repaired - rows
+        self.report.charged_recompute += pairs / (len(self.tokens) * model.shapes.num_layers)
+        self.report.recomputed_tokens += rows
+        self.report.cached_tokens -= rows
+        return logits
 
     @property
     def room(self) -> int:
@@ -299,7 +320,7 @@ class Request:
         self.is_private = self.sequence is not None and self.sequence.is_private
         if self.buffer is not None and is_free:
             self.resources.workspace.give(self.buffer)
-        self.buffer = self.sequence = self.repair_left = None
+        self.buffer = self.sequence = self.repair_left = self.following = None
         self.beginning = NOTHING
 
     def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> None:

@@ -135,7 +135,10 @@ class Scheduler:
         with self._turning:
             self._sweep()
             computed = self._admit()
-            self._run(self._batch(computed))
+            batch = self._batch(computed)
+            for request in [one for one in self._running if self._is_alone(one)]:
+                self._follow(request)
+            self._run(batch)
         self._sweep_if_free()
 
     def _admit(self) -> int:
@@ -211,6 +214,24 @@ class Scheduler:
             request.deliver(piece)
         if request.decoding.finish_reason:
             self._finish(request, Status.FINISHED)
+
+    def _is_alone(self, request: Request) -> bool:
+        """Whether a running answer's last token is computed in a pass of its own."""
+        return request.status is Status.ANSWERING and request.is_following
+
+    def _follow(self, request: Request) -> None:
+        """Compute an answer's last token, and what it needs of the prompt; take the next one."""
+        assert request.sequence is not None
+        try:
+            with self._model.lock:
+                logits = request.follow(request.decoding.token_ids)
+            assert logits is not None
+            request.sequence.kv.length += 1
+            request.pending = []
+        except Exception as error:
+            self._finish(request, Status.FAILED, error)
+        else:
+            self._take(request, logits)
 
     def _finish(self, request: Request, status: Status, last: BaseException | None = None) -> None:
         """End a request, waiting or running. All requests end here.
@@ -318,6 +339,8 @@ class Scheduler:
         sequence = request.sequence
         if request.status is Status.ANSWERING or request.buffer is None or sequence is None:
             return
+        if request.is_following:  # what is repaired next must lie in one buffer
+            return
         unrepaired = prefill.unrepaired(request)
         self._sharing.adopt(sequence, request.beginning, unrepaired, request.room)
         request.note_sharing()
@@ -340,14 +363,15 @@ class Scheduler:
                 request.make_draft(len(answering))
                 self._make_room(request)
         answering = [one for one in answering if one.status is Status.ANSWERING]
-        batch = [(request, 1) for request in answering]
+        batch = [(request, 1) for request in answering if not self._is_alone(request)]
+        is_first = True
         for request in self._running:
             if request.status is Status.ANSWERING:
                 continue
-            count = request.next_piece(left, at_least=len(batch) == len(answering))
+            count = request.next_piece(left, at_least=is_first)
             if count:
                 batch.append((request, count))
-                left = max(0, left - count)
+                is_first, left = False, max(0, left - count)
         # Scattered tokens last: attention over what is appended to need not look at them then.
         return sorted(batch, key=lambda one: one[0].repair_left is not None)
 

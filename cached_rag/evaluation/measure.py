@@ -79,7 +79,12 @@ def read_on(
     prefill = prefill_prompt()
     report = prefill.report
     report.ttft_ms = clock.total()
+    charged = report.charged_recompute
     text = on_model_thread(lambda: answer_alone(engine.model, prefill, shown)).text
+    if report.charged_recompute != charged:  # repair went on; the reference has one of its own
+        prefill.release()
+        prefill = prefill_prompt()
+        prefill.report.ttft_ms, prefill.report.total_ms = report.ttft_ms, report.total_ms
     return _scored(engine, prefill, config, reference, text if generates else None)
 
 
@@ -129,12 +134,16 @@ def _told(
     if not answer:
         return None
     scores = [prefill.logits]
-    if len(answer) > 1:
+    while len(scores) < len(answer):
+        logits = prefill.follow(answer[: len(scores)])
+        if logits is None:
+            break
+        scores.append(logits)
+    if left := len(answer) - len(scores):
         assert prefill.buffer is not None
-        begin = len(prefill.tokens)
         ids = torch.tensor([[*prefill.tokens.ids, *answer[:-1]]])
-        slots = torch.arange(begin, ids.shape[1])
-        rest = engine.model.prefill(prefill.buffer, ids, slots, num_logits=len(answer) - 1)
+        slots = torch.arange(ids.shape[1] - left, ids.shape[1])
+        rest = engine.model.prefill(prefill.buffer, ids, slots, num_logits=left)
         scores.append(rest.tail[0])
     log_probs = torch.cat(scores).float().log_softmax(-1)
     wanted = torch.tensor(answer, device=log_probs.device)[:, None]

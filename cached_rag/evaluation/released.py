@@ -46,6 +46,9 @@ class Released:
     buffer: KVBuffer
     report: Report
 
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """No repair goes on with the answer."""
+
     def release(self) -> None:
         """Nothing to do: no other request uses the buffer."""
 

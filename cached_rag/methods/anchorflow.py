@@ -33,12 +33,17 @@ class AnchorFlow(InfoFlow):
         anchor_tokens: how many of each chunk's first tokens come with them.
         transfers_drift: whether the tokens not recomputed are moved as the recomputed ones are.
         window: the question chooses so many neighbours at once; 1 for each token by itself.
+        follow_tokens: so many of the answer's first tokens choose, too, before the next one is
+            picked (`engine/following.py`). Not for prompts with gaps.
+        follow_ratio: share of the reused tokens that each of them chooses.
     """
 
     recompute_ratio: float = 0.03
     anchor_tokens: int = 8
     transfers_drift: bool = True
     window: int = 1
+    follow_tokens: int = 0
+    follow_ratio: float = 0.01
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,6 +51,10 @@ class AnchorFlow(InfoFlow):
             raise ConfigError(f"anchor_tokens cannot be negative: {self.anchor_tokens}")
         if self.window < 1:
             raise ConfigError(f"a window has a token at least, not {self.window}")
+        if self.follow_tokens < 0:
+            raise ConfigError(f"follow_tokens cannot be negative: {self.follow_tokens}")
+        if not 0.0 <= self.follow_ratio <= 1.0:
+            raise ConfigError(f"follow_ratio is a share, 0 to 1, not {self.follow_ratio}")
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """The live rows and the anchors; with r = 1 all reused ones."""

@@ -1,0 +1,120 @@
+"""Repair that goes on with the answer, against its parts one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import CHUNKS, tiny_model
+
+from cached_rag import BatchConfig, ConfigError, Engine, GenerationConfig, StoreConfig
+from cached_rag.backends.thread import on_model_thread
+from cached_rag.backends.transformers.prefill import choose_rows
+from cached_rag.engine.decoding import answer_alone
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.methods import AnchorFlow, InfoFlow, Layout
+
+FOLLOWS = "anchorflow:follow_tokens=3,follow_ratio=0.05"
+TEXTS = [f"{chunk} {other}" for chunk, other in zip(CHUNKS, CHUNKS[1:] + CHUNKS, strict=False)]
+PROMPTS = [
+    "\n\n".join([*texts, question])
+    for texts, question in ((TEXTS, "Why is it green?"), (TEXTS[::-1], "And who lit the lamp?"))
+]
+LENGTH = {"max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def opened():
+    with Engine(tiny_model("llama"), StoreConfig(sequence_bytes=0, settle=False)) as engine:
+        engine.encode(TEXTS)
+        yield engine
+
+
+def test_a_followed_token_is_its_choice_and_then_plain_repair(opened):
+    model = opened.model
+    prefill = opened.prefill(PROMPTS[0], method=FOLLOWS, max_tokens=12)
+    layout, layers = prefill.plan.layout(model.shapes.num_layers), model.shapes.num_layers
+    ids = [*prefill.tokens.ids, int(prefill.logits.argmax())]
+    stale = layout.reused.clone()
+    stale[prefill.rows] = False
+    each = -(-int(layout.reused.sum()) // 20)
+    twin = KVBuffer(prefill.buffer.keys.clone(), prefill.buffer.values.clone())
+    fresh = torch.arange(len(ids)) == len(ids) - 1
+    now = Layout(fresh, ~fresh & ~torch.cat([stale, stale.new_zeros(1)]), (), layers)
+    share = each / int(stale.sum())
+    chosen = choose_rows(model.decoder, twin, torch.tensor([ids]), now, InfoFlow(share)).rows
+    assert stale[chosen[:-1]].all()
+    assert each - 1 <= len(chosen) - 1 <= each
+    plain = model.prefill(twin, torch.tensor([ids]), chosen, num_logits=1)
+    logits = prefill.follow([ids[-1]])
+    assert torch.allclose(logits, plain.logits, atol=1e-5)
+    end = len(ids)
+    assert torch.allclose(prefill.buffer.keys[..., :end, :], twin.keys[..., :end, :], atol=1e-5)
+    prefill.release()
+
+
+def test_answers_follow_and_cost_what_they_report(opened):
+    plain = opened.generate(PROMPTS[0], method="anchorflow", **LENGTH).report
+    found = opened.generate(PROMPTS[0], method=FOLLOWS, **LENGTH).report
+    more = found.recomputed_tokens - plain.recomputed_tokens
+    reused = plain.recomputed_tokens + plain.cached_tokens
+    assert 0.12 * reused < more < 0.18 * reused + 3
+    assert found.cached_tokens == plain.cached_tokens - more
+    assert found.charged_recompute > plain.charged_recompute + more / found.prompt_tokens
+
+
+def test_nothing_is_left_when_a_token_chooses_all(opened):
+    found = opened.generate(
+        PROMPTS[0], method="anchorflow:follow_tokens=3,follow_ratio=1", **LENGTH
+    ).report
+    assert found.cached_tokens == 0
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_many_answers_are_each_ones_own(opened, drafts):
+    config = {"method": FOLLOWS, **LENGTH, "drafts": drafts}
+    alone = []
+    for prompt in PROMPTS:
+        prefill = opened.prefill(prompt, **config)
+        with_config = GenerationConfig(**config)
+        alone.append(
+            on_model_thread(lambda p=prefill, c=with_config: answer_alone(opened.model, p, c))
+        )
+        prefill.release()
+    together = opened.generate_batch(PROMPTS * 2, **config)
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone] * 2
+    single = [opened.generate(prompt, **config) for prompt in PROMPTS]
+    assert [one.token_ids for one in single] == [one.token_ids for one in alone]
+    for one, twin in zip(single, alone, strict=True):
+        assert one.report.recomputed_tokens == twin.report.recomputed_tokens
+
+
+def test_answers_that_are_set_back_go_on(opened):
+    model = opened.model
+    long = {"method": FOLLOWS, "max_tokens": 600, "ignore_eos": True, "temperature": 1.0}
+    each = model.shapes.bytes_per_token
+    most = max(
+        len(opened.tokenization.tokenize(opened.tokenization.render(p)).ids) for p in PROMPTS
+    )
+    bound = (most + 700) * each
+    with Engine(
+        model, StoreConfig(sequence_bytes=0, settle=False), BatchConfig(max_bytes=bound)
+    ) as tight:
+        tight.encode(TEXTS)
+        found = tight.generate_batch(PROMPTS, **long)
+    assert [len(one.token_ids) for one in found] == [600, 600]
+
+
+def test_what_an_answer_left_serves_its_own_method_only(opened):
+    with Engine(opened.model, StoreConfig(settle=False, keeps_repaired=True)) as engine:
+        engine.encode(TEXTS)
+        engine.generate(PROMPTS[0], method=FOLLOWS, **LENGTH)
+        other = engine.generate(PROMPTS[0] + " Say it.", method="anchorflow", **LENGTH)
+        same = engine.generate(PROMPTS[0] + " Say it.", method=FOLLOWS, **LENGTH)
+    assert other.report.kept_repaired_tokens == 0
+    assert same.report.kept_repaired_tokens > 0
+
+
+@pytest.mark.parametrize("options", [{"follow_tokens": -1}, {"follow_ratio": 1.5}])
+def test_options_out_of_range_are_refused(options):
+    with pytest.raises(ConfigError, match="follow_"):
+        AnchorFlow(**options)
