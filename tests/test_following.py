@@ -114,7 +114,9 @@ def test_what_an_answer_left_serves_its_own_method_only(opened):
     assert same.report.kept_repaired_tokens > 0
 
 
-@pytest.mark.parametrize("options", [{"follow_tokens": -1}, {"follow_ratio": 1.5}])
+@pytest.mark.parametrize(
+    "options", [{"follow_tokens": -1}, {"follow_tokens": 65}, {"follow_ratio": 1.5}]
+)
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(ConfigError, match="follow_"):
         AnchorFlow(**options)

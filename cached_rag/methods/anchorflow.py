@@ -51,8 +51,8 @@ class AnchorFlow(InfoFlow):
             raise ConfigError(f"anchor_tokens cannot be negative: {self.anchor_tokens}")
         if self.window < 1:
             raise ConfigError(f"a window has a token at least, not {self.window}")
-        if self.follow_tokens < 0:
-            raise ConfigError(f"follow_tokens cannot be negative: {self.follow_tokens}")
+        if not 0 <= self.follow_tokens <= 64:
+            raise ConfigError(f"follow_tokens is a number from 0 to 64, not {self.follow_tokens}")
         if not 0.0 <= self.follow_ratio <= 1.0:
             raise ConfigError(f"follow_ratio is a share, 0 to 1, not {self.follow_ratio}")
 
