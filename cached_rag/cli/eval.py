@@ -44,6 +44,10 @@ def evaluate_command(
     ] = "0.15",
     model: Model = DEFAULT_MODEL,
     limit: Annotated[int | None, typer.Option(help="Most questions of a file.")] = None,
+    chunks: Annotated[
+        int | None, typer.Option(help="Most chunks of a question, those with its answer first.")
+    ] = None,
+    join: Annotated[int, typer.Option(help="Make one chunk of so many that are neighbours.")] = 1,
     answers: Annotated[
         bool, typer.Option(help="Generate answers, for F1, EM and ROUGE-L; else likelihoods alone.")
     ] = True,
@@ -74,7 +78,7 @@ def evaluate_command(
     data = [*data, *(more or [])]
     ratios = numbers(ratio, float, "a ratio is a number from 0 to 1")
     trials = make_trials(names(methods), ratios)
-    settings = Settings(tuple(data), tuple(trials), limit, answers)
+    settings = Settings(tuple(data), tuple(trials), limit, answers, chunks, join)
     with Engine.load(model, dtype=dtype, device=device, weights=weights, backend=backend) as engine:
         where = journal or cache_dir() / "eval" / f"{settings.digest(engine)}.jsonl"
         kept = Journal(where, settings.facts(engine))

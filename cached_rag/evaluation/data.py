@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,17 @@ class Example:
         pattern = re.compile(rf"(?<!\w){re.escape(answer)}(?!\w)", re.IGNORECASE)
         forms = [form for chunk in self.chunks for form in pattern.findall(chunk)]
         return answer if answer in forms or not forms else forms[0]
+
+    def fewer(self, count: int) -> Example:
+        """The same with so many chunks, in their order: those with the answer, then the first."""
+        wanted = (self.reference or "").lower()
+        order = sorted(range(len(self.chunks)), key=lambda i: wanted not in self.chunks[i].lower())
+        return replace(self, chunks=tuple(self.chunks[i] for i in sorted(order[:count])))
+
+    def joined(self, count: int) -> Example:
+        """The same prompt in longer chunks, each of so many that stand side by side."""
+        starts = range(0, len(self.chunks), count)
+        return replace(self, chunks=tuple("\n\n".join(self.chunks[i : i + count]) for i in starts))
 
 
 def load_examples(path: Path, limit: int | None = None) -> list[Example]:

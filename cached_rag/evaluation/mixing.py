@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
@@ -25,6 +25,7 @@ from cached_rag.evaluation.metrics import bootstrap
 from cached_rag.evaluation.prompts import messages
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods import AnchorFlow, Epic, InfoFlow, Layout
+from cached_rag.methods.question import top_rows
 
 SHARES = (0.05, 0.15, 0.4)
 _ANSWER_TOKENS = 16
@@ -43,6 +44,9 @@ class MixRow:
         kl: divergence of the first token from full prefill's, in nats.
         kl_along: the same over all tokens of the reference answer.
         entropy: of the first token, nats.
+        attention: how far the question's attention to the chunks' tokens is from full prefill's, as
+            a share of its length; mean over the late layers (CacheBlend, section 4.3 and Fig. 6,
+            https://arxiv.org/abs/2405.16444: attention deviation).
         nll_diff, low, high: negative log likelihood of the reference a token, less full prefill's,
             with its 95 % interval.
     """
@@ -53,6 +57,7 @@ class MixRow:
     kl: float
     kl_along: float
     entropy: float
+    attention: float
     nll_diff: float
     low: float
     high: float
@@ -64,6 +69,7 @@ class _Found:
     kl: float
     kl_along: float
     entropy: float
+    attention: float
     nll_diff: float
 
 
@@ -113,6 +119,17 @@ class _Chunks(InfoFlow):
         return chosen
 
 
+@dataclass(frozen=True)
+class _Watching(InfoFlow):
+    """Keeps what it is shown: (num_late_layers, seq_len), the question's attention to tokens."""
+
+    seen: list[torch.Tensor] = field(default_factory=list)
+
+    def choose(self, scores: torch.Tensor, layout: Layout) -> torch.Tensor:
+        self.seen.append(scores)
+        return super().choose(scores, layout)
+
+
 class _Mixed:
     """One question, with its KV computed in full, and its KV as reuse has it."""
 
@@ -135,6 +152,8 @@ class _Mixed:
         with torch.inference_mode():
             self._full = KVBuffer.like(model.shapes, self._ids.shape[1])
             self._target = self._logs(model.prefill(self._full, self._ids, num_logits=len(answer)))
+        every = self.layout.reused.expand(self.layout.num_layers, -1)
+        self._attended = self._attention(self._mixture((every, every)))
 
     def mixtures(self) -> Iterator[tuple[str, _Mix]]:
         """All of them, by what is exact."""
@@ -168,6 +187,8 @@ class _Mixed:
             yield f"{said}, by the question, in windows of 16", self._chosen(windows)
             yield f"{said}, by question and answer", self._chosen(InfoFlow(share), answer)
             yield f"{said}, by question and draft", self._chosen(InfoFlow(share), draft)
+            yield f"{said}, by the values' deviation in layer 1", self._farthest(share, 1)
+            yield f"{said}, by the values' deviation in the last layer", self._farthest(share, -1)
             yield f"{said}, by chance", order < share
         for count in (1, 2):
             yield f"{count} whole, by the question", self._chosen(_Chunks(count=count))
@@ -186,6 +207,21 @@ class _Mixed:
         tokens[chosen.rows.cpu()] = True
         return tokens[:count]
 
+    def _farthest(self, share: float, layer: int) -> torch.Tensor:
+        """(num_tokens,) bool: the reused tokens whose values differ most from full prefill's."""
+        full = self._full.values[layer][..., : len(self.prompt), :]
+        apart = (self._buffer().values[layer][..., : len(self.prompt), :] - full).float()
+        scores = apart.square().sum((0, 1, -1))
+        reused = self.layout.reused
+        return top_rows(scores, reused.to(scores.device), round(share * int(reused.sum()))).cpu()
+
+    def _attention(self, buffer: KVBuffer) -> torch.Tensor:
+        """(num_late_layers, num_reused): what the question attends to over a buffer's KV."""
+        watching, ids = _Watching(0.5), self._ids[:, : len(self.prompt)]
+        choose_rows(self._model.decoder, buffer, ids, self.layout, watching)
+        (seen,) = watching.seen
+        return seen[:, self.layout.reused.to(seen.device)].float()
+
     def _draft(self, count: int) -> torch.Tensor:
         """(count,): the answer's first tokens, greedily, over stale KV."""
         ids, slots = self._ids[:, : len(self.prompt)], self.layout.fresh.nonzero()[:, 0]
@@ -200,14 +236,8 @@ class _Mixed:
     def measure(self, mix: _Mix) -> _Found:
         """The answer's likelihood over a mixture; the question is computed over it."""
         with torch.inference_mode():
-            buffer = self._buffer()
-            for layer, (keys, values) in enumerate(zip(*mix, strict=True)):
-                for mask, held, full in (
-                    (keys, buffer.keys[layer], self._full.keys[layer]),
-                    (values, buffer.values[layer], self._full.values[layer]),
-                ):
-                    at = mask.nonzero()[:, 0]
-                    held[..., at, :] = full[..., at, :]
+            buffer = self._mixture(mix)
+            attended = self._attention(buffer) - self._attended
             behind = torch.arange(len(self.prompt), self._ids.shape[1])
             slots = torch.cat([self.layout.fresh.nonzero()[:, 0], behind])
             done = self._model.prefill(buffer, self._ids, slots, num_logits=len(self._wanted))
@@ -220,8 +250,21 @@ class _Mixed:
             kl=float(apart[0]),
             kl_along=float(apart.mean()),
             entropy=-float((logs[0].exp() * logs[0]).sum()),
+            attention=float((attended.norm(dim=1) / self._attended.norm(dim=1)).mean()),
             nll_diff=nll - wanted,
         )
+
+    def _mixture(self, mix: _Mix) -> KVBuffer:
+        """A buffer with the prompt's stale KV, and exact KV where the mixture has it."""
+        buffer = self._buffer()
+        for layer, (keys, values) in enumerate(zip(*mix, strict=True)):
+            for mask, held, full in (
+                (keys, buffer.keys[layer], self._full.keys[layer]),
+                (values, buffer.values[layer], self._full.values[layer]),
+            ):
+                at = mask.nonzero()[:, 0]
+                held[..., at, :] = full[..., at, :]
+        return buffer
 
     def _buffer(self) -> KVBuffer:
         """A buffer with the prompt's stale KV, and room for an answer."""

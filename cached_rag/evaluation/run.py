@@ -14,6 +14,7 @@ from typing import Any
 
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
+from cached_rag.errors import ConfigError
 from cached_rag.evaluation.data import Example, load_examples
 from cached_rag.evaluation.encodings import Encodings
 from cached_rag.evaluation.journal import Journal
@@ -38,12 +39,23 @@ class Settings:
         limit: most examples of a file; None for all.
         generates: generate answers (for F1, EM and ROUGE-L); else only likelihoods are measured,
             in a third of the time.
+        chunks: of each question, so many of its chunks (`Example.fewer`); None for all.
+        joined: so many chunks side by side are one (`Example.joined`).
+
+    Raises:
+        ConfigError: a count below 1.
     """
 
     data: tuple[Path, ...]
     trials: tuple[Trial, ...]
     limit: int | None = None
     generates: bool = True
+    chunks: int | None = None
+    joined: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.joined, self.chunks or 1) < 1 or self.chunks == 0:
+            raise ConfigError("a question has one chunk at least, and a chunk joins one at least")
 
     def facts(self, engine: Engine) -> dict[str, Any]:
         """What all measurements of a journal have in common; limits and methods may differ."""
@@ -56,11 +68,20 @@ class Settings:
             "reference": "in the chunks' letter case, divergence along it",
             "tokens": [_ANSWER_TOKENS, _LONG_ANSWER_TOKENS],
             "mapreduce": "of summaries, in parallel",
+            **({"chunks": self.chunks} if self.chunks is not None else {}),
+            **({"joined": self.joined} if self.joined > 1 else {}),
         }
 
     def digest(self, engine: Engine) -> str:
         """Names the default journal of these settings."""
         return digest(json.dumps(self.facts(engine), sort_keys=True))
+
+    def examples(self, path: Path, limit: int | None = None) -> list[Example]:
+        """The first examples of a file, with the chunks that are wanted."""
+        found = load_examples(path, limit)
+        if self.chunks is not None:
+            found = [example.fewer(self.chunks) for example in found]
+        return [example.joined(self.joined) for example in found] if self.joined > 1 else found
 
     def chosen(self, journal: Journal) -> Iterator[dict[str, Any]]:
         """The journal's measurements of these data sets' examples, up to the limit."""
@@ -89,10 +110,10 @@ def evaluate(
         EvaluationError: a data file has no examples, or a line that is none.
         ContextOverflowError: an example exceeds the model's context.
     """
-    sets = {path: load_examples(path, settings.limit) for path in settings.data}
+    sets = {path: settings.examples(path, settings.limit) for path in settings.data}
     for path, examples in sets.items():
         long = is_long(examples)
-        encodings = Encodings(engine.model, load_examples(path), long=long)
+        encodings = Encodings(engine.model, settings.examples(path), long=long)
         for done, example in enumerate(examples, 1):
             _evaluate_example(path.stem, example, settings, encodings, journal, long=long)
             progress(path.stem, done, len(examples))
@@ -120,7 +141,7 @@ def _evaluate_example(
         if trial == BASELINE:
             reading = full
         else:
-            reading = asked.read(encodings.engine(trial.encoding, example.chunks), trial)
+            reading = asked.read(encodings.engine(trial.encoded, example.chunks), trial)
         row = figures(reading, full, example.answers)
         names = {"data": data, "id": example.id, "method": trial.name, "ratio": trial.ratio}
         journal.add({**names, **row, "text": reading.text})
@@ -139,7 +160,7 @@ class _Asked:
         example = self.example
         tokens = _LONG_ANSWER_TOKENS if self.long else _ANSWER_TOKENS
         reference = example.reference
-        prompt = messages(example.chunks, example.question, long=self.long)
+        prompt = messages(trial.order(example.chunks), example.question, long=self.long)
         method = trial.name.partition("@")[0]
         if method in SEVERAL:
             plain = GenerationConfig(method="full", max_tokens=tokens)

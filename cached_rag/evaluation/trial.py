@@ -14,9 +14,10 @@ from cached_rag.methods import has_own_ratio
 
 ENCODINGS = (
     *("alone", "alone-primer", "prefix", "primer", "both", "neighbours", "strangers"),
-    *("harvested", "elsewhere", "elsewhere-prefix"),
+    *("harvested", "elsewhere", "elsewhere-prefix", "reversed"),
 )
 DEFAULT_ENCODING = "primer"
+_REVERSED = "reversed"
 # No methods of the engine, but measured through it: other ways to ask (CacheBlend, section 7), and
 # CacheBlend with the errors of its released code.
 ASKED_OTHERWISE = ("mapreduce", "maprerank")
@@ -44,6 +45,17 @@ class Trial:
         """The engine's settings: greedy, at `ratio` unless the method has a ratio of its own."""
         ratio = None if has_own_ratio(self.method) else self.ratio
         return GenerationConfig(method=self.method, recompute_ratio=ratio, max_tokens=max_tokens)
+
+    def order(self, chunks: Sequence[str]) -> Sequence[str]:
+        """Chunks as they stand in the prompt."""
+        return chunks[::-1] if self.encoding == _REVERSED else chunks
+
+    @property
+    def encoded(self) -> str:
+        """`encoding` as far as it says what is encoded; empty for what computes all anew."""
+        if self.method == BASELINE.method:
+            return ""
+        return DEFAULT_ENCODING if self.encoding == _REVERSED else self.encoding
 
 
 # The trial that all others are compared with.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -269,6 +270,36 @@ def test_elsewhere_is_behind_the_head_of_another_prompt(data):
         assert tuple(done.tokens.ids[: len(behind.prefix_ids)]) != behind.prefix_ids
         assert done.report.modules_hit == 3
         done.release()
+
+
+def test_reversed_is_the_same_prompt_with_its_chunks_the_other_way_round(data, tmp_path):
+    rows, _ = run(data, tmp_path, ["full@reversed", "epic@reversed"], [1.0])
+    full, other, whole = rows
+    assert full["kl"] == 0 < other["kl"]
+    assert other["charged_recompute"] == 1
+    assert whole["kl"] == pytest.approx(other["kl"], abs=1e-5)  # r = 1 is its full prefill
+    (trial,) = make_trials(["auto@reversed"], [0.1])[1:]
+    assert trial.order(CHUNKS) == list(reversed(CHUNKS))
+
+
+def test_fewer_and_longer_chunks_of_the_same_question(data, tmp_path):
+    texts = ("One.", "The answer is Copper.", "Three.", "Four.", "Five.")
+    example = Example("1", "?", ("copper",), texts)
+    assert example.fewer(2).chunks == texts[:2]
+    assert example.fewer(1).chunks == texts[1:2]
+    assert example.fewer(9) == example.joined(1) == example
+    assert replace(example, answers=()).fewer(1).chunks == texts[:1]
+    joined = example.joined(2)
+    assert [len(chunk.split("\n\n")) for chunk in joined.chunks] == [2, 2, 1]
+    assert messages(joined.chunks, "?", long=False) == messages(texts, "?", long=False)
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
+    found = [Settings((data,), (), chunks=chunks) for chunks in (None, 1, 2)]
+    found.append(Settings((data,), (), joined=3))
+    assert len({settings.digest(engine) for settings in found}) == 4  # no journal mixes them
+    assert [len(settings.examples(data)[0].chunks) for settings in found] == [3, 1, 2, 1]
+    for wrong in ({"chunks": 0}, {"joined": 0}):
+        with pytest.raises(ConfigError, match="at least"):
+            Settings((data,), (), **wrong)
 
 
 def test_the_frontier_is_drawn(data, tmp_path):

@@ -31,8 +31,9 @@ def test_all_exact_is_full_prefill_and_nothing_exact_is_reuse(engine):
     assert {row.n for row in rows.values()} == {2}  # the third has no answer
     whole, nothing = rows["all"], rows["nothing"]
     assert (whole.share, nothing.share) == (1, 0)
-    for figure in (whole.kl, whole.kl_along, whole.nll_diff):
+    for figure in (whole.kl, whole.kl_along, whole.nll_diff, whole.attention):
         assert figure == pytest.approx(0, abs=1e-5)
+    assert nothing.attention > rows["40 %, by the question"].attention > 1e-4
     encodings, twins = Encodings(engine.model, EXAMPLES, long=False), []
     for example in EXAMPLES[:2]:
         prompt, plain = messages(example.chunks, example.question, long=False), []
@@ -69,6 +70,17 @@ def test_what_is_told_after_the_question_chooses_too(engine):
     assert not torch.equal(alone, mixed._chosen(asked, told))
 
 
+def test_the_farthest_are_those_whose_values_differ_most(engine):
+    encodings = Encodings(engine.model, EXAMPLES, long=False)
+    mixed = _Mixed(engine.model, encodings.engine("primer", EXAMPLES[0].chunks), EXAMPLES[0])
+    stale, full = mixed._buffer().values[1, 0], mixed._full.values[1, 0]
+    reused = mixed.layout.reused.nonzero()[:, 0].tolist()
+    apart = {at: float((stale[:, at] - full[:, at]).norm()) for at in reused}
+    found = mixed._farthest(0.25, 1).nonzero()[:, 0].tolist()
+    assert len(found) == round(0.25 * len(reused))
+    assert min(apart[at] for at in found) >= max(apart[at] for at in reused if at not in found)
+
+
 def test_a_draft_is_what_reuse_answers(engine):
     example = EXAMPLES[0]
     encodings = Encodings(engine.model, EXAMPLES, long=False)
@@ -93,4 +105,4 @@ def test_the_command_prints_a_row_a_mixture(model_folder, tmp_path):
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["machine"]["commit"]
-    assert len(found["rows"]) == 24
+    assert len(found["rows"]) == 30
