@@ -13,9 +13,10 @@ A page has, as a comment that readers do not see:
     -->
     <!-- end -->
 
-The first line behind the name is the command, which is given `--json`; each other line is a column,
-its title and how a row of the command's is written in it. Lines "only" leave rows out. What the
-command printed is kept in docs/figures/NAME.json, with the day; below the table stand command, day,
+The first line behind the name is the command, which is given `--json` (`python -m` needs none);
+each other line is a column, its title and how a row of the command's is written in it. Lines "only"
+leave rows out; a line "from: NAME" takes another list of what the command prints than "rows". What
+it printed is kept in docs/figures/NAME.json, with the day; below the table stand command, day,
 commit and machine.
 """
 
@@ -59,9 +60,9 @@ class Block:
 
     def measure(self) -> None:
         """Run the command in the working directory, and keep what it prints."""
-        done = subprocess.run(
-            [*shlex.split(self.command), "--json"], stdout=subprocess.PIPE, text=True, check=True
-        )
+        words = shlex.split(self.command)
+        words += ["--json"] if words[0] == "cached-rag" else []
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
         found = json.loads(done.stdout.strip().splitlines()[-1])
         kept = {"command": self.command, "date": str(date.today()), **found}
         self._file.write_text(json.dumps(kept, indent=1) + "\n")
@@ -69,11 +70,12 @@ class Block:
     def drawn(self) -> str:
         """The table of what was measured, and where it comes from."""
         found = json.loads(self._file.read_text())
-        columns = dict(_column(line) for line in self.spec[1:] if not line.startswith("only:"))
-        only = [line[5:].strip().split("=") for line in self.spec[1:] if line.startswith("only:")]
-        rows = [row for row in found["rows"] if _passes(row, only)]
-        lines = [list(columns), ["---"] * len(columns)]
-        lines += [[_cell(how, row) for how in columns.values()] for row in rows]
+        lines = [_column(line) for line in self.spec[1:]]
+        columns = {title: how for title, how in lines if title not in ("only", "from")}
+        only = [how.split("=") for title, how in lines if title == "only"]
+        rows = [row for row in found[dict(lines).get("from", "rows")] if _passes(row, only)]
+        cells = [list(columns), ["---"] * len(columns)]
+        cells += [[_cell(how, row) for how in columns.values()] for row in rows]
         facts = found["machine"]
         said = [
             f"`{found['command']}`",
@@ -81,7 +83,7 @@ class Block:
             f"commit {facts['commit']}",
             f"{facts['processor']}, {facts['threads']} threads, torch {facts['torch']}",
         ]
-        table = [f"| {' | '.join(line)} |" for line in lines]
+        table = [f"| {' | '.join(line)} |" for line in cells]
         return "\n".join([*table, "", f"({', '.join(said)})", ""])
 
     @property
