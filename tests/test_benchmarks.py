@@ -14,7 +14,7 @@ from doubles import Recording
 from cached_rag import ConfigError, Engine, GenerationConfig, benchmarks
 from cached_rag.backends.transformers.attention import kernels
 from cached_rag.backends.transformers.attention.kernels import reference
-from cached_rag.benchmarks.attention import make_steps, theory
+from cached_rag.benchmarks.attention import intensity, make_steps, theory
 from cached_rag.benchmarks.loop import cold_ms, medians, take_turns
 from cached_rag.benchmarks.serving import METHODS, Workload
 from cached_rag.benchmarks.traffic import bench_traffic, drawn
@@ -127,6 +127,12 @@ def test_the_theory_is_equation_10():
     assert theory(1, 100, 50) < 1  # the merge costs, and nothing is shared
     assert theory(10**9, 1000, 50) == pytest.approx(1052 / 57)  # the shared part is read for free
     assert theory(16, 2048, 128) > theory(8, 2048, 128) > theory(8, 1024, 128)
+
+
+def test_the_intensity_is_equation_3():
+    m, n, k = 6, 2048, 64
+    assert intensity(m, n, k) == pytest.approx(2 * m * n * k / (2 * (m * k + n * k + m * n)))
+    assert intensity(1, n, k) < 1 < intensity(m, n, k) < m  # one query: memory is the bound
 
 
 def test_all_ways_of_serving_give_the_same_answers():

@@ -10,6 +10,7 @@ from cached_rag import BatchConfig, ConfigError, Engine, GenerationConfig, Store
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.transformers.prefill import choose_rows
 from cached_rag.engine.decoding import answer_alone
+from cached_rag.engine.trace import Kind
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods import AnchorFlow, InfoFlow, Layout
 
@@ -60,6 +61,16 @@ def test_answers_follow_and_cost_what_they_report(opened):
     assert 0.12 * reused < more < 0.18 * reused + 3
     assert found.cached_tokens == plain.cached_tokens - more
     assert found.charged_recompute > plain.charged_recompute + more / found.prompt_tokens
+
+
+def test_an_explanation_shows_what_following_recomputed(opened):
+    plain = opened.generate(PROMPTS[0], method="anchorflow", **LENGTH)
+    found = opened.generate(PROMPTS[0], method=FOLLOWS, **LENGTH)
+    for one in (plain, found):
+        counts = one.trace.counts
+        assert counts[Kind.REPAIRED] == one.report.recomputed_tokens
+        assert counts[Kind.MOVED] + counts[Kind.IN_PLACE] == one.report.cached_tokens
+    assert found.trace.counts[Kind.REPAIRED] > plain.trace.counts[Kind.REPAIRED]
 
 
 def test_nothing_is_left_when_a_token_chooses_all(opened):

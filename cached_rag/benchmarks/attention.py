@@ -1,8 +1,8 @@
 """One layer's attention over shared KV, read once ("relay") or copied for each row ("copied").
 
-Figures stand beside the theory of RelayAttention, section 3.4 and figure 6. Both ways are what a
-decoding step of the scheduler does, with and without sharing: keys lie in the same buffers, short
-rows in one slab, and the same kernels compute each part.
+Figures stand beside the theory of RelayAttention, sections 3.1 and 3.4, figure 6. Both ways are
+what a decoding step of the scheduler does, with and without sharing: keys lie in the same buffers,
+short rows in one slab, and the same kernels compute each part.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ class AttentionRow:
         relay_ms, copied_ms: median milliseconds of one layer's attention.
         speedup: `copied_ms` over `relay_ms`.
         theory: the speed-up if only the elements read and written counted (equation 10).
+        intensity, copied_intensity: operations for each byte moved, of the queries' product with
+            the shared keys, read once or by each row (equation 3, 2 bytes an element). Below what
+            the machine computes in the time of a byte, memory is the bound.
         relay_kernels, copied_kernels: names in `kernels.KERNELS`; "padded" for the kernel that
             computes all rows of a slab together.
     """
@@ -44,6 +47,8 @@ class AttentionRow:
     copied_ms: float
     speedup: float
     theory: float
+    intensity: float
+    copied_intensity: float
     relay_kernels: str
     copied_kernels: str
 
@@ -56,6 +61,11 @@ def query_heads(model: LanguageModel) -> int:
 def theory(batch: int, shared: int, private: int) -> float:
     """Equation 10: (s + c + 2) / (s / b + c + 7), with b rows, s shared and c private tokens."""
     return (shared + private + 2) / (shared / batch + private + 7)
+
+
+def intensity(queries: int, keys: int, head_dim: int) -> float:
+    """Equation 3: operations a byte of (queries, head_dim) times (head_dim, keys)."""
+    return 1 / (1 / queries + 1 / keys + 1 / head_dim)
 
 
 def bench_attention(
@@ -173,6 +183,7 @@ def _timed(
     steps = make_steps(replace(shapes, num_layers=1), num_heads, batch, shared, private)
     ways = {name: step.attend for name, step in steps.items()}
     found = cold_ms(ways, repeats, shapes.device)
+    group = num_heads // shapes.num_kv_heads  # query heads that have the same keys
     return AttentionRow(
         batch,
         shared,
@@ -181,6 +192,8 @@ def _timed(
         found["copied"],
         found["copied"] / found["relay"],
         theory(batch, shared, private),
+        intensity(batch * group, shared, shapes.head_dim),
+        intensity(group, shared, shapes.head_dim),
         steps["relay"].kernels(),
         steps["copied"].kernels(),
     )

@@ -22,8 +22,7 @@ class Following:
     """What is left to follow of one answer.
 
     Attributes:
-        repaired: how many of the prompt's tokens were recomputed so far.
-        computed: how many (token, layer) pairs that took, without the answer's own tokens.
+        computed: how many (token, layer) pairs it took so far, without the answer's own tokens.
     """
 
     def __init__(self, method: AnchorFlow, layout: Layout, rows: torch.Tensor) -> None:
@@ -33,7 +32,7 @@ class Following:
             layout: how the prompt was covered before it.
             rows: (num_rows,) slots of the prompt's tokens that were computed.
         """
-        self.repaired = self.computed = 0
+        self.computed = 0
         self._left, self._method, self._layers = method.follow_tokens, method, layout.num_layers
         self._stale = layout.reused.clone()
         self._each = math.ceil(method.follow_ratio * int(self._stale.sum()))
@@ -45,11 +44,14 @@ class Following:
         return not (self._left and self._each and self._stale.any())
 
     @torch.inference_mode()
-    def step(self, model: Backend, buffer: KVBuffer, token_ids: Sequence[int]) -> torch.Tensor:
+    def step(
+        self, model: Backend, buffer: KVBuffer, token_ids: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the last of `token_ids`, the prompt's and the answer's so far, and what it needs.
 
         Returns:
-            (1, vocab_size) logits after it.
+            (1, vocab_size) logits after it, and (num_rows,) slots of the prompt's tokens that were
+            recomputed.
 
         Effects: writes its KV, and that of the prompt's recomputed tokens, to `buffer`, which
         holds that of all others.
@@ -63,9 +65,8 @@ class Following:
         wanted = InfoFlow(min(1.0, self._each / stale), self._method.depth)
         layout = Layout(fresh, exact, (), self._layers)
         done = model.repair(buffer, torch.tensor([list(token_ids)]), layout, wanted)
-        rows = done.rows.cpu()
-        self._stale[rows[rows < prompt]] = False
+        rows = done.rows[done.rows < prompt].cpu()
+        self._stale[rows] = False
         self._left -= 1
-        self.repaired += stale - int(self._stale.sum())
         self.computed += done.computed - self._layers
-        return done.logits
+        return done.logits, rows

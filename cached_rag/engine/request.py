@@ -215,12 +215,14 @@ class Request:
         if self.following is None or self.following.is_over:
             return None
         assert self.buffer is not None
-        model, pairs, rows = self.resources.model, self.following.computed, self.following.repaired
-        logits = self.following.step(model, self.buffer, [*self.tokens.ids, *token_ids])
-        pairs, rows = self.following.computed - pairs, self.following.repaired - rows
+        assert self.coverage is not None
+        model, before = self.resources.model, self.following.computed
+        logits, rows = self.following.step(model, self.buffer, [*self.tokens.ids, *token_ids])
+        pairs = self.following.computed - before
         self.report.charged_recompute += pairs / (len(self.tokens) * model.shapes.num_layers)
-        self.report.recomputed_tokens += rows
-        self.report.cached_tokens -= rows
+        self.report.recomputed_tokens += len(rows)
+        self.report.cached_tokens -= len(rows)
+        self.coverage.repair(rows)
         return logits
 
     @property

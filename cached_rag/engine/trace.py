@@ -152,15 +152,19 @@ class Coverage:
         if method is not None and layout is not None and method.check_layers(layout):
             entered = (method.first_rows(layout) & layout.reused).numpy()
             kinds[entered] = _KINDS.index(Kind.IN_PART)
-        if rows is not None:
-            again = rows.cpu().numpy()
-            again = again[kinds[again] != _KINDS.index(Kind.COMPUTED)]
-            kinds[again] = _KINDS.index(Kind.REPAIRED)
         uses = tuple(
             _Use(place.begin, place.end, plan.delta(place), place.origin, place.name)
             for place in plan.placements
         )
-        return cls(kinds, uses, plan.matches)
+        found = cls(kinds, uses, plan.matches)
+        if rows is not None:
+            known = torch.from_numpy(kinds != _KINDS.index(Kind.COMPUTED))
+            found.repair(rows.cpu()[known[rows.cpu()]])
+        return found
+
+    def repair(self, rows: torch.Tensor) -> None:
+        """Note (num_rows,) slots, all of tokens with KV, that were computed again."""
+        self.kinds[rows.cpu().numpy()] = _KINDS.index(Kind.REPAIRED)
 
     def trace(self, source: TraceSource) -> Trace:
         """The readable record."""
