@@ -158,6 +158,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
+def pages(monkeypatch):
+    """Pages of four slots, and memory that is not rounded up to more."""
+    monkeypatch.setattr("cached_rag.engine.request.PAGE", 4)
+    monkeypatch.setattr("cached_rag.kv.slab._STEP", 4)
+
+
+@pytest.fixture
 def engine() -> Engine:
     """An engine on the tiny llama with an empty store in memory."""
     return Engine(tiny_model("llama"), NEW_PROMPTS)

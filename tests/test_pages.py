@@ -13,7 +13,6 @@ from cached_rag import BatchConfig, Engine
 from cached_rag.engine import request as requests
 from cached_rag.engine import sharing
 from cached_rag.engine.request import PAGE
-from cached_rag.kv import slab
 
 PROMPTS = [*ASKED[:2], f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\nWhy?", f"{CHUNKS[1]}\n\nWho?"]
 LONG = {"max_tokens": 60, "ignore_eos": True}
@@ -22,13 +21,6 @@ LONG = {"max_tokens": 60, "ignore_eos": True}
 @pytest.fixture
 def model():
     return Recording(tiny_model("llama"))
-
-
-@pytest.fixture
-def pages(monkeypatch):
-    """Pages of four slots, and memory that is not rounded up to more."""
-    monkeypatch.setattr(requests, "PAGE", 4)
-    monkeypatch.setattr(slab, "_STEP", 4)
 
 
 def reserved(model, **batch):

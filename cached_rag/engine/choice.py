@@ -13,7 +13,7 @@ from cached_rag.backends.base import Backend
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.controller import Controller
 from cached_rag.engine.profile import profile_of
-from cached_rag.errors import ConfigError, ContextOverflowError, RelocationError
+from cached_rag.errors import ConfigError, ContextOverflowError, ModelError, RelocationError
 from cached_rag.kv.module import ModuleKV
 from cached_rag.library.plan import Plan
 from cached_rag.methods import CacheBlend, Epic, Full, Prefix, Selector, Takes, name_of
@@ -45,6 +45,7 @@ def choose(model: Backend, plan: Plan, config: GenerationConfig) -> Choice:
 
     Raises:
         RelocationError: the model cannot run a method that was asked for by name.
+        ModelError: repair cannot follow an answer of this model.
     """
     choice = _allowed(model, plan, config)
     return _adapted(model, choice) if config.adaptive else choice
@@ -66,6 +67,11 @@ def _allowed(model: Backend, plan: Plan, config: GenerationConfig) -> Choice:
         method = CacheBlend() if model.can_narrow else Epic(_ANCHORS)
         notes.append(
             f"this model's attention cannot be watched, so {name_of(method)} is used instead"
+        )
+    if getattr(method, "follow_tokens", 0) and not model.can_watch:
+        raise ModelError(
+            "this model's attention cannot be watched, so repair cannot follow an answer; leave "
+            "out follow_tokens"
         )
     return Choice(plan, method, tuple(notes))
 

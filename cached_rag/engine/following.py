@@ -62,7 +62,8 @@ class Following:
         exact = ~fresh
         exact[:prompt] = ~self._stale
         stale = int(self._stale.sum())
-        wanted = InfoFlow(min(1.0, self._each / stale), self._method.depth)
+        share = min(1.0, (self._each + 0.5) / stale)  # a half more, for it is rounded down
+        wanted = InfoFlow(share, self._method.depth)
         layout = Layout(fresh, exact, (), self._layers)
         done = model.repair(buffer, torch.tensor([list(token_ids)]), layout, wanted)
         rows = done.rows[done.rows < prompt].cpu()

@@ -240,7 +240,7 @@ def _note_rows(
     report.recomputed_tokens = int((~layout.fresh[rows.cpu()]).sum())
     report.cached_tokens = cached - report.recomputed_tokens
     method = request.method
-    if isinstance(method, AnchorFlow) and plan.positions is None and not request.decoding.token_ids:
+    if isinstance(method, AnchorFlow) and plan.positions is None:
         request.following = Following(method, layout, rows)
 
 

@@ -85,6 +85,7 @@ class Request:
             all others is cached.
         coverage: the same for each token, and where its KV came from.
         sequence: the prompt as others may share it, while it runs in the scheduler's batch.
+        is_adopted: others were offered its KV.
         is_private: as in `RunningSequence`, of one that was set back.
         pending: tokens whose KV is still to be computed: the rest of the prompt, or the answer's
             last token.
@@ -121,6 +122,7 @@ class Request:
     rows: torch.Tensor = field(init=False)
     coverage: Coverage | None = None
     sequence: RunningSequence | None = None
+    is_adopted: bool = False
     is_private: bool = False
     pending: list[int] = field(default_factory=list)
     repair_left: Pieces | None = None
@@ -323,7 +325,7 @@ class Request:
         if self.buffer is not None and is_free:
             self.resources.workspace.give(self.buffer)
         self.buffer = self.sequence = self.repair_left = self.following = None
-        self.beginning = NOTHING
+        self.beginning, self.is_adopted = NOTHING, False
 
     def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> None:
         """If the prompt contains a text, or a part of it, let no other prompt use its KV."""

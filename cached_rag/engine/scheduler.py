@@ -221,17 +221,36 @@ class Scheduler:
 
     def _follow(self, request: Request) -> None:
         """Compute an answer's last token, and what it needs of the prompt; take the next one."""
-        assert request.sequence is not None
         try:
-            with self._model.lock:
-                logits = request.follow(request.decoding.token_ids)
-            assert logits is not None
-            request.sequence.kv.length += 1
+            logits = self._followed(request, request.decoding.token_ids)
             request.pending = []
         except Exception as error:
             self._finish(request, Status.FAILED, error)
         else:
             self._take(request, logits)
+
+    def _followed(self, request: Request, token_ids: Sequence[int]) -> torch.Tensor:
+        """(1, vocab_size) logits after the last of an answer's tokens, which is followed."""
+        assert request.sequence is not None
+        try:
+            with self._model.lock:
+                logits = request.follow(token_ids)
+        except BaseException:
+            request.repair = ""  # some layers of its repair may be missing, so it is not kept
+            raise
+        assert logits is not None
+        request.sequence.kv.length += 1
+        return logits
+
+    def _go_on(self, request: Request, answer: list[int]) -> None:
+        """Follow an answer that was set back once more, as far as it had come."""
+        while request.is_following and len(answer) > 1:
+            done = len(request.decoding.token_ids) - len(answer) + 1
+            self._followed(request, request.decoding.token_ids[:done])
+            answer = answer[1:]
+        request.pending = answer
+        if request.is_following:  # its last token is computed alone
+            request.status = Status.ANSWERING
 
     def _finish(self, request: Request, status: Status, last: BaseException | None = None) -> None:
         """End a request, waiting or running. All requests end here.
@@ -326,7 +345,7 @@ class Scheduler:
         )
         self._running.append(request)
         if goes_on:
-            request.pending = goes_on
+            self._go_on(request, goes_on)
         elif not request.pending:
             self._take(request, request.logits)
         return computed
@@ -337,10 +356,11 @@ class Scheduler:
         Called before each of its tokens is taken.
         """
         sequence = request.sequence
-        if request.status is Status.ANSWERING or request.buffer is None or sequence is None:
+        if request.is_adopted or request.buffer is None or sequence is None:
             return
         if request.is_following:  # what is repaired next must lie in one buffer
             return
+        request.is_adopted = True
         unrepaired = prefill.unrepaired(request)
         self._sharing.adopt(sequence, request.beginning, unrepaired, request.room)
         request.note_sharing()

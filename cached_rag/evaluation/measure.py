@@ -85,7 +85,7 @@ def read_on(
         prefill.release()
         prefill = prefill_prompt()
         prefill.report.ttft_ms, prefill.report.total_ms = report.ttft_ms, report.total_ms
-    return _scored(engine, prefill, config, reference, text if generates else None)
+    return _scored(engine, prefill_prompt, prefill, config, reference, text if generates else None)
 
 
 def score(
@@ -97,21 +97,30 @@ def score(
 ) -> Reading:
     """As `read`, for an answer `text` that was generated elsewhere; times are not measured."""
     check_prompts_are_new(engine)
-    return _scored(engine, engine.prefill(prompt, config), config, reference, text)
+
+    def prefill_prompt() -> Prefilled:
+        return engine.prefill(prompt, config)
+
+    return _scored(engine, prefill_prompt, prefill_prompt(), config, reference, text)
 
 
 def _scored(
     engine: Engine,
+    prefill_prompt: Callable[[], Prefilled],
     prefill: Prefilled,
     config: GenerationConfig,
     reference: str | None,
     text: str | None,
 ) -> Reading:
     report = prefill.report
+    plain = report.charged_recompute
     try:
-        told = _told(engine, prefill, reference, config) if reference else None
-        own = _told(engine, prefill, text, config) if text else None
         log_probs = prefill.logits[0].float().log_softmax(-1)
+        told = _told(engine, prefill, reference, config) if reference else None
+        if text and report.charged_recompute != plain:  # it was repaired for the reference
+            prefill.release()
+            prefill = prefill_prompt()
+        own = _told(engine, prefill, text, config) if text else None
     finally:
         prefill.release()
     charged, ttft_ms = report.charged_recompute, report.ttft_ms

@@ -20,7 +20,7 @@ class Union(QuestionSelector):
         members: the methods; each has its own ratio, `recompute_ratio` here is unused.
 
     Raises:
-        ConfigError: methods that cannot be joined.
+        ConfigError: methods that cannot be joined, or one that goes on with the answer.
     """
 
     recompute_ratio: float = 0.0
@@ -35,6 +35,8 @@ class Union(QuestionSelector):
                 "only methods that choose their rows before the first layer can be joined, and at "
                 "most one that asks the question (a3, infoflow, prophetkv)"
             )
+        if any(getattr(m, "follow_tokens", 0) for m in self.members):
+            raise ConfigError("a method that is joined with others has no follow_tokens")
 
     @property
     def _asking(self) -> QuestionSelector | None:

@@ -310,6 +310,16 @@ def test_the_frontier_is_drawn(data, tmp_path):
         plot_frontier(rows, tmp_path / "frontier.nope")
 
 
+def test_an_answer_that_was_followed_is_scored_without_the_reference():
+    engine = Engine(tiny_model("llama"), NEW_PROMPTS)
+    engine.encode(CHUNKS)
+    prompt = messages(CHUNKS, QUESTIONS[0], long=False)
+    config = GenerationConfig("anchorflow:follow_tokens=2,follow_ratio=0.3", max_tokens=8)
+    alone, beside = (read(engine, prompt, config, reference) for reference in (None, ANSWERS[1]))
+    assert beside.text == alone.text
+    assert beside.own_nll == pytest.approx(alone.own_nll, abs=1e-5)
+
+
 def test_several_sets_are_also_shown_together():
     def row(data, name, method, nll):
         figures = dict.fromkeys(("f1", "em", "rouge_l", "kl", "agreement", "charged_recompute"))
