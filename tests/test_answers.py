@@ -32,7 +32,7 @@ from cached_rag import (
 from cached_rag.backends import resolve
 from cached_rag.backends.process import peak_bytes
 from cached_rag.backends.tokenizer import Rendered
-from cached_rag.benchmarks import bench_answers, make_questions
+from cached_rag.benchmarks import bench_answers, make_questions, memory
 from cached_rag.benchmarks.peers import Means, Question, Sample, open_peers, vllm
 from cached_rag.benchmarks.peers.llama_cpp import LlamaCpp, gguf_file
 from cached_rag.benchmarks.peers.llama_server import LlamaServer
@@ -373,6 +373,21 @@ def test_memory_is_measured_in_processes_of_their_own(model_folder, llama_gguf, 
     for row in rows:
         assert 0 < row["imports"] <= row["loaded"] <= row["peak"]
         assert row["ratio"] == pytest.approx(row["peak"] / rows[0]["peak"], rel=1e-2)
+
+
+def test_memory_of_other_programs_is_measured_without_an_engine(model_folder, monkeypatch):
+    options = {"dtype": "float32", "device": "cpu"}
+    sizes = {"chunk_tokens": 100, "new_tokens": 4, "rounds": 2}
+    work = memory.Workload(model_folder, CORPUS, 200, 300, options, **sizes)
+    prepared = memory._apart(memory._prepared, work)
+    assert len(prepared.questions) == 2
+    monkeypatch.setattr(memory.Workload, "engine", lambda _: pytest.fail("it loads an engine"))
+    for peer in ("transformers", "langchain-huggingface", "llama-index-llms-huggingface"):
+        imports, loaded, peak = memory._measured(work, peer, prepared)
+        assert 0 < imports <= loaded <= peak
+    for elsewhere in ("vllm", "auto@llama.cpp"):
+        with pytest.raises(ConfigError, match="cannot be seen from here"):
+            memory.bench_memory(work, ["full", elsewhere])
 
 
 def test_a_process_does_not_inherit_the_peak_of_who_started_it():

@@ -219,7 +219,7 @@ def test_without_repaired_kv_only_what_is_exact_is_kept():
     with opened(keeps_repaired=False) as engine:
 
         def ask(messages):
-            made = engine.generate(messages, max_tokens=MAX_TOKENS)
+            made = engine.generate(messages, max_tokens=MAX_TOKENS, method="anchorflow")
             return made.text, made.report
 
         reports = [report for _, report in chat(engine, ask)]

@@ -25,6 +25,7 @@ from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods import (
     SELECTORS,
     AnchorFlow,
+    Auto,
     CacheBlend,
     Epic,
     InfoFlow,
@@ -217,6 +218,21 @@ def test_infoflow_looks_at_late_layers_and_takes_the_norm():
     assert InfoFlow(0.2, depth=0.8).observed_layers(small_layout(10)) == (8, 9)
     weights = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]])
     assert torch.allclose(InfoFlow(0.2).score(weights), 2**0.5 * weights[0])
+
+
+def test_auto_does_not_ask_where_much_of_the_prompt_is_live():
+    def asks(live, length, method=Auto):
+        fresh = torch.arange(length) >= length - live
+        modules = ((0, length - live),)
+        return bool(method().observed_layers(Layout(fresh, torch.zeros_like(fresh), modules, 4)))
+
+    assert asks(250, 1000)
+    assert not asks(251, 1000)
+    assert asks(128, 200)  # few tokens are soon computed again
+    assert not asks(129, 200)
+    assert asks(251, 1000, AnchorFlow)  # asked for by its name, it does as it says
+    few = Layout(torch.arange(400) >= 100, torch.zeros(400, dtype=torch.bool), ((0, 100),), 4)
+    assert torch.equal(Auto().first_rows(few), Epic(8).first_rows(few))
 
 
 def test_a_union_takes_what_any_member_takes():

@@ -40,7 +40,7 @@ def test_wrong_answers_are_seen(tmp_path):
 def test_nothing_is_kept_of_requests(tmp_path):
     first, last = flat.sizes(tmp_path, [120, 360])
     assert last.files <= first.files
-    assert last.threads <= first.threads
+    assert last.threads < first.threads + 8  # OpenMP's helpers come and go; a leak would be 240
     assert last.tensors <= first.tensors + 40
 
 

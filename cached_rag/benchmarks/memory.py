@@ -2,27 +2,29 @@
 
 A process holds Python and this library's imports in each case; programs that run without them take
 that much less by themselves, so the row says how much it is. Weights that are mapped from a file
-count as far as they were read.
+count as far as they were read. Where another program answers, this library's engine is not there:
+the prompts were made in a process before.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 from cached_rag.backends.process import peak_bytes
-from cached_rag.backends.tokenizer import Rendered
 from cached_rag.benchmarks.answers import make_questions
-from cached_rag.benchmarks.peers import Means, Question, open_peers
+from cached_rag.benchmarks.peers import OTHERS, Means, Question, open_peers
 from cached_rag.config import StoreConfig
 from cached_rag.engine.engine import Engine
+from cached_rag.errors import ConfigError
 
-_OTHER_PROGRAMS = ("llama.cpp", "llama-server")  # they need no engine
 _MIB = 1 << 20
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -83,47 +85,71 @@ class Workload:
         return found
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """What another program is given.
+
+    Attributes:
+        questions: the prompts.
+        engine: stands for the engine; it knows what its model is, and holds nothing.
+    """
+
+    questions: list[Question]
+    engine: SimpleNamespace
+
+
 def bench_memory(work: Workload, peers: Sequence[str]) -> list[MemoryRow]:
     """Let each peer answer all prompts, in a process of its own.
 
     Raises:
-        CachedRAGError: a peer is not there, or a prompt does not fit.
+        CachedRAGError: a peer is not there, or computes elsewhere, or a prompt does not fit.
     """
-    spawn = multiprocessing.get_context("spawn")
-    rows: list[MemoryRow] = []
-    ids = None
     for peer in peers:
-        if peer in _OTHER_PROGRAMS and ids is None:
-            with ProcessPoolExecutor(1, spawn) as child:
-                ids = child.submit(_ids, work).result()
-        with ProcessPoolExecutor(1, spawn) as child:
-            found = child.submit(_measured, work, peer, ids).result()
+        if peer == "vllm" or "@" in peer:
+            raise ConfigError(
+                f"the memory of {peer!r} cannot be seen from here: a server has processes of its "
+                "own; for a method in another backend give --backend"
+            )
+    rows: list[MemoryRow] = []
+    prepared = _apart(_prepared, work) if set(peers) & set(OTHERS) else None
+    for peer in peers:
+        found = _apart(_measured, work, peer, prepared if peer in OTHERS else None)
         imports, loaded, peak = (nbytes // _MIB for nbytes in found)
         base = rows[0].peak if rows else peak
         rows.append(MemoryRow(work.prompt_tokens, peer, imports, loaded, peak, peak / base))
     return rows
 
 
-def _ids(work: Workload) -> list[tuple[int, ...]]:
+def _apart(run: Callable[..., _T], *args: Any) -> _T:
+    """Call a function in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
+        return child.submit(run, *args).result()
+
+
+def _prepared(work: Workload) -> _Prepared:
     with work.engine() as engine:
-        return [question.ids for question in work.questions(engine)]
+        model = engine.model
+        facts = SimpleNamespace(
+            name=model.name,
+            shapes=model.shapes,
+            tokenizer=model.tokenizer,
+            context_length=model.context_length,
+        )
+        return _Prepared(work.questions(engine), SimpleNamespace(model=facts))
 
 
-def _measured(
-    work: Workload, peer: str, ids: Sequence[tuple[int, ...]] | None
-) -> tuple[int, int, int]:
+def _measured(work: Workload, peer: str, prepared: _Prepared | None) -> tuple[int, int, int]:
     """Bytes held at most after the imports, after loading, and after the answers."""
     imports = peak_bytes()
-    if peer in _OTHER_PROGRAMS:
-        assert ids is not None
-        questions = [Question(Rendered(""), one) for one in ids]  # it is given tokens, not text
-        return (imports, *_asked(None, work, peer, questions))
+    if prepared is not None:
+        engine = cast(Engine, prepared.engine)
+        return (imports, *_asked(engine, work, peer, prepared.questions))
     with work.engine() as engine:
         return (imports, *_asked(engine, work, peer, work.questions(engine)))
 
 
 def _asked(
-    engine: Engine | None, work: Workload, name: str, questions: Sequence[Question]
+    engine: Engine, work: Workload, name: str, questions: Sequence[Question]
 ) -> tuple[int, int]:
     peers, _ = open_peers(Means(engine, work.model, work.context, work.gguf), [name])
     loaded = peak_bytes()

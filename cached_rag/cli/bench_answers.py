@@ -127,8 +127,8 @@ def memory(
     peers: Annotated[
         str,
         typer.Option(
-            help="Who answers, comma-separated: llama.cpp, llama-server, transformers, methods of "
-            "this library; ratios are to the first."
+            help="Who answers, comma-separated: programs as in `bench peers`, methods of this "
+            "library; ratios are to the first."
         ),
     ] = "full,auto",
     gguf: Annotated[

@@ -69,11 +69,13 @@ class Encodings:
             return engine
         if kind in ("both", "neighbours"):  # so that KV of a prompt's first chunk is exact
             engine.encode(chunks, head)
+        if kind == "half":
+            chunks = [chunk for chunk in chunks if random.Random(chunk).random() < 0.5]
         engine.encode(chunks, head, context=self._context(kind, int(count or 1)))
         return engine
 
     def _context(self, kind: str, count: int) -> Context | None:
-        if kind in ("primer", "both", "alone-primer", "elsewhere"):
+        if kind in ("primer", "both", "alone-primer", "elsewhere", "half"):
             return PRIMER
         if kind == "neighbours":
             return Context(f"neighbours:{count}", lambda text: self._nearest(text, count))

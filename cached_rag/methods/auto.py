@@ -6,19 +6,35 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cached_rag.methods.anchorflow import AnchorFlow
+from cached_rag.methods.base import Layout
+
+# Asking computes the live tokens once more. It is left out where they are more than this share of
+# the prompt, and more than this number of tokens: there it costs more than all the rest, and
+# brings nothing (docs/quality.md, "Long answers to long questions").
+_LARGE_SHARE = 0.25
+_MANY = 128
 
 
 @dataclass(frozen=True)
 class Auto(AnchorFlow):
     """Recomputes what `anchorflow` does with its defaults: 8 anchors a chunk, and 3 %.
 
-    Where a model's attention cannot be watched it is `cacheblend`, and where keys cannot be moved
-    `prefix` or `full`; `report.notes` says so. The figures that chose it are in docs/quality.md.
+    The 3 % are left out where the prompt's live tokens, a long question or chunks without KV, are
+    a quarter of it and more than 128. Where a model's attention cannot be watched it is
+    `cacheblend`, and where keys cannot be moved `prefix` or `full`; `report.notes` says so. The
+    figures that chose it are in docs/quality.md.
 
     Paper: see `AnchorFlow`: https://arxiv.org/abs/2410.15332, https://arxiv.org/abs/2603.05353.
 
-    Cost: the live tokens twice, the anchors and 3 %. Use it unless you have measured another.
+    Cost: the live tokens twice, the anchors and 3 %; with many live tokens these once, and the
+    anchors. Use it unless you have measured another.
     """
 
     gives_way: ClassVar[bool] = True
     reported_as: ClassVar[str] = "anchorflow"
+
+    def is_needed(self, layout: Layout) -> bool:
+        """Whether the question is asked: not where that is dear."""
+        live = int(layout.fresh.sum())
+        is_dear = live > max(_MANY, _LARGE_SHARE * len(layout.fresh))
+        return not is_dear and super().is_needed(layout)

@@ -272,6 +272,17 @@ def test_elsewhere_is_behind_the_head_of_another_prompt(data):
         done.release()
 
 
+def test_half_leaves_chunks_without_kv(data, tmp_path):
+    chunks = [f"Passage {n} says what stands in it." for n in range(20)]
+    engine = Encodings(tiny_model("llama"), load_examples(data), long=False).engine("half", chunks)
+    done = engine.prefill(messages(chunks, "?", long=False), method="reuse")
+    assert 5 < done.report.modules_hit < 15
+    done.release()
+    rows, _ = run(data, tmp_path, ["reuse", "reuse@half", "full@half"], [0.2])
+    charges = [row["charged_recompute"] for row in rows]
+    assert charges[1] < charges[2] < charges[3] == 1
+
+
 def test_reversed_is_the_same_prompt_with_its_chunks_the_other_way_round(data, tmp_path):
     rows, _ = run(data, tmp_path, ["full@reversed", "epic@reversed"], [1.0])
     full, other, whole = rows

@@ -24,15 +24,15 @@ from cached_rag.config import StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import CachedRAGError, ConfigError
 
-__all__ = ["DEFAULT", "EVERYBODY", "Means", "Peer", "Question", "Sample", "open_peers"]
+__all__ = ["DEFAULT", "EVERYBODY", "OTHERS", "Means", "Peer", "Question", "Sample", "open_peers"]
 DEFAULT = ("transformers", "llama.cpp", "vllm", "full", "auto")
 _FRAMEWORKS = "cached_rag.peers"
-# Another program's name, or a method of this library, which llama.cpp may run.
-EVERYBODY = (
+# Other programs, and methods of this library, which llama.cpp may run.
+OTHERS = (
     *("transformers", "transformers-prefix", "langchain-huggingface"),
     *("llama-index-llms-huggingface", "kvboost", "llama.cpp", "llama-server", "vllm"),
-    *("full", "auto", "auto@llama.cpp"),
 )
+EVERYBODY = (*OTHERS, "full", "auto", "auto@llama.cpp")
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,7 @@ class Means:
     """What peers are made of.
 
     Attributes:
-        engine: has the model, and encodes the chunks. It is this library's side; None if no peer
-            needs it.
+        engine: has the model, and encodes the chunks. It is this library's side.
         model: the name it was loaded by.
         context: most tokens of a prompt and its answer.
         gguf: the file that llama.cpp reads; None for the one behind `model`.
@@ -50,7 +49,7 @@ class Means:
             default; else all have `engine`.
     """
 
-    engine: Engine | None
+    engine: Engine
     model: str
     context: int
     gguf: Path | None = None
@@ -67,7 +66,6 @@ class Means:
             kind = LlamaCpp if name == "llama.cpp" else LlamaServer
             gguf = self.gguf or gguf_file(self.model)
             return kind(gguf, self.context, torch.get_num_threads())
-        assert self.engine is not None
         if name in ("transformers", "transformers-prefix"):
             return Transformers(self.engine, keeps=name != "transformers")
         if name == "kvboost":
@@ -89,7 +87,6 @@ class Means:
         return Own(engine, method)
 
     def _framework(self, load: Callable[[], Callable[[Engine], Peer]]) -> Peer:
-        assert self.engine is not None
         try:
             return load()(self.engine)
         except ImportError as error:
