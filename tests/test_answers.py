@@ -104,14 +104,19 @@ class Scripted:
     answers: tuple[tuple[int, ...], ...]
     about: str = "scripted"
     asked: list[Question] = field(default_factory=list)
+    settled: int = 0
     is_closed: bool = False
 
     def answer(self, question, max_tokens):
         assert max_tokens == 4
         number = len(self.asked)
+        assert self.settled == number
         self.asked.append(question)
         total = self.totals[number]
         return Sample(total / 4, total, self.answers[number])
+
+    def settle(self):
+        self.settled += 1
 
     def close(self):
         self.is_closed = True

@@ -151,7 +151,9 @@ def bench_answers(
 
 
 def _next_answer(peer: Peer, questions: Iterator[Question], new_tokens: int) -> Sample:
-    return peer.answer(next(questions), new_tokens)
+    sample = peer.answer(next(questions), new_tokens)
+    peer.settle()
+    return sample
 
 
 def _row(

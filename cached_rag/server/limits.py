@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import shutil
 import sys
 from dataclasses import dataclass
@@ -55,18 +54,6 @@ def _raise_limit() -> int:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
                 soft = most
     return _WANTED[0] if soft == resource.RLIM_INFINITY else soft
-
-
-def return_memory() -> None:
-    """Give freed memory back to the system, where the C library would keep it (glibc).
-
-    Prompts come and go in pieces of all sizes, and what lies between those in use is kept: on
-    SmolLM2, a third as much again as all that is used.
-    """
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none, and needs none
-        if trim is not None:
-            trim(0)
 
 
 def default_disk_bytes(folder: Path) -> int:

@@ -14,7 +14,7 @@ import torch
 from faults import world
 
 from cached_rag import ContextOverflowError, Engine
-from cached_rag.server.limits import return_memory
+from cached_rag.backends.process import return_memory
 
 
 @dataclass(frozen=True)

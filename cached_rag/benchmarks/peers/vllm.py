@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from http.client import HTTPResponse
@@ -11,6 +12,9 @@ from typing import Any
 from cached_rag.benchmarks.peers.base import Peer, Question, Sample, Stopwatch
 from cached_rag.benchmarks.peers.http import address_of, asked, events
 from cached_rag.errors import ConfigError
+
+# Its worker waits for the next step on a processor that it keeps busy, for a second.
+_PAUSE_S = 1.5
 
 
 class Vllm(Peer):
@@ -66,6 +70,10 @@ class Vllm(Peer):
                 f"{max_tokens}; it must be a vLLM that knows return_token_ids"
             )
         return sample
+
+    def settle(self) -> None:
+        """Wait until the server rests, if it is on this machine."""
+        time.sleep(_PAUSE_S)
 
     def close(self) -> None:
         """Change nothing: the server is the user's."""

@@ -119,9 +119,11 @@ class Int8Linear(FewBitLinear):
 
 def in_bytes(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, columns) weights as int8 levels and (rows,) scales of the weights' dtype."""
-    parts = [_in_bytes(part) for part in torch.split(weights, _ROWS_AT_ONCE)]
-    levels, scales = zip(*parts, strict=True)
-    return torch.cat(levels), torch.cat(scales)
+    levels, scales = torch.empty_like(weights, dtype=torch.int8), weights.new_empty(len(weights))
+    for begin in range(0, len(weights), _ROWS_AT_ONCE):
+        rows = slice(begin, begin + _ROWS_AT_ONCE)
+        levels[rows], scales[rows] = _in_bytes(weights[rows])
+    return levels, scales
 
 
 def _in_bytes(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

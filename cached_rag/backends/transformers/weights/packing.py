@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from cached_rag.backends.process import return_memory
 from cached_rag.backends.transformers.weights.groups import Groups, fits_groups, grouped
 from cached_rag.backends.transformers.weights.linear import (
     FewBitLinear,
@@ -99,6 +100,7 @@ def pack(
         network.set_submodule(name, packed)
         for place, outputs in () if has_dense else places.pop(part, ()):
             model.set_submodule(place, Slice(packed, outputs) if outputs else packed)
+        return_memory()  # what a layer is packed by would else be kept, for all layers together
 
 
 def _places(model: Any) -> dict[nn.Module, list[tuple[str, slice | None]]]:
