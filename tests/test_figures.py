@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -31,6 +32,7 @@ COMMAND = re.compile(
     r"`[^`]*\b(?:cached-rag|make|pytest|python -m)\s[^`]+`|^(?:cached-rag|python) ", re.M
 )
 COMMIT = re.compile(r"[Cc]ommits?\s+`?[0-9a-f]{7}")
+NAMED = re.compile(r"(?:[Cc]ommits?\s+`?|\"commit\": \"|\band )([0-9a-f]{7})\b")
 
 
 def sections(page):
@@ -58,6 +60,21 @@ def test_a_table_is_what_its_command_printed(block):
     while isinstance(command, typer.core.TyperGroup) and rest and rest[0] in command.commands:
         command, rest = command.commands[rest[0]], rest[1:]
     command.make_context(words[0], rest, resilient_parsing=True)
+
+
+def git(*words, **how):
+    return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, **how).stdout
+
+
+@pytest.mark.skipif(
+    git("rev-parse", "--is-shallow-repository").strip() != "false", reason="no history here"
+)
+def test_commits_that_are_named_exist():
+    texts = [*figures.PAGES, *figures.KEPT.glob("*.json")]
+    named = {commit for path in texts for commit in NAMED.findall(path.read_text())}
+    assert len(named) > 20
+    found = git("cat-file", "--batch-check", input="\n".join(sorted(named)))
+    assert [line for line in found.splitlines() if " commit " not in line] == []
 
 
 def test_names_are_unique_and_nothing_is_kept_for_nothing():
