@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from cached_rag import CachedRAG, Engine, Schema, StoreConfig, StoreError
 from cached_rag.cli.main import app
-from cached_rag.kv.store import Catalog, DiskStore, MemoryStore, TieredStore, holdings
+from cached_rag.kv.store import Catalog, DiskStore, MemoryStore, TieredStore, disk, holdings
 
 LONG = " ".join(CHUNKS * 3)
 HEAD = [{"role": "system", "content": "Answer from the texts."}, {"role": "user", "content": "X"}]
@@ -184,6 +184,29 @@ def test_a_text_that_is_forgotten_while_it_is_encoded_leaves_nothing(
         assert not any(engine.library.holds(behind, i) for behind in behinds for i in ids)
         if is_kept:
             assert left(tmp_path / "kv") == (0, 0)
+
+
+def test_a_text_that_is_forgotten_while_its_kv_is_written_leaves_nothing_for_a_kill(
+    kept, tmp_path, monkeypatch
+):
+    write, put, kept_keys = disk.write_blob, DiskStore.put, []
+
+    def forgotten_first(draft, key, kv, *given):
+        if kv.token_ids == ids:
+            assert other.forget([LONG]) == 0
+        return write(draft, key, kv, *given)
+
+    def put_then_killed(self, key, *given):  # a kill may come right after it
+        put(self, key, *given)
+        kept_keys.append(key in self)
+
+    with Engine(tiny_model("llama"), kept) as engine, Engine(tiny_model("llama"), kept) as other:
+        ids = tuple(engine.tokenization.literal(LONG).ids)
+        monkeypatch.setattr(disk, "write_blob", forgotten_first)
+        monkeypatch.setattr(DiskStore, "put", put_then_killed)
+        engine.encode([LONG])
+    assert kept_keys[-1:] == [False]
+    assert left(tmp_path / "kv") == (0, 0)
 
 
 @pytest.mark.parametrize("when", ["before", "during"])

@@ -387,11 +387,16 @@ class Library(Shelf):
             StoreFullError: there is no room.
         """
         key = self.key(behind, kv.token_ids)
+
+        def wanted() -> bool:
+            return text_digest is None or self.knows(text_digest)
+
+        if not wanted():
+            return
         if text_digest is None and behind.context and self._catalog is not None:
             self._catalog.add_other(kv.token_ids, behind.context)
-        self.keep(key, kv)
-        if text_digest is not None and not self.knows(text_digest):
-            self.delete(key)
+        self.keep(key, kv, wanted)
+        if not wanted():
             with self.spared():
                 self.delete_far([key])
 

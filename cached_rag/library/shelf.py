@@ -21,6 +21,7 @@ from cached_rag.errors import StoreError, StoreFullError
 from cached_rag.kv.fingerprint import module_key
 from cached_rag.kv.module import LayerSource, ModuleKV
 from cached_rag.kv.store import DiskStore, KVStore, Maker, MemoryStore, Prefetcher, TieredStore
+from cached_rag.kv.store.base import IsWanted
 from cached_rag.kv.store.outbox import Outbox
 from cached_rag.kv.store.remote import RemoteTier
 from cached_rag.library.matching import EncodedAfter
@@ -111,13 +112,16 @@ class Shelf:
             return self.key(behind, token_ids) in self.store
         return False
 
-    def keep(self, key: str, kv: ModuleKV) -> None:
+    def keep(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
         """Put KV into all tiers; into the remote one in the background.
+
+        Args:
+            wanted: see `KVStore.put`.
 
         Raises:
             StoreFullError: there is no room on this machine.
         """
-        self.store.put(key, kv)
+        self.store.put(key, kv, wanted)
         if self.remote is not None:
             self.remote.offer(self.namespace, key, kv)
 
@@ -151,9 +155,7 @@ class Shelf:
         deletions = self.deletions
         with self.spared():
             if any(key in tier for tier in self.memory):  # else it was deleted, or is too large
-                self.disk.put(key, kv)
-            if deletions != self.deletions:
-                self.disk.delete(key)
+                self.disk.put(key, kv, lambda: deletions == self.deletions)
         return True
 
     def delete(self, key: str) -> bool:

@@ -8,15 +8,19 @@ import random
 import shutil
 import signal
 import socket
+import sqlite3
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 from faults import kills, world
 from faults.outcome import Outcome
 
+from cached_rag.kv.store.database import Database
 from cached_rag.server.app import create_app
 from cached_rag.server.run import Server, bind
 from cached_rag.server.service import Service
@@ -36,7 +40,7 @@ def campaign(trials: int, folder: Path, chance: random.Random) -> list[Outcome]:
             folder.mkdir()
         found: list[str] = []
         with bind("127.0.0.1", 0) as bound:
-            child = _started(folder, bound)
+            child = _started(folder, bound, pause_s=0.03 * (number % 2))
             clients = [threading.Thread(target=asked.some, args=(bound, found)) for _ in range(3)]
             for client in clients:
                 client.start()
@@ -51,12 +55,17 @@ def campaign(trials: int, folder: Path, chance: random.Random) -> list[Outcome]:
     return [outcome]
 
 
-def _started(folder: Path, bound: socket.socket) -> int:
-    """A child process that serves at this address until it is killed."""
+def _started(folder: Path, bound: socket.socket, pause_s: float) -> int:
+    """A child process that serves at this address until it is killed.
+
+    Args:
+        pause_s: the longest pause behind a transaction, so that kills come between two of them.
+    """
     bound.listen()
     child = os.fork()
     if not child:
         try:
+            _pause_behind_transactions(pause_s)
             engine = world.engine(folder / "kv", write_back=True, learn="recurring")
             server = Server(create_app(Service(engine, _NAME), Keys([])), 5)
             asyncio.run(server.serve(sockets=[bound]))
@@ -64,6 +73,18 @@ def _started(folder: Path, bound: socket.socket) -> int:
             print(repr(error), file=sys.stderr)
         os._exit(1)
     return child
+
+
+def _pause_behind_transactions(longest_s: float) -> None:
+    begun = Database.transaction
+
+    @contextmanager
+    def paused(database: Database, *given: float) -> Iterator[sqlite3.Connection]:
+        with begun(database, *given) as connection:
+            yield connection
+        time.sleep(random.uniform(0, longest_s))
+
+    Database.transaction = paused
 
 
 class _Asked:

@@ -73,3 +73,29 @@ def test_strays_are_found_and_dropped_in_every_codec(tmp_path, codec):
     assert holdings.drop_strays(tmp_path, "raw") == 1
     with closing(DiskStore(tmp_path, codec)) as disk:
         assert (holdings.strays(tmp_path, "raw"), len(disk), disk.nbytes) == ([], 0, 0)
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+def test_who_deletes_does_not_take_what_came_back_and_goes_again_for_done(catalogs, is_far):
+    first, second = catalogs
+    held, puts = set(), iter([True])
+
+    def delete(keys):
+        gone = len(held.intersection(keys))
+        held.difference_update(keys)
+        if next(puts, False):  # meanwhile another gives the text, its KV comes, and it goes again
+            second.add_chunks([record(1)])
+            held.update(keys)
+            second.doom(["digest 1"])
+            if is_far:
+                second.finish_removals(lambda _: False)
+        return gone
+
+    first.add_chunks([record(1)])
+    if is_far:
+        first.note_remote("far")
+        first.remove(lambda _: False, ["digest 1"])
+        first.finish_far(delete)
+    else:
+        assert first.remove(lambda key: delete([key]), ["digest 1"]) == 1
+    assert held == set()

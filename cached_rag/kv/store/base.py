@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,10 @@ class Problem:
 
     key: str
     reason: str
+
+
+# Says, when KV is about to be kept, whether it still is to be: its text may be deleted by now.
+IsWanted = Callable[[], bool]
 
 
 class KVStore(Protocol):
@@ -49,8 +53,13 @@ class KVStore(Protocol):
         """As `get`, but a module on disk is not read: each layer is when it is asked for."""
         ...
 
-    def put(self, key: str, kv: ModuleKV) -> None:
+    def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
         """Keep a module; replaces an entry of the same key; may evict others, least recent first.
+
+        Args:
+            wanted: called when no `delete` can come in between; nothing is kept if it says no. So
+                a text that is forgotten first, and whose KV is deleted then, leaves none, even if
+                this process is killed.
 
         Raises:
             StoreFullError: it does not fit; nothing is changed.

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from cached_rag.kv.fingerprint import ids_digest, module_key
 from cached_rag.kv.store.base import Problem
@@ -54,12 +55,16 @@ CREATE TABLE IF NOT EXISTS doomed_far (
     token_ids BLOB NOT NULL, PRIMARY KEY (model, namespace, text_digest)
 );
 CREATE TABLE IF NOT EXISTS remotes (label TEXT PRIMARY KEY);
+CREATE TABLE IF NOT EXISTS revivals (count INTEGER NOT NULL);
+INSERT INTO revivals SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM revivals);
 """
 _SIGNED = {
     "modules": "id, text_digest, anchor, length, token_ids, token_starts",
     "encodings": "rowid, token_ids, context",
 }
 _DOOMED = ("doomed", "doomed_far")
+# Not if one came back and is doomed anew meanwhile: it may have new KV.
+_DONE = "WHERE model = ? AND namespace = ? AND text_digest = ? AND (SELECT count FROM revivals) = ?"
 _MODULES = f"SELECT {_SIGNED['modules']}, checksum FROM modules WHERE model = ? AND namespace = ?"
 _PREFIXES = f"SELECT {_SIGNED['encodings']}, checksum FROM encodings"
 
@@ -84,6 +89,15 @@ class ChunkRecord:
     length: int
     token_ids: tuple[int, ...]
     token_starts: tuple[int, ...]
+
+
+class _Doomed(NamedTuple):
+    """A text whose KV has to go, and how many such texts had come back when this was read."""
+
+    model: str
+    text_digest: str
+    token_ids: tuple[int, ...]
+    revivals: object
 
 
 @dataclass(frozen=True)
@@ -210,7 +224,8 @@ class Catalog:
             connection.executemany(mark if learned else f"DELETE FROM learned {where}", names)
             connection.executemany(sql, rows)
             for table in _DOOMED:
-                connection.executemany(f"DELETE FROM {table} {where}", names)
+                if connection.executemany(f"DELETE FROM {table} {where}", names).rowcount:
+                    connection.execute("UPDATE revivals SET count = count + 1")
 
     def learned(self) -> list[str]:
         """The tenant's texts that were marked so, for any model; the oldest first."""
@@ -244,7 +259,7 @@ class Catalog:
         The order survives a kill and loses no race. First the catalog says, in one transaction,
         that the texts are no modules any more and that their KV has to go; then the KV goes; then
         the catalog forgets that it had to. Whoever puts KV into the store looks into the catalog
-        afterwards, so KV that comes too late is deleted by whoever brought it.
+        when this deletion is over or has yet to come, so KV that comes too late is not kept.
         """
         self.doom(text_digests)
         return self.finish_removals(delete, text_digests)
@@ -268,20 +283,15 @@ class Catalog:
         Args:
             delete: deletes the KV of a key from this machine, and says whether there was any.
         """
-        doomed = [
-            one for one in self._doomed("doomed") if text_digests is None or one[1] in text_digests
-        ]
-        if not doomed:
-            return 0
-        gone = sum(map(delete, self._keys_of(doomed)))
-        where = "WHERE model = ? AND namespace = ? AND text_digest = ?"
-        names = [(model, self.namespace, name) for model, name, _ in doomed]
-        with self._database.transaction() as connection:
-            if self._database.read(int, "SELECT count(*) FROM remotes") != [0]:
-                far = f"INSERT OR IGNORE INTO doomed_far SELECT * FROM doomed {where}"
-                connection.executemany(far, names)
-            connection.executemany(f"DELETE FROM doomed {where}", names)
-        self._database.scrub()
+        gone = 0
+        while doomed := self._doomed("doomed", text_digests):
+            gone += sum(map(delete, self._keys_of(doomed)))
+            with self._database.transaction() as connection:
+                if self._database.read(int, "SELECT count(*) FROM remotes") != [0]:
+                    far = f"INSERT OR IGNORE INTO doomed_far SELECT * FROM doomed {_DONE}"
+                    connection.executemany(far, self._done(doomed))
+                connection.executemany(f"DELETE FROM doomed {_DONE}", self._done(doomed))
+            self._database.scrub()
         return gone
 
     def finish_far(self, delete: Callable[[Sequence[str]], object]) -> None:
@@ -290,14 +300,11 @@ class Catalog:
         Args:
             delete: deletes the KV of keys there. If it fails, this is to be called again.
         """
-        doomed = self._doomed("doomed_far")
-        if not doomed:
-            return
-        delete(self._keys_of(doomed))
-        sql = "DELETE FROM doomed_far WHERE model = ? AND namespace = ? AND text_digest = ?"
-        with self._database.transaction() as connection:
-            connection.executemany(sql, [(m, self.namespace, name) for m, name, _ in doomed])
-        self._database.scrub()
+        while doomed := self._doomed("doomed_far"):
+            delete(self._keys_of(doomed))
+            with self._database.transaction() as connection:
+                connection.executemany(f"DELETE FROM doomed_far {_DONE}", self._done(doomed))
+            self._database.scrub()
 
     def note_remote(self, label: str) -> None:
         """Remember that KV is in a remote store, too, so that removals are finished there."""
@@ -305,16 +312,25 @@ class Catalog:
             with self._database.transaction() as connection:
                 connection.execute("INSERT OR IGNORE INTO remotes VALUES (?)", (label,))
 
-    def _doomed(self, table: str) -> list[tuple[str, str, tuple[int, ...]]]:
-        """(model, digest, token ids) of each of the tenant's texts that has to go."""
-        query = f"SELECT model, text_digest, token_ids FROM {table} WHERE namespace = ?"
+    def _doomed(self, table: str, text_digests: Collection[str] | None = None) -> list[_Doomed]:
+        """Those of the tenant's texts, of these or of all, that have to go."""
+        query = (
+            "SELECT model, text_digest, token_ids, (SELECT count FROM revivals)"
+            f" FROM {table} WHERE namespace = ?"
+        )
         rows = self._database.rows(query, self.namespace)
-        return [(str(model), str(name), _unpack(ids)) for model, name, ids in rows]
+        found = [_Doomed(str(m), str(name), _unpack(ids), count) for m, name, ids, count in rows]
+        return [one for one in found if text_digests is None or one.text_digest in text_digests]
 
-    def _keys_of(self, doomed: Sequence[tuple[str, str, tuple[int, ...]]]) -> list[str]:
-        behinds = {model: self._behinds(model) for model, _, _ in doomed}
+    def _done(self, doomed: Sequence[_Doomed]) -> list[tuple[object, ...]]:
+        return [(one.model, self.namespace, one.text_digest, one.revivals) for one in doomed]
+
+    def _keys_of(self, doomed: Sequence[_Doomed]) -> list[str]:
+        behinds = {model: self._behinds(model) for model in {one.model for one in doomed}}
         return [
-            self._key(model, ids, *behind) for model, _, ids in doomed for behind in behinds[model]
+            self._key(one.model, one.token_ids, *behind)
+            for one in doomed
+            for behind in behinds[one.model]
         ]
 
     def keys(self) -> Iterator[str]:

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from cached_rag.errors import CachedRAGError, CorruptBlobError, StoreError, StoreFullError
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.base import Problem
+from cached_rag.kv.store.base import IsWanted, Problem
 from cached_rag.kv.store.blob import StoredKV, open_blob, read_blob, write_blob
 from cached_rag.kv.store.codecs import Codec, codec_by_name
 from cached_rag.kv.store.database import BRIEFLY_S
@@ -106,7 +106,7 @@ class DiskStore:
             return None
         return self._found(key, token_ids, read)  # another process has replaced it
 
-    def put(self, key: str, kv: ModuleKV) -> None:
+    def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
         """Keep a module; see `KVStore.put`."""
         if self.max_bytes is not None and kv.nbytes > 2 * self.max_bytes:
             raise self._too_large(kv.nbytes)  # no codec makes it fit
@@ -115,9 +115,10 @@ class DiskStore:
             if self.max_bytes is not None and info.nbytes > self.max_bytes:
                 raise self._too_large(info.nbytes)
             name = os.urandom(8).hex()
-            self._publish(draft, Entry(key, self.codec.name, name, info.nbytes, info.checksum))
+            entry = Entry(key, self.codec.name, name, info.nbytes, info.checksum)
+            self._publish(draft, entry, wanted)
 
-    def _publish(self, draft: Path, entry: Entry) -> None:
+    def _publish(self, draft: Path, entry: Entry, wanted: IsWanted) -> None:
         """Give a draft its name and its row together; what it replaces or pushes out goes, too."""
         path = self._file(entry)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -125,6 +126,8 @@ class DiskStore:
             self._entries.flush()
         try:
             with self._entries.transaction() as connection:
+                if not wanted():
+                    return
                 gone = self._entries.put(connection, entry)
                 if self.max_bytes is not None:
                     gone += self._entries.evict(connection, self.max_bytes)

@@ -13,7 +13,7 @@ from cachetools import LRUCache
 
 from cached_rag.errors import CorruptBlobError, StoreFullError
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.base import Problem
+from cached_rag.kv.store.base import IsWanted, Problem
 
 
 class MemoryStore:
@@ -64,7 +64,7 @@ class MemoryStore:
         """As `get`: all layers are there."""
         return self.get(key, token_ids)
 
-    def put(self, key: str, kv: ModuleKV) -> None:
+    def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
         """See `KVStore.put`. If the tensors are views of larger ones, they are copied."""
         if kv.nbytes > self.max_bytes:
             raise StoreFullError(
@@ -73,7 +73,8 @@ class MemoryStore:
             )
         kept = _at(_compact(kv), self.device)
         with self._lock:
-            self._entries[key] = kept
+            if wanted():
+                self._entries[key] = kept
 
     def delete(self, key: str) -> bool:
         """Delete an entry; says whether it was there."""

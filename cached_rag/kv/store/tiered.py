@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreFullError
 from cached_rag.kv.module import LayerSource, ModuleKV
-from cached_rag.kv.store.base import KVStore, Problem
+from cached_rag.kv.store.base import IsWanted, KVStore, Problem
 
 _T = TypeVar("_T")
 
@@ -68,9 +68,9 @@ class TieredStore:
             raise damage
         return 0, None
 
-    def put(self, key: str, kv: ModuleKV) -> None:
+    def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
         """Keep a module in the last tier, and in the faster ones if it fits."""
-        self.tiers[-1].put(key, kv)
+        self.tiers[-1].put(key, kv, wanted)
         self._keep(len(self.tiers) - 1, key, kv)
 
     def delete(self, key: str) -> bool:
