@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cached_rag.cli.bench_answers import answers, chat, memory, weights_formats
-from cached_rag.cli.bench_mixing import mixing
 from cached_rag.cli.bench_peers import peers_command
+from cached_rag.cli.bench_quality import mixing, signals
 from cached_rag.cli.bench_scale import scale
 from cached_rag.cli.bench_stored import stored
 from cached_rag.cli.options import (
@@ -331,6 +331,7 @@ def architectures(as_json: Json = False) -> None:
 bench_app.command()(answers)
 bench_app.command("peers")(peers_command)
 bench_app.command()(mixing)
+bench_app.command()(signals)
 bench_app.command()(memory)
 bench_app.command()(chat)
 bench_app.command()(scale)

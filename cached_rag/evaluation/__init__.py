@@ -5,6 +5,7 @@ from cached_rag.evaluation.data import Example, load_examples
 from cached_rag.evaluation.journal import Journal
 from cached_rag.evaluation.mixing import MixRow, bench_mixing
 from cached_rag.evaluation.run import Settings, evaluate
+from cached_rag.evaluation.signals import SignalRow, bench_signals
 from cached_rag.evaluation.summary import summarise
 from cached_rag.evaluation.trial import Trial, make_trials
 from cached_rag.evaluation.weights import bench_weights
@@ -15,8 +16,10 @@ __all__ = [
     "Journal",
     "MixRow",
     "Settings",
+    "SignalRow",
     "Trial",
     "bench_mixing",
+    "bench_signals",
     "bench_weights",
     "compare",
     "evaluate",

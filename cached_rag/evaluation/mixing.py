@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from cached_rag.backends.base import Prefilled
+from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.backends.transformers.prefill import choose_rows
 from cached_rag.config import GenerationConfig
@@ -22,9 +23,10 @@ from cached_rag.errors import ConfigError
 from cached_rag.evaluation.data import Example
 from cached_rag.evaluation.encodings import Encodings
 from cached_rag.evaluation.metrics import bootstrap
+from cached_rag.evaluation.probes import OneLayer, Watching, WholeChunks, over_anchors
 from cached_rag.evaluation.prompts import messages
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.methods import AnchorFlow, Epic, InfoFlow, Layout
+from cached_rag.methods import AnchorFlow, Epic, InfoFlow
 from cached_rag.methods.question import top_rows
 
 SHARES = (0.05, 0.15, 0.4)
@@ -104,32 +106,6 @@ def bench_mixing(
     return [_row(name, rows) for name, rows in found.items()]
 
 
-@dataclass(frozen=True)
-class _Chunks(InfoFlow):
-    """The chunks that the question attends to most, from their first token to their last."""
-
-    count: int = 1
-
-    def choose(self, scores: torch.Tensor, layout: Layout) -> torch.Tensor:
-        scores = scores.mean(dim=0)
-        chosen = torch.zeros_like(scores, dtype=torch.bool)
-        runs = sorted(layout.modules, key=lambda run: float(scores[slice(*run)].sum()))
-        for run in runs[-self.count :]:
-            chosen[slice(*run)] = True
-        return chosen
-
-
-@dataclass(frozen=True)
-class _Watching(InfoFlow):
-    """Keeps what it is shown: (num_late_layers, seq_len), the question's attention to tokens."""
-
-    seen: list[torch.Tensor] = field(default_factory=list)
-
-    def choose(self, scores: torch.Tensor, layout: Layout) -> torch.Tensor:
-        self.seen.append(scores)
-        return super().choose(scores, layout)
-
-
 class _Mixed:
     """One question, with its KV computed in full, and its KV as reuse has it."""
 
@@ -180,20 +156,30 @@ class _Mixed:
         yield "first 8 tokens of each chunk", Epic(8).first_rows(self.layout)
         order = torch.rand(len(self.prompt), generator=torch.Generator().manual_seed(0))
         answer, draft = self._ids[0, len(self.prompt) :], self._draft(_DRAFT_TOKENS)
+        anchors = over_anchors(self.layout)
         for share in SHARES:
             said = f"{100 * share:.0f} %"
             windows = AnchorFlow(share, anchor_tokens=0, window=16)
             yield f"{said}, by the question", self._chosen(InfoFlow(share))
             yield f"{said}, by the question, in windows of 16", self._chosen(windows)
+            over = self._chosen(InfoFlow(share), rows_type=anchors)
+            yield f"{said}, by the question over anchors", over
+            over = self._chosen(OneLayer(share), rows_type=anchors)
+            yield f"{said}, by the question over anchors, in one layer", over
             yield f"{said}, by question and answer", self._chosen(InfoFlow(share), answer)
             yield f"{said}, by question and draft", self._chosen(InfoFlow(share), draft)
             yield f"{said}, by the values' deviation in layer 1", self._farthest(share, 1)
             yield f"{said}, by the values' deviation in the last layer", self._farthest(share, -1)
             yield f"{said}, by chance", order < share
         for count in (1, 2):
-            yield f"{count} whole, by the question", self._chosen(_Chunks(count=count))
+            yield f"{count} whole, by the question", self._chosen(WholeChunks(count=count))
 
-    def _chosen(self, selector: InfoFlow, told: torch.Tensor | None = None) -> torch.Tensor:
+    def _chosen(
+        self,
+        selector: InfoFlow,
+        told: torch.Tensor | None = None,
+        rows_type: type[Rows] = Rows,
+    ) -> torch.Tensor:
         """(num_tokens,) bool: what question, and tokens told after it, choose over stale KV."""
         count, layout = len(self.prompt), self.layout
         ids = self._ids[:, :count]
@@ -201,7 +187,9 @@ class _Mixed:
             ids, more = torch.cat([ids, told[None]], 1), torch.ones(len(told), dtype=torch.bool)
             fresh, exact = torch.cat([layout.fresh, more]), torch.cat([layout.exact, ~more])
             layout = replace(layout, fresh=fresh, exact=exact)
-        chosen = choose_rows(self._model.decoder, self._buffer(), ids, layout, selector)
+        chosen = choose_rows(
+            self._model.decoder, self._buffer(), ids, layout, selector, rows_type=rows_type
+        )
         assert chosen is not None
         tokens = torch.zeros(ids.shape[1], dtype=torch.bool)
         tokens[chosen.rows.cpu()] = True
@@ -217,7 +205,7 @@ class _Mixed:
 
     def _attention(self, buffer: KVBuffer) -> torch.Tensor:
         """(num_late_layers, num_reused): what the question attends to over a buffer's KV."""
-        watching, ids = _Watching(0.5), self._ids[:, : len(self.prompt)]
+        watching, ids = Watching(0.5), self._ids[:, : len(self.prompt)]
         choose_rows(self._model.decoder, buffer, ids, self.layout, watching)
         (seen,) = watching.seen
         return seen[:, self.layout.reused.to(seen.device)].float()

@@ -10,14 +10,17 @@ from conftest import CHUNKS
 from typer.testing import CliRunner
 
 from cached_rag import ConfigError
+from cached_rag.backends.transformers.attention.scattered import Rows
+from cached_rag.backends.transformers.prefill import choose_rows
 from cached_rag.cli.main import app
 from cached_rag.config import GenerationConfig
 from cached_rag.evaluation import Example, bench_mixing
 from cached_rag.evaluation.encodings import Encodings
 from cached_rag.evaluation.measure import figures, read
 from cached_rag.evaluation.mixing import _Mixed
+from cached_rag.evaluation.probes import Watching, over_anchors
 from cached_rag.evaluation.prompts import messages
-from cached_rag.methods import InfoFlow
+from cached_rag.methods import Epic, InfoFlow
 
 EXAMPLES = [
     Example("1", "What turned green?", ("copper",), tuple(CHUNKS)),
@@ -52,7 +55,10 @@ def test_shares_are_those_of_what_is_exact(engine):
     rows = {row.exact: row for row in bench_mixing(engine, EXAMPLES)}
     assert rows["keys"].share == rows["values"].share == 0.5
     assert rows["first half of the layers"].share == 0.5
-    for way in ("by the question", "by question and answer", "by question and draft", "by chance"):
+    for way in (
+        *("by the question", "by the question over anchors", "by question and answer"),
+        *("by the question over anchors, in one layer", "by question and draft", "by chance"),
+    ):
         shares = [rows[f"{percent} %, {way}"].share for percent in (5, 15, 40)]
         assert shares == sorted(shares)
         assert shares[2] == pytest.approx(0.4, abs=0.2)
@@ -68,6 +74,30 @@ def test_what_is_told_after_the_question_chooses_too(engine):
     assert torch.equal(alone, mixed._chosen(asked, torch.empty(0, dtype=torch.long)))
     told = torch.tensor([mixed.prompt[count // 4]] * 8)
     assert not torch.equal(alone, mixed._chosen(asked, told))
+
+
+@pytest.mark.parametrize("anchors", [2, 10_000])
+def test_a_question_over_anchors_is_computed_of_their_values_alone(engine, anchors):
+    encodings = Encodings(engine.model, EXAMPLES, long=False)
+    mixed = _Mixed(engine.model, encodings.engine("primer", EXAMPLES[0].chunks), EXAMPLES[0])
+    layout, ids = mixed.layout, mixed._ids[:, : len(mixed.prompt)]
+    hidden = layout.reused & ~Epic(anchors).first_rows(layout)
+    scores = []
+    for rows_type in (over_anchors(layout, anchors), Rows):
+        for value in (0.0, 7.0):
+            buffer, watching = mixed._buffer(), Watching(0.5)
+            if value:
+                buffer.values[..., hidden.nonzero()[:, 0], :] = value
+            decoder = engine.model.decoder
+            choose_rows(decoder, buffer, ids, layout, watching, rows_type=rows_type)
+            scores.append(watching.seen[0])
+    over, over_changed, whole, whole_changed = scores
+    assert torch.equal(over, over_changed)  # of the others' values, nothing
+    if anchors > len(mixed.prompt):
+        torch.testing.assert_close(over, whole, rtol=1e-4, atol=1e-6)
+    else:
+        assert not torch.allclose(over, whole, rtol=1e-2)
+        assert not torch.allclose(whole, whole_changed, rtol=1e-2)
 
 
 def test_the_farthest_are_those_whose_values_differ_most(engine):
@@ -105,4 +135,4 @@ def test_the_command_prints_a_row_a_mixture(model_folder, tmp_path):
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["machine"]["commit"]
-    assert len(found["rows"]) == 30
+    assert len(found["rows"]) == 36

@@ -57,8 +57,8 @@ def prefill_selected(
 
     Args:
         selector: the method.
-        rows_type: decides which slots a row sees. Other than `Rows` only where a comparison
-            reproduces an error in published code (`evaluation/released.py`).
+        rows_type: decides which slots a row sees. Other than `Rows` only where something is
+            compared with it (`evaluation/released.py`, `evaluation/probes.py`).
     """
     if isinstance(selector, QuestionSelector) and selector.observed_layers(layout):
         return _prefill_asked(decoder, buffer, token_ids, layout, selector, ready)
@@ -80,12 +80,13 @@ def choose_rows(
     layout: Layout,
     selector: Selector,
     ready: Callable[[int], object] | None = None,
+    rows_type: type[Rows] = Rows,
 ) -> Chosen | None:
-    """See `Backend.choose`."""
+    """See `Backend.choose`; for `rows_type` see `prefill_selected`."""
     if selector.check_layers(layout):
         return None
     if isinstance(selector, QuestionSelector) and selector.observed_layers(layout):
-        return _ask(decoder, buffer, token_ids, layout, selector, ready)[0]
+        return _ask(decoder, buffer, token_ids, layout, selector, ready, rows_type)[0]
     slots = selector.first_rows(layout).nonzero().squeeze(1)
     return Chosen(slots, slots, 0)
 
@@ -121,6 +122,7 @@ def _ask(
     layout: Layout,
     selector: QuestionSelector,
     ready: Callable[[int], object] | None,
+    rows_type: type[Rows] = Rows,
 ) -> tuple[Chosen, RowPass]:
     """Compute the live rows, which have no KV, and watch what the question among them attends to.
 
@@ -137,7 +139,7 @@ def _ask(
         )
     live = layout.fresh.to(token_ids.device)
     slots = live.nonzero().squeeze(1)
-    asked = RowPass(decoder, buffer, token_ids, slots, num_logits=0, ready=ready)
+    asked = RowPass(decoder, buffer, token_ids, slots, 0, rows_type, ready)
     observer = Observer(selector, layout)
     asked.watch(observer)
     chosen = selector.choose(torch.stack(observer.scores), layout)

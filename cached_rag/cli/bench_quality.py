@@ -1,4 +1,4 @@
-"""`cached-rag bench mixing`: exact KV among stale KV, and what that does to answers."""
+"""`cached-rag bench mixing` and `signals`: where the quality that reuse costs goes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from cached_rag.cli.options import Device, Dtype, Model
 from cached_rag.cli.terminal import Json, print_rows
 from cached_rag.config import DEFAULT_MODEL
 
+Data = Annotated[
+    list[Path], typer.Argument(help="Question sets (.jsonl), as `cached-rag eval` reads them.")
+]
+Limit = Annotated[int | None, typer.Option(help="Most questions of a file.")]
+
 
 def mixing(
-    data: Annotated[
-        list[Path], typer.Argument(help="Question sets (.jsonl), as `cached-rag eval` reads them.")
-    ],
+    data: Data,
     model: Model = DEFAULT_MODEL,
-    limit: Annotated[int | None, typer.Option(help="Most questions of a file.")] = None,
+    limit: Limit = None,
     encoding: Annotated[
         str, typer.Option(help="How chunks are encoded, as behind the @ of `cached-rag eval`.")
     ] = "primer",
@@ -34,4 +37,24 @@ def mixing(
     with Engine.load(model, dtype=dtype, device=device) as engine:
         facts = machine(engine.model)
         rows = bench_mixing(engine, examples, encoding)
+    print_rows(rows, facts, as_json=as_json)
+
+
+def signals(
+    data: Data,
+    model: Model = DEFAULT_MODEL,
+    limit: Limit = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """What tells before an answer that reuse will cost it: entropy, or experts that disagree."""
+    from cached_rag import Engine
+    from cached_rag.benchmarks import machine
+    from cached_rag.evaluation import bench_signals, load_examples
+
+    examples = [example for path in data for example in load_examples(path, limit)]
+    with Engine.load(model, dtype=dtype, device=device) as engine:
+        facts = machine(engine.model)
+        rows = bench_signals(engine, examples)
     print_rows(rows, facts, as_json=as_json)
