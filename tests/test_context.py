@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import CHUNKS, plain_cache, tiny_model
 from test_engine import ask
 
-from cached_rag import Context, Engine, StoreConfig
-from cached_rag.library.context import PRIMER
+from cached_rag import ConfigError, Context, Engine, StoreConfig
+from cached_rag.kv.positions import PositionRule
+from cached_rag.library.context import MOST_PRIMERS, PRIMER, primer
 from cached_rag.library.encode import encode_chunks, encode_prefix, join
 from cached_rag.library.matching import EncodedAfter
 
@@ -17,17 +20,24 @@ def head_of(engine):
     return engine.head(ask(CHUNKS[0]), CHUNKS[0])
 
 
+def before(engine, behind, *passages):
+    """The tokens that stand before a chunk behind these passages."""
+    ids = list(behind.prefix_ids)
+    for passage in passages:
+        ids += engine.tokenization.literal(passage).ids + engine.tokenization.following("\n\n").ids
+    return ids
+
+
 def test_a_module_behind_a_context_is_what_full_prefill_makes_of_it_there(engine):
     engine.encode(CHUNKS[:1], head_of(engine), context=Context.fixed(CHUNKS[1]))
     (behind,) = engine.library.encoded_after()
     ids = tuple(engine.tokenization.literal(CHUNKS[0]).ids)
-    passage = engine.tokenization.literal(CHUNKS[1]).ids
     kv = engine.library.fetch(behind, ids)
-    before = [*behind.prefix_ids, *passage]
-    keys, values = plain_cache(engine.model, [*before, *ids])
-    assert kv.start == len(before)
-    assert torch.allclose(kv.keys, keys[:, :, len(before) :], atol=1e-4)
-    assert torch.allclose(kv.values, values[:, :, len(before) :], atol=1e-4)
+    first = before(engine, behind, CHUNKS[1])
+    keys, values = plain_cache(engine.model, [*first, *ids])
+    assert kv.start == len(first)
+    assert torch.allclose(kv.keys, keys[:, :, len(first) :], atol=1e-4)
+    assert torch.allclose(kv.values, values[:, :, len(first) :], atol=1e-4)
     engine.encode(CHUNKS[:1], head_of(engine))
     alone = engine.library.fetch(EncodedAfter(behind.prefix_ids), ids)
     assert not torch.allclose(kv.values[-1], alone.values[-1], atol=1e-2)  # control
@@ -52,7 +62,7 @@ def test_the_first_module_is_exact_if_it_can_be_and_the_others_stand_in_context(
     modules = [place for place in plan.placements if place.is_chunk]
     assert [place.is_exact for place in modules] == [True, False, False]
     far = [place.kv.start for place in modules]
-    assert far[0] < far[1] == far[2]
+    assert far[0] < min(far[1:])
 
 
 def test_r_1_behind_a_context_is_full_prefill(engine):
@@ -65,14 +75,74 @@ def test_r_1_behind_a_context_is_full_prefill(engine):
 
 
 def test_different_texts_before_different_modules(engine):
-    before = {CHUNKS[0]: [CHUNKS[1]], CHUNKS[1]: [CHUNKS[2], CHUNKS[0]], CHUNKS[2]: []}
-    context = Context("own", lambda text: before[text])
+    texts = {CHUNKS[0]: [CHUNKS[1]], CHUNKS[1]: [CHUNKS[2], CHUNKS[0]], CHUNKS[2]: []}
+    context = Context("own", lambda text: texts[text])
     assert engine.encode(CHUNKS, head_of(engine), context=context).encoded == 3
     (behind,) = engine.library.encoded_after()
-    ids = {text: tuple(engine.tokenization.literal(text).ids) for text in CHUNKS}
-    for text, passages in before.items():
-        kv = engine.library.fetch(behind, ids[text])
-        assert kv.start == len(behind.prefix_ids) + sum(len(ids[passage]) for passage in passages)
+    for text, passages in texts.items():
+        kv = engine.library.fetch(behind, tuple(engine.tokenization.literal(text).ids))
+        assert kv.start == len(before(engine, behind, *passages))
+
+
+def test_a_mean_is_that_of_the_kv_in_each_context_moved_to_one_place(engine):
+    texts = ((CHUNKS[1],), (CHUNKS[2], CHUNKS[1]), (CHUNKS[2],))
+    context = Context.mean(*(Context.fixed(*one) for one in texts))
+    done = engine.encode(CHUNKS[:1], head_of(engine), context=context)
+    ids = tuple(engine.tokenization.literal(CHUNKS[0]).ids)
+    assert done.tokens == 3 * len(ids)
+    (behind,) = engine.library.encoded_after()
+    kv = engine.library.fetch(behind, ids)
+    found = []
+    for one in texts:
+        first = before(engine, behind, *one)
+        keys, values = (
+            side[:, :, len(first) :] for side in plain_cache(engine.model, [*first, *ids])
+        )
+        moved = torch.empty_like(keys)
+        engine.model.rule.relocate(keys, kv.start - len(first), moved)
+        found.append((moved, values))
+    assert kv.start == len(before(engine, behind, CHUNKS[1]))
+    for side, each in zip((kv.keys, kv.values), zip(*found, strict=True), strict=True):
+        assert torch.allclose(side, torch.stack(each).mean(0), atol=1e-4)
+        assert not torch.allclose(side, each[0], atol=1e-2)  # control
+
+
+def test_a_mean_has_the_tokens_of_all_its_passes_as_its_total(engine):
+    totals, done = [], []
+    two = Context.mean(Context.fixed(CHUNKS[1]), Context.fixed(CHUNKS[2]))
+    engine.encode(
+        CHUNKS[:1],
+        head_of(engine),
+        context=two,
+        token_progress=done.append,
+        token_total=totals.append,
+    )
+    assert totals == [sum(done)] == [2 * len(engine.tokenization.literal(CHUNKS[0]).ids)]
+
+
+def test_a_mean_of_one_is_that_one_and_of_none_or_of_means_an_error():
+    one, two = Context.fixed(CHUNKS[0]), Context.fixed(CHUNKS[1])
+    assert Context.mean(one) is one
+    for wrong in ((), (one, Context.mean(one, two))):
+        with pytest.raises(ConfigError, match="mean"):
+            Context.mean(*wrong)
+
+
+def test_a_mean_is_preferred_to_a_single_context(engine):
+    for context in (primer(1), PRIMER, primer(2), None):
+        engine.encode(CHUNKS, head_of(engine), context=context)
+    kinds = [behind.context.split(":")[0] for behind in engine.library.encoded_after()]
+    assert kinds == ["mean", "mean", "fixed", ""]
+    _, plan = engine.plan(ask(*CHUNKS), "reuse", engine.prefill(ask(*CHUNKS)).report)
+    last = plan.matches[-1].encoded_after
+    assert last.context.startswith("mean:")
+
+
+def test_where_keys_cannot_be_moved_a_chunk_is_encoded_in_one_context():
+    fixed = replace(tiny_model("llama"), rule=PositionRule(reason="a test"))
+    with Engine(fixed, StoreConfig()) as engine:
+        done = engine.encode(CHUNKS[:1], head_of(engine), context=PRIMER)
+        assert done.tokens == len(engine.tokenization.literal(CHUNKS[0]).ids)
 
 
 def test_joined_modules_are_moved_right_behind_each_other():
@@ -96,11 +166,17 @@ def test_contexts_survive_a_restart(tmp_path):
         assert engine.encode(CHUNKS, head_of(engine), context=PRIMER).encoded == 0
 
 
-def test_the_primer_is_some_passages_and_has_a_name():
-    passages = PRIMER.before("anything")
-    assert len(passages) == 4
-    assert PRIMER.name == Context.fixed(*passages).name
-    assert PRIMER.name != Context.fixed(*passages[:3]).name
+def test_primers_are_some_passages_each_and_have_names():
+    assert len(PRIMER.ways) == MOST_PRIMERS == 3
+    for way in (primer(1), *PRIMER.others):
+        passages = way.before("anything")
+        assert len(passages) == 4
+        assert way.name == Context.fixed(*passages).name
+        assert way.name != Context.fixed(*passages[:3]).name
+    assert len({primer(count).name for count in (1, 2, 3)}) == 3
+    for wrong in (0, 4):
+        with pytest.raises(ConfigError, match="1 to 3"):
+            primer(wrong)
 
 
 def test_passages_that_do_not_fit_are_left_out_farthest_first(engine):
@@ -109,7 +185,7 @@ def test_passages_that_do_not_fit_are_left_out_farthest_first(engine):
     engine.encode(CHUNKS[:1], head_of(engine), context=Context.fixed(long, CHUNKS[1]))
     (behind,) = engine.library.encoded_after()
     kv = engine.library.fetch(behind, engine.tokenization.literal(CHUNKS[0]).ids)
-    assert kv.start == len(behind.prefix_ids) + len(engine.tokenization.literal(CHUNKS[1]).ids)
+    assert kv.start == len(before(engine, behind, CHUNKS[1]))
 
 
 def elsewhere(engine, **options):

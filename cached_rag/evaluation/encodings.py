@@ -21,7 +21,7 @@ from cached_rag.evaluation.data import Example
 from cached_rag.evaluation.prompts import messages
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.module import ModuleKV
-from cached_rag.library.context import PRIMER, Context
+from cached_rag.library.context import PRIMER, Context, primer
 from cached_rag.library.matching import HARVESTED
 from cached_rag.rag import DEFAULT_EMBEDDING, Embedder
 
@@ -75,6 +75,8 @@ class Encodings:
         return engine
 
     def _context(self, kind: str, count: int) -> Context | None:
+        if kind == "primers":
+            return primer(count)
         if kind in ("primer", "both", "alone-primer", "elsewhere", "half"):
             return PRIMER
         if kind == "neighbours":

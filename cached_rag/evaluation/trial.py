@@ -14,7 +14,7 @@ from cached_rag.methods import has_own_ratio
 
 ENCODINGS = (
     *("alone", "alone-primer", "prefix", "primer", "both", "neighbours", "strangers"),
-    *("harvested", "elsewhere", "elsewhere-prefix", "reversed", "half"),
+    *("primers", "harvested", "elsewhere", "elsewhere-prefix", "reversed", "half"),
 )
 DEFAULT_ENCODING = "primer"
 _REVERSED = "reversed"

@@ -12,7 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
+from cached_rag.errors import ConfigError
 from cached_rag.kv.fingerprint import digest
+
+# How the names of means begin.
+MEAN = "mean:"
 
 
 @dataclass(frozen=True)
@@ -23,22 +27,63 @@ class Context:
         name: part of the KV's identity, so different contexts need different names.
         before: gives the passages for a chunk's text; the last one stands right before the chunk.
             If the model's context has no room for all, the first ones are left out.
+        others: contexts that a chunk is encoded in, too; its KV is the mean of all of these.
     """
 
     name: str
     before: Callable[[str], Sequence[str]]
+    others: tuple[Context, ...] = ()
+
+    @property
+    def ways(self) -> tuple[Context, ...]:
+        """Itself and the others: how often a chunk is encoded."""
+        return (self, *self.others)
 
     @classmethod
     def fixed(cls, *passages: str) -> Context:
         """A context with the same passages before every chunk."""
-        return cls(f"fixed:{digest(*passages)}", lambda _: passages)
+        return cls(f"fixed:{digest(*passages, 'an empty line after each')}", lambda _: passages)
+
+    @classmethod
+    def mean(cls, *contexts: Context) -> Context:
+        """A context in which a chunk's KV is the mean of that in each of these, moved to one place.
+
+        What a text before a chunk adds to its KV is in part the same for any text, and in part that
+        text's own, which another prompt does not have: the mean keeps the former and loses most of
+        the latter. From no paper; docs/quality.md has what it gives.
+
+        Raises:
+            ConfigError: none is given, or one of them is a mean itself.
+        """
+        if not contexts or any(one.others for one in contexts):
+            raise ConfigError("a mean is of one context at least, and none of them a mean itself")
+        first, *others = contexts
+        if not others:
+            return first
+        name = f"{MEAN}{digest(*(one.name for one in contexts))}"
+        return cls(name, first.before, tuple(others))
 
 
-def _primer() -> Context:
-    text = resources.files("cached_rag.library").joinpath("primer.txt").read_text(encoding="utf-8")
-    return Context.fixed(*text.strip().split("\n\n"))
+def _primers() -> tuple[Context, ...]:
+    text = resources.files("cached_rag.library").joinpath("primers.txt").read_text(encoding="utf-8")
+    return tuple(Context.fixed(*one.strip().split("\n\n")) for one in text.split("\n---\n"))
 
 
-# Four short passages about nothing in particular. They are the same for all chunks, so their KV is
-# computed once, and encoding costs no more than without them.
-PRIMER = _primer()
+# Each is four short passages about nothing in particular. They are the same for all chunks, so
+# their own KV is computed once.
+_PRIMERS = _primers()
+MOST_PRIMERS = len(_PRIMERS)
+
+
+def primer(count: int = MOST_PRIMERS) -> Context:
+    """The mean of so many primers; each takes a pass over every chunk.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    if not 1 <= count <= MOST_PRIMERS:
+        raise ConfigError(f"there are 1 to {MOST_PRIMERS} primers, not {count}")
+    return Context.mean(*_PRIMERS[:count])
+
+
+PRIMER = primer()

@@ -82,26 +82,53 @@ def encode_chunks(
     chunks: Sequence[tuple[int, ...]],
     progress: Progress = lambda *_: None,
 ) -> Iterator[ModuleKV]:
-    """Prefill chunks, each alone behind the prefix.
+    """Prefill chunks, each alone behind the prefix; see `encode_mean`."""
+    return encode_mean(model, [prefix], chunks, progress)
+
+
+def encode_mean(
+    model: Backend,
+    prefixes: Sequence[ModuleKV | None],
+    chunks: Sequence[tuple[int, ...]],
+    progress: Progress = lambda *_: None,
+) -> Iterator[ModuleKV]:
+    """Prefill chunks, each alone behind each of the prefixes in turn.
 
     Args:
-        prefix: the prefix's KV, which starts at position 0; None for no prefix.
+        prefixes: KV that starts at position 0; None for no prefix.
         chunks: the token ids of each.
-        progress: called after each batch with the numbers of its chunks and of their tokens.
+        progress: called after each batch with the numbers of its chunks and of the tokens computed.
 
     Yields:
-        The KV of each chunk, without the prefix's; the longest chunk first.
+        The KV of each chunk, without the prefix's: of several prefixes the mean, at the place that
+        the first one gives it. The longest chunk first.
 
     Raises:
         ContextOverflowError: prefix and chunk exceed the model's context.
-        RelocationError: they exceed the length at which the model switches to other frequencies.
+        RelocationError: they exceed the length at which the model switches to other frequencies; or
+            there are several prefixes, and the model's keys cannot be moved.
     """
-    start = prefix.seq_len if prefix else 0
+    starts = [prefix.seq_len if prefix else 0 for prefix in prefixes]
     for batch in _batches(chunks):
-        check_fits(model, start, len(batch[0]))
-        model.rule.check(0, start + len(batch[0]))
-        yield from _encode_batch(model, prefix, batch)
-        progress(len(batch), sum(map(len, batch)))
+        check_fits(model, max(starts), len(batch[0]))
+        model.rule.check(max(starts) - min(starts), max(starts) + len(batch[0]))
+        found = [list(_encode_batch(model, prefix, batch)) for prefix in prefixes]
+        yield from (_mean(kvs, model.rule) for kvs in zip(*found, strict=True))
+        progress(len(batch), len(prefixes) * sum(map(len, batch)))
+
+
+def _mean(kvs: Sequence[ModuleKV], rule: PositionRule) -> ModuleKV:
+    """The mean of one chunk's KV from several places, computed in fp32, where the first one is."""
+    first, *others = kvs
+    if not others:
+        return first
+    keys, values = first.keys.float(), first.values.float()
+    moved = torch.empty_like(keys)
+    for kv in others:
+        keys += rule.relocate(kv.keys, first.start - kv.start, moved)
+        values += kv.values
+    whole = (keys / len(kvs), values / len(kvs))
+    return ModuleKV(first.token_ids, first.start, *(side.to(first.keys.dtype) for side in whole))
 
 
 def check_fits(model: Backend, start: int, length: int) -> None:

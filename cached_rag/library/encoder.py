@@ -15,19 +15,24 @@ from cached_rag.backends.tokenizer import Rendered, Tokenization
 from cached_rag.errors import ContextOverflowError
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import ChunkRecord
-from cached_rag.library.context import PRIMER, Context
+from cached_rag.library.context import MOST_PRIMERS, Context, primer
 from cached_rag.library.encode import (
     EncodeSummary,
     Progress,
     check_fits,
     encode_chunks,
+    encode_mean,
     encode_prefix,
     join,
 )
 from cached_rag.library.library import Library
 from cached_rag.library.matching import ANCHOR, EncodedAfter, record_of
 
+# What stands between chunks in the prompts of `CachedRAG`, and of the frameworks' own templates.
+_BETWEEN = "\n\n"
+_PRIMERS = tuple(primer(count + 1) for count in range(MOST_PRIMERS))
 Ids = tuple[int, ...]
+Passages = tuple[Ids, ...]
 
 
 @dataclass(frozen=True)
@@ -50,14 +55,14 @@ class Encoder:
     """Encodes texts with one model into one library.
 
     Attributes:
-        contexts: the known contexts, by name: the primer, and those that `encode` was given.
+        contexts: the known contexts, by name: the primers, and those that `encode` was given.
     """
 
     model: Backend
     library: Library
     tokenization: Tokenization
-    contexts: dict[str, Context] = field(default_factory=lambda: {PRIMER.name: PRIMER})
-    _last: dict[tuple[EncodedAfter, tuple[Ids, ...]], tuple[ModuleKV | None]] = field(
+    contexts: dict[str, Context] = field(default_factory=lambda: {c.name: c for c in _PRIMERS})
+    _last: dict[tuple[EncodedAfter, tuple[Passages, ...]], list[ModuleKV | None]] = field(
         default_factory=dict
     )
 
@@ -91,7 +96,7 @@ class Encoder:
         longest = max(map(len, wanted), default=0)
         check_fits(self.model, len(behind.prefix_ids), longest)
         self.library.add_chunks([record for record, _ in order.records])
-        tokens = sum(map(len, wanted))
+        tokens = sum(map(len, wanted)) * len(self._ways(behind))
         if wanted:
             total(tokens)
         if wanted or behind not in self.library.encoded_after():
@@ -155,8 +160,7 @@ class Encoder:
         # First of all: KV that stands behind something unknown may be pruned.
         self.library.add_encoded_after(behind)
         head = self._ensure_prefix(behind)
-        context = self.contexts[behind.context] if behind.context else None
-        for kv in self._encoded(behind, head, context, wanted, progress):
+        for kv in self._encoded(behind, head, wanted, progress):
             self.library.put(behind, kv, wanted[kv.token_ids][0].text_digest)
 
     def prefix_ids(self, prefix: Rendered | None, following: str) -> Ids:
@@ -228,20 +232,29 @@ class Encoder:
         self,
         behind: EncodedAfter,
         head: ModuleKV | None,
-        context: Context | None,
         wanted: dict[Ids, tuple[ChunkRecord, str]],
         progress: Progress,
     ) -> Iterator[ModuleKV]:
         """KV of the wanted chunks. Those with the same passages before them are one group."""
-        groups: dict[tuple[Ids, ...], list[Ids]] = {}
+        groups: dict[tuple[Passages, ...], list[Ids]] = {}
         for ids, (_, text) in wanted.items():
-            before = context.before(text) if context else ()
-            texts = [tuple(self.tokenization.literal(p).ids) for p in before if p != text]
             room = self._room - len(behind.prefix_ids) - len(ids)
-            groups.setdefault(_fitting(texts, room), []).append(ids)
-        for passages, chunks in groups.items():
-            base = self._standing_before(behind, head, passages)
-            yield from encode_chunks(self.model, base, chunks, progress)
+            ways = tuple(self._passages(way, text, room) for way in self._ways(behind))
+            groups.setdefault(ways, []).append(ids)
+        for ways, chunks in groups.items():
+            yield from encode_mean(
+                self.model, self._standing_before(behind, head, ways), chunks, progress
+            )
+
+    def _ways(self, behind: EncodedAfter) -> tuple[Context | None, ...]:
+        """The contexts whose mean is wanted: one, where keys cannot be moved to one place."""
+        ways = self.contexts[behind.context].ways if behind.context else (None,)
+        return ways if self.model.rule.is_movable else ways[:1]
+
+    def _passages(self, context: Context | None, text: str, room: int) -> Passages:
+        before = context.before(text) if context else ()
+        texts = [tuple(self.tokenization.literal(p).ids) for p in before if p != text]
+        return _fitting(texts, room, len(self._between))
 
     @property
     def _room(self) -> int:
@@ -250,30 +263,47 @@ class Encoder:
         return min(self.model.context_length, self.model.context_length if limit is None else limit)
 
     def _standing_before(
-        self, behind: EncodedAfter, head: ModuleKV | None, passages: tuple[Ids, ...]
-    ) -> ModuleKV | None:
-        """The KV of prefix and passages together. A passage that is a chunk with KV is only moved.
+        self, behind: EncodedAfter, head: ModuleKV | None, ways: tuple[Passages, ...]
+    ) -> list[ModuleKV | None]:
+        """The KV of prefix and passages together, for each way.
 
         The last result is kept, because all batches of an index have the same before them.
         """
-        if last := self._last.get((behind, passages)):
-            return last[0]
-        base = head
+        if (last := self._last.get((behind, ways))) is not None:
+            return last
+        bases = [self._joined(behind, head, passages) for passages in ways]
+        self._last.clear()
+        self._last[behind, ways] = bases
+        return bases
+
+    def _joined(
+        self, behind: EncodedAfter, base: ModuleKV | None, passages: Passages
+    ) -> ModuleKV | None:
+        """Passages behind a prefix, an empty line after each, as prompts have chunks.
+
+        A passage that is a chunk with KV is only moved.
+        """
         for ids in passages:
             kv = self.library.fetch(EncodedAfter(behind.prefix_ids), ids)
-            if kv is None:
-                (kv,) = encode_chunks(self.model, base, [ids])
-            base = join(self.model, base, kv)
-        self._last.clear()
-        self._last[behind, passages] = (base,)
+            base = self._with(base, ids) if kv is None else join(self.model, base, kv)
+            base = self._with(base, self._between)
         return base
 
+    def _with(self, base: ModuleKV | None, ids: Ids) -> ModuleKV | None:
+        for kv in encode_chunks(self.model, base, [ids] if ids else []):
+            base = join(self.model, base, kv)
+        return base
 
-def _fitting(passages: Sequence[Ids], room: int) -> tuple[Ids, ...]:
-    """As many of the last passages as have at most `room` tokens together."""
+    @property
+    def _between(self) -> Ids:
+        return tuple(self.tokenization.following(_BETWEEN).ids)
+
+
+def _fitting(passages: Sequence[Ids], room: int, between: int) -> Passages:
+    """As many of the last passages as have at most `room` tokens, with `between` after each."""
     fitting: list[Ids] = []
     for ids in reversed(passages):
-        room -= len(ids)
+        room -= len(ids) + between
         if room < 0:
             break
         fitting.insert(0, ids)

@@ -172,7 +172,7 @@ class Library(Shelf):
     def encoded_after(self) -> list[EncodedAfter]:
         """All that chunks were encoded behind.
 
-        The longest prefix comes first; of two with the same prefix, the one with a context.
+        The longest prefix comes first; of those with the same prefix, the one of the highest rank.
         """
         return self._encoded_after
 
@@ -438,4 +438,4 @@ def _opened(root: Path, maker: Maker, config: StoreConfig) -> tuple[DiskStore, C
 
 
 def _longest_first(behinds: Iterable[EncodedAfter]) -> list[EncodedAfter]:
-    return sorted(behinds, key=lambda b: (len(b.prefix_ids), b.context != ""), reverse=True)
+    return sorted(behinds, key=lambda b: (len(b.prefix_ids), b.rank), reverse=True)

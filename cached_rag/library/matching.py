@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from cached_rag.backends.tokenizer import Tokens
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.store.catalog import ChunkRecord
+from cached_rag.library.context import MEAN
 
 # Characters at the beginning of a text by which it is looked up; shorter texts are no chunks.
 ANCHOR = 32
@@ -41,6 +42,11 @@ class EncodedAfter:
 
     prefix_ids: tuple[int, ...]
     context: str = ""
+
+    @property
+    def rank(self) -> tuple[int, str]:
+        """The higher, the nearer to full prefill: none, a context, the mean of several."""
+        return (bool(self.context) + self.context.startswith(MEAN), self.context)
 
 
 # What a prompt has computed for a chunk, behind whatever stood before it there (`harvest.py`). Any

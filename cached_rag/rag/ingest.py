@@ -207,7 +207,7 @@ class Ingestion:
             texts: all chunks of each document, by its source.
         """
         parts = list(_parts(texts))
-        passes = len(self.preparation.contexts)
+        passes = sum(len(c.ways) if c else 1 for c in self.preparation.contexts)
         sizes = [passes * self.preparation.engine.register(chunks) for _, chunks in parts]
         done = Encoded()
         with prefilling(sum(sizes), is_shown=progress) as bar:

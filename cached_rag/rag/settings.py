@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
-from cached_rag.library.context import PRIMER, Context
+from cached_rag.library.context import MOST_PRIMERS, PRIMER, Context, primer
 from cached_rag.rag.embedding import DEFAULT_EMBEDDING, Embeddings
 from cached_rag.rag.index import DocumentIndex
 
@@ -46,8 +46,10 @@ def contexts(
         ConfigError: a context that does not exist, or one that needs an index, without one.
     """
     kind, count = _parsed(text)
+    if kind == "primer":
+        return (primer(count),)
     if kind != "neighbours":
-        return {"none": (None,), "primer": (PRIMER,), "both": (None, PRIMER)}[kind]
+        return {"none": (None,), "both": (None, PRIMER)}[kind]
     if index is None or embedder is None:
         raise ConfigError(
             f"context {text!r} needs the whole index for each chunk, and the workers of a cluster "
@@ -62,9 +64,13 @@ def contexts(
 
 
 def _parsed(text: str) -> tuple[str, int]:
-    """The kind of context and, for "neighbours:n", their number."""
-    kind, _, count = text.partition(":")
-    is_counted = kind == "neighbours" and count.isdigit() and int(count) > 0
-    if not is_counted and text not in ("none", "primer", "both"):
-        raise ConfigError(f"context {text!r} is not one of none, primer, both, neighbours:n")
-    return kind, int(count or 0)
+    """The kind of context and, of neighbours or primers, their number."""
+    kind, _, number = text.partition(":")
+    count = int(number) if number.isdecimal() else MOST_PRIMERS if text == "primer" else 0
+    most = {"neighbours": count, "primer": MOST_PRIMERS}.get(kind, 0)
+    if not 1 <= count <= most and text not in ("none", "both"):
+        raise ConfigError(
+            f"context {text!r} is not one of none, primer, primer:1 to primer:{MOST_PRIMERS}, "
+            "both, neighbours:n"
+        )
+    return kind, count
