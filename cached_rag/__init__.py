@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from cached_rag.explain import Explanation
     from cached_rag.grammar.grammar import Grammar
     from cached_rag.grammar.tools import ToolCall
-    from cached_rag.library.context import PRIMER, Context
+    from cached_rag.library.context import PRIMER, Context, primer
     from cached_rag.library.encode import EncodeSummary
     from cached_rag.library.handoff import Handoff
     from cached_rag.library.ledger import Ledger
@@ -137,6 +137,7 @@ __all__ = [
     "encode_progress",
     "load_model",
     "needs_extra",
+    "primer",
     "template_head",
     "wrap_model",
 ]

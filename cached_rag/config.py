@@ -22,6 +22,8 @@ _COLDEST = 1e-4
 _MOST_LOGPROBS = 20  # as OpenAI's
 # Which prompts may go on with KV that a method repaired; see `StoreConfig`.
 KeepsRepaired = bool | Literal["conversation"]
+# How many texts there are to encode chunks behind (`library/primers.txt`).
+MOST_PRIMERS = 3
 # What is learned from prompts; see `StoreConfig`.
 Learns = Literal["off", "recurring"]
 _METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")
@@ -216,6 +218,9 @@ class StoreConfig:
         settle: where prompts begin with the same chunks in the same order again, that beginning is
             computed in full in the background, kept among `sequence_bytes`, and from then on reused
             without loss. Needs `write_back`, and `keeps_repaired` not to be False.
+        primers: in how many passes a chunk is encoded, each behind another primer, 1 to 3; their
+            mean is kept. That takes so many times as long, once, and brings answers nearer to full
+            prefill's (docs/quality.md). An index of `CachedRAG` has a setting of its own.
         write_back: encode chunks that a request missed in the background.
         finish_seconds: how long `Engine.close`, or the interpreter's end, may go on encoding chunks
             that still wait, so that the next process finds their KV on disk; 0 drops them. Without
@@ -251,6 +256,7 @@ class StoreConfig:
     keeps_repaired: KeepsRepaired = "conversation"
     harvest: bool | None = None
     settle: bool = True
+    primers: int = MOST_PRIMERS
     write_back: bool = True
     finish_seconds: float = 30.0
     learn_prefixes: bool = True
@@ -271,6 +277,8 @@ class StoreConfig:
             "harvest takes KV from earlier prompts, and sequence_bytes=0 or keeps_repaired=False "
             "lets none serve; leave one of them out",
         )
+        most = MOST_PRIMERS
+        _require(1 <= self.primers <= most, f"there are 1 to {most} primers, not {self.primers}")
         _require(
             self.learn in ("off", "recurring"), f'learn is "off" or "recurring", not {self.learn!r}'
         )

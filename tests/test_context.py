@@ -10,8 +10,9 @@ from conftest import CHUNKS, plain_cache, tiny_model
 from test_engine import ask
 
 from cached_rag import ConfigError, Context, Engine, StoreConfig
+from cached_rag.config import MOST_PRIMERS
 from cached_rag.kv.positions import PositionRule
-from cached_rag.library.context import MOST_PRIMERS, PRIMER, primer
+from cached_rag.library.context import PRIMER, primer
 from cached_rag.library.encode import encode_chunks, encode_prefix, join
 from cached_rag.library.matching import EncodedAfter
 
@@ -177,6 +178,16 @@ def test_primers_are_some_passages_each_and_have_names():
     for wrong in (0, 4):
         with pytest.raises(ConfigError, match="1 to 3"):
             primer(wrong)
+
+
+def test_an_engine_encodes_behind_as_many_primers_as_it_is_told():
+    assert Engine(tiny_model("llama")).primer == PRIMER
+    with Engine(tiny_model("llama"), StoreConfig(primers=1)) as engine:
+        assert engine.primer == primer(1)
+        assert engine.encode(CHUNKS[:1], context=engine.primer).tokens < 40
+    for wrong in (0, 4):
+        with pytest.raises(ConfigError, match="1 to 3 primers"):
+            StoreConfig(primers=wrong)
 
 
 def test_passages_that_do_not_fit_are_left_out_farthest_first(engine):

@@ -20,7 +20,7 @@ from cached_rag import (
     StoreConfig,
     StoreFullError,
 )
-from cached_rag.library.context import PRIMER
+from cached_rag.library.context import PRIMER, primer
 from cached_rag.library.library import Library
 from cached_rag.rag.prompts import Prompts
 
@@ -272,16 +272,21 @@ def test_a_prompt_that_surely_fits_is_tokenised_once(opened, docs, monkeypatch):
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("context", ["primer", "none", "both", "neighbours:1"])
+@pytest.mark.parametrize("context", ["primer", "primer:2", "none", "both", "neighbours:1"])
 def test_an_index_keeps_how_it_encodes(context, opened, docs):
     rag = opened(context=context)
     rag.ingest(docs, progress=False)
     names = {behind.context for behind in rag.engine.library.encoded_after()}
-    last = {"primer": PRIMER.name, "none": "", "both": PRIMER.name, "neighbours:1": context}[
-        context
-    ]
-    assert names == ({last} if context in ("primer", "none") else {"", last})
+    behind = {"primer": PRIMER.name, "primer:2": primer(2).name, "none": "", "both": PRIMER.name}
+    last = behind.get(context, context)
+    assert names == ({"", last} if context in ("both", "neighbours:1") else {last})
     assert rag.ask("What turns green?", k=2, method="reuse", max_tokens=2).report.modules_hit == 2
+
+
+@pytest.mark.parametrize("context", ["primer:0", "primer:4", "primer:", "primer:x", "neighbours"])
+def test_a_context_that_does_not_exist_is_an_error(context, opened):
+    with pytest.raises(ConfigError, match="primer:1 to primer:3"):
+        opened(context=context)
 
 
 def test_a_model_without_a_chat_template_is_given_a_page_to_go_on_with(opened, docs, monkeypatch):

@@ -18,7 +18,6 @@ from cached_rag.benchmarks.peers import Peer, Question, Sample
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Report
 from cached_rag.errors import ConfigError
-from cached_rag.library.context import PRIMER
 from cached_rag.rag.prompts import Prompts
 
 _SYSTEM = "Answer the question in detail, with the help of the documents."
@@ -96,7 +95,7 @@ def make_questions(
         count = max(1, round(length / chunk_tokens))
         room = length - len(_question(engine, asked, [], count).ids)
         texts = [pieces.take(room // count - _JOIN) for _ in range(count + rounds - 1)]
-        engine.encode(texts, asked.head(), context=PRIMER)
+        engine.encode(texts, asked.head(), context=engine.primer)
         found.append(
             [
                 _question(engine, asked, texts[number : number + count], number % count + 1)

@@ -20,7 +20,6 @@ from cached_rag.config import GenerationConfig, StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Report
 from cached_rag.errors import ConfigError
-from cached_rag.library.context import PRIMER
 
 # What all are compared with: every turn is prefilled from its first token on.
 NOTHING_KEPT = "full, nothing kept"
@@ -71,7 +70,7 @@ class Chat:
         self.system = {"role": "system", "content": content}
         asked = [self.system, {"role": "user", "content": self.questions[0]}]
         for engine in (self.keeping, self.forgetting):
-            engine.encode(texts[:documents], engine.head(asked, texts[0]), context=PRIMER)
+            engine.encode(texts[:documents], engine.head(asked, texts[0]), context=engine.primer)
 
     def close(self) -> None:
         """Close both engines."""

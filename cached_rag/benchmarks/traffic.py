@@ -24,7 +24,6 @@ from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Report
 from cached_rag.errors import ConfigError
-from cached_rag.library.context import PRIMER
 from cached_rag.rag.prompts import Prompts
 
 _SYSTEM = "Answer the question with the help of the documents. Answer with a few words only."
@@ -91,7 +90,7 @@ def bench_traffic(
     asked = Prompts(engine, _SYSTEM)
     prompts = [_question(engine, asked, chunks, question) for chunks, question in questions]
     # In the model's thread, where requests are answered (see `backends/thread.py`).
-    submit(partial(engine.encode, texts, asked.head(), context=PRIMER)).result()
+    submit(partial(engine.encode, texts, asked.head(), context=engine.primer)).result()
     answerers: dict[str, Answerer] = {}
     for method in methods:
         config = GenerationConfig(

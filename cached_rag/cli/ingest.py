@@ -51,7 +51,10 @@ def ingest_command(
     chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens of a chunk.")] = None,
     codec: Codec = None,
     context: Annotated[
-        str | None, typer.Option(help="Encode chunks behind: primer, none, both, neighbours:N.")
+        str | None,
+        typer.Option(
+            help="Encode chunks behind: primer, primer:1 (faster), none, both, neighbours:N."
+        ),
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of PATH in the index; its own by default.")

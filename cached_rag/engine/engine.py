@@ -38,7 +38,7 @@ from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import ChunkRecord, Maker
 from cached_rag.kv.store.remote import RemoteTier, open_remote
 from cached_rag.library.background import WriteBack
-from cached_rag.library.context import Context
+from cached_rag.library.context import Context, primer
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.library.encoder import Encoder
 from cached_rag.library.library import Library
@@ -314,6 +314,11 @@ class Engine:
         if self._remote is None:
             return summary
         return replace(summary, unsent=self._remote.drain())
+
+    @property
+    def primer(self) -> Context:
+        """What texts are best encoded behind, besides a prefix: `StoreConfig.primers` of them."""
+        return primer(self.settings.primers)
 
     def register(self, texts: Sequence[str]) -> int:
         """Make texts known as chunks without prefilling them.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
+from cached_rag.config import MOST_PRIMERS
 from cached_rag.errors import ConfigError
 from cached_rag.kv.fingerprint import digest
 
@@ -72,7 +73,6 @@ def _primers() -> tuple[Context, ...]:
 # Each is four short passages about nothing in particular. They are the same for all chunks, so
 # their own KV is computed once.
 _PRIMERS = _primers()
-MOST_PRIMERS = len(_PRIMERS)
 
 
 def primer(count: int = MOST_PRIMERS) -> Context:

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 from cached_rag.backends.base import Backend
 from cached_rag.backends.tokenizer import Rendered, Tokenization
+from cached_rag.config import MOST_PRIMERS
 from cached_rag.errors import ContextOverflowError
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import ChunkRecord
-from cached_rag.library.context import MOST_PRIMERS, Context, primer
+from cached_rag.library.context import Context, primer
 from cached_rag.library.encode import (
     EncodeSummary,
     Progress,

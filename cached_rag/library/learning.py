@@ -19,7 +19,7 @@ from cached_rag.kv.fingerprint import digest, ids_digest
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import ChunkRecord
 from cached_rag.library.background import Activity, WriteBack
-from cached_rag.library.context import PRIMER
+from cached_rag.library.context import primer
 from cached_rag.library.encoder import Encoder
 from cached_rag.library.encodings import is_before
 from cached_rag.library.library import Library
@@ -57,6 +57,7 @@ class Learning:
         self.recurring = Recurring() if settings.learn == "recurring" else None
         self._last_removal = library.generation
         self._sink_ids = encoder.tokenization.sink_ids
+        self._primer = primer(settings.primers).name
         self._encoder = encoder
         self._lock = lock
 
@@ -151,13 +152,13 @@ class Learning:
         is_long = len(head) > len(self._sink_ids)
         is_new = not is_before(head, best.prefix_ids)
         if self.heads is not None and is_long and is_new and self.heads.learn(head, chunk, rest):
-            return EncodedAfter(head, PRIMER.name)
+            return EncodedAfter(head, self._primer)
         return best
 
     def _known(self, head: tuple[int, ...]) -> EncodedAfter:
         """The longest known prefix that a head begins with, or what stands before lone chunks."""
         known = (b for b in self.library.encoded_after() if is_before(b.prefix_ids, head))
-        return next(known, EncodedAfter(self._sink_ids, PRIMER.name))
+        return next(known, EncodedAfter(self._sink_ids, self._primer))
 
     def _encode(self, task: Callable[[], object]) -> None:
         def encode() -> None:

@@ -5,9 +5,9 @@ Knows names; knows no model.
 
 from __future__ import annotations
 
-from cached_rag.config import DEFAULT_MODEL
+from cached_rag.config import DEFAULT_MODEL, MOST_PRIMERS
 from cached_rag.errors import ConfigError
-from cached_rag.library.context import MOST_PRIMERS, PRIMER, Context, primer
+from cached_rag.library.context import PRIMER, Context, primer
 from cached_rag.rag.embedding import DEFAULT_EMBEDDING, Embeddings
 from cached_rag.rag.index import DocumentIndex
 

@@ -17,7 +17,6 @@ from cached_rag.engine.engine import Engine
 from cached_rag.engine.stream import Stream
 from cached_rag.engine.tools import Tools
 from cached_rag.errors import ConfigError, ContextOverflowError
-from cached_rag.library.context import PRIMER
 from cached_rag.server.answers import Envelope, Json, ended
 from cached_rag.server.index import ServedIndex, sources
 from cached_rag.server.metrics import Metrics
@@ -257,7 +256,9 @@ class Service:
             for index, text in enumerate(request.texts):
                 reason = ""
                 try:  # one by one, so that answers go on in between
-                    done = await asyncio.to_thread(engine.encode, [text], prefix, context=PRIMER)
+                    done = await asyncio.to_thread(
+                        engine.encode, [text], prefix, context=engine.primer
+                    )
                 except (ConfigError, ContextOverflowError) as error:
                     reason = str(error)
                 else:

@@ -9,7 +9,6 @@ from cached_rag.benchmarks.peers.base import Peer, Question, Sample
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ModelError
-from cached_rag.library.context import PRIMER
 
 
 class Own(Peer):
@@ -31,7 +30,7 @@ class Own(Peer):
     def learn(self, texts: Sequence[str], head: Rendered) -> None:
         """Encode the texts, as an index does; `full` has no use for that."""
         if self.method != "full":
-            self.engine.encode(texts, head, context=PRIMER)
+            self.engine.encode(texts, head, context=self.engine.primer)
 
     def answer(self, question: Question, max_tokens: int) -> Sample:
         """See `Peer`.

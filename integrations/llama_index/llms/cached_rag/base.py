@@ -46,7 +46,6 @@ from llama_index.llms.cached_rag.tools import (
 
 from cached_rag import (
     DEFAULT_MODEL,
-    PRIMER,
     CachedRAG,
     EncodeSummary,
     Engine,
@@ -223,11 +222,11 @@ class CachedRAGLLM(FunctionCallingLLM):
         """
         engine = self.loaded_engine()
         if prompt is None:
-            return engine.encode(list(texts), context=PRIMER)
+            return engine.encode(list(texts), context=engine.primer)
         head = template_head(
             engine, prompt.template_vars, variable, lambda values: self._filled(prompt, values)
         )
-        return engine.encode(list(texts), head, context=PRIMER)
+        return engine.encode(list(texts), head, context=engine.primer)
 
     def encode_nodes(self, nodes: Iterable[BaseNode], **kwargs: Any) -> EncodeSummary:
         """As `encode`, for nodes: with their metadata, as response synthesis shows them.
