@@ -10,7 +10,7 @@ from conftest import CHUNKS, plain_cache, tiny_model
 from test_engine import ask
 
 from cached_rag import ConfigError, Context, Engine, StoreConfig
-from cached_rag.config import MOST_PRIMERS
+from cached_rag.config import MOST_PRIMERS, PRIMERS
 from cached_rag.kv.positions import PositionRule
 from cached_rag.library.context import PRIMER, primer
 from cached_rag.library.encode import encode_chunks, encode_prefix, join
@@ -130,7 +130,7 @@ def test_a_mean_of_one_is_that_one_and_of_none_or_of_means_an_error():
 
 
 def test_a_mean_is_preferred_to_a_single_context(engine):
-    for context in (primer(1), PRIMER, primer(2), None):
+    for context in (primer(1), PRIMER, primer(3), None):
         engine.encode(CHUNKS, head_of(engine), context=context)
     kinds = [behind.context.split(":")[0] for behind in engine.library.encoded_after()]
     assert kinds == ["mean", "mean", "fixed", ""]
@@ -168,8 +168,9 @@ def test_contexts_survive_a_restart(tmp_path):
 
 
 def test_primers_are_some_passages_each_and_have_names():
-    assert len(PRIMER.ways) == MOST_PRIMERS == 3
-    for way in (primer(1), *PRIMER.others):
+    assert len(PRIMER.ways) == PRIMERS == 2
+    assert len(primer(MOST_PRIMERS).ways) == MOST_PRIMERS == 3
+    for way in (primer(1), *primer(MOST_PRIMERS).others):
         passages = way.before("anything")
         assert len(passages) == 4
         assert way.name == Context.fixed(*passages).name

@@ -253,8 +253,9 @@ class Encoder:
         return ways if self.model.rule.is_movable else ways[:1]
 
     def _passages(self, context: Context | None, text: str, room: int) -> Passages:
-        before = context.before(text) if context else ()
-        texts = [tuple(self.tokenization.literal(p).ids) for p in before if p != text]
+        if context is None:
+            return ()
+        texts = [tuple(self.tokenization.literal(p).ids) for p in context.before(text) if p != text]
         return _fitting(texts, room, len(self._between))
 
     @property
