@@ -22,9 +22,8 @@ _COLDEST = 1e-4
 _MOST_LOGPROBS = 20  # as OpenAI's
 # Which prompts may go on with KV that a method repaired; see `StoreConfig`.
 KeepsRepaired = bool | Literal["conversation"]
-# How many texts there are to encode chunks behind (`library/primers.txt`), and how many are used. A
-# third one brings little more, and takes as long again (docs/quality.md).
-MOST_PRIMERS, PRIMERS = 3, 2
+# How many texts there are to encode chunks behind (`library/primers.txt`).
+MOST_PRIMERS = 3
 # What is learned from prompts; see `StoreConfig`.
 Learns = Literal["off", "recurring"]
 _METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")
@@ -257,7 +256,7 @@ class StoreConfig:
     keeps_repaired: KeepsRepaired = "conversation"
     harvest: bool | None = None
     settle: bool = True
-    primers: int = PRIMERS
+    primers: int = 1
     write_back: bool = True
     finish_seconds: float = 30.0
     learn_prefixes: bool = True

@@ -10,7 +10,7 @@ from conftest import CHUNKS, plain_cache, tiny_model
 from test_engine import ask
 
 from cached_rag import ConfigError, Context, Engine, StoreConfig
-from cached_rag.config import MOST_PRIMERS, PRIMERS
+from cached_rag.config import MOST_PRIMERS
 from cached_rag.kv.positions import PositionRule
 from cached_rag.library.context import PRIMER, primer
 from cached_rag.library.encode import encode_chunks, encode_prefix, join
@@ -130,7 +130,7 @@ def test_a_mean_of_one_is_that_one_and_of_none_or_of_means_an_error():
 
 
 def test_a_mean_is_preferred_to_a_single_context(engine):
-    for context in (primer(1), PRIMER, primer(3), None):
+    for context in (PRIMER, primer(2), primer(3), None):
         engine.encode(CHUNKS, head_of(engine), context=context)
     kinds = [behind.context.split(":")[0] for behind in engine.library.encoded_after()]
     assert kinds == ["mean", "mean", "fixed", ""]
@@ -142,7 +142,7 @@ def test_a_mean_is_preferred_to_a_single_context(engine):
 def test_where_keys_cannot_be_moved_a_chunk_is_encoded_in_one_context():
     fixed = replace(tiny_model("llama"), rule=PositionRule(reason="a test"))
     with Engine(fixed, StoreConfig()) as engine:
-        done = engine.encode(CHUNKS[:1], head_of(engine), context=PRIMER)
+        done = engine.encode(CHUNKS[:1], head_of(engine), context=primer(3))
         assert done.tokens == len(engine.tokenization.literal(CHUNKS[0]).ids)
 
 
@@ -168,9 +168,9 @@ def test_contexts_survive_a_restart(tmp_path):
 
 
 def test_primers_are_some_passages_each_and_have_names():
-    assert len(PRIMER.ways) == PRIMERS == 2
+    assert primer(1) is PRIMER
     assert len(primer(MOST_PRIMERS).ways) == MOST_PRIMERS == 3
-    for way in (primer(1), *primer(MOST_PRIMERS).others):
+    for way in (PRIMER, *primer(MOST_PRIMERS).others):
         passages = way.before("anything")
         assert len(passages) == 4
         assert way.name == Context.fixed(*passages).name
@@ -183,9 +183,10 @@ def test_primers_are_some_passages_each_and_have_names():
 
 def test_an_engine_encodes_behind_as_many_primers_as_it_is_told():
     assert Engine(tiny_model("llama")).primer == PRIMER
-    with Engine(tiny_model("llama"), StoreConfig(primers=1)) as engine:
-        assert engine.primer == primer(1)
-        assert engine.encode(CHUNKS[:1], context=engine.primer).tokens < 40
+    with Engine(tiny_model("llama"), StoreConfig(primers=2)) as engine:
+        assert engine.primer == primer(2)
+        once = len(engine.tokenization.literal(CHUNKS[0]).ids)
+        assert engine.encode(CHUNKS[:1], context=engine.primer).tokens == 2 * once
     for wrong in (0, 4):
         with pytest.raises(ConfigError, match="1 to 3 primers"):
             StoreConfig(primers=wrong)

@@ -285,7 +285,7 @@ def test_an_index_keeps_how_it_encodes(context, opened, docs):
 
 @pytest.mark.parametrize("context", ["primer:0", "primer:4", "primer:", "primer:x", "neighbours"])
 def test_a_context_that_does_not_exist_is_an_error(context, opened):
-    with pytest.raises(ConfigError, match="primer:1 to primer:3"):
+    with pytest.raises(ConfigError, match="primer:2, primer:3"):
         opened(context=context)
 
 

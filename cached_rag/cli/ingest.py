@@ -53,7 +53,7 @@ def ingest_command(
     context: Annotated[
         str | None,
         typer.Option(
-            help="Encode chunks behind: primer, primer:1 (faster), none, both, neighbours:N."
+            help="Encode chunks behind: primer, primer:3 (slower), none, both, neighbours:N."
         ),
     ] = None,
     name: Annotated[

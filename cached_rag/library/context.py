@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from cached_rag.config import MOST_PRIMERS, PRIMERS
+from cached_rag.config import MOST_PRIMERS
 from cached_rag.errors import ConfigError
 from cached_rag.kv.fingerprint import digest
 
@@ -75,7 +75,7 @@ def _primers() -> tuple[Context, ...]:
 _PRIMERS = _primers()
 
 
-def primer(count: int = PRIMERS) -> Context:
+def primer(count: int = 1) -> Context:
     """The mean of so many primers; each takes a pass over every chunk.
 
     Raises:

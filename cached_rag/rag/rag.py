@@ -144,10 +144,11 @@ class CachedRAG:
             embedding: a sentence-transformers name, or an object that embeds.
             chunk_tokens: most tokens of a chunk, counted by the model's tokenizer.
             codec: how KV is kept on disk, "raw" or "int8".
-            context: what chunks are encoded behind, besides the prompt's head: "primer" (the mean
-                of two passes, behind different neutral texts), "primer:n" (of n, 1 to 3), "none",
-                "both" (the first chunk of a prompt is exact then), or "neighbours:n" (the n nearest
-                chunks). The last two take one pass more and twice the disk; see docs/methods.md.
+            context: what chunks are encoded behind, besides the prompt's head: "primer" (some
+                neutral text), "primer:3" (the mean behind three such texts: three passes, and
+                answers nearer to full prefill's), "none", "both" (the first chunk of a prompt is
+                exact then), or "neighbours:n" (the n nearest chunks). The last two take two passes
+                and twice the disk; see docs/methods.md.
             system: the system prompt that questions are asked under.
             memory_bytes, disk_bytes: most bytes of KV in memory and on disk.
             remote: a store that several machines share; see `StoreConfig`.

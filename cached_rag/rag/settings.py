@@ -5,7 +5,7 @@ Knows names; knows no model.
 
 from __future__ import annotations
 
-from cached_rag.config import DEFAULT_MODEL, MOST_PRIMERS, PRIMERS
+from cached_rag.config import DEFAULT_MODEL, MOST_PRIMERS
 from cached_rag.errors import ConfigError
 from cached_rag.library.context import PRIMER, Context, primer
 from cached_rag.rag.embedding import DEFAULT_EMBEDDING, Embeddings
@@ -66,11 +66,11 @@ def contexts(
 def _parsed(text: str) -> tuple[str, int]:
     """The kind of context and, of neighbours or primers, their number."""
     kind, _, number = text.partition(":")
-    count = int(number) if number.isdecimal() else PRIMERS if text == "primer" else 0
+    count = int(number) if number.isdecimal() else int(text == "primer")
     most = {"neighbours": count, "primer": MOST_PRIMERS}.get(kind, 0)
     if not 1 <= count <= most and text not in ("none", "both"):
         raise ConfigError(
-            f"context {text!r} is not one of none, primer, primer:1 to primer:{MOST_PRIMERS}, "
-            "both, neighbours:n"
+            f"context {text!r} is not one of none, primer, primer:2, primer:{MOST_PRIMERS}, both, "
+            "neighbours:n"
         )
     return kind, count
