@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from conftest import CHUNKS, tiny_model
 
-from cached_rag import PRIMER, Engine, StoreConfig
+from cached_rag import PRIMER, Engine, StoreConfig, primer
 from cached_rag.library.prompt_heads import Heads
 
 SYSTEM = "You answer from the documents, in one sentence."
@@ -33,6 +33,18 @@ def test_a_head_is_learned_before_different_modules_and_different_ends_only():
     heads = Heads()
     assert not any(heads.learn((1, 2), chunk, "x") for chunk in "abcdef")  # one question about each
     assert heads.learn((1, 2), "a", "y")
+
+
+@pytest.mark.parametrize("primers", [1, 3])
+def test_what_is_learned_is_encoded_behind_as_many_primers_as_the_store_says(primers):
+    with Engine(tiny_model("llama"), StoreConfig(primers=primers)) as engine:
+        engine.register(CHUNKS)
+        ask(engine, CHUNKS[0], CHUNKS[1])
+        ask(engine, CHUNKS[1], CHUNKS[0], question="what is it?")
+        behind = engine.library.encoded_after()
+        assert {one.context for one in behind if one.context} == {primer(primers).name}
+        ids = tuple(engine.tokenization.literal(CHUNKS[0]).ids)
+        assert any(engine.library.holds(one, ids) for one in behind if one.context)
 
 
 def test_a_question_before_its_documents_is_no_head(engine):

@@ -133,7 +133,8 @@ def names(text: str) -> list[str]:
     """Names between commas; a comma between the options of one method does not split."""
     parts: list[str] = []
     for part in text.split(","):
-        if parts and "=" in part and ":" not in part and ":" in parts[-1]:
+        method, _, _ = part.partition("@")  # what follows names how chunks are encoded
+        if parts and "=" in method and ":" not in method and ":" in parts[-1]:
             parts[-1] += "," + part
         elif part.strip():
             parts.append(part.strip())
