@@ -220,7 +220,8 @@ class StoreConfig:
             without loss. Needs `write_back`, and `keeps_repaired` not to be False.
         primers: in how many passes a chunk is encoded, each behind another primer, 1 to 3; their
             mean is kept. That takes so many times as long, once, and brings answers nearer to full
-            prefill's (docs/quality.md). An index of `CachedRAG` has a setting of its own.
+            prefill's (docs/quality.md). A model whose keys cannot be moved takes one pass. An index
+            of `CachedRAG` has a setting of its own.
         write_back: encode chunks that a request missed in the background.
         finish_seconds: how long `Engine.close`, or the interpreter's end, may go on encoding chunks
             that still wait, so that the next process finds their KV on disk; 0 drops them. Without

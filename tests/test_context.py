@@ -58,12 +58,13 @@ def test_contexts_are_part_of_the_identity(engine):
 
 def test_the_first_module_is_exact_if_it_can_be_and_the_others_stand_in_context(engine):
     engine.encode(CHUNKS, head_of(engine))
-    engine.encode(CHUNKS, head_of(engine), context=PRIMER)
+    some = Context.fixed(*PRIMER.before("")[:2])  # all fit the context of a model this small
+    engine.encode(CHUNKS, head_of(engine), context=some)
     _, plan = engine.plan(ask(*CHUNKS), "reuse", engine.prefill(ask(*CHUNKS)).report)
     modules = [place for place in plan.placements if place.is_chunk]
     assert [place.is_exact for place in modules] == [True, False, False]
     far = [place.kv.start for place in modules]
-    assert far[0] < min(far[1:])
+    assert far[0] < far[1] == far[2]
 
 
 def test_r_1_behind_a_context_is_full_prefill(engine):

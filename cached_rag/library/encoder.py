@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from cached_rag.backends.base import Backend
 from cached_rag.backends.tokenizer import Rendered, Tokenization
@@ -296,7 +297,7 @@ class Encoder:
             base = join(self.model, base, kv)
         return base
 
-    @property
+    @cached_property
     def _between(self) -> Ids:
         return tuple(self.tokenization.following(_BETWEEN).ids)
 

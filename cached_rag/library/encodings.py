@@ -75,8 +75,8 @@ def _ranked(
     alone = [one for one in known if one.prefix_ids in none]
     alone += [one for one in map(EncodedAfter, none) if one not in alone]
     others = [one for one in known if one not in own and one not in alone]
-    others.sort(key=lambda one: -one.rank[0])
-    return [*own, *sorted((*alone, *others[:_MOST_OTHERS]), key=lambda one: -one.rank[0])]
+    others.sort(key=lambda one: one.rank, reverse=True)
+    return [*own, *sorted((*alone, *others[:_MOST_OTHERS]), key=lambda b: b.rank, reverse=True)]
 
 
 def is_before(prefix_ids: Sequence[int], ids: Sequence[int]) -> bool:

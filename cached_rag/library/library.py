@@ -438,4 +438,4 @@ def _opened(root: Path, maker: Maker, config: StoreConfig) -> tuple[DiskStore, C
 
 
 def _longest_first(behinds: Iterable[EncodedAfter]) -> list[EncodedAfter]:
-    return sorted(behinds, key=lambda b: (len(b.prefix_ids), b.rank), reverse=True)
+    return sorted(behinds, key=lambda b: (len(b.prefix_ids), b.rank, b.context), reverse=True)

@@ -44,9 +44,9 @@ class EncodedAfter:
     context: str = ""
 
     @property
-    def rank(self) -> tuple[int, str]:
+    def rank(self) -> int:
         """The higher, the nearer to full prefill: none, a context, the mean of several."""
-        return (bool(self.context) + self.context.startswith(MEAN), self.context)
+        return bool(self.context) + self.context.startswith(MEAN)
 
 
 # What a prompt has computed for a chunk, behind whatever stood before it there (`harvest.py`). Any

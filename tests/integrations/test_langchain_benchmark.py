@@ -28,10 +28,7 @@ def test_the_three_answer_the_same_questions(engine):
     ]
     tokens = sum(len(engine.tokenization.literal(chunk).ids) for chunk in CHUNKS)
     assert found["encoded"]["modules"] == 3
-    passes = engine.settings.primers
-    assert found["encoded"]["tokens"] == pytest.approx(
-        passes * tokens, abs=9
-    )  # less at the borders
+    assert found["encoded"]["tokens"] == pytest.approx(tokens, abs=3)  # less at the borders
     assert 0 < found["charged_recompute"] < 1
     assert found["overhead_ms"] > 0
     answers = {(name, example.id): text for name, example, text in told}
