@@ -213,7 +213,7 @@ class StoreConfig:
             prompts.
         harvest: chunks that a request missed are taken from what earlier prompts left, until they
             are encoded: computed behind other texts, moved, and repaired as any chunk. None for
-            wherever earlier prompts are kept and `keeps_repaired` is not False; docs/quality.md
+            wherever earlier prompts are kept and `keeps_repaired` is not False; docs/experiments.md
             has what it costs.
         settle: where prompts begin with the same chunks in the same order again, that beginning is
             computed in full in the background, kept among `sequence_bytes`, and from then on reused

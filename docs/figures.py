@@ -10,14 +10,15 @@ A page has, as a comment that readers do not see:
     method: `{method}`
     first token: {ttft_ms:.0f} ms
     only: method=auto
+    say: anchorflow:follow_tokens=1 => `auto` that follows
     -->
     <!-- end -->
 
 The first line behind the name is the command, which is given `--json` (`python -m` needs none);
 each other line is a column, its title and how a row of the command's is written in it. Lines "only"
-leave rows out; a line "from: NAME" takes another list of what the command prints than "rows". What
-it printed is kept in docs/figures/NAME.json, with the day; below the table stand command, day,
-commit and machine.
+leave rows out, lines "say" put words in a cell's place, and a line "from: NAME" takes another list
+of what the command prints than "rows". What it printed is kept in docs/figures/NAME.json, with the
+day; below the table stand command, day, commit and machine.
 """
 
 from __future__ import annotations
@@ -71,20 +72,23 @@ class Block:
         """The table of what was measured, and where it comes from."""
         found = json.loads(self._file.read_text())
         lines = [_column(line) for line in self.spec[1:]]
-        columns = {title: how for title, how in lines if title not in ("only", "from")}
+        columns = {title: how for title, how in lines if title not in ("only", "say", "from")}
         only = [how.split("=") for title, how in lines if title == "only"]
+        said = dict(how.split(" => ") for title, how in lines if title == "say")
         rows = [row for row in found[dict(lines).get("from", "rows")] if _passes(row, only)]
         cells = [list(columns), ["---"] * len(columns)]
-        cells += [[_cell(how, row) for how in columns.values()] for row in rows]
+        for row in rows:
+            written = (_cell(how, row) for how in columns.values())
+            cells.append([said.get(cell.strip("`"), cell) for cell in written])
         facts = found["machine"]
-        said = [
+        source = [
             f"`{found['command']}`",
             found["date"],
             f"commit {facts['commit']}",
             f"{facts['processor']}, {facts['threads']} threads, torch {facts['torch']}",
         ]
         table = [f"| {' | '.join(line)} |" for line in cells]
-        return "\n".join([*table, "", f"({', '.join(said)})", ""])
+        return "\n".join([*table, "", f"({', '.join(source)})", ""])
 
     @property
     def _file(self) -> Path:

@@ -32,7 +32,7 @@ def evaluate_command(
         str,
         typer.Option(
             help="Methods to compare, comma-separated; also `method@encoding`, `mapreduce`, "
-            "`maprerank`, `cacheblend-released`: docs/quality.md."
+            "`maprerank`, `cacheblend-released`: docs/experiments.md."
         ),
     ] = _METHODS,
     ratio: Annotated[

@@ -1,7 +1,7 @@
 """Repair that goes on while an answer is made, for what its first tokens attend to.
 
 A question attends to what the first token needs. The tokens behind it are read from other places,
-which were left stale (docs/quality.md). So each of an answer's first tokens chooses, too: it is
+which were left stale (docs/experiments.md). So each of an answer's first tokens chooses, too: it is
 computed once to see what it attends to, that is recomputed, and it is computed again. Knows a
 model and one prompt's buffer.
 """

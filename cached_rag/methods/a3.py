@@ -23,7 +23,7 @@ class A3(QuestionSelector):
     the choice is the same.
 
     Cost: the live tokens and r. Layer 0 sees words, not their meaning, and in our measurements the
-    choice was hardly better than `random`'s (docs/quality.md). Use it to compare.
+    choice was hardly better than `random`'s (docs/experiments.md). Use it to compare.
 
     Attributes:
         recompute_ratio: r.

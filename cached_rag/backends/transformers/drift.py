@@ -1,7 +1,7 @@
 """Corrects a chunk's reused KV by what its recomputed tokens show.
 
 The text before a chunk moves the keys and values of all its tokens, and a large part of that
-movement is the same vector for the whole chunk (docs/quality.md). So the mean movement of the
+movement is the same vector for the whole chunk (docs/experiments.md). So the mean movement of the
 chunk's recomputed tokens is added to the others, which costs no further token. This is our own
 addition, from no paper. Knows slots; knows no method and no model.
 """
