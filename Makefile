@@ -44,7 +44,7 @@ SCALE_TESTS := tests/store/test_remote.py tests/test_shared_store.py tests/test_
 test-scale: $(VENV)/.dev
 	$(BIN)/python -m pytest $(SCALE_TESTS)
 
-# Some 6000 trials; 30 minutes.
+# Some 7500 trials; 30 minutes.
 test-faults: $(VENV)/.dev
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m faults --write docs/reliability.md
 
@@ -78,7 +78,7 @@ notebooks: $(VENV)/.dev
 site: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Figures in pages, measured anew: make figures NAMES="speed-methods", DATA=the folder of data files.
+# Figures in pages, measured anew: make figures NAMES="speed-0.5b", DATA=the folder of data files.
 DATA ?= .
 figures: $(VENV)/.dev
 	cd $(DATA) && PATH=$(abspath $(BIN)):$$PATH python $(CURDIR)/docs/figures.py $(NAMES)

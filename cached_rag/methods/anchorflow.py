@@ -23,7 +23,7 @@ class AnchorFlow(InfoFlow):
 
     Paper: none, it is ours, made of EPIC, https://arxiv.org/abs/2410.15332, and InfoFlow KV,
     https://arxiv.org/abs/2603.05353. With chunks encoded behind a primer it came nearest to full
-    prefill at the least recompute (docs/quality.md).
+    prefill at the least recompute (docs/experiments.md).
 
     Cost: the live tokens twice, the anchors and r. Use it by its name, instead of `auto`, to set
     its options, or where a model that cannot do it should be an error.
