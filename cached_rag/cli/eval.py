@@ -48,6 +48,13 @@ def evaluate_command(
         int | None, typer.Option(help="Most chunks of a question, those with its answer first.")
     ] = None,
     join: Annotated[int, typer.Option(help="Make one chunk of so many that are neighbours.")] = 1,
+    answer_in: Annotated[
+        str,
+        typer.Option(
+            help="Only questions whose answer is in the first chunk, or in others: "
+            "first, others, any."
+        ),
+    ] = "any",
     answers: Annotated[
         bool, typer.Option(help="Generate answers, for F1, EM and ROUGE-L; else likelihoods alone.")
     ] = True,
@@ -78,7 +85,7 @@ def evaluate_command(
     data = [*data, *(more or [])]
     ratios = numbers(ratio, float, "a ratio is a number from 0 to 1")
     trials = make_trials(names(methods), ratios)
-    settings = Settings(tuple(data), tuple(trials), limit, answers, chunks, join)
+    settings = Settings(tuple(data), tuple(trials), limit, answers, chunks, join, answer_in)
     with Engine.load(model, dtype=dtype, device=device, weights=weights, backend=backend) as engine:
         where = journal or cache_dir() / "eval" / f"{settings.digest(engine)}.jsonl"
         kept = Journal(where, settings.facts(engine))

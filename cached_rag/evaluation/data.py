@@ -43,6 +43,11 @@ class Example:
         forms = [form for chunk in self.chunks for form in pattern.findall(chunk)]
         return answer if answer in forms or not forms else forms[0]
 
+    @property
+    def is_answered_first(self) -> bool:
+        """Whether the answer stands in the first chunk."""
+        return self.reference is not None and self.reference.lower() in self.chunks[0].lower()
+
     def fewer(self, count: int) -> Example:
         """The same with so many chunks, in their order: those with the answer, then the first."""
         wanted = (self.reference or "").lower()

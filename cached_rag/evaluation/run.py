@@ -14,7 +14,7 @@ from typing import Any
 
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
-from cached_rag.errors import ConfigError
+from cached_rag.errors import ConfigError, EvaluationError
 from cached_rag.evaluation.data import Example, load_examples
 from cached_rag.evaluation.encodings import Encodings
 from cached_rag.evaluation.journal import Journal
@@ -41,9 +41,11 @@ class Settings:
             in a third of the time.
         chunks: of each question, so many of its chunks (`Example.fewer`); None for all.
         joined: so many chunks side by side are one (`Example.joined`).
+        answer_in: of those examples only the ones whose answer stands in the first chunk ("first"),
+            or not there ("others").
 
     Raises:
-        ConfigError: a count below 1.
+        ConfigError: a count below 1, or another `answer_in`.
     """
 
     data: tuple[Path, ...]
@@ -52,8 +54,11 @@ class Settings:
     generates: bool = True
     chunks: int | None = None
     joined: int = 1
+    answer_in: str = "any"
 
     def __post_init__(self) -> None:
+        if self.answer_in not in ("any", "first", "others"):
+            raise ConfigError(f"answer_in is any, first or others, not {self.answer_in!r}")
         if min(self.joined, self.chunks or 1) < 1 or self.chunks == 0:
             raise ConfigError("a question has one chunk at least, and a chunk joins one at least")
 
@@ -76,6 +81,20 @@ class Settings:
         """Names the default journal of these settings."""
         return digest(json.dumps(self.facts(engine), sort_keys=True))
 
+    def asked(self, path: Path) -> list[Example]:
+        """The examples of a file that are asked.
+
+        Raises:
+            EvaluationError: there is none.
+        """
+        found = self.examples(path, self.limit)
+        if self.answer_in != "any":
+            is_first = self.answer_in == "first"
+            found = [one for one in found if one.is_answered_first == is_first]
+        if not found:
+            raise EvaluationError(f"{path} has no question for answer_in={self.answer_in!r}")
+        return found
+
     def examples(self, path: Path, limit: int | None = None) -> list[Example]:
         """The first examples of a file, with the chunks that are wanted."""
         found = load_examples(path, limit)
@@ -84,12 +103,8 @@ class Settings:
         return [example.joined(self.joined) for example in found] if self.joined > 1 else found
 
     def chosen(self, journal: Journal) -> Iterator[dict[str, Any]]:
-        """The journal's measurements of these data sets' examples, up to the limit."""
-        wanted = {
-            (path.stem, example.id)
-            for path in self.data
-            for example in load_examples(path, self.limit)
-        }
+        """The journal's measurements of the examples that are asked."""
+        wanted = {(path.stem, example.id) for path in self.data for example in self.asked(path)}
         return (row for row in journal.rows() if (row["data"], row["id"]) in wanted)
 
 
@@ -110,7 +125,7 @@ def evaluate(
         EvaluationError: a data file has no examples, or a line that is none.
         ContextOverflowError: an example exceeds the model's context.
     """
-    sets = {path: settings.examples(path, settings.limit) for path in settings.data}
+    sets = {path: settings.asked(path) for path in settings.data}
     for path, examples in sets.items():
         long = is_long(examples)
         encodings = Encodings(engine.model, settings.examples(path), long=long)

@@ -344,3 +344,22 @@ def test_several_sets_are_also_shown_together():
     rows = {r["data"]: r for r in summarise(found, [("auto", 1.0)])}
     assert {name: r["n"] for name, r in rows.items()} == {"a": 1, "b": 1, "all": 2}
     assert rows["all"]["nll_diff"] == pytest.approx(0.2)
+
+
+def test_questions_by_where_their_answers_stand(data):
+    first, other = (
+        Example("1", "?", ("copper",), texts) for texts in (("Copper.", "B."), ("A.", "Copper."))
+    )
+    assert (first.is_answered_first, other.is_answered_first) == (True, False)
+    assert not replace(first, answers=()).is_answered_first
+    asked = {
+        which: Settings((data,), (), answer_in=which).asked(data)
+        for which in ("any", "first", "others")
+    }
+    assert len(asked["first"]) == 1  # of the three chunks, each has one answer
+    assert sorted(asked["any"], key=str) == sorted([*asked["first"], *asked["others"]], key=str)
+    assert all(one.is_answered_first for one in asked["first"])
+    with pytest.raises(ConfigError, match="answer_in"):
+        Settings((data,), (), answer_in="last")
+    with pytest.raises(EvaluationError, match="answer_in='first'"):
+        Settings((data,), (), limit=1, answer_in="first").asked(data)
