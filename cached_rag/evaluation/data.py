@@ -46,13 +46,16 @@ class Example:
     @property
     def is_answered_first(self) -> bool:
         """Whether the answer stands in the first chunk."""
-        return self.reference is not None and self.reference.lower() in self.chunks[0].lower()
+        return self._is_answered_by(self.chunks[0])
 
     def fewer(self, count: int) -> Example:
         """The same with so many chunks, in their order: those with the answer, then the first."""
-        wanted = (self.reference or "").lower()
-        order = sorted(range(len(self.chunks)), key=lambda i: wanted not in self.chunks[i].lower())
+        places = range(len(self.chunks))
+        order = sorted(places, key=lambda i: not self._is_answered_by(self.chunks[i]))
         return replace(self, chunks=tuple(self.chunks[i] for i in sorted(order[:count])))
+
+    def _is_answered_by(self, chunk: str) -> bool:
+        return self.reference is not None and self.reference.lower() in chunk.lower()
 
     def joined(self, count: int) -> Example:
         """The same prompt in longer chunks, each of so many that stand side by side."""

@@ -85,15 +85,19 @@ class Settings:
         """The examples of a file that are asked.
 
         Raises:
-            EvaluationError: there is none.
+            EvaluationError: there is none; or see `load_examples`.
         """
         found = self.examples(path, self.limit)
-        if self.answer_in != "any":
-            is_first = self.answer_in == "first"
-            found = [one for one in found if one.is_answered_first == is_first]
-        if not found:
-            raise EvaluationError(f"{path} has no question for answer_in={self.answer_in!r}")
-        return found
+        if self.answer_in == "any":
+            return found
+        is_first = self.answer_in == "first"
+        asked = [one for one in found if one.is_answered_first == is_first]
+        if not asked:
+            raise EvaluationError(
+                f"none of {len(found)} questions of {path} is left by "
+                f"answer_in={self.answer_in!r}; leave it out, or raise the limit"
+            )
+        return asked
 
     def examples(self, path: Path, limit: int | None = None) -> list[Example]:
         """The first examples of a file, with the chunks that are wanted."""
