@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from http.client import HTTPResponse
+from pathlib import Path
 from typing import Any
 
 from cached_rag.benchmarks.peers.base import Peer, Question, Sample, Stopwatch
@@ -36,7 +37,8 @@ class Vllm(Peer):
             self._model = json.load(response)["data"][0]["id"]
         with self._response("GET", "/version") as response:
             version = json.load(response)["version"]
-        self.about = f"vLLM {version}, model {self._model!r} at {url}"
+        served = Path(self._model).name  # without the folder, which is this machine's
+        self.about = f"vLLM {version}, model {served!r} at {url}"
 
     def answer(self, question: Question, max_tokens: int, *, may_end: bool = False) -> Sample:
         """See `Peer`.
