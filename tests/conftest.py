@@ -21,6 +21,7 @@ from transformers.models.mpt import modeling_mpt
 from transformers.utils import logging
 
 from cached_rag import Engine, LanguageModel, StoreConfig, load_model, wrap_model
+from cached_rag.backends.transformers.inspection import cache_argument
 
 if "HYPOTHESIS_EXAMPLES" not in os.environ and "SCHEMA_EXAMPLES" not in os.environ:
     # The suite's examples are the same each time; a long run finds others.
@@ -237,9 +238,8 @@ def plain_cache(
         options["position_ids"] = torch.arange(start, start + len(token_ids))[None]
     with torch.inference_mode():
         tokens = torch.tensor([token_ids])
-        model.decoder.model(
-            input_ids=tokens, past_key_values=Recording(), use_cache=True, **options
-        )
+        options[cache_argument(model.decoder.model)] = Recording()
+        model.decoder.model(input_ids=tokens, use_cache=True, **options)
     layers = [seen[i] for i in range(len(seen))]
     return torch.stack([k for k, _ in layers]), torch.stack([v for _, v in layers])
 

@@ -111,11 +111,11 @@ def test_weights_are_held_once():
     assert {w.untyped_storage().data_ptr() for w in fused.parameters()} == pointers
 
 
-def _swapped(self, hidden_states, position_embeddings, past_key_values):
+def _swapped(self, hidden_states, position_embeddings, cache):
     gate_up = self.gate_up
     self.gate_up = lambda hidden: gate_up(hidden).roll(gate_up.out_features // 2, -1)
     try:
-        return _forward(self, hidden_states, position_embeddings, past_key_values)
+        return _forward(self, hidden_states, position_embeddings, cache)
     finally:
         self.gate_up = gate_up
 

@@ -313,7 +313,7 @@ def _pass(decoder: Decoder, batch: Sequence[StepInput]) -> torch.Tensor:
     inputs = {
         "input_ids": torch.tensor([ids], device=device),
         "position_ids": torch.tensor([positions], device=device),
-        "past_key_values": cache,
+        decoder.cache_name: cache,
         "use_cache": True,
     }
     known = decoder.parameters

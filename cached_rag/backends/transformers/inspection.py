@@ -5,9 +5,11 @@ These are candidates only: `probe.py` verifies them by running the model. Knows 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cached_rag.errors import ModelError
 
@@ -16,6 +18,15 @@ _SWITCHING = {
     "longrope": "original_max_position_embeddings",
     "dynamic": "original_max_position_embeddings",
 }
+
+# What transformers calls a KV cache: `cache` since 5.24, `past_key_values` before.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+def cache_argument(network: Any) -> str:
+    """What the forward method calls its KV cache; code that comes with a model may be older."""
+    names = inspect.signature(network.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in names), CACHE)
 
 
 def frequencies(model: Any) -> list[tuple[float, ...]]:

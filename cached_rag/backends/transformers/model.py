@@ -12,10 +12,12 @@ from itertools import chain
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from cached_rag.backends.base import Chosen, Prefilled, StepInput
 from cached_rag.backends.process import peak_bytes
 from cached_rag.backends.transformers.batch import can_batch, step_batch
+from cached_rag.backends.transformers.inspection import cache_argument
 from cached_rag.backends.transformers.prefill import choose_rows, prefill_rows, prefill_selected
 from cached_rag.backends.transformers.row_pass import Decoder
 from cached_rag.backends.transformers.weights.linear import FewBitLinear
@@ -169,9 +171,11 @@ class LanguageModel:
         """See `Backend`."""
         model, ids = self.decoder.model, token_ids.to(self.device)
         options: dict[str, Any] = {"use_cache": True}
-        past = model(input_ids=ids[:, :split], **options).past_key_values if split else None
+        if split:
+            options[cache_argument(model)] = DynamicCache(config=model.config)
+            model(input_ids=ids[:, :split], **options)
         if "logits_to_keep" in self.decoder.parameters:
             options["logits_to_keep"] = 1
-        done = model(input_ids=ids[:, split or 0 :], past_key_values=past, **options)
+        done = model(input_ids=ids[:, split or 0 :], **options)
         logits: torch.Tensor = done.logits[:, -1]
         return logits

@@ -19,6 +19,7 @@ from cached_rag.backends.transformers.attention import scattered as attention
 from cached_rag.backends.transformers.attention.scattered import IMPLEMENTATION
 from cached_rag.backends.transformers.full_precision import in_float32
 from cached_rag.backends.transformers.inspection import (
+    CACHE,
     decoder_layers,
     frequencies,
     switch,
@@ -225,7 +226,7 @@ def _kv_shapes(model: Any, num_layers: int) -> KVShapes:
     """
     token_ids = _probe_ids(model)[:, :2]
     output = model(input_ids=token_ids, use_cache=True)
-    held = getattr(getattr(output, "past_key_values", None), "layers", [])
+    held = getattr(getattr(output, CACHE, None), "layers", [])
     found = set()
     for layer in held:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)

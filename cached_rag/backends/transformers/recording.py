@@ -3,7 +3,7 @@
 `probe.py` compares this library's computations with these records. A batch of two has the same
 tokens at two places, that is, at different positions. Every layer gets the same input for both, so
 a difference between its outputs comes from this layer alone, and rounding does not accumulate.
-Knows transformers; knows nothing else of this library.
+Knows transformers and `inspection.py`, nothing else of this library.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
+
+from cached_rag.backends.transformers.inspection import cache_argument
 
 Inputs = dict[str, Any]
 
@@ -76,9 +78,11 @@ def record(
         found.inputs.append(hidden.clone())
         return {"hidden_states": hidden}
 
-    options = {} if positions is None else {"position_ids": positions}
+    options: Inputs = {cache_argument(model): cache}
+    if positions is not None:
+        options["position_ids"] = positions
     with entering(layers, enter), leaving(layers, lambda _, hidden: found.outputs.append(hidden)):
-        output = model(input_ids=token_ids, past_key_values=cache, use_cache=True, **options)
+        output = model(input_ids=token_ids, use_cache=True, **options)
     found.logits = output.logits[:, -1].float()
     for index in range(len(layers)):
         keys, values = cache.heard[index]

@@ -18,7 +18,7 @@ import torch
 from cached_rag.backends.base import Prefilled
 from cached_rag.backends.transformers.alibi import with_gaps
 from cached_rag.backends.transformers.attention.scattered import Rows, attending
-from cached_rag.backends.transformers.inspection import decoder_layers
+from cached_rag.backends.transformers.inspection import cache_argument, decoder_layers
 from cached_rag.backends.transformers.observe import Observed, Observer
 from cached_rag.backends.transformers.row_cache import Peeked, RowCache
 from cached_rag.errors import ModelError
@@ -38,6 +38,7 @@ class Decoder:
         is_fast: the model attends through `attention/scattered.py`; if not, all tokens enter it
             (see `prefill.py`).
         parameters: names of the arguments of the network's forward method.
+        cache_name: which of them is the KV cache.
     """
 
     model: Any
@@ -46,10 +47,12 @@ class Decoder:
     windows: tuple[int | None, ...]
     is_fast: bool
     parameters: frozenset[str] = field(init=False)
+    cache_name: str = field(init=False)
 
     def __post_init__(self) -> None:
         names = inspect.signature(self.network.forward).parameters
         object.__setattr__(self, "parameters", frozenset(names))
+        object.__setattr__(self, "cache_name", cache_argument(self.network))
 
     @property
     def own(self) -> Decoder:
@@ -109,7 +112,7 @@ class RowPass:
         wanted = {
             "input_ids": self.entering,
             "position_ids": self.positions[None].expand(self.entering.shape),
-            "past_key_values": self.cache,
+            self.decoder.cache_name: self.cache,
             "use_cache": True,
             "logits_to_keep": self.num_logits,
         }
@@ -117,8 +120,8 @@ class RowPass:
         if not self.num_logits:
             network = network.base_model
             del wanted["logits_to_keep"]
-        known = self.decoder.parameters
-        inputs = {k: v for k, v in wanted.items() if k in known or k == "past_key_values"}
+        known = self.decoder.parameters | {self.decoder.cache_name}
+        inputs = {k: v for k, v in wanted.items() if k in known}
         with attending(self.cache) if self.decoder.is_fast else ExitStack():
             output = network(**inputs)
         if not self.num_logits:

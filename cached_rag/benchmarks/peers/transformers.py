@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from cached_rag.backends.thread import on_model_thread
+from cached_rag.backends.transformers.inspection import CACHE
 from cached_rag.backends.transformers.weights.packing import densify
 from cached_rag.benchmarks.peers.base import Peer, Question, Sample, Stopwatch
 from cached_rag.engine.engine import Engine
@@ -74,7 +75,7 @@ class Transformers(Peer):
     def _answer(self, question: Question, max_tokens: int) -> Sample:
         streamer = _Streamer()
         ids = torch.tensor([question.ids], device=self._device)
-        how = {"past_key_values": self._beginning(question.ids)} if self._keeps else {}
+        how = {CACHE: self._beginning(question.ids)} if self._keeps else {}
         self._model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -85,7 +86,7 @@ class Transformers(Peer):
         )
         sample = streamer.watch.sample()
         if self._keeps:
-            self._held = (*question.ids, *sample.token_ids[:-1]), how["past_key_values"]
+            self._held = (*question.ids, *sample.token_ids[:-1]), how[CACHE]
         return sample
 
     def _beginning(self, ids: tuple[int, ...]) -> DynamicCache:

@@ -91,17 +91,17 @@ class LeanLayer(nn.Module):
         self.activation, self._factor = activation, residual_factor
 
     def forward(
-        self, hidden_states: torch.Tensor, position_embeddings: Rotary, past_key_values: Cache
+        self, hidden_states: torch.Tensor, position_embeddings: Rotary, cache: Cache
     ) -> torch.Tensor:
         """The layer's (batch, num_rows, hidden_size) output.
 
         Args:
             position_embeddings: (batch, num_rows, rotary_dim) cosines and signed sines, see
                 `signed`.
-            past_key_values: takes the rows' KV and returns the KV they attend to.
+            cache: takes the rows' KV and returns the KV they attend to.
         """
         hidden = _normed(self.norm_before_attention, hidden_states)
-        hidden = self._attend(hidden, position_embeddings, past_key_values)
+        hidden = self._attend(hidden, position_embeddings, cache)
         hidden = self._added(hidden_states, _normed(self.norm_behind_attention, hidden))
         gate, up = self.gate_up(_normed(self.norm_before_mlp, hidden)).chunk(2, dim=-1)
         output = _normed(self.norm_behind_mlp, self.down(self.activation(gate) * up))

@@ -61,7 +61,7 @@ class LeanModel(nn.Module):
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        past_key_values: Cache,
+        cache: Cache,
         use_cache: bool = True,
         logits_to_keep: int | torch.Tensor | None = None,
     ) -> SimpleNamespace:
@@ -76,9 +76,7 @@ class LeanModel(nn.Module):
             hidden = hidden * self._embedding_factor
         tables = self._rotary(hidden, position_ids)
         for layer, kind in zip(self.layers, self._types, strict=True):
-            hidden = layer(
-                hidden, position_embeddings=tables[kind], past_key_values=past_key_values
-            )
+            hidden = layer(hidden, position_embeddings=tables[kind], cache=cache)
         if logits_to_keep is None:
             return SimpleNamespace(logits=None)
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
