@@ -74,8 +74,8 @@ def test_sooner_says_later_below_one(ratio, said):
 def test_store_commands_count_verify_and_prune(index):
     where = ["--index", str(index), "--json"]
     stats = json.loads(run(cli.app, ["store", "stats", *where]).stdout)
-    assert stats["texts"] == stats["modules"] == 4  # three chunks and their prefix
-    assert "4 texts, " in run(cli.app, ["store", "stats", "--index", str(index)]).stdout
+    assert stats["texts"] == stats["modules"] == 7  # three chunks twice, and their prefix
+    assert "7 texts, " in run(cli.app, ["store", "stats", "--index", str(index)]).stdout
     assert run(cli.app, ["store", "verify", *where]).exit_code == 0
     victim = next((index / "kv" / "blobs").glob("*/*"))
     victim.write_bytes(victim.read_bytes()[:-1])
@@ -83,7 +83,7 @@ def test_store_commands_count_verify_and_prune(index):
     assert found.exit_code == 1
     assert len(json.loads(found.stdout)["problems"]) == 1
     pruned = json.loads(run(cli.app, ["store", "prune", *where, "--max-bytes", "0"]).stdout)
-    assert pruned["files"] == 4
+    assert pruned["files"] == 7
 
 
 def test_verify_looks_into_all_three_databases(index):
@@ -132,12 +132,12 @@ def test_prune_drops_kv_of_other_dtypes_and_says_what(index, tmp_path, model_fol
     unused = ["--unused", "--dtype", "float32"]
     trial = json.loads(prune(*unused, "--dry-run").stdout)
     assert [(one["model"], one["dtype"], one["files"]) for one in trial["unused"]] == [
-        (model_folder, "bfloat16", 4)
+        (model_folder, "bfloat16", 7)
     ]
     assert json.loads(prune(*unused, "--dtype", "bfloat16").stdout)["files"] == 0
     assert json.loads(prune(*unused).stdout) == trial | {"is_dry_run": False}
     assert json.loads(prune(*unused).stdout)["files"] == 0
-    assert json.loads(run(cli.app, ["store", "stats", *where]).stdout)["modules"] == 4
+    assert json.loads(run(cli.app, ["store", "stats", *where]).stdout)["modules"] == 7
     shown = run(cli.app, ["store", "prune", *unused, "--index", str(index)]).stdout
     assert "0 files removed" in shown
     for bad in (["--dry-run"], ["--unused", "--dtype", "float16"]):
@@ -170,8 +170,8 @@ def test_documents_are_listed_and_deleted(index, tmp_path):
     assert gone.exit_code == 0, gone.output
     deleted = json.loads(gone.stdout)["deleted"]
     assert deleted == [
-        {"source": "docs/a.txt", "chunks": 1, "kvs": 1},
-        {"source": "docs/b.txt", "chunks": 1, "kvs": 1},
+        {"source": "docs/a.txt", "chunks": 1, "kvs": 2},
+        {"source": "docs/b.txt", "chunks": 1, "kvs": 2},
     ]
     left = json.loads(run(cli.app, ["list", *where, "--json"]).stdout)["documents"]
     assert [one["source"] for one in left] == ["docs/c.txt"]
@@ -283,7 +283,7 @@ def test_bench_traffic_compares_methods(tmp_path, model_folder):
     assert rows[4]["cached"] > rows[0]["cached"]
     for row in rows:
         assert row["ttft_p50_ms"] < row["ttft_p95_ms"]
-        assert 0 < row["gap_p50_ms"] <= row["gap_p95_ms"]
+        assert 0 <= row["gap_p50_ms"] <= row["gap_p95_ms"]  # 0: answers of one token
         assert 1 <= row["answer_tokens"] <= 3
     nobody = run(
         cli.app,
@@ -545,4 +545,6 @@ def test_machines_share_kv_by_remote(index, tmp_path, model_folder):
     before = len(list(shared.rglob("*.raw")))
     gone = ["delete", "docs/a.txt", *where[:2], *where[4:]]
     assert run(cli.app, gone).exit_code == 0
-    assert len(list(shared.rglob("*.raw"))) == before - 1
+    assert (
+        len(list(shared.rglob("*.raw"))) == before - 2
+    )  # behind the primer, and behind the head alone

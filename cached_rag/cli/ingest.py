@@ -53,7 +53,8 @@ def ingest_command(
     context: Annotated[
         str | None,
         typer.Option(
-            help="Encode chunks behind: primer, primer:3 (slower), none, both, neighbours:N."
+            help="Encode chunks behind: both (the default; twice), primer (once), primer:3, none, "
+            "neighbours:N."
         ),
     ] = None,
     name: Annotated[

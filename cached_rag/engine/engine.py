@@ -275,7 +275,7 @@ class Engine:
         prefix: Prompt | None = None,
         progress: Callable[[int], object] = lambda _: None,
         *,
-        context: Context | None = None,
+        context: Context | Sequence[Context | None] | None = None,
         token_progress: Callable[[int], object] = lambda _: None,
         token_total: Callable[[int], object] = lambda _: None,
     ) -> EncodeSummary:
@@ -288,11 +288,13 @@ class Engine:
                 tokenizer's BOS token, if it has one.
             progress: called after each batch with the number of chunks in it.
             context: texts that stand between the prefix and the chunk while it is prefilled, such
-                as `PRIMER`; None for nothing.
+                as `PRIMER`; None for nothing. Of several each is a pass of its own, whose KV is
+                kept beside the others' (see `contexts`).
             token_progress: called after each batch with the number of tokens in it.
             token_total: called before the first batch with the number of tokens in all of them.
 
         Raises:
+            ConfigError: the sequence of contexts is empty.
             ContextOverflowError: a text exceeds the model's context.
             StoreError: the files of the store could not be opened.
             StoreFullError: no room is left; what was encoded before is kept.
@@ -300,7 +302,10 @@ class Engine:
         """
         self.check_open()
         rendered = None if prefix is None else self._rendered(prefix)
-        order = self._encoder.read(texts, rendered, context)
+        contexts = (context,) if context is None or isinstance(context, Context) else context
+        if not contexts:
+            raise ConfigError("no context at all was given; None stands for nothing")
+        order = self._encoder.read(texts, rendered, contexts)
 
         def done(chunks: int, tokens: int) -> None:
             progress(chunks)
@@ -319,6 +324,14 @@ class Engine:
     def primer(self) -> Context:
         """What texts are best encoded behind, besides a prefix: `StoreConfig.primers` of them."""
         return primer(self.settings.primers)
+
+    def contexts(self, prefix: Prompt | None) -> tuple[Context | None, ...]:
+        """What texts are best encoded behind, besides this prefix, one pass for each.
+
+        That is `primer`; and with `StoreConfig.first_exact`, where there is a prefix, nothing.
+        """
+        is_twice = self.settings.first_exact and prefix is not None
+        return (self.primer, None) if is_twice else (self.primer,)
 
     def register(self, texts: Sequence[str]) -> int:
         """Make texts known as chunks without prefilling them.

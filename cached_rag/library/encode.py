@@ -29,20 +29,30 @@ class EncodeSummary:
 
     Attributes:
         encoded: number of chunks that were prefilled.
-        present: number of chunks whose KV was kept already.
+        present: number of chunks whose KV was kept already, behind each of the contexts.
         skipped: (text, reason) of each text that cannot be a chunk.
-        tokens: number of tokens that were prefilled.
+        tokens: number of tokens that were prefilled, in all passes.
         seconds: how long it took.
         unsent: number of KVs that are kept here, but could not be sent to the remote store; if the
             same texts are encoded again, they are sent again.
     """
 
-    encoded: int
-    present: int
-    skipped: tuple[tuple[str, str], ...]
-    tokens: int
-    seconds: float
+    encoded: int = 0
+    present: int = 0
+    skipped: tuple[tuple[str, str], ...] = ()
+    tokens: int = 0
+    seconds: float = 0.0
     unsent: int = 0
+
+    def __add__(self, other: EncodeSummary) -> EncodeSummary:
+        return EncodeSummary(
+            self.encoded + other.encoded,
+            self.present + other.present,
+            (*self.skipped, *other.skipped),
+            self.tokens + other.tokens,
+            self.seconds + other.seconds,
+            self.unsent + other.unsent,
+        )
 
 
 def encode_prefix(model: Backend, prefix_ids: Sequence[int]) -> ModuleKV:

@@ -42,12 +42,12 @@ class Order:
     """Texts that are to be encoded.
 
     Attributes:
-        behind: what will stand before each of them.
+        behinds: what will stand before each of them, one pass for each.
         records: (record, text) of each text that can be a chunk.
         skipped: (text, reason) of each text that cannot.
     """
 
-    behind: EncodedAfter
+    behinds: tuple[EncodedAfter, ...]
     records: tuple[tuple[ChunkRecord, str], ...]
     skipped: tuple[tuple[str, str], ...]
 
@@ -68,44 +68,47 @@ class Encoder:
         default_factory=dict
     )
 
-    def read(self, texts: Sequence[str], prefix: Rendered | None, context: Context | None) -> Order:
+    def read(
+        self, texts: Sequence[str], prefix: Rendered | None, contexts: Sequence[Context | None]
+    ) -> Order:
         """Tokenise texts that are to be encoded. On any thread: it needs no model.
 
         Args:
-            prefix, context: see `Engine.encode`.
+            prefix, contexts: see `Engine.encode`.
 
         Raises:
             ContextOverflowError, StoreError: see `Engine.encode`.
         """
         if texts:
             self.library.check_kept()
-        if context is not None:
-            self.contexts[context.name] = context
+        self.contexts.update({one.name: one for one in contexts if one is not None})
         for text in texts:
             self._check_length(text.strip())
         records, skipped = self._records(texts)
         following = next((t for t in map(str.strip, texts) if t), "")
-        behind = EncodedAfter(self.prefix_ids(prefix, following), context.name if context else "")
-        return Order(behind, tuple(records), tuple(skipped))
+        ids = self.prefix_ids(prefix, following)
+        behinds = tuple(EncodedAfter(ids, one.name if one else "") for one in contexts)
+        return Order(behinds, tuple(records), tuple(skipped))
 
     def encode(
         self, order: Order, progress: Progress, total: Callable[[int], object]
     ) -> EncodeSummary:
         """Prefill the texts of an order that have no KV; see `Engine.encode`."""
         started = time.perf_counter()
-        behind = order.behind
-        wanted, num_present = self._sorted_out(behind, order.records)
-        longest = max(map(len, wanted), default=0)
-        check_fits(self.model, len(behind.prefix_ids), longest)
+        passes = {behind: self._wanted(behind, order.records) for behind in order.behinds}
+        for behind, wanted in passes.items():
+            check_fits(self.model, len(behind.prefix_ids), max(map(len, wanted), default=0))
         self.library.add_chunks([record for record, _ in order.records])
-        tokens = sum(map(len, wanted)) * len(self._ways(behind))
-        if wanted:
+        tokens = sum(sum(map(len, w)) * len(self._ways(behind)) for behind, w in passes.items())
+        if tokens:
             total(tokens)
-        if wanted or behind not in self.library.encoded_after():
-            self._encode_wanted(behind, wanted, progress)
+        for behind, wanted in passes.items():
+            if wanted or behind not in self.library.encoded_after():
+                self._encode_wanted(behind, wanted, progress)
+        encoded = {ids for wanted in passes.values() for ids in wanted}
         return EncodeSummary(
-            encoded=len(wanted),
-            present=num_present,
+            encoded=len(encoded),
+            present=sum(record.token_ids not in encoded for record, _ in order.records),
             skipped=order.skipped,
             tokens=tokens,
             seconds=time.perf_counter() - started,
@@ -212,13 +215,12 @@ class Encoder:
                 f"model's context of {room}; split it into smaller chunks"
             )
 
-    def _sorted_out(
+    def _wanted(
         self, behind: EncodedAfter, records: Sequence[tuple[ChunkRecord, str]]
-    ) -> tuple[dict[Ids, tuple[ChunkRecord, str]], int]:
-        """The records that have no KV behind `behind`, by token ids; and how many have it."""
+    ) -> dict[Ids, tuple[ChunkRecord, str]]:
+        """The records that have no KV behind `behind`, by token ids."""
         held = self.library.present(behind, [record.token_ids for record, _ in records])
-        wanted = {r.token_ids: (r, text) for r, text in records if r.token_ids not in held}
-        return wanted, sum(record.token_ids in held for record, _ in records)
+        return {r.token_ids: (r, text) for r, text in records if r.token_ids not in held}
 
     def _ensure_prefix(self, behind: EncodedAfter) -> ModuleKV | None:
         """The prefix's own KV, from the library or computed now; None if there is no prefix."""
@@ -272,6 +274,10 @@ class Encoder:
 
         The last result is kept, because all batches of an index have the same before them.
         """
+        if not any(ways):
+            return [head] * len(
+                ways
+            )  # and the last result stays: batches may take turns behind both
         if (last := self._last.get((behind, ways))) is not None:
             return last
         bases = [self._joined(behind, head, passages) for passages in ways]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -58,6 +59,7 @@ class Learning:
         self._last_removal = library.generation
         self._sink_ids = encoder.tokenization.sink_ids
         self._primer = primer(settings.primers).name
+        self._first_exact = settings.first_exact
         self._encoder = encoder
         self._lock = lock
 
@@ -111,9 +113,9 @@ class Learning:
             return
         if best not in self.library.encoded_after() and len(best.prefix_ids) > len(self._sink_ids):
             self._offer_encoding(best, partial(self._encoder.learn, best))
-        for missed in (*plan.missed, *plan.harvested):
-            task = (missed.chunk.text_digest, best)
-            recover = partial(self._encoder.recover, missed.chunk, missed.text, best)
+        for missed, behind in product((*plan.missed, *plan.harvested), self._beside(best)):
+            task = (missed.chunk.text_digest, behind)
+            recover = partial(self._encoder.recover, missed.chunk, missed.text, behind)
             self._offer_encoding(task, recover)
         for run in runs:
             learn = partial(self._learn_text, run.text, best, self._generation)
@@ -159,6 +161,13 @@ class Learning:
         """The longest known prefix that a head begins with, or what stands before lone chunks."""
         known = (b for b in self.library.encoded_after() if is_before(b.prefix_ids, head))
         return next(known, EncodedAfter(self._sink_ids, self._primer))
+
+    def _beside(self, best: EncodedAfter) -> tuple[EncodedAfter, ...]:
+        """That, and with what other contexts chunks are encoded behind the same prefix."""
+        known = {b for b in self.library.encoded_after() if b.prefix_ids == best.prefix_ids}
+        if self._first_exact and len(best.prefix_ids) > len(self._sink_ids):
+            known.add(EncodedAfter(best.prefix_ids))
+        return best, *(known - {best})
 
     def _encode(self, task: Callable[[], object]) -> None:
         def encode() -> None:

@@ -401,12 +401,19 @@ class Library(Shelf):
                 self.delete_far([key])
 
     def prefetch(self, texts: Iterable[str]) -> None:
-        """Begin to read the KV of texts into memory, in the encoding with the longest prefix."""
+        """Begin to read the KV of texts into memory, in the encoding with the longest prefix.
+
+        The first text will stand right behind it, where KV without a context is exact.
+        """
         if not isinstance(self.store, TieredStore) and self.remote is None:
             return
         missing = []
-        for chunk in filter(None, (self.table.get(text.strip()) for text in texts)):
-            sources = [(behind, chunk.token_ids) for behind in self._encoded_after]
+        known = self._encoded_after
+        exact = sorted(known, key=lambda behind: (-len(behind.prefix_ids), bool(behind.context)))
+        for place, chunk in enumerate(self.table.get(text.strip()) for text in texts):
+            if chunk is None:
+                continue
+            sources = [(behind, chunk.token_ids) for behind in (known if place else exact)]
             held = next((source for source in sources if self.holds(*source)), None)
             if held is not None:
                 self.read_ahead(held)

@@ -13,11 +13,12 @@ from itertools import accumulate
 from pathlib import Path
 
 from cached_rag.errors import DocumentError
+from cached_rag.library.encode import EncodeSummary
 from cached_rag.rag.confined import ConfinedReader
 from cached_rag.rag.document import Document
 from cached_rag.rag.index import DocumentIndex
 from cached_rag.rag.limits import DocumentLimits
-from cached_rag.rag.preparing import Encoded, Preparation, content, groups
+from cached_rag.rag.preparing import Preparation, content, groups
 from cached_rag.rag.progress import Say, prefilling, preparing, reading
 from cached_rag.rag.readers import look_at
 from cached_rag.rag.roots import absolute, is_below, is_text, join
@@ -140,7 +141,7 @@ class Ingestion:
                 new = sum(map(self._take, read))
                 added, unchanged = added + new, unchanged + len(read) - new
                 texts = {document.source: self.index.texts(document.source) for document in read}
-                done = sum((self._finish(*part) for part in _parts(texts)), Encoded())
+                done = sum((self._finish(*part) for part in _parts(texts)), EncodeSummary())
                 encoded += batch.encoded + done.encoded
                 tokens += batch.tokens + done.tokens
                 unsent += done.unsent
@@ -209,10 +210,11 @@ class Ingestion:
         parts = list(_parts(texts))
         passes = sum(len(c.ways) if c else 1 for c in self.preparation.contexts)
         sizes = [passes * self.preparation.engine.register(chunks) for _, chunks in parts]
-        done = Encoded()
+        done = EncodeSummary()
         with prefilling(sum(sizes), is_shown=progress) as bar:
             for (group, chunks), due in zip(parts, accumulate(sizes), strict=True):
-                done += self._finish(group, chunks, bar.update)
+                one = self._finish(group, chunks, bar.update)
+                done += one if one.encoded else replace(one, seconds=0.0)  # it only looked
                 bar.update(due - bar.n)  # chunks that had KV already
         return IngestSummary(
             added=added,
@@ -229,7 +231,7 @@ class Ingestion:
         group: Sequence[str],
         chunks: Sequence[str],
         tokens_done: Callable[[int], object] = lambda _: None,
-    ) -> Encoded:
+    ) -> EncodeSummary:
         """Encode the chunks of some documents, and mark these as encoded."""
         done = self.preparation.encode(chunks, tokens_done)
         self.forget(self.index.orphans(chunks))  # chunks that others deleted meanwhile

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +16,7 @@ from cached_rag.backends.tokenizer import Rendered
 from cached_rag.engine.engine import Engine
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.context import Context
+from cached_rag.library.encode import EncodeSummary
 from cached_rag.rag.document import Document
 from cached_rag.rag.embedding import Embeddings
 from cached_rag.rag.progress import Say
@@ -33,34 +33,11 @@ EMBED_CHUNKS = 128
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """What encoding chunks behind each of the contexts did.
-
-    Attributes:
-        encoded: number of chunks that were prefilled, behind the last of the contexts.
-        tokens, seconds, unsent: as in `EncodeSummary`, of all contexts.
-    """
-
-    encoded: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    unsent: int = 0
-
-    def __add__(self, other: Encoded) -> Encoded:
-        return Encoded(
-            self.encoded + other.encoded,
-            self.tokens + other.tokens,
-            self.seconds + other.seconds,
-            self.unsent + other.unsent,
-        )
-
-
-@dataclass(frozen=True)
 class Preparation:
     """What documents are prepared with.
 
     Attributes:
-        head, contexts: chunks are encoded behind the head and, in turn, each of the contexts.
+        head, contexts: chunks are encoded behind the head and each of the contexts.
     """
 
     engine: Engine
@@ -95,17 +72,15 @@ class Preparation:
 
     def encode(
         self, texts: Sequence[str], tokens_done: Callable[[int], object] = lambda _: None
-    ) -> Encoded:
+    ) -> EncodeSummary:
         """See that texts have KV behind each of the contexts.
 
         Args:
             tokens_done: called after each batch with the number of tokens in it.
         """
-        encode = partial(self.engine.encode, texts, self.head, token_progress=tokens_done)
-        done = [encode(context=context) for context in self.contexts]
-        seconds = sum(one.seconds for one in done if one.encoded)
-        tokens, unsent = sum(one.tokens for one in done), sum(one.unsent for one in done)
-        return Encoded(done[-1].encoded, tokens, seconds, unsent)
+        return self.engine.encode(
+            texts, self.head, context=self.contexts, token_progress=tokens_done
+        )
 
 
 def content(document: Document) -> str:

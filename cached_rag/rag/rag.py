@@ -145,10 +145,10 @@ class CachedRAG:
             chunk_tokens: most tokens of a chunk, counted by the model's tokenizer.
             codec: how KV is kept on disk, "raw" or "int8".
             context: what chunks are encoded behind, besides the prompt's head: "primer" (some
-                neutral text), "primer:3" (the mean behind three such texts: three passes, and
-                answers nearer to full prefill's), "none", "both" (the first chunk of a prompt is
-                exact then), or "neighbours:n" (the n nearest chunks). The last two take two passes
-                and twice the disk; see docs/methods.md.
+                neutral text), "none", "both" of these (the first chunk of a prompt is exact then;
+                the default), "primer:3" (the mean behind three such texts, in three passes), or
+                "neighbours:n" (nothing, and the n nearest chunks). "both" and "neighbours:n" take
+                two passes and twice the disk; see docs/methods.md.
             system: the system prompt that questions are asked under.
             memory_bytes, disk_bytes: most bytes of KV in memory and on disk.
             remote: a store that several machines share; see `StoreConfig`.

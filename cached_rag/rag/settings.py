@@ -17,7 +17,7 @@ DEFAULTS = {
     "embedding": DEFAULT_EMBEDDING,
     "chunk_tokens": "256",
     "codec": "raw",
-    "context": "primer",
+    "context": "both",
     "system": SYSTEM,
 }
 
@@ -49,7 +49,7 @@ def contexts(
     if kind == "primer":
         return (primer(count),)
     if kind != "neighbours":
-        return {"none": (None,), "both": (None, PRIMER)}[kind]
+        return {"none": (None,), "both": (PRIMER, None)}[kind]
     if index is None or embedder is None:
         raise ConfigError(
             f"context {text!r} needs the whole index for each chunk, and the workers of a cluster "

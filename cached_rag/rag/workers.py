@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from cached_rag.config import StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ClusterError, ConfigError, DocumentError, StoreError
+from cached_rag.library.encode import EncodeSummary
 from cached_rag.rag.confined import ConfinedReader
 from cached_rag.rag.embedding import Embedder, Embeddings
 from cached_rag.rag.limits import DocumentLimits
-from cached_rag.rag.preparing import Encoded, Preparation, content, groups
+from cached_rag.rag.preparing import Preparation, content, groups
 from cached_rag.rag.settings import contexts
 from cached_rag.rag.splitting import Chunk
 
@@ -174,7 +175,7 @@ class IngestWorker:
                     made = replace(made, chunks=tuple(chunks), vectors=vectors)
                 documents.append(made)
         chunks_of = ([t for source in group for t in texts[source]] for group in groups(texts))
-        done = sum(map(self.preparation.encode, chunks_of), Encoded())
+        done = sum(map(self.preparation.encode, chunks_of), EncodeSummary())
         if done.unsent:
             raise StoreError(
                 f"{done.unsent} KVs could not be sent to the remote store, so what a worker "

@@ -257,7 +257,7 @@ class Service:
                 reason = ""
                 try:  # one by one, so that answers go on in between
                     done = await asyncio.to_thread(
-                        engine.encode, [text], prefix, context=engine.primer
+                        engine.encode, [text], prefix, context=engine.contexts(prefix)
                     )
                 except (ConfigError, ContextOverflowError) as error:
                     reason = str(error)

@@ -226,7 +226,7 @@ class CachedRAGLLM(FunctionCallingLLM):
         head = template_head(
             engine, prompt.template_vars, variable, lambda values: self._filled(prompt, values)
         )
-        return engine.encode(list(texts), head, context=engine.primer)
+        return engine.encode(list(texts), head, context=engine.contexts(head))
 
     def encode_nodes(self, nodes: Iterable[BaseNode], **kwargs: Any) -> EncodeSummary:
         """As `encode`, for nodes: with their metadata, as response synthesis shows them.
