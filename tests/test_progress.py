@@ -7,12 +7,13 @@ from typing import ClassVar
 import pytest
 from conftest import CHUNKS, tiny_model
 from test_rag import WordEmbedding
+from tqdm import tqdm
 
 from cached_rag import CachedRAG, Engine, StoreConfig
 from cached_rag.rag import preparing, progress
 
 
-class Bar(progress.tqdm):
+class Bar(progress.Bar):
     """Remembers where it stood, and what it said."""
 
     made: ClassVar[dict[str, Bar]] = {}
@@ -33,7 +34,7 @@ class Bar(progress.tqdm):
 
 @pytest.fixture
 def bars(monkeypatch):
-    monkeypatch.setattr(progress, "tqdm", Bar)
+    monkeypatch.setattr(progress, "Bar", Bar)
     monkeypatch.setattr(Bar, "made", {})
     return Bar.made
 
@@ -119,3 +120,19 @@ def test_a_function_hears_what_is_done_and_what_is_to_do(bars, monkeypatch):
     assert [at for at, _ in heard] == sorted(at for at, _ in heard)
     assert (heard[0], heard[-1]) == ((0, done.tokens), (done.tokens, done.tokens))
     assert len(heard) == 4
+
+
+def test_a_bar_waits_for_no_other_process(monkeypatch):
+    class SharedLock:
+        def __enter__(self):
+            raise AssertionError("a killed process may hold it")
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(tqdm, "_lock", SharedLock(), raising=False)
+    with pytest.raises(AssertionError):
+        tqdm(disable=True)  # control
+    for is_shown in (True, False):
+        with progress.prefilling(1, is_shown=is_shown) as bar:
+            bar.update(1)

@@ -5,6 +5,7 @@ Knows tqdm; knows no document.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,17 @@ Say = Callable[[str, float], None]
 # How an encoding shows how far it is: a bar (True), a bar if standard error is a terminal (None),
 # nothing (False), or calls with the numbers of tokens that are done and that are to be done.
 Progress = bool | Callable[[int, int], object] | None
+
+
+class Bar(tqdm):  # type: ignore[type-arg]
+    """A bar whose lock is this process's own.
+
+    tqdm's is shared with forked processes: one that is killed while it holds it would have all
+    others wait for ever.
+    """
+
+
+Bar.set_lock(threading.RLock())
 
 
 @contextmanager
@@ -100,7 +112,7 @@ def _bar(
     unit_divisor: int = 1000,
     delay: float = 0.0,
 ) -> tqdm[Any]:
-    return tqdm(
+    return Bar(
         total=total,
         desc=what,
         unit=unit,
