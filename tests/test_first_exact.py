@@ -61,15 +61,17 @@ def test_the_first_chunk_is_exact_and_costs_nothing(twice):
     assert report([True, False, False]).charged_recompute < before.charged_recompute
 
 
-def test_missed_chunks_are_encoded_as_those_beside_them_were(twice):
-    head = head_of(twice)
-    twice.encode([], head, context=twice.contexts(head))
-    twice.register(CHUNKS)
-    assert twice.generate(ask(*CHUNKS), max_tokens=1).report.modules_missed == 3
-    twice.write_back.drain()
-    behind = twice.library.encoded_after()
-    assert len(behind) == 2
-    assert all(twice.library.holds(one, ids_of(twice, c)) for one in behind for c in CHUNKS)
+@pytest.mark.parametrize("contexts", [(PRIMER, None), (PRIMER,), (None,)])
+def test_missed_chunks_are_encoded_as_those_beside_them_were(engine, contexts):
+    engine.encode([], head_of(engine), context=contexts)
+    engine.register(CHUNKS)
+    assert engine.generate(ask(*CHUNKS), max_tokens=1).report.modules_missed == 3
+    engine.write_back.drain()
+    (ids,) = {behind.prefix_ids for behind in engine.library.encoded_after()}
+    for context in (PRIMER, None):
+        behind = EncodedAfter(ids, context.name if context else "")
+        held = [engine.library.holds(behind, ids_of(engine, chunk)) for chunk in CHUNKS]
+        assert held == [context in contexts] * 3
 
 
 def test_behind_a_head_that_was_learned_as_well(twice):

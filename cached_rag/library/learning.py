@@ -163,11 +163,11 @@ class Learning:
         return next(known, EncodedAfter(self._sink_ids, self._primer))
 
     def _beside(self, best: EncodedAfter) -> tuple[EncodedAfter, ...]:
-        """That, and with what other contexts chunks are encoded behind the same prefix."""
-        known = {b for b in self.library.encoded_after() if b.prefix_ids == best.prefix_ids}
-        if self._first_exact and len(best.prefix_ids) > len(self._sink_ids):
-            known.add(EncodedAfter(best.prefix_ids))
-        return best, *(known - {best})
+        """That, and its head alone, where chunks are encoded so, too: it is exact for the first."""
+        alone = EncodedAfter(best.prefix_ids)
+        is_head = len(best.prefix_ids) > len(self._sink_ids)
+        is_wanted = self._first_exact or alone in self.library.encoded_after()
+        return (best, alone) if is_head and is_wanted and best.context else (best,)
 
     def _encode(self, task: Callable[[], object]) -> None:
         def encode() -> None:

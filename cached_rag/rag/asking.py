@@ -117,5 +117,4 @@ class Asking:
         self.engine.register(texts)
         with library.spared():
             self.forget(self.index.orphans(texts))  # those deleted since they were found
-            for context in self.contexts():
-                self.engine.encode([], self.prompts.head(), context=context)
+            self.engine.encode([], self.prompts.head(), context=self.contexts())
