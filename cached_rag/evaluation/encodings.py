@@ -7,25 +7,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from functools import cached_property, partial
-from typing import Any
+from functools import partial
 
-import numpy as np
 import torch
 
 from cached_rag.backends.base import Backend
 from cached_rag.backends.thread import on_model_thread
-from cached_rag.config import StoreConfig
+from cached_rag.config import GenerationConfig, StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.evaluation.data import Example
+from cached_rag.evaluation.nearness import Nearness
 from cached_rag.evaluation.prompts import messages
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.module import ModuleKV
 from cached_rag.library.context import PRIMER, Context, primer
 from cached_rag.library.matching import HARVESTED
-from cached_rag.rag import DEFAULT_EMBEDDING, Embedder
 
 _MARK = "the first chunk"
+_ROOM = 4 << 30  # bytes of KV that other questions may leave
 # The system prompt of another application, about as long as those that people write.
 _OTHER_SYSTEM = (
     "You are the assistant of a public library and speak with its readers. Write in the language "
@@ -35,13 +34,20 @@ _OTHER_SYSTEM = (
 )
 
 
+# Nothing but what is encoded here: no prompt leaves anything to another, unless it is `asked`.
+_APART = StoreConfig(
+    sequence_bytes=0, keeps_repaired=True, harvest=False, learn_prefixes=False, write_back=False
+)
+
+
 class Encodings:
     """The engines of one model and one data set, made when they are first needed."""
 
     def __init__(self, model: Backend, examples: Sequence[Example], *, long: bool) -> None:
-        self._model, self._long = model, long
+        self._model, self._examples, self._long = model, examples, long
         self._pool = list(dict.fromkeys(chunk for e in examples for chunk in e.chunks))
         self._engines: dict[str, Engine] = {}
+        self.nearness = Nearness(self._pool)
 
     def engine(self, encoding: str, chunks: Sequence[str]) -> Engine:
         """The engine for an encoding, with these chunks encoded.
@@ -50,9 +56,7 @@ class Encodings:
             encoding: as in `Trial.encoding`; empty to encode nothing.
         """
         if encoding not in self._engines:
-            # Nothing but what is encoded here: no prompt leaves anything to another.
-            apart = StoreConfig(sequence_bytes=0, learn_prefixes=False, write_back=False)
-            self._engines[encoding] = Engine(self._model, apart)
+            self._engines[encoding] = Engine(self._model, _APART)
         engine = self._engines[encoding]
         if not encoding:
             return engine
@@ -67,20 +71,42 @@ class Encodings:
             engine.encode([], head)
             self._harvest(engine, chunks, int(count or 4))
             return engine
-        if kind in ("both", "neighbours"):  # so that KV of a prompt's first chunk is exact
+        if kind in ("both", "asked", "neighbours"):  # so that KV of a prompt's first chunk is exact
             engine.encode(chunks, head)
         if kind == "half":
             chunks = [chunk for chunk in chunks if random.Random(chunk).random() < 0.5]
         engine.encode(chunks, head, context=self._context(kind, int(count or 1)))
         return engine
 
+    def ask_others(
+        self, engine: Engine, encoding: str, example: Example, config: GenerationConfig
+    ) -> None:
+        """Have an engine answer other questions over an example's chunks, and keep what they left.
+
+        They are those of the set that have the same chunks; or else any, drawn by chance. As with
+        `StoreConfig.keeps_repaired=True`, the example's prompt then begins with KV that was
+        repaired for them. It leaves nothing itself, so that it can be measured several times.
+
+        Args:
+            encoding: "asked:n" for n questions.
+        """
+        left = engine.sequences
+        left.clear()
+        others = [one for one in self._examples if one.id != example.id]
+        same = [one for one in others if one.chunks == example.chunks]
+        count = min(int(encoding.partition(":")[2] or 1), len(others))
+        left.max_bytes = _ROOM
+        for one in random.Random(example.id).sample(same if len(same) >= count else others, count):
+            engine.generate(messages(example.chunks, one.question, long=self._long), config)
+        left.max_bytes = 0
+
     def _context(self, kind: str, count: int) -> Context | None:
         if kind == "primers":
             return primer(count)
-        if kind in ("primer", "both", "alone-primer", "elsewhere", "half"):
+        if kind in ("primer", "both", "asked", "alone-primer", "elsewhere", "half"):
             return PRIMER
         if kind == "neighbours":
-            return Context(f"neighbours:{count}", lambda text: self._nearest(text, count))
+            return Context(f"neighbours:{count}", lambda text: self.nearness.before(text, count))
         if kind == "strangers":
             return Context(f"strangers:{count}", lambda text: self._strangers(text, count))
         return None
@@ -111,20 +137,6 @@ class Encodings:
         """Random chunks of the same set; the same ones for a text every time."""
         others = [chunk for chunk in self._pool if chunk != text]
         return random.Random(text).sample(others, min(count, len(others)))
-
-    def _nearest(self, text: str, count: int) -> list[str]:
-        """The chunks of the same set that are most similar to a text, the nearest one last."""
-        own = self._pool.index(text)
-        similarity = self._vectors @ self._vectors[own]
-        similarity[own] = -np.inf
-        order = np.argsort(-similarity)[: min(count, len(self._pool) - 1)]
-        return [self._pool[row] for row in reversed(order)]
-
-    @cached_property
-    def _vectors(self) -> Any:
-        """(num_chunks, dim) float32 embeddings, each of length 1."""
-        vectors = np.asarray(Embedder(DEFAULT_EMBEDDING).embed(self._pool), dtype=np.float32)
-        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
 def _sliced(engine: Engine, before: Sequence[int], token_ids: tuple[int, ...]) -> ModuleKV:

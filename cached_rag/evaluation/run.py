@@ -153,14 +153,10 @@ def _evaluate_example(
     missing = [trial for trial in settings.trials if key(trial) not in journal]
     if not missing:
         return
-    asked = _Asked(example, long, settings.generates)
-    plain = encodings.engine("", ())
-    full = asked.read(plain, BASELINE)
+    asked = _Asked(example, encodings, long, settings.generates)
+    full = asked.read(BASELINE)
     for trial in missing:
-        if trial == BASELINE:
-            reading = full
-        else:
-            reading = asked.read(encodings.engine(trial.encoded, example.chunks), trial)
+        reading = full if trial == BASELINE else asked.read(trial)
         row = figures(reading, full, example.answers)
         names = {"data": data, "id": example.id, "method": trial.name, "ratio": trial.ratio}
         journal.add({**names, **row, "text": reading.text})
@@ -171,15 +167,18 @@ class _Asked:
     """One example, and how it is asked."""
 
     example: Example
+    encodings: Encodings
     long: bool
     generates: bool
 
-    def read(self, engine: Engine, trial: Trial) -> Reading:
+    def read(self, trial: Trial) -> Reading:
         """Measure the example with one trial."""
-        example = self.example
+        example, encodings = self.example, self.encodings
+        engine = encodings.engine(trial.encoded, example.chunks)
         tokens = _LONG_ANSWER_TOKENS if self.long else _ANSWER_TOKENS
         reference = example.reference
-        prompt = messages(trial.order(example.chunks), example.question, long=self.long)
+        chunks = encodings.nearness.arranged(trial.order, example)
+        prompt = messages(chunks, example.question, long=self.long)
         method = trial.name.partition("@")[0]
         if method in SEVERAL:
             plain = GenerationConfig(method="full", max_tokens=tokens)
@@ -187,4 +186,6 @@ class _Asked:
         if method == RELEASED:
             return read_released(engine, prompt, trial.ratio, tokens, reference, self.generates)
         config = trial.config(tokens)
+        if trial.asks_others:
+            encodings.ask_others(engine, trial.encoded, example, config)
         return read(engine, prompt, config, reference, generates=self.generates)

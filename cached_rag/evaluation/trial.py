@@ -14,10 +14,11 @@ from cached_rag.methods import has_own_ratio
 
 ENCODINGS = (
     *("alone", "alone-primer", "prefix", "primer", "both", "neighbours", "strangers"),
-    *("primers", "harvested", "elsewhere", "elsewhere-prefix", "reversed", "half"),
+    *("primers", "harvested", "elsewhere", "elsewhere-prefix", "half", "asked"),
 )
+# Encoded as by default, in a prompt where the chunks stand in another order than the set's.
+ORDERS = ("reversed", "nearest", "shuffled", "told")
 DEFAULT_ENCODING = "primer"
-_REVERSED = "reversed"
 # No methods of the engine, but measured through it: other ways to ask (CacheBlend, section 7), and
 # CacheBlend with the errors of its released code.
 ASKED_OTHERWISE = ("mapreduce", "maprerank")
@@ -32,7 +33,8 @@ class Trial:
     Attributes:
         name: as written by the user.
         method: the method's part of the name.
-        encoding: one of `ENCODINGS`, some with a number after a colon; empty to encode nothing.
+        encoding: one of `ENCODINGS`, some with a number after a colon, or of `ORDERS`; empty to
+            encode nothing.
         ratio: share of cached tokens to recompute.
     """
 
@@ -46,16 +48,22 @@ class Trial:
         ratio = None if has_own_ratio(self.method) else self.ratio
         return GenerationConfig(method=self.method, recompute_ratio=ratio, max_tokens=max_tokens)
 
-    def order(self, chunks: Sequence[str]) -> Sequence[str]:
-        """Chunks as they stand in the prompt."""
-        return chunks[::-1] if self.encoding == _REVERSED else chunks
+    @property
+    def order(self) -> str:
+        """How chunks stand in the prompt, one of `ORDERS`; empty for the set's order."""
+        return self.encoding if self.encoding in ORDERS else ""
 
     @property
     def encoded(self) -> str:
         """`encoding` as far as it says what is encoded; empty for what computes all anew."""
         if self.method == BASELINE.method:
             return ""
-        return DEFAULT_ENCODING if self.encoding == _REVERSED else self.encoding
+        return DEFAULT_ENCODING if self.order else self.encoding
+
+    @property
+    def asks_others(self) -> bool:
+        """Whether other questions about the same chunks are asked before."""
+        return self.encoded.partition(":")[0] == "asked"
 
 
 # The trial that all others are compared with.
@@ -95,5 +103,6 @@ def _ratios(method: str, ratios: Sequence[float]) -> Sequence[float]:
 
 def _check_encoding(text: str) -> None:
     kind, _, count = text.partition(":")
-    if kind not in ENCODINGS or (count and not count.isdigit()):
-        raise ConfigError(f"encoding {text!r} is not one of {', '.join(ENCODINGS)} (neighbours:2)")
+    known = (*ENCODINGS, *ORDERS)
+    if kind not in known or (count and not count.isdigit()):
+        raise ConfigError(f"encoding {text!r} is not one of {', '.join(known)} (neighbours:2)")

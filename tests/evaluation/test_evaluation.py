@@ -6,6 +6,7 @@ import json
 import statistics
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from conftest import CHUNKS, NEW_PROMPTS, plain_cache, plain_logits, tiny_model
@@ -16,6 +17,7 @@ from cached_rag.evaluation.data import Example, load_examples
 from cached_rag.evaluation.encodings import Encodings
 from cached_rag.evaluation.measure import read
 from cached_rag.evaluation.metrics import bootstrap, exact_match, f1, rouge_l
+from cached_rag.evaluation.nearness import Nearness
 from cached_rag.evaluation.plot import plot_frontier
 from cached_rag.evaluation.prompts import is_long, messages
 from cached_rag.evaluation.released import BottomRightRows
@@ -98,7 +100,7 @@ def test_rows_have_the_keys_that_are_promised(data, tmp_path):
 
 
 def test_r_1_has_no_loss_and_less_has(data, tmp_path, monkeypatch):
-    monkeypatch.setattr("cached_rag.evaluation.encodings.Embedder", lambda _: Letters())
+    monkeypatch.setattr("cached_rag.evaluation.nearness.Embedder", lambda _: Letters())
     methods = ["cacheblend", "prophetkv", "epic@prefix", "infoflow@neighbours:1", "a3@strangers:1"]
     methods += ["infoflow@harvested:2", "prophetkv@elsewhere", "prophetkv@elsewhere-prefix"]
     rows, _ = run(data, tmp_path, methods, [0.2, 1.0])
@@ -224,7 +226,7 @@ def test_trials():
 
 
 def test_neighbours_are_the_nearest_and_strangers_are_not_oneself(data, monkeypatch):
-    monkeypatch.setattr("cached_rag.evaluation.encodings.Embedder", lambda _: Letters())
+    monkeypatch.setattr("cached_rag.evaluation.nearness.Embedder", lambda _: Letters())
     encodings = Encodings(tiny_model("llama"), load_examples(data), long=False)
     context = encodings._context("neighbours", 2)
     assert set(context.before(CHUNKS[0])) == set(CHUNKS[1:])
@@ -289,8 +291,50 @@ def test_reversed_is_the_same_prompt_with_its_chunks_the_other_way_round(data, t
     assert full["kl"] == 0 < other["kl"]
     assert other["charged_recompute"] == 1
     assert whole["kl"] == pytest.approx(other["kl"], abs=1e-5)  # r = 1 is its full prefill
-    (trial,) = make_trials(["auto@reversed"], [0.1])[1:]
-    assert trial.order(CHUNKS) == list(reversed(CHUNKS))
+
+
+def test_orders_are_those_of_a_retriever_or_of_another_question(data, monkeypatch):
+    monkeypatch.setattr("cached_rag.evaluation.nearness.Embedder", lambda _: Letters())
+    examples = load_examples(data)
+    example, nearness = examples[0], Nearness(CHUNKS)
+    question = np.array(Letters().embed([example.question])[0])
+
+    def cosine(chunk):
+        vector = np.array(Letters().embed([chunk])[0])
+        return vector @ question / np.linalg.norm(vector)
+
+    assert nearness.arranged("", example) == CHUNKS
+    assert nearness.arranged("reversed", example) == CHUNKS[::-1]
+    nearest = nearness.arranged("nearest", example)
+    assert nearest == sorted(CHUNKS, key=cosine, reverse=True) != CHUNKS
+    orders = [nearness.arranged("shuffled", one) for one in examples]
+    assert [sorted(order) for order in orders] == [sorted(CHUNKS)] * 3
+    assert len({*map(tuple, orders)}) > 1
+    *told, line = nearness.arranged("told", example)
+    assert told == orders[0] == nearness.arranged("shuffled", example)
+    places = [line.index(" ".join(chunk.split()[:6])) for chunk in nearest]
+    assert places == sorted(places)
+
+
+def test_asked_begins_with_what_other_questions_left(data, tmp_path):
+    rows, _ = run(data, tmp_path, ["auto@both", "auto@asked:2", "infoflow@asked"], [0.2, 1.0])
+    full, alone, asked, repaired, whole = rows
+    assert asked["charged_recompute"] < alone["charged_recompute"] / 2  # the question alone
+    assert asked["kl"] > 1e-4
+    assert repaired["kl"] > 1e-4 > whole["kl"] >= full["kl"] == 0  # r = 1 leaves exact KV
+    encodings = Encodings(tiny_model("llama"), load_examples(data), long=False)
+    example, config = load_examples(data)[0], GenerationConfig(max_tokens=4)
+    engine = encodings.engine("asked:2", example.chunks)
+    prompt = messages(CHUNKS, example.question, long=False)
+    kept = []
+    for _ in range(2):
+        encodings.ask_others(engine, "asked:2", example, config)
+        for _ in range(2):  # what is measured leaves nothing to itself
+            done = engine.prefill(prompt, config)
+            kept.append(done.report.kept_repaired_tokens)
+            done.release()
+    assert len(set(kept)) == 1
+    assert kept[0] > 0
 
 
 def test_fewer_and_longer_chunks_of_the_same_question(data, tmp_path):
