@@ -91,15 +91,15 @@ class Library(Shelf):
         if self._catalog is not None:
             with self.spared():
                 if remote is not None:
-                    self._catalog.note_remote(remote.label)
-                self._catalog.finish_removals(self.delete)
+                    self._catalog.removals.note_remote(remote.label)
+                self._catalog.removals.finish(self.delete)
             self._finish_far(self._catalog)
         self.refresh(force=True)
 
     def _finish_far(self, catalog: Catalog) -> None:
         try:
             if self.remote is not None:
-                catalog.finish_far(self.delete_far)
+                catalog.removals.finish_far(self.delete_far)
         except StoreError as error:
             _log.warning("%s", error)
 
@@ -328,9 +328,9 @@ class Library(Shelf):
             self.table.discard(chunks)
         try:
             if self._catalog is not None:
-                gone = self._catalog.remove(self.delete, text_digests)
+                gone = self._catalog.removals.remove(self.delete, text_digests)
                 if self.remote is not None:
-                    self._catalog.finish_far(self.delete_far)
+                    self._catalog.removals.finish_far(self.delete_far)
             else:
                 gone = self._remove_keys(self._keys(chunks))
             return gone

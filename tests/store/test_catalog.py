@@ -44,7 +44,7 @@ def test_removals_change_the_generation(catalogs):
     writer, reader = catalogs
     writer.add_chunks([record(1), record(2)])
     before = reader.generation()
-    writer.doom(["digest 1"])
+    writer.removals.doom(["digest 1"])
     assert reader.generation() != before
     assert [r for _, r in reader.modules()] == [record(2)]
 
@@ -86,16 +86,16 @@ def test_who_deletes_does_not_take_what_came_back_and_goes_again_for_done(catalo
         if next(puts, False):  # meanwhile another gives the text, its KV comes, and it goes again
             second.add_chunks([record(1)])
             held.update(keys)
-            second.doom(["digest 1"])
+            second.removals.doom(["digest 1"])
             if is_far:
-                second.finish_removals(lambda _: False)
+                second.removals.finish(lambda _: False)
         return gone
 
     first.add_chunks([record(1)])
     if is_far:
-        first.note_remote("far")
-        first.remove(lambda _: False, ["digest 1"])
-        first.finish_far(delete)
+        first.removals.note_remote("far")
+        first.removals.remove(lambda _: False, ["digest 1"])
+        first.removals.finish_far(delete)
     else:
-        assert first.remove(lambda key: delete([key]), ["digest 1"]) == 1
+        assert first.removals.remove(lambda key: delete([key]), ["digest 1"]) == 1
     assert held == set()

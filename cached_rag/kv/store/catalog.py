@@ -1,124 +1,33 @@
 """Remembers which texts are modules, so that prompts can be searched for them after a restart.
 
 It also remembers what modules stand behind; so, from a text's tokens, it can name every key that
-the text's KV may have. That is how texts are removed. Knows SQLite; knows no tensor.
+the text's KV may have. That is how texts are removed (`Removals`). Knows SQLite; knows no tensor.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from cached_rag.kv.fingerprint import ids_digest, module_key
 from cached_rag.kv.store.base import Problem
 from cached_rag.kv.store.database import PATIENCE_S, Database
-from cached_rag.kv.store.signed import add_sums, check, row_sum, sound
+from cached_rag.kv.store.records import ChunkRecord, Maker, pack, unpack
+from cached_rag.kv.store.removals import Removals
+from cached_rag.kv.store.signed import check, row_sum, sound
+from cached_rag.kv.store.tables import DOOMED, SCHEMA, SIGNED, upgrade
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS modules (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT NOT NULL, namespace TEXT NOT NULL,
-    text_digest TEXT NOT NULL, anchor TEXT NOT NULL, length INTEGER NOT NULL,
-    token_ids BLOB NOT NULL, token_starts BLOB NOT NULL, checksum TEXT NOT NULL DEFAULT '',
-    UNIQUE (model, namespace, text_digest)
-);
-CREATE TABLE IF NOT EXISTS encodings (
-    model TEXT NOT NULL, namespace TEXT NOT NULL, digest TEXT NOT NULL, token_ids BLOB NOT NULL,
-    context TEXT NOT NULL, checksum TEXT NOT NULL DEFAULT '',
-    PRIMARY KEY (model, namespace, digest, context)
-);
-CREATE TABLE IF NOT EXISTS makers (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT NOT NULL UNIQUE, name TEXT NOT NULL,
-    dtype TEXT NOT NULL
-);
-INSERT INTO makers (model, name, dtype) SELECT DISTINCT model, '', '' FROM modules
-    WHERE NOT EXISTS (SELECT 1 FROM makers);
-CREATE TABLE IF NOT EXISTS removals (count INTEGER NOT NULL);
-INSERT INTO removals SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM removals);
-CREATE TABLE IF NOT EXISTS others (
-    model TEXT NOT NULL, namespace TEXT NOT NULL, digest TEXT NOT NULL, token_ids BLOB NOT NULL,
-    context TEXT NOT NULL, PRIMARY KEY (model, namespace, digest, context)
-);
-CREATE TABLE IF NOT EXISTS learned (
-    model TEXT NOT NULL, namespace TEXT NOT NULL, text_digest TEXT NOT NULL,
-    PRIMARY KEY (model, namespace, text_digest)
-);
-CREATE TABLE IF NOT EXISTS doomed (
-    model TEXT NOT NULL, namespace TEXT NOT NULL, text_digest TEXT NOT NULL,
-    token_ids BLOB NOT NULL, PRIMARY KEY (model, namespace, text_digest)
-);
-CREATE TABLE IF NOT EXISTS doomed_far (
-    model TEXT NOT NULL, namespace TEXT NOT NULL, text_digest TEXT NOT NULL,
-    token_ids BLOB NOT NULL, PRIMARY KEY (model, namespace, text_digest)
-);
-CREATE TABLE IF NOT EXISTS remotes (label TEXT PRIMARY KEY);
-CREATE TABLE IF NOT EXISTS revivals (count INTEGER NOT NULL);
-INSERT INTO revivals SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM revivals);
-"""
-_SIGNED = {
-    "modules": "id, text_digest, anchor, length, token_ids, token_starts",
-    "encodings": "rowid, token_ids, context",
-}
-_DOOMED = ("doomed", "doomed_far")
-# Not if one came back and is doomed anew meanwhile: it may have new KV.
-_DONE = "WHERE model = ? AND namespace = ? AND text_digest = ? AND (SELECT count FROM revivals) = ?"
-_MODULES = f"SELECT {_SIGNED['modules']}, checksum FROM modules WHERE model = ? AND namespace = ?"
-_PREFIXES = f"SELECT {_SIGNED['encodings']}, checksum FROM encodings"
-
-# Deletes the KV of a key, and says whether there was any.
-Delete = Callable[[str], bool]
-
-
-@dataclass(frozen=True)
-class ChunkRecord:
-    """A text that is a module.
-
-    Attributes:
-        text_digest: digest of the text.
-        anchor: the text's first 32 characters.
-        length: the text's length in characters.
-        token_ids: the text's tokens, when it is tokenised alone.
-        token_starts: for each token, the character of the text at which it begins.
-    """
-
-    text_digest: str
-    anchor: str
-    length: int
-    token_ids: tuple[int, ...]
-    token_starts: tuple[int, ...]
-
-
-class _Doomed(NamedTuple):
-    """A text whose KV has to go, and how many such texts had come back when this was read."""
-
-    model: str
-    text_digest: str
-    token_ids: tuple[int, ...]
-    revivals: object
-
-
-@dataclass(frozen=True)
-class Maker:
-    """A model that made KV, in one dtype.
-
-    Attributes:
-        model: its fingerprint.
-        name, dtype: for people; empty for KV of earlier versions, which did not keep them.
-    """
-
-    model: str
-    name: str = ""
-    dtype: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.name} in {self.dtype}" if self.name else "another model or dtype"
+_MODULES = f"SELECT {SIGNED['modules']}, checksum FROM modules WHERE model = ? AND namespace = ?"
+_PREFIXES = f"SELECT {SIGNED['encodings']}, checksum FROM encodings"
 
 
 class Catalog:
-    """The modules and prefixes of one model and tenant, in a file that all of them share."""
+    """The modules and prefixes of one model and tenant, in a file that all of them share.
+
+    Attributes:
+        removals: removes texts of the tenant.
+    """
 
     def __init__(self, path: Path | str, maker: Maker | str, namespace: str = "") -> None:
         """Open the file.
@@ -131,7 +40,8 @@ class Catalog:
         self.maker = Maker(maker) if isinstance(maker, str) else maker
         self.namespace = namespace
         self._scope = (self.maker.model, namespace)
-        self._database = Database(Path(path), _SCHEMA, _upgrade)
+        self._database = Database(Path(path), SCHEMA, upgrade)
+        self.removals = Removals(self._database, namespace, self._behinds)
         if self.maker.name and not self._database.is_read_only:
             self._sign()
         self._version = self._database.version()
@@ -153,7 +63,7 @@ class Catalog:
 
     def check(self) -> list[Problem]:
         """What is damaged: the file, or rows of any model and tenant."""
-        queries = {t: f"SELECT {columns}, checksum FROM {t}" for t, columns in _SIGNED.items()}
+        queries = {t: f"SELECT {columns}, checksum FROM {t}" for t, columns in SIGNED.items()}
         return check(self._database, queries)
 
     def makers(self) -> list[Maker]:
@@ -182,7 +92,7 @@ class Catalog:
     def clear(self) -> None:
         """Forget this model, for all tenants."""
         with self._database.transaction() as connection:
-            for table in ("modules", "encodings", "others", "learned", *_DOOMED, "makers"):
+            for table in ("modules", "encodings", "others", "learned", *DOOMED, "makers"):
                 connection.execute(f"DELETE FROM {table} WHERE model = ?", (self.maker.model,))
             connection.execute("UPDATE removals SET count = count + 1")
 
@@ -205,8 +115,8 @@ class Catalog:
                 record.text_digest,
                 record.anchor,
                 record.length,
-                _pack(record.token_ids),
-                _pack(record.token_starts),
+                pack(record.token_ids),
+                pack(record.token_starts),
             )
             for record in records
         ]
@@ -223,7 +133,7 @@ class Catalog:
         with self._database.transaction(patience_s) as connection:
             connection.executemany(mark if learned else f"DELETE FROM learned {where}", names)
             connection.executemany(sql, rows)
-            for table in _DOOMED:
+            for table in DOOMED:
                 if connection.executemany(f"DELETE FROM {table} {where}", names).rowcount:
                     connection.execute("UPDATE revivals SET count = count + 1")
 
@@ -251,88 +161,6 @@ class Catalog:
         query = "SELECT text_digest FROM modules WHERE model = ? AND namespace = ?"
         return set(self._database.read(str, query, *self._scope))
 
-    def remove(self, delete: Delete, text_digests: Collection[str]) -> int:
-        """Remove this tenant's texts, and their KV by all models; says how many KVs went.
-
-        KV in a remote store goes by `finish_far`.
-
-        The order survives a kill and loses no race. First the catalog says, in one transaction,
-        that the texts are no modules any more and that their KV has to go; then the KV goes; then
-        the catalog forgets that it had to. Whoever puts KV into the store looks into the catalog
-        when this deletion is over or has yet to come, so KV that comes too late is not kept.
-        """
-        self.doom(text_digests)
-        return self.finish_removals(delete, text_digests)
-
-    def doom(self, text_digests: Iterable[str]) -> None:
-        """Begin to remove texts: they are no modules from now on, and their KV has to go."""
-        rows = [(self.namespace, text_digest) for text_digest in text_digests]
-        where = "FROM modules WHERE namespace = ? AND text_digest = ?"
-        columns = "model, namespace, text_digest, token_ids"
-        with self._database.transaction() as connection:
-            connection.executemany(f"INSERT OR IGNORE INTO doomed SELECT {columns} {where}", rows)
-            connection.executemany(f"DELETE {where}", rows)
-            connection.executemany(
-                "DELETE FROM learned WHERE namespace = ? AND text_digest = ?", rows
-            )
-            connection.execute("UPDATE removals SET count = count + 1")
-
-    def finish_removals(self, delete: Delete, text_digests: Collection[str] | None = None) -> int:
-        """Delete KV that has to go, of these texts or of all; says how many KVs went.
-
-        Args:
-            delete: deletes the KV of a key from this machine, and says whether there was any.
-        """
-        gone = 0
-        while doomed := self._doomed("doomed", text_digests):
-            gone += sum(map(delete, self._keys_of(doomed)))
-            with self._database.transaction() as connection:
-                if self._database.read(int, "SELECT count(*) FROM remotes") != [0]:
-                    far = f"INSERT OR IGNORE INTO doomed_far SELECT * FROM doomed {_DONE}"
-                    connection.executemany(far, self._done(doomed))
-                connection.executemany(f"DELETE FROM doomed {_DONE}", self._done(doomed))
-            self._database.scrub()
-        return gone
-
-    def finish_far(self, delete: Callable[[Sequence[str]], object]) -> None:
-        """Delete KV that has to go from a remote store, of all texts that went here before.
-
-        Args:
-            delete: deletes the KV of keys there. If it fails, this is to be called again.
-        """
-        while doomed := self._doomed("doomed_far"):
-            delete(self._keys_of(doomed))
-            with self._database.transaction() as connection:
-                connection.executemany(f"DELETE FROM doomed_far {_DONE}", self._done(doomed))
-            self._database.scrub()
-
-    def note_remote(self, label: str) -> None:
-        """Remember that KV is in a remote store, too, so that removals are finished there."""
-        if [label] not in [list(row) for row in self._database.rows("SELECT label FROM remotes")]:
-            with self._database.transaction() as connection:
-                connection.execute("INSERT OR IGNORE INTO remotes VALUES (?)", (label,))
-
-    def _doomed(self, table: str, text_digests: Collection[str] | None = None) -> list[_Doomed]:
-        """Those of the tenant's texts, of these or of all, that have to go."""
-        query = (
-            "SELECT model, text_digest, token_ids, (SELECT count FROM revivals)"
-            f" FROM {table} WHERE namespace = ?"
-        )
-        rows = self._database.rows(query, self.namespace)
-        found = [_Doomed(str(m), str(name), _unpack(ids), count) for m, name, ids, count in rows]
-        return [one for one in found if text_digests is None or one.text_digest in text_digests]
-
-    def _done(self, doomed: Sequence[_Doomed]) -> list[tuple[object, ...]]:
-        return [(one.model, self.namespace, one.text_digest, one.revivals) for one in doomed]
-
-    def _keys_of(self, doomed: Sequence[_Doomed]) -> list[str]:
-        behinds = {model: self._behinds(model) for model in {one.model for one in doomed}}
-        return [
-            self._key(one.model, one.token_ids, *behind)
-            for one in doomed
-            for behind in behinds[one.model]
-        ]
-
     def keys(self) -> Iterator[str]:
         """All keys that KV of this model and tenant may have."""
         model = self.maker.model
@@ -342,7 +170,7 @@ class Catalog:
         yield from (self._key(model, ids, (), "") for ids, _ in behinds)
         query = "SELECT token_ids, context FROM others WHERE model = ? AND namespace = ?"
         for ids, context in self._database.rows(query, *self._scope):
-            yield self._key(model, _unpack(ids), (), str(context))
+            yield self._key(model, unpack(ids), (), str(context))
 
     def _key(self, model: str, ids: Sequence[int], prefix: Sequence[int], context: str) -> str:
         return module_key(model, prefix, ids, self.namespace, context)
@@ -352,7 +180,7 @@ class Catalog:
 
     def add_prefix(self, token_ids: Sequence[int], context: str = "") -> None:
         """Remember that modules are encoded behind a prefix, and behind a context of that name."""
-        values = (_pack(token_ids), context)
+        values = (pack(token_ids), context)
         row = (*self._scope, ids_digest(token_ids), context, values[0], row_sum(*values))
         sql = _put("encodings", "digest, context", "token_ids, checksum")
         with self._database.transaction() as connection:
@@ -360,7 +188,7 @@ class Catalog:
 
     def add_other(self, token_ids: Sequence[int], context: str) -> None:
         """Remember that there is KV of tokens that no prompt is searched for: a schema's."""
-        row = (*self._scope, ids_digest(token_ids), _pack(token_ids), context)
+        row = (*self._scope, ids_digest(token_ids), pack(token_ids), context)
         with self._database.transaction() as connection:
             connection.execute("INSERT OR IGNORE INTO others VALUES (?, ?, ?, ?, ?)", row)
 
@@ -371,7 +199,7 @@ class Catalog:
     def _prefixes(self, model: str) -> list[tuple[tuple[int, ...], str]]:
         query = f"{_PREFIXES} WHERE model = ? AND namespace = ?"
         rows = sound(self._database, self._database.rows(query, model, self.namespace))
-        return [(_unpack(ids), str(context)) for _, ids, context, _ in rows]
+        return [(unpack(ids), str(context)) for _, ids, context, _ in rows]
 
     def generation(self) -> int:
         """A number that grows with each removal."""
@@ -388,11 +216,6 @@ class Catalog:
         self._version = -1
 
 
-def _upgrade(database: Database) -> None:
-    for table, columns in _SIGNED.items():
-        add_sums(database, table, f"SELECT {columns} FROM {table}")
-
-
 def _put(table: str, key: str, columns: str) -> str:
     """SQL that adds a row of one model and tenant, or mends the row of that key if it differs."""
     names = f"model, namespace, {key}, {columns}"
@@ -406,16 +229,4 @@ def _put(table: str, key: str, columns: str) -> str:
 
 def _record(row: tuple[object, ...]) -> ChunkRecord:
     _, text_digest, anchor, length, ids, starts, _ = row
-    return ChunkRecord(
-        str(text_digest), str(anchor), int(str(length)), _unpack(ids), _unpack(starts)
-    )
-
-
-def _pack(numbers: Sequence[int]) -> bytes:
-    return array("i", numbers).tobytes()
-
-
-def _unpack(data: object) -> tuple[int, ...]:
-    numbers = array("i")
-    numbers.frombytes(bytes(data))  # type: ignore[call-overload]
-    return tuple(numbers)
+    return ChunkRecord(str(text_digest), str(anchor), int(str(length)), unpack(ids), unpack(starts))

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from cached_rag.errors import ConfigError
 from cached_rag.kv.fingerprint import digest
-from cached_rag.kv.store.catalog import Catalog, Maker
+from cached_rag.kv.store.catalog import Catalog
 from cached_rag.kv.store.disk import DiskStore
+from cached_rag.kv.store.records import Maker
 from cached_rag.kv.store.remote import RemoteTier
 
 CATALOG = "catalog.sqlite"
@@ -64,10 +65,10 @@ def forget_digests(
         closing(DiskStore(folder, codec)) as disk,
     ):
         learned = catalog.learned() if text_digests else []
-        gone = catalog.remove(disk.delete, {*text_digests, *learned})
+        gone = catalog.removals.remove(disk.delete, {*text_digests, *learned})
         if remote is not None:
-            catalog.note_remote(remote.label)
-            catalog.finish_far(partial(remote.delete, ""))
+            catalog.removals.note_remote(remote.label)
+            catalog.removals.finish_far(partial(remote.delete, ""))
         return gone
 
 
