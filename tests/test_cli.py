@@ -367,7 +367,8 @@ def test_figures_are_rounded_to_four_where_they_are_printed():
 
 
 def test_serve_refuses_what_cannot_be(model_folder, index):
-    for options in (["--index", str(index), "--store", "x"], ["--api-key", "red:"]):
+    both = ["--index", str(index)]
+    for options in ([*both, "--store", "x"], [*both, "--first-exact"], ["--api-key", "red:"]):
         result = run(cli.app, ["serve", "--model", model_folder, *options])
         assert isinstance(result.exception, ConfigError)
 
@@ -397,6 +398,25 @@ def test_serve_serves_an_index_until_it_is_stopped(index, monkeypatch):
     assert answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     assert "GiB of KV on disk (--disk-bytes)" in result.stderr
     assert "serving m at http://0.0.0.0:" in result.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--first-exact",)])
+def test_served_documents_are_encoded_behind_the_head_alone_if_asked(
+    model_folder, monkeypatch, options
+):
+    def encoded(server, sockets):
+        engine = server.config.app.state.service.engine
+        with TestClient(server.config.app, "http://127.0.0.1") as client:
+            body = {"texts": [CHUNKS[0]], "messages": [{"role": "user", "content": "{documents}?"}]}
+            assert client.post("/v1/documents", json=body).status_code == 200
+        found.extend(bool(behind.context) for behind in engine.library.encoded_after())
+        server._ready()
+
+    found = []
+    monkeypatch.setattr("cached_rag.server.run.Server.run", encoded)
+    result = run(cli.app, ["serve", "--model", model_folder, "--port", "0", *options])
+    assert result.exit_code == 0, result.output
+    assert sorted(found) == ([False, True] if options else [True])
 
 
 def write_set(path, *questions):

@@ -82,6 +82,14 @@ def serve_command(
             'whoever retrieved them. "off": only texts that were made known.'
         ),
     ] = "recurring",
+    first_exact: Annotated[
+        bool,
+        typer.Option(
+            "--first-exact",
+            help="Encode texts behind a known head alone, too: a prompt's first text is exact then, "
+            "for a pass more and twice the room. An index has a setting of its own.",
+        ),
+    ] = False,
     audit_rate: Annotated[
         float,
         typer.Option(
@@ -133,6 +141,11 @@ def serve_command(
         )
     if index is not None and store is not None:
         raise ConfigError("give --index or --store: an index has its own store")
+    if index is not None and first_exact:
+        raise ConfigError(
+            "an index says itself what its chunks are encoded behind: leave out --first-exact, and "
+            "make the index with `cached-rag ingest --context both`, as it is by default"
+        )
     if index is not None:
         require_index(index)
     hosts = (*LOCAL_HOSTS, host, *(allowed_host or ())) if is_local or allowed_host else None
@@ -165,7 +178,8 @@ def serve_command(
             rag = CachedRAG.open(index, model, **kept, **where)
             engine, close = rag.engine, rag.close
         else:
-            settings = StoreConfig(path=None if store is None else str(store), **kept)
+            path = None if store is None else str(store)
+            settings = StoreConfig(path=path, first_exact=first_exact, **kept)
             engine = Engine.load(model or DEFAULT_MODEL, store=settings, **where)
             close = engine.close
         served = None if index is None else ServedIndex(rag)
