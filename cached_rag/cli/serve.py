@@ -86,7 +86,7 @@ def serve_command(
         bool,
         typer.Option(
             "--first-exact",
-            help="Encode texts behind a known head alone, too: a prompt's first text is exact then, "
+            help="Encode texts behind a known head alone, too: a prompt's first text is exact, "
             "for a pass more and twice the room. An index has a setting of its own.",
         ),
     ] = False,
