@@ -101,9 +101,9 @@ class Encodings:
         left.max_bytes = 0
 
     def _context(self, kind: str, count: int) -> Context | None:
-        if kind == "primers":
+        if kind in ("primer", "primers"):
             return primer(count)
-        if kind in ("primer", "both", "asked", "alone-primer", "elsewhere", "half"):
+        if kind in ("both", "asked", "alone-primer", "elsewhere", "half"):
             return PRIMER
         if kind == "neighbours":
             return Context(f"neighbours:{count}", lambda text: self.nearness.before(text, count))

@@ -16,6 +16,8 @@ ENCODINGS = (
     *("alone", "alone-primer", "prefix", "primer", "both", "neighbours", "strangers"),
     *("primers", "harvested", "elsewhere", "elsewhere-prefix", "half", "asked"),
 )
+# Those that take a number: `neighbours:2`. `primers` is an earlier name of `primer`.
+_COUNTED = ("primer", "primers", "neighbours", "strangers", "harvested", "asked")
 # Encoded as by default, in a prompt where the chunks stand in another order than the set's.
 ORDERS = ("reversed", "nearest", "shuffled", "told")
 DEFAULT_ENCODING = "primer"
@@ -33,7 +35,7 @@ class Trial:
     Attributes:
         name: as written by the user.
         method: the method's part of the name.
-        encoding: one of `ENCODINGS`, some with a number after a colon, or of `ORDERS`; empty to
+        encoding: one of `ENCODINGS`, some with a number after a colon (`_COUNTED`), or of `ORDERS`; empty to
             encode nothing.
         ratio: share of cached tokens to recompute.
     """
@@ -102,7 +104,12 @@ def _ratios(method: str, ratios: Sequence[float]) -> Sequence[float]:
 
 
 def _check_encoding(text: str) -> None:
-    kind, _, count = text.partition(":")
+    kind, colon, count = text.partition(":")
     known = (*ENCODINGS, *ORDERS)
-    if kind not in known or (count and not count.isdigit()):
-        raise ConfigError(f"encoding {text!r} is not one of {', '.join(known)} (neighbours:2)")
+    if kind not in known:
+        raise ConfigError(f"encoding {text!r} is not one of {', '.join(known)}")
+    if colon and not (kind in _COUNTED and count.isdecimal() and int(count)):
+        raise ConfigError(
+            f"encoding {text!r}: a number from 1 on may follow {', '.join(_COUNTED)}, and nothing "
+            "the others"
+        )

@@ -21,7 +21,7 @@ from cached_rag.evaluation.nearness import Nearness
 from cached_rag.evaluation.plot import plot_frontier
 from cached_rag.evaluation.prompts import is_long, messages
 from cached_rag.evaluation.released import BottomRightRows
-from cached_rag.library.context import PRIMER
+from cached_rag.library.context import PRIMER, primer
 from cached_rag.library.matching import HARVESTED
 
 QUESTIONS = ["What turns green?", "Who lit the lamp?", "When was the South Pole reached?"]
@@ -218,7 +218,8 @@ def test_trials():
     assert found[:4] == [("full", 1.0), ("reuse", 0.0), ("epic", 0.1), ("epic", 0.2)]
     assert found[4][0] == "epic:anchor_tokens=8"
     assert [name for name, _ in found[5:]] == ["auto", "mapreduce"]
-    for bad in (["nope"], ["reuse@nowhere"], ["epic:no=1"]):
+    numbered = [["auto@both:3"], ["auto@half:2"], ["auto@reversed:1"], ["auto@asked:0"]]
+    for bad in (["nope"], ["reuse@nowhere"], ["epic:no=1"], ["auto@primer:"], *numbered):
         with pytest.raises(ConfigError):
             make_trials(bad, [0.1])
     with pytest.raises(ConfigError):
@@ -234,6 +235,15 @@ def test_neighbours_are_the_nearest_and_strangers_are_not_oneself(data, monkeypa
     assert strangers.before(CHUNKS[0]) == strangers.before(CHUNKS[0]) != [CHUNKS[0]]
     engine = encodings.engine("neighbours:2", CHUNKS)
     assert {b.context for b in engine.library.encoded_after()} == {"", "neighbours:2"}
+
+
+@pytest.mark.parametrize(
+    ("encoding", "count"), [("primer", 1), ("primer:1", 1), ("primer:3", 3), ("primers:3", 3)]
+)
+def test_primers_have_the_names_that_an_index_has(data, encoding, count):
+    encodings = Encodings(tiny_model("llama"), load_examples(data), long=False)
+    (behind,) = encodings.engine(encoding, CHUNKS).library.encoded_after()
+    assert behind.context == primer(count).name
 
 
 def test_harvested_is_cut_out_of_full_prefill_of_another_prompt(data):
