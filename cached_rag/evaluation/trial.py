@@ -35,8 +35,8 @@ class Trial:
     Attributes:
         name: as written by the user.
         method: the method's part of the name.
-        encoding: one of `ENCODINGS`, some with a number after a colon (`_COUNTED`), or of `ORDERS`; empty to
-            encode nothing.
+        encoding: one of `ENCODINGS`, some with a number after a colon (`_COUNTED`), or of
+            `ORDERS`; empty to encode nothing.
         ratio: share of cached tokens to recompute.
     """
 
