@@ -20,7 +20,7 @@ def audited():
     def make(rate=1.0, **options) -> Engine:
         store = StoreConfig(sequence_bytes=0, audit_rate=rate, **options)
         engine = Engine(tiny_model("llama"), store)
-        engine.encode(CHUNKS)
+        engine.encode(CHUNKS, context=None)
         made.append(engine)
         return engine
 
@@ -92,7 +92,7 @@ def test_a_method_that_goes_wrong_is_used_no_more(audited):
     assert "reuse is used no more" in answer.report.notes[-1]
     assert answer.text == engine.generate(PROMPT, method="full", max_tokens=4).text
     tenant = engine.tenant("other")  # the model is the same
-    tenant.encode(CHUNKS)
+    tenant.encode(CHUNKS, context=None)
     assert tenant.generate(PROMPT, method="reuse", max_tokens=1).report.method == "full"
     other = engine.generate(PROMPT, method="epic", max_tokens=1)  # which was not audited yet
     assert other.report.method == "epic"

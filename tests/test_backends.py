@@ -24,7 +24,7 @@ def test_the_engine_runs_on_any_backend(method):
     found = []
     for backend in (Plain(tiny_model("llama")), tiny_model("llama")):
         with Engine(backend) as engine:
-            assert engine.encode(CHUNKS).encoded == len(CHUNKS)
+            assert engine.encode(CHUNKS, context=None).encoded == len(CHUNKS)
             alone = engine.generate(ask(*CHUNKS), method=method, max_tokens=6)
             prompts = [ask(*CHUNKS), ask(*CHUNKS[::-1])]
             both = engine.generate_batch(prompts, method=method, max_tokens=6)
@@ -41,7 +41,7 @@ def test_schemas_and_stores_run_on_any_backend(tmp_path):
     for backend in (Plain(tiny_model("llama")), tiny_model("llama")):
         store = StoreConfig(str(tmp_path / type(backend).__name__), pipelined=True)
         with Engine(backend, store) as engine:
-            engine.encode(CHUNKS)
+            engine.encode(CHUNKS, context=None)
         with Engine(backend, store) as engine:
             texts = engine.generate(ask(*CHUNKS), method="reuse", max_tokens=4)
             assert texts.report.modules_hit == len(CHUNKS)
@@ -52,7 +52,7 @@ def test_schemas_and_stores_run_on_any_backend(tmp_path):
 
 def test_what_a_backend_cannot_do_is_refused_by_name():
     with Engine(Plain(tiny_model("llama"))) as engine:
-        engine.encode(CHUNKS)
+        engine.encode(CHUNKS, context=None)
         with pytest.raises(ModelError, match="CacheBlend"):
             engine.generate(ask(*CHUNKS), method="cacheblend", max_tokens=2)
 

@@ -21,7 +21,7 @@ DONE = {
     "generate": lambda engine: engine.generate("copper?"),
     "batch": lambda engine: engine.generate_batch(["copper?"]),
     "prefill": lambda engine: engine.prefill("copper?"),
-    "encode": lambda engine: engine.encode(CHUNKS),
+    "encode": lambda engine: engine.encode(CHUNKS, context=None),
     "register": lambda engine: engine.register(CHUNKS),
     "prefetch": lambda engine: engine.prefetch(CHUNKS),
     "forget": lambda engine: engine.forget(CHUNKS),
@@ -53,7 +53,7 @@ def test_a_closed_index(what, is_loaded, tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", [None, "kv"])
 def test_a_closed_engine(what, path, tmp_path):
     engine = Engine(tiny_model("llama"), StoreConfig(path=path and str(tmp_path / path)))
-    engine.encode(CHUNKS[:1])
+    engine.encode(CHUNKS[:1], context=None)
     engine.close()
     engine.close()
     with pytest.raises(ClosedError, match=r"llama.* was closed; make another"):

@@ -39,7 +39,7 @@ def test_a_module_behind_a_context_is_what_full_prefill_makes_of_it_there(engine
     assert kv.start == len(first)
     assert torch.allclose(kv.keys, keys[:, :, len(first) :], atol=1e-4)
     assert torch.allclose(kv.values, values[:, :, len(first) :], atol=1e-4)
-    engine.encode(CHUNKS[:1], head_of(engine))
+    engine.encode(CHUNKS[:1], head_of(engine), context=None)
     alone = engine.library.fetch(EncodedAfter(behind.prefix_ids), ids)
     assert not torch.allclose(kv.values[-1], alone.values[-1], atol=1e-2)  # control
 
@@ -57,7 +57,7 @@ def test_contexts_are_part_of_the_identity(engine):
 
 
 def test_the_first_module_is_exact_if_it_can_be_and_the_others_stand_in_context(engine):
-    engine.encode(CHUNKS, head_of(engine))
+    engine.encode(CHUNKS, head_of(engine), context=None)
     some = Context.fixed(*PRIMER.before("")[:2])  # all fit the context of a model this small
     engine.encode(CHUNKS, head_of(engine), context=some)
     _, plan = engine.plan(ask(*CHUNKS), "reuse", engine.prefill(ask(*CHUNKS)).report)
@@ -202,10 +202,10 @@ def test_passages_that_do_not_fit_are_left_out_farthest_first(engine):
     assert kv.start == len(before(engine, behind, CHUNKS[1]))
 
 
-def elsewhere(engine, **options):
+def elsewhere(engine, context=None):
     """Encode all chunks as other prompts have them, which say something else first."""
     other = [{"role": "system", "content": "You are a lamp. Be bright."}, *ask(CHUNKS[0])]
-    engine.encode(CHUNKS, engine.head(other, CHUNKS[0]), **options)
+    engine.encode(CHUNKS, engine.head(other, CHUNKS[0]), context=context)
 
 
 @pytest.mark.parametrize("context", [None, PRIMER])
@@ -228,7 +228,7 @@ def test_a_better_encoding_is_preferred_to_one_behind_another_head(engine):
 
     elsewhere(engine)
     ((other, _),) = used()
-    engine.encode(CHUNKS)
+    engine.encode(CHUNKS, context=None)
     ((alone, _),) = used()
     assert alone < other
     elsewhere(engine, context=PRIMER)  # the primer matters more than the head

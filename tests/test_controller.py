@@ -125,7 +125,7 @@ def test_an_engine_follows_the_controller(share, tmp_path, monkeypatch):
     monkeypatch.setattr("cached_rag.engine.choice.profile_of", lambda _: profile)
     settings = StoreConfig(path=str(tmp_path), write_back=False)
     with Engine(model, settings) as engine:
-        engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]))
+        engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]), context=None)
         full = engine.prefill(ask(*CHUNKS[::-1]), method="full", max_tokens=4).logits
     options = {"method": "infoflow", "recompute_ratio": 0.1, "max_tokens": 4}
     with Engine(model, settings) as engine:

@@ -90,7 +90,7 @@ WAYS = {
 
 def opened(**settings):
     engine = Engine(tiny_model("llama"), StoreConfig(**settings))
-    engine.encode(DOCUMENTS)
+    engine.encode(DOCUMENTS, context=None)
     return engine
 
 
@@ -191,7 +191,7 @@ def test_exact_kv_that_the_library_has_is_not_replaced_by_repaired_kv_as_long():
         follower = engine.prefill(f"{begins} Who?", max_tokens=1)  # control: it is taken
         follower.release()
         assert follower.report.kept_repaired_tokens > 0
-        engine.encode([begins + more], prefix="")
+        engine.encode([begins + more], prefix="", context=None)
         again = engine.prefill(f"{begins}{more} Why?", max_tokens=1)
         plain = plain_logits(engine.model, again.tokens.ids)[-1]
         assert torch.allclose(again.logits[0], plain, atol=1e-4)
@@ -204,7 +204,7 @@ def test_chunks_behind_a_kept_beginning_are_used_and_repaired():
         messages = [SYSTEM, {"role": "user", "content": QUESTIONS[0]}]
         first = engine.generate(messages, max_tokens=MAX_TOKENS)
         more = "Tin cans keep soup for years, as sailors found when the salted meat was gone."
-        engine.encode([more])
+        engine.encode([more], context=None)
         messages += [
             {"role": "assistant", "content": first.text},
             {"role": "user", "content": f"{more}\n\n{QUESTIONS[1]}"},

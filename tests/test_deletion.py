@@ -45,7 +45,7 @@ def num_files(folder):
 def test_all_texts_go_that_are_deleted_at_the_same_time(kept, tmp_path):
     texts = [f"{number} {CHUNKS[number % 3]}" for number in range(120)]
     with Engine(tiny_model("llama"), kept) as engine:
-        assert engine.encode(texts).encoded == len(texts)
+        assert engine.encode(texts, context=None).encoded == len(texts)
         with_texts = num_files(tmp_path / "kv")
         counts = []
 
@@ -67,8 +67,10 @@ def test_what_another_process_encoded_goes_too(kept, tmp_path):
     model = tiny_model("llama")
     with Engine(model, kept) as one, Engine(model, kept) as other:
         prefix = other.head(HEAD, "X")
-        other.encode(CHUNKS)
-        other.encode(CHUNKS, prefix)  # behind a prefix that the first has not heard of
+        other.encode(CHUNKS, context=None)
+        other.encode(
+            CHUNKS, prefix, context=None
+        )  # behind a prefix that the first has not heard of
         kept_files = num_files(tmp_path / "kv") - 6
         assert one.forget(CHUNKS) == 6
         assert left(tmp_path / "kv") == (0, 0)
@@ -85,7 +87,7 @@ def test_a_removal_that_was_interrupted_is_finished_at_the_next_open(kept, tmp_p
         raise KeyboardInterrupt
 
     with Engine(tiny_model("llama"), kept) as engine:
-        engine.encode(CHUNKS)
+        engine.encode(CHUNKS, context=None)
         with monkeypatch.context() as patched:
             patched.setattr(DiskStore, "delete", killed)
             with pytest.raises(KeyboardInterrupt):
@@ -93,13 +95,13 @@ def test_a_removal_that_was_interrupted_is_finished_at_the_next_open(kept, tmp_p
         assert left(tmp_path / "kv") == (1, 2)
     with Engine(tiny_model("llama"), kept) as engine:
         assert left(tmp_path / "kv") == (1, 0)
-        assert engine.encode(CHUNKS).encoded == 2
+        assert engine.encode(CHUNKS, context=None).encoded == 2
 
 
 def test_a_text_goes_in_every_codec(tmp_path):
     for codec in ("raw", "int8"):
         with Engine(tiny_model("llama"), StoreConfig(str(tmp_path / "kv"), codec)) as engine:
-            engine.encode(CHUNKS[:1])
+            engine.encode(CHUNKS[:1], context=None)
             files = num_files(tmp_path / "kv")
             if codec == "int8":
                 engine.forget(CHUNKS[:1])
@@ -156,7 +158,7 @@ class DeletedMeanwhile(MemoryStore):
 
 
 def test_a_reader_does_not_bring_back_what_is_deleted(engine):
-    engine.encode(CHUNKS[:1])
+    engine.encode(CHUNKS[:1], context=None)
     (behind,) = engine.library.encoded_after()
     ids = engine.library.table.get(CHUNKS[0]).token_ids
     key, kv = engine.library.key(behind, ids), engine.library.fetch(behind, ids)
@@ -176,7 +178,9 @@ def test_a_text_that_is_forgotten_while_it_is_encoded_leaves_nothing(
     texts = [f"{number} {CHUNKS[0]}" for number in range(6)]
     with Engine(tiny_model("llama"), kept if is_kept else None) as engine:
         once = itertools.count()
-        summary = engine.encode(texts, progress=lambda _: next(once) or engine.forget(texts))
+        summary = engine.encode(
+            texts, progress=lambda _: next(once) or engine.forget(texts), context=None
+        )
         assert summary.encoded == len(texts)
         assert len(engine.library.table) == 0
         behinds = engine.library.encoded_after()
@@ -204,7 +208,7 @@ def test_a_text_that_is_forgotten_while_its_kv_is_written_leaves_nothing_for_a_k
         ids = tuple(engine.tokenization.literal(LONG).ids)
         monkeypatch.setattr(disk, "write_blob", forgotten_first)
         monkeypatch.setattr(DiskStore, "put", put_then_killed)
-        engine.encode([LONG])
+        engine.encode([LONG], context=None)
     assert kept_keys[-1:] == [False]
     assert left(tmp_path / "kv") == (0, 0)
 
@@ -212,7 +216,7 @@ def test_a_text_that_is_forgotten_while_its_kv_is_written_leaves_nothing_for_a_k
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_answers_that_are_kept_do_not_serve_a_text_that_was_deleted(when):
     engine = Engine(tiny_model("llama"), StoreConfig(sequence_bytes=1 << 26))
-    engine.encode([LONG])
+    engine.encode([LONG], context=None)
     prompt = f"{LONG} Why?"
     options = {"max_tokens": 6, "method": "full"}
     assert engine.generate(prompt, **options).report.cached_tokens == 0
@@ -235,7 +239,7 @@ def test_answers_that_are_kept_do_not_serve_a_text_that_was_deleted(when):
 def test_a_prompt_that_ends_while_its_text_is_deleted_leaves_nothing():
     model = Recording(tiny_model("llama"), before=lambda batch: engine.forget([LONG]))
     engine = Engine(model, StoreConfig(sequence_bytes=1 << 26))
-    engine.encode([LONG])
+    engine.encode([LONG], context=None)
     options = {"max_tokens": 2, "method": "full"}
     assert engine.generate(f"{LONG} Why?", **options).report.output_tokens == 2
     model.before = lambda batch: None
@@ -245,7 +249,7 @@ def test_a_prompt_that_ends_while_its_text_is_deleted_leaves_nothing():
 def test_sequences_go_with_what_they_were_made_of():
     kept = StoreConfig(sequence_bytes=1 << 24, keeps_repaired=True)
     with Engine(tiny_model("llama"), kept) as engine:
-        engine.encode(CHUNKS)
+        engine.encode(CHUNKS, context=None)
         prompt = "\n\n".join([*CHUNKS, "Why?"])
         engine.generate(prompt, max_tokens=2)
         held = engine.sequences.nbytes
@@ -298,7 +302,9 @@ def test_verify_and_prune_know_what_no_document_needs(tmp_path, docs):
         rag.ingest(docs, progress=False)
         schema.encode(rag.engine)
         assert run(app, ["store", "verify", "--index", index]).exit_code == 0
-        rag.engine.encode(["A text that somebody encoded beside the index, of some length."])
+        rag.engine.encode(
+            ["A text that somebody encoded beside the index, of some length."], context=None
+        )
     with closing(DiskStore(tmp_path / "index" / "kv")) as disk:
         before = len(disk)
     found = run(app, ["store", "verify", "--index", index])
@@ -334,7 +340,7 @@ def test_a_deletion_that_could_not_be_read_is_read_later(kept, monkeypatch):
     """By another process: what it has in memory goes, though the database was busy at first."""
     model = tiny_model("llama")
     with Engine(model, kept) as one, Engine(model, kept) as other:
-        one.encode(CHUNKS)
+        one.encode(CHUNKS, context=None)
         other.library.refresh()
         assert len(other.library.table) == 3
         one.forget(CHUNKS[:1])

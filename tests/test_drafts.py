@@ -140,7 +140,7 @@ def both(engine, prompt, **options):
 )
 def test_answers_are_those_without_drafts(model):
     engine, accepted, rejected = Engine(model), 0, 0
-    engine.encode(CHUNKS)
+    engine.encode(CHUNKS, context=None)
     methods = ("full",) if model.name in UNMOVABLE else ("full", "reuse", "epic:anchor_tokens=8")
     for settings, method in zip(SETTINGS, methods * len(SETTINGS), strict=False):
         report = both(engine, PROMPT, method=method, **settings)[1].report

@@ -47,7 +47,7 @@ def plain_generate(model, ids, count, **options):
 
 @pytest.mark.parametrize("method", ["full", "prefix", "reuse", "cacheblend"])
 def test_prompt_ids_are_those_of_plain_tokenisation(engine, method):
-    engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]))
+    engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]), context=None)
     messages = ask(*CHUNKS)
     done = engine.prefill(messages, method=method, max_tokens=4)
     assert done.tokens.ids == plain_ids(messages)
@@ -55,7 +55,7 @@ def test_prompt_ids_are_those_of_plain_tokenisation(engine, method):
 
 
 def test_full_ratio_generates_what_transformers_generates(engine):
-    engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]))
+    engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]), context=None)
     messages = ask(CHUNKS[2], CHUNKS[0], CHUNKS[1])
     expected = plain_generate(engine.model, plain_ids(messages), 24)
     answer = engine.generate(messages, method="cacheblend", recompute_ratio=1.0, max_tokens=24)
@@ -69,7 +69,7 @@ def test_full_ratio_generates_what_transformers_generates(engine):
 @pytest.mark.parametrize("family", RELOCATABLE)
 def test_full_ratio_generates_what_transformers_generates_in_every_family(family):
     engine = Engine(tiny_model(family), NEW_PROMPTS)
-    engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]))
+    engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]), context=None)
     messages = ask(CHUNKS[1], CHUNKS[2])
     answer = engine.generate(messages, method="cacheblend", recompute_ratio=1, max_tokens=8)
     assert answer.report.modules_hit == 2
@@ -100,7 +100,7 @@ def test_sampling_equals_generate_with_the_same_seed(engine, sampling):
 
 
 def test_modules_are_found_in_any_order_several_times_and_next_to_anything(engine):
-    engine.encode(CHUNKS)
+    engine.encode(CHUNKS, context=None)
     prompt = f"{CHUNKS[1]}{CHUNKS[0]} and\n- {CHUNKS[1]}! {QUESTION}"
     done = engine.prefill(prompt, method="reuse", max_tokens=4)
     assert done.tokens.ids == tiny_tokenizer()(prompt).input_ids
@@ -112,14 +112,14 @@ def test_modules_are_found_in_any_order_several_times_and_next_to_anything(engin
 
 
 def test_a_prompt_that_is_all_module_still_computes_its_last_token(engine):
-    engine.encode([CHUNKS[0]])
+    engine.encode([CHUNKS[0]], context=None)
     done = engine.prefill(CHUNKS[0], method="reuse", max_tokens=4)
     assert done.report.cached_tokens == len(done.tokens) - 1
     assert done.report.modules_hit == 1
 
 
 def test_prefix_and_first_module_are_exact(engine):
-    engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]))
+    engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]), context=None)
     done = engine.prefill(ask(CHUNKS[1]), method="prefix", max_tokens=4)
     plain = plain_logits(engine.model, done.tokens.ids)[-1]
     assert torch.allclose(done.logits[0], plain, atol=1e-4)
@@ -179,7 +179,7 @@ def test_control_tokens_in_documents_stay_text(engine):
     attacked = engine.prefill(ask(evil), max_tokens=2).tokens.ids
     for token in control:
         assert attacked.count(token) == benign.count(token)
-    engine.encode([evil])  # and as a module, also inside a plain string
+    engine.encode([evil], context=None)  # and as a module, also inside a plain string
     done = engine.prefill(f"Read:\n\n{evil}\n\n{QUESTION}", method="reuse", max_tokens=2)
     assert done.report.modules_hit == 1
     assert not set(control) & set(done.tokens.ids)
@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_refused(engine):
     with pytest.raises(ContextOverflowError, match="exceed the model's context of 1024"):
         engine.generate("word " * 2000)
     with pytest.raises(ContextOverflowError, match="smaller chunks"):
-        engine.encode(["long " * 3000])
+        engine.encode(["long " * 3000], context=None)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_messages_must_be_roles_and_strings(engine):
 def test_learned_positions_serve_prefix_and_refuse_by_name():
     engine = Engine(tiny_model("gpt2"), NEW_PROMPTS)
     head = engine.head(ask(CHUNKS[0]), CHUNKS[0])
-    engine.encode(CHUNKS, prefix=head)
+    engine.encode(CHUNKS, prefix=head, context=None)
     done = engine.prefill(ask(CHUNKS[0]), method="reuse", max_tokens=4)  # in its own place
     assert torch.allclose(
         done.logits[0], plain_logits(engine.model, done.tokens.ids)[-1], atol=1e-4
@@ -235,7 +235,7 @@ def test_learned_positions_serve_prefix_and_refuse_by_name():
 
 def test_longrope_across_its_switch_is_refused_by_name_and_full_if_left_to_us():
     engine = Engine(tiny_model("longrope"), NEW_PROMPTS)
-    engine.encode(CHUNKS[:1])
+    engine.encode(CHUNKS[:1], context=None)
     with pytest.raises(RelocationError, match="switch at 64"):
         engine.prefill(ask(*CHUNKS), method="reuse", max_tokens=2)
     done = engine.prefill(ask(*CHUNKS), max_tokens=2)
@@ -250,10 +250,10 @@ def test_a_store_on_disk_serves_a_new_engine_and_other_models_see_nothing(tmp_pa
     store = StoreConfig(path=str(tmp_path))
     with Engine(tiny_model("llama"), store) as first:
         head = first.head(ask(CHUNKS[0]), CHUNKS[0])
-        assert first.encode(CHUNKS, prefix=head).encoded == 3
+        assert first.encode(CHUNKS, prefix=head, context=None).encoded == 3
         expected = first.generate(ask(*CHUNKS), method="reuse", max_tokens=8).text
     with Engine(tiny_model("llama"), store) as second:
-        assert second.encode(CHUNKS, prefix=head).encoded == 0
+        assert second.encode(CHUNKS, prefix=head, context=None).encoded == 0
         answer = second.generate(ask(*CHUNKS), method="reuse", max_tokens=8)
         assert answer.report.modules_hit == 3
         assert answer.text == expected
@@ -267,7 +267,7 @@ def test_a_store_on_disk_serves_a_new_engine_and_other_models_see_nothing(tmp_pa
 def test_a_damaged_file_is_recomputed_and_reported(tmp_path, caplog):
     store = StoreConfig(path=str(tmp_path))
     with Engine(tiny_model("llama"), store) as engine:
-        engine.encode(CHUNKS)
+        engine.encode(CHUNKS, context=None)
     for path in tmp_path.glob("blobs/*/*.safetensors"):
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
@@ -278,21 +278,21 @@ def test_a_damaged_file_is_recomputed_and_reported(tmp_path, caplog):
         assert "checksum" in caplog.text
         plain = plain_logits(engine.model, done.tokens.ids)[-1]
         assert torch.allclose(done.logits[0], plain, atol=1e-4)
-        assert engine.encode(CHUNKS).encoded == 3
+        assert engine.encode(CHUNKS, context=None).encoded == 3
 
 
 def test_another_engine_sees_what_was_encoded_and_forgotten_elsewhere(tmp_path):
     store = StoreConfig(path=str(tmp_path))
     with Engine(tiny_model("llama"), store) as writer, Engine(tiny_model("llama"), store) as reader:
         assert reader.generate(ask(*CHUNKS), max_tokens=1).report.modules_hit == 0
-        writer.encode(CHUNKS)
+        writer.encode(CHUNKS, context=None)
         assert reader.generate(ask(*CHUNKS), max_tokens=1).report.modules_hit == 3
         assert writer.forget(CHUNKS[:2]) == 2
         assert reader.generate(ask(*CHUNKS), max_tokens=1).report.modules_hit == 1
 
 
 def test_too_short_texts_are_skipped_with_a_reason(engine):
-    summary = engine.encode(["tiny", CHUNKS[0], CHUNKS[0]])
+    summary = engine.encode(["tiny", CHUNKS[0], CHUNKS[0]], context=None)
     assert summary.encoded == 1
     assert "shorter" in summary.skipped[0][1]
 

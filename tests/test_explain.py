@@ -57,7 +57,7 @@ class Reader(HTMLParser):
 
 @pytest.fixture
 def generation(engine):
-    engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]))
+    engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]), context=None)
     return engine.generate(ask(*CHUNKS), max_tokens=4)
 
 
@@ -104,7 +104,7 @@ def test_a_notebook_gets_the_part_with_its_style_in_it(answer):
 
 def test_hostile_text_is_shown_and_does_nothing(engine, tmp_path):
     chunk = f"{HOSTILE} and enough text that it is a chunk which can be found in a prompt."
-    engine.encode([chunk])
+    engine.encode([chunk], context=None)
     made = engine.generate(f"{HOSTILE}\n{chunk}\n\n{HOSTILE}", method="reuse", max_tokens=2)
     made.report.notes.append(HOSTILE)
     names = {digest(chunk): HOSTILE, "other": "\ud800" + HOSTILE}
@@ -143,7 +143,7 @@ def test_a_huge_prompt_is_cut_and_says_so(parts):
 
 def _part():
     engine = Engine(tiny_model("llama"), NEW_PROMPTS)
-    engine.encode(CHUNKS[:1])
+    engine.encode(CHUNKS[:1], context=None)
     return engine.generate(CHUNKS[0] + " Why?", method="reuse", max_tokens=1).trace.parts[0]
 
 

@@ -26,7 +26,7 @@ def test_a_few_trials_of_each_are_survived(name, tmp_path):
 
 def test_without_a_key_forged_kv_is_seen_as_wrong(tmp_path):
     with world.engine(tmp_path) as engine:
-        engine.encode(world.TEXTS)
+        engine.encode(world.TEXTS, context=None)
     _, wrong, _ = forged.tried(tmp_path, random.Random(0))
     assert wrong > 0
 
@@ -34,7 +34,7 @@ def test_without_a_key_forged_kv_is_seen_as_wrong(tmp_path):
 def test_answers_that_differ_are_seen(tmp_path):
     lack = pressure.Lack()
     with world.engine(tmp_path) as engine:
-        engine.encode(world.TEXTS)
+        engine.encode(world.TEXTS, context=None)
         expected = [[-1]] * 6
         wrong, found = pressure._tried(engine, lack, "full", expected)
     assert (wrong, found) == (12, [])
@@ -54,7 +54,7 @@ def test_without_checksums_damage_is_seen_as_wrong(tmp_path, monkeypatch):
 
 def test_a_module_of_other_numbers_is_seen(tmp_path):
     with world.engine(tmp_path) as store:
-        store.encode(world.TEXTS)
+        store.encode(world.TEXTS, context=None)
         assert world.wrong_modules(store) == 0
         behind, (chunk, *_) = store.library.encoded_after()[0], list(store.library.table)
         kv = store.library.fetch(behind, chunk.token_ids)
@@ -67,7 +67,7 @@ def test_a_module_of_other_numbers_is_seen(tmp_path):
 
 def test_what_is_left_over_is_seen(tmp_path):
     with world.engine(tmp_path) as store:
-        store.encode(world.TEXTS[:1])
+        store.encode(world.TEXTS[:1], context=None)
         (kv, *_) = world.right_kv()[next(iter(store.library.table)).token_ids]
         store.library.disk.put("a" * 40, kv)  # which no text has
     assert any("orphan" in fault for fault in world.litter(tmp_path))

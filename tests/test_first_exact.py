@@ -10,6 +10,7 @@ from test_context import head_of
 from test_engine import ask
 
 from cached_rag import PRIMER, ConfigError, Engine, StoreConfig
+from cached_rag.library.context import primer
 from cached_rag.library.matching import EncodedAfter
 
 
@@ -28,7 +29,7 @@ def test_of_several_contexts_each_is_a_pass_of_its_own(engine):
     totals, done = [], []
     counted = {"token_total": totals.append, "token_progress": done.append}
     both = (PRIMER, None)
-    engine.encode(CHUNKS[:1], head_of(engine))
+    engine.encode(CHUNKS[:1], head_of(engine), context=None)
     first = engine.encode(CHUNKS, head_of(engine), context=both, **counted)
     once = [len(ids_of(engine, chunk)) for chunk in CHUNKS]
     assert totals == [sum(done)] == [first.tokens] == [2 * sum(once) - once[0]]
@@ -40,6 +41,23 @@ def test_of_several_contexts_each_is_a_pass_of_its_own(engine):
     assert (again.encoded, again.present, again.tokens) == (0, 3, 0)
     with pytest.raises(ConfigError, match="None stands for nothing"):
         engine.encode(CHUNKS, context=())
+
+
+def test_unless_told_otherwise_texts_are_encoded_as_the_store_says(twice, engine):
+    def contexts(one):
+        return {behind.context for behind in one.library.encoded_after()}
+
+    engine.encode(CHUNKS, head_of(engine))
+    assert contexts(engine) == {PRIMER.name}
+    engine.encode(CHUNKS, head_of(engine), context=None)
+    assert contexts(engine) == {PRIMER.name, ""}
+    twice.encode(CHUNKS)  # without a head there is nothing to be exact behind
+    assert contexts(twice) == {PRIMER.name}
+    twice.encode(CHUNKS, head_of(twice))
+    assert contexts(twice) == {PRIMER.name, ""}
+    with Engine(engine.model, StoreConfig(primers=2)) as other:
+        other.encode(CHUNKS, head_of(other))
+        assert contexts(other) == {primer(2).name}
 
 
 def test_the_store_says_whether_and_only_behind_a_head(twice, engine):

@@ -35,7 +35,7 @@ LENGTH = {"max_tokens": 12, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def opened():
     with Engine(tiny_model("llama"), StoreConfig(sequence_bytes=0, settle=False)) as engine:
-        engine.encode(TEXTS)
+        engine.encode(TEXTS, context=None)
         yield engine
 
 
@@ -120,7 +120,7 @@ def test_answers_that_are_set_back_are_the_same(opened, pages):
     room = (2 * 256 + 6) * model.shapes.bytes_per_token
     bound = BatchConfig(max_bytes=room, shares=False)
     with Engine(model, StoreConfig(sequence_bytes=0, settle=False), bound) as tight:
-        tight.encode(TEXTS)
+        tight.encode(TEXTS, context=None)
         found = tight.generate_batch(asked, **long)
     assert any("interrupted" in note for one in found for note in one.report.notes)
     assert [one.token_ids for one in found] == [one.token_ids for one in free]
@@ -160,7 +160,7 @@ def test_kv_of_an_answer_that_failed_half_repaired_is_not_kept(opened, monkeypat
         return repair(model, buffer, token_ids, layout, selector, *rest)
 
     with Engine(opened.model, StoreConfig(settle=False, keeps_repaired=True)) as engine:
-        engine.encode(TEXTS)
+        engine.encode(TEXTS, context=None)
         with monkeypatch.context() as patch:
             patch.setattr(LanguageModel, "repair", fail)
             with pytest.raises(MemoryError):
@@ -172,14 +172,14 @@ def test_kv_of_an_answer_that_failed_half_repaired_is_not_kept(opened, monkeypat
 
 def test_where_nothing_can_be_watched_nothing_is_followed():
     with Engine(tiny_model("bloom"), StoreConfig(settle=False)) as engine:
-        engine.encode(TEXTS)
+        engine.encode(TEXTS, context=None)
         with pytest.raises(ModelError, match="leave out follow_tokens"):
             engine.generate(PROMPTS[0], method="anchorflow:recompute_ratio=0,follow_tokens=3")
 
 
 def test_what_an_answer_left_serves_its_own_method_only(opened):
     with Engine(opened.model, StoreConfig(settle=False, keeps_repaired=True)) as engine:
-        engine.encode(TEXTS)
+        engine.encode(TEXTS, context=None)
         engine.generate(PROMPTS[0], method=FOLLOWS, **LENGTH)
         other = engine.generate(PROMPTS[0] + " Say it.", method="anchorflow", **LENGTH)
         same = engine.generate(PROMPTS[0] + " Say it.", method=FOLLOWS, **LENGTH)

@@ -22,7 +22,7 @@ QUESTION = "\n\nWhat is said of copper?"
 @pytest.fixture
 def engine():
     with Engine(tiny_model("llama"), NEW_PROMPTS) as made:
-        made.encode([TEXT, OTHER])
+        made.encode([TEXT, OTHER], context=None)
         yield made
 
 
@@ -136,7 +136,7 @@ def test_a_warning_is_logged_once_for_each_cause(engine, caplog):
 
 def test_a_deleted_text_is_not_reused_in_parts_nor_from_prompts_with_parts():
     with Engine(tiny_model("llama"), StoreConfig(write_back=False)) as engine:
-        engine.encode([TEXT])
+        engine.encode([TEXT], context=None)
         prompt = f"{TEXT[:700]}{QUESTION}"
         engine.prefetch([TEXT])
         assert engine.generate(prompt, max_tokens=4).report.cached_tokens > 0

@@ -50,7 +50,7 @@ def test_it_is_what_full_prefill_of_that_prompt_gave_moved_by_the_rule():
         twin = KVBuffer.like(model.shapes, len(donor))
         model.prefill(twin, torch.tensor([donor]))
         moved, alone = (KVBuffer.like(model.shapes, len(done.tokens)) for _ in range(2))
-        engine.encode(CHUNKS)
+        engine.encode(CHUNKS, context=None)
         (behind,) = (one for one in engine.library.encoded_after() if one != HARVESTED)
         places = [place for place in done.plan.placements if place.is_chunk]
         assert len(places) == 3
@@ -109,7 +109,7 @@ def test_a_harvested_chunk_is_still_encoded_in_the_background():
 
 def test_nothing_is_taken_from_behind_reused_chunks():
     with opened() as engine:
-        engine.encode(CHUNKS[:1])
+        engine.encode(CHUNKS[:1], context=None)
         engine.register(CHUNKS)
         assert hits(engine, *CHUNKS) == (1, 2)
         assert hits(engine, *CHUNKS[::-1]) == (1, 2)  # they were computed behind an approximation

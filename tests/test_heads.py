@@ -94,7 +94,7 @@ def test_modules_behind_a_learned_head_are_exact_in_the_head(engine):
 
 def test_what_was_encoded_behind_a_given_head_is_left_alone(engine):
     prefix = engine.head(chat(CHUNKS[0]), CHUNKS[0])
-    engine.encode(CHUNKS, prefix=prefix)
+    engine.encode(CHUNKS, prefix=prefix, context=None)
     before = len(engine.library.store)
     ask(engine, CHUNKS[0], CHUNKS[1])
     ask(engine, CHUNKS[2], CHUNKS[1])
@@ -105,7 +105,7 @@ def test_what_was_encoded_behind_a_given_head_is_left_alone(engine):
 @pytest.mark.parametrize("settings", [{"learn_prefixes": False}, {"write_back": False}])
 def test_learning_can_be_switched_off(settings):
     engine = Engine(tiny_model("llama"), StoreConfig(**settings))
-    engine.encode(CHUNKS)
+    engine.encode(CHUNKS, context=None)
     known = engine.library.encoded_after()
     for first in CHUNKS:
         engine.generate(chat(first), max_tokens=2)

@@ -73,7 +73,7 @@ WAYS = {
     "messages": lambda rag, text: rag.engine.generate(
         [{"role": "user", "content": text}], max_tokens=1
     ),
-    "chunk": lambda rag, text: rag.engine.encode([text]),
+    "chunk": lambda rag, text: rag.engine.encode([text], context=None),
     "pml": lambda rag, text: rag.engine.generate(prompt_of(text), max_tokens=1),
     "langchain": lambda rag, text: ChatCachedRAG(engine=rag.engine, max_tokens=1).invoke(text),
     "llama-index": lambda rag, text: CachedRAGLLM(engine=rag.engine, max_tokens=1).complete(text),
@@ -105,7 +105,7 @@ def test_half_a_character_is_refused(rag, way):
 
 
 def test_a_text_without_tokens_is_skipped(rag):
-    done = rag.engine.encode(["\u4e00" * 40])  # the tiny tokenizer knows ASCII only
+    done = rag.engine.encode(["\u4e00" * 40], context=None)  # the tiny tokenizer knows ASCII only
     [(_, reason)] = done.skipped
     assert "tokenizer" in reason
 
@@ -163,11 +163,11 @@ def test_nobody_else_may_read_an_index(tmp_path):
 def test_a_tenants_name_is_no_path(tmp_path, name):
     store = StoreConfig(path=str(tmp_path / "kv"), sequence_bytes=0)
     with Engine(tiny_model("llama"), store) as engine:
-        engine.encode(CHUNKS[:1])
+        engine.encode(CHUNKS[:1], context=None)
         before = {path.name for path in tmp_path.iterdir()}
         try:
             with engine.tenant(name) as tenant:
-                tenant.encode(CHUNKS[1:2])
+                tenant.encode(CHUNKS[1:2], context=None)
                 assert tenant.generate(CHUNKS[0], max_tokens=1).report.modules_hit == 0
         except ConfigError:
             assert name == "\ud800"

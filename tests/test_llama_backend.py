@@ -215,7 +215,7 @@ def test_batches_and_drafts_change_no_answer(model, method):
     assert model.token_price > DEAREST  # on a CPU drafts do not pay; as if they did:
     cheap = replace(model, token_price=0.1)
     with Engine(cheap, StoreConfig(**NEW)) as engine:
-        engine.encode(CHUNKS)
+        engine.encode(CHUNKS, context=None)
         asked = [ask(*CHUNKS), ask(*CHUNKS[::-1]), ask(CHUNKS[1])]
         options = {"method": method, "max_tokens": 120, "ignore_eos": True}
         alone = [engine.generate(prompt, drafts=False, **options) for prompt in asked]
@@ -233,7 +233,7 @@ def test_exact_methods_answer_as_generate_does(model, path, method):
     folder, name = Path(path).parent, Path(path).name
     plain = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
     with Engine(model, StoreConfig(**NEW)) as engine:
-        engine.encode(CHUNKS)
+        engine.encode(CHUNKS, context=None)
         for prompt in (ask(*CHUNKS), ask(*CHUNKS[::-1])):
             options = {"method": method, "max_tokens": 20, "ignore_eos": True}
             found = engine.generate(prompt, repetition_penalty=1.0, **options)
@@ -249,7 +249,7 @@ def test_exact_methods_answer_as_generate_does(model, path, method):
 def test_auto_is_epic_and_says_so(model):
     with Engine(model, StoreConfig(**NEW)) as engine:
         long = [" ".join([chunk] * 5) for chunk in CHUNKS]
-        engine.encode(long)
+        engine.encode(long, context=None)
         report = engine.generate(ask(*long), max_tokens=2).report
         assert report.method == "epic"
         assert 0 < report.recomputed_tokens < report.cached_tokens
@@ -259,7 +259,7 @@ def test_auto_is_epic_and_says_so(model):
 def test_chunks_are_found_again_after_a_restart_and_tenants_share_nothing(model, tmp_path):
     store = StoreConfig(str(tmp_path), **NEW)
     with Engine(model, store) as engine:
-        engine.encode(CHUNKS)
+        engine.encode(CHUNKS, context=None)
         expected = engine.generate(ask(*CHUNKS), method="reuse", max_tokens=8)
     with Engine(model, store) as engine:
         found = engine.generate(ask(*CHUNKS), method="reuse", max_tokens=8)
@@ -317,7 +317,7 @@ def test_prompts_that_are_over_take_no_cells(model):
 
 def test_what_it_cannot_do_is_refused_by_name(model, path, tmp_path):
     with Engine(model, StoreConfig(**NEW)) as engine:
-        engine.encode(CHUNKS)
+        engine.encode(CHUNKS, context=None)
         for method in ("cacheblend", "anchorflow", "infoflow"):
             with pytest.raises(ModelError, match=r"llama\.cpp does not show"):
                 engine.generate(ask(*CHUNKS), method=method, max_tokens=2)

@@ -28,7 +28,7 @@ METHODS = ["reuse", "cacheblend", "a3", "auto"]
 def folder(request, tmp_path):
     settings = StoreConfig(path=str(tmp_path), codec=request.param, sequence_bytes=0)
     with Engine(tiny_model("llama"), settings) as engine:
-        engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]))
+        engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]), context=None)
     return settings
 
 

@@ -39,7 +39,7 @@ def test_an_answer_in_many_pages_is_the_same(model, pages, monkeypatch, method, 
     for page in (4, 1000):
         monkeypatch.setattr(requests, "PAGE", page)
         engine = Engine(model, NEW_PROMPTS)
-        engine.encode(CHUNKS)
+        engine.encode(CHUNKS, context=None)
         answers.append([one.token_ids for one in engine.generate_batch(PROMPTS, **options)])
     assert answers[0] == answers[1]
     assert [len(tokens) for tokens in answers[0]] == [60] * len(PROMPTS)
@@ -68,11 +68,11 @@ def test_the_youngest_gives_way_and_goes_on_where_it_was(model, pages, method, s
     options = how | {"method": method, "max_tokens": 240, "ignore_eos": True}
     asked = [f"{CHUNKS[n]} Why?" for n in range(3)]
     free = Engine(model, NEW_PROMPTS)
-    free.encode(CHUNKS)
+    free.encode(CHUNKS, context=None)
     expected = [answer.token_ids for answer in free.generate_batch(asked, **options)]
     room = slots * model.shapes.bytes_per_token
     engine, used = reserved(model, max_bytes=room, shares=False)
-    engine.encode(CHUNKS)
+    engine.encode(CHUNKS, context=None)
     model.steps.clear()
     answers = engine.generate_batch(asked, **options)
     assert [answer.token_ids for answer in answers] == expected
@@ -89,7 +89,7 @@ def test_kv_that_others_read_stays_when_a_long_answer_ends(model, pages, monkeyp
     monkeypatch.setattr(sharing, "MIN_SHARED", 16)
     beginning = " ".join([*CHUNKS, *CHUNKS])
     engine, other = Engine(model, NEW_PROMPTS), " ".join([CHUNKS[2]] * 6)
-    engine.encode([other])
+    engine.encode([other], context=None)
     expected = engine.generate(f"{beginning} Who?", **LONG, method="full").token_ids
     first = engine.stream(f"{beginning} Why?", max_tokens=400, ignore_eos=True, method="full")
     while len(first.token_ids) < 300:  # its KV lies in several buffers by now
@@ -108,10 +108,10 @@ def test_those_that_share_chunks_can_give_way(model, pages, drafts):
     options = {"method": "reuse", "max_tokens": 240, "ignore_eos": True, "drafts": drafts}
     asked = [f"{' '.join([CHUNKS[1]] * 9)}\n\nWhy {n}?" for n in range(3)]
     free = Engine(model, NEW_PROMPTS)
-    free.encode([" ".join([CHUNKS[1]] * 9)])
+    free.encode([" ".join([CHUNKS[1]] * 9)], context=None)
     expected = [answer.token_ids for answer in free.generate_batch(asked, **options)]
     engine, used = reserved(model, max_bytes=900 * model.shapes.bytes_per_token)
-    engine.encode([" ".join([CHUNKS[1]] * 9)])
+    engine.encode([" ".join([CHUNKS[1]] * 9)], context=None)
     answers = engine.generate_batch(asked, **options)
     assert [answer.token_ids for answer in answers] == expected
     assert any("interrupted" in note for one in answers for note in one.report.notes)
@@ -139,7 +139,7 @@ def test_what_is_deleted_while_a_request_waits_again_is_not_kept(model, pages):
         while not streams[1].report.notes:
             next(streams[0])
         if deletes:  # a text that was not known yet when the prompt was read
-            engine.encode([texts[1]])
+            engine.encode([texts[1]], context=None)
             assert engine.forget([texts[1]]) == 1
         for stream in streams:
             stream.result()

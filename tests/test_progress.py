@@ -85,7 +85,9 @@ def test_a_file_that_is_skipped_is_done(rag, bars, tmp_path):
 
 def test_encoding_tells_modules_and_tokens(engine):
     modules, tokens = [], []
-    done = engine.encode(CHUNKS, progress=modules.append, token_progress=tokens.append)
+    done = engine.encode(
+        CHUNKS, progress=modules.append, token_progress=tokens.append, context=None
+    )
     assert (sum(modules), sum(tokens)) == (3, done.tokens)
     assert engine.register(CHUNKS) == done.tokens
 

@@ -88,7 +88,7 @@ def test_what_surely_does_not_fit_is_not_tokenised(read):
     with pytest.raises(ContextOverflowError, match="at least"):
         engine.generate(schema.prompt(Import("m"), "a" * 100_000), **GREEDY)
     with pytest.raises(ContextOverflowError, match="at least"):
-        engine.encode(["a" * 100_000])
+        engine.encode(["a" * 100_000], context=None)
     assert not read
     assert engine.generate("a" * 240, **GREEDY).report.prompt_tokens == 240  # control: it fits
 
@@ -96,7 +96,7 @@ def test_what_surely_does_not_fit_is_not_tokenised(read):
 @pytest.mark.parametrize("how", ["here", "thread", "loop"])
 def test_no_prompt_is_read_under_the_models_lock(read, how):
     engine = Engine(tiny_model("llama"), NEW_PROMPTS)
-    engine.encode(CHUNKS)
+    engine.encode(CHUNKS, context=None)
     read.clear()
     if how == "here":
         engine.generate(PROMPT, **GREEDY)
@@ -119,7 +119,7 @@ def test_no_text_is_read_under_the_models_lock_to_be_encoded(monkeypatch):
 
     monkeypatch.setattr(Tokenization, "literal", recording)
     with ThreadPoolExecutor(1, "asker") as threads:
-        threads.submit(lambda: Engine(model).encode(CHUNKS)).result()
+        threads.submit(lambda: Engine(model).encode(CHUNKS, context=None)).result()
     assert found == [(chunk, "asker_0", False) for chunk in CHUNKS]
 
 

@@ -32,7 +32,7 @@ def messages(*texts):
 @pytest.fixture(scope="module")
 def engine():
     made = Engine(smollm2(), NEW_PROMPTS)
-    made.encode(chunks(), prefix=made.head(messages(chunks()[0]), chunks()[0]))
+    made.encode(chunks(), prefix=made.head(messages(chunks()[0]), chunks()[0]), context=None)
     return made
 
 

@@ -58,7 +58,7 @@ def test_recent_beginnings_give_the_same_answers(family):
 
 def test_recent_answers_are_kept_only_where_exact():
     engine = Engine(tiny_model("llama"), StoreConfig(sequence_bytes=1 << 26, keeps_repaired=False))
-    engine.encode(DOCUMENTS)
+    engine.encode(DOCUMENTS, context=None)
     prompt = f"See: {DOCUMENTS[0]}\nWhy?"
     engine.generate(prompt, method="reuse", max_tokens=4)
     assert engine.sequences.nbytes == 0

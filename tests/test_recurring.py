@@ -230,7 +230,7 @@ def test_whatever_is_forgotten_what_was_learned_goes_too(tmp_path, on_disk):
 
 
 def test_known_texts_are_left_as_they_are(engine):
-    engine.encode([DOCUMENTS["A"]])
+    engine.encode([DOCUMENTS["A"]], context=None)
     for names in ("AB", "BA"):
         ask(engine, names)
     table = engine.library.table
@@ -264,7 +264,7 @@ def test_what_one_learned_and_another_was_given_stays_when_something_else_is_for
     with opened(path=str(tmp_path)) as engine, opened(path=str(tmp_path)) as other:
         for names in ("AB", "BA"):
             ask(engine, names)
-        other.encode([DOCUMENTS["B"]])
+        other.encode([DOCUMENTS["B"]], context=None)
         engine.forget(["Another text"])
         for one in (engine, other):
             one.library.refresh()

@@ -20,7 +20,7 @@ def model():
 def known(model, **batch):
     """An engine that knows the documents."""
     engine = Engine(model, NEW_PROMPTS, BatchConfig(**batch))
-    engine.encode(TEXTS)
+    engine.encode(TEXTS, context=None)
     return engine
 
 
@@ -88,7 +88,7 @@ def test_pieces_wait_for_kv_that_is_still_loaded(model, tmp_path):
     prompts, options = [over(0, 1), over(2, 3)], {"max_tokens": 6, "method": "auto"}
     expected = [known(model).generate(prompt, **options).token_ids for prompt in prompts]
     with Engine(model, store) as engine:
-        engine.encode(TEXTS)
+        engine.encode(TEXTS, context=None)
     model.steps.clear()
     with Engine(model, store) as engine:
         answers = engine.generate_batch(prompts, **options)

@@ -56,7 +56,7 @@ def test_scheduler_lets_rows_come_and_go_with_their_own_settings(model):
 
 def test_scheduler_answers_a_batch_as_one_by_one_in_fewer_passes(model):
     engine = Engine(model, NEW_PROMPTS)
-    engine.encode(CHUNKS)
+    engine.encode(CHUNKS, context=None)
     options = {"max_tokens": 12, "stop": ("zzz",), "drafts": False}
     single = [engine.generate(prompt, **options) for prompt in PROMPTS]
     assert {len(rows) for rows in model.steps} == {1}
@@ -284,7 +284,7 @@ def test_scheduler_answers_a_storm_rightly_and_keeps_nothing():
     room = 4 * 1024 * model.shapes.bytes_per_token
     bounds = BatchConfig(max_rows=5, max_bytes=room)
     engine = Engine(model, StoreConfig(sequence_bytes=room, keeps_repaired=False), bounds)
-    engine.encode(DOCUMENTS)
+    engine.encode(DOCUMENTS, context=None)
     engines = [engine, engine.tenant("a"), engine.tenant("b")]
     expected = dict(zip(ASKED, alone("llama", ASKED, **GREEDY), strict=True))
 
@@ -322,7 +322,7 @@ def test_scheduler_answers_a_storm_rightly_and_keeps_nothing():
         asyncio.run(go())
 
     def encode(engine, draw):
-        engine.encode([f"{draw.random()} {DOCUMENTS[0]}"])
+        engine.encode([f"{draw.random()} {DOCUMENTS[0]}"], context=None)
 
     def client(seed):
         draw = random.Random(seed)

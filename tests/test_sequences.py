@@ -22,7 +22,7 @@ from cached_rag.library.sequences import PromptKV, Sequences
 @pytest.fixture
 def engine():
     with Engine(tiny_model("llama"), StoreConfig(sequence_bytes=1 << 24)) as engine:
-        engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]))
+        engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]), context=None)
         yield engine
 
 
@@ -75,14 +75,14 @@ def test_sequences_are_bounded_and_the_longest_unused_goes_first(engine):
     prefill(engine, *CHUNKS)
     room = engine.sequences.nbytes + 1000
     with Engine(tiny_model("llama"), StoreConfig(sequence_bytes=room)) as small:
-        small.encode(CHUNKS, prefix=small.head(ask(CHUNKS[0]), CHUNKS[0]))
+        small.encode(CHUNKS, prefix=small.head(ask(CHUNKS[0]), CHUNKS[0]), context=None)
         prefill(small, *CHUNKS)
         again = prefill(small, *CHUNKS)
         prefill(small, *CHUNKS[::-1])
         assert 0 < small.sequences.nbytes <= room
         assert prefill(small, *CHUNKS).report.cached_tokens < again.report.cached_tokens
     with Engine(tiny_model("llama"), StoreConfig(sequence_bytes=0)) as none:
-        none.encode(CHUNKS)
+        none.encode(CHUNKS, context=None)
         prefill(none, *CHUNKS)
         assert none.sequences.nbytes == 0
 
@@ -102,7 +102,7 @@ def test_sequences_that_begin_alike_keep_their_beginning_once(engine):
 
 def test_sequences_are_exact_only_where_all_they_were_made_of_was(engine):
     more = "Tin cans keep soup for years, as sailors found when the salted meat was gone."
-    engine.encode([more], prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]))
+    engine.encode([more], prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]), context=None)
     prefill(engine, *CHUNKS, method="epic")
     prefill(engine, *CHUNKS[:2], method="cacheblend", recompute_ratio=1.0)
     prefill(engine, *CHUNKS, method="epic")  # of the two the repaired one is now the newer
@@ -118,7 +118,7 @@ def test_sequences_are_exact_only_where_all_they_were_made_of_was(engine):
 def test_sequences_too_long_for_the_bound_drive_nothing_out(engine):
     prefill(engine, *CHUNKS[:1])
     with Engine(tiny_model("llama"), StoreConfig(sequence_bytes=engine.sequences.nbytes)) as small:
-        small.encode(CHUNKS, prefix=small.head(ask(CHUNKS[0]), CHUNKS[0]))
+        small.encode(CHUNKS, prefix=small.head(ask(CHUNKS[0]), CHUNKS[0]), context=None)
         prefill(small, *CHUNKS[:1])
         held = small.sequences.nbytes
         prefill(small, *CHUNKS[::-1])

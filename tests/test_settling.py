@@ -13,7 +13,7 @@ from cached_rag.engine import settling
 
 def opened(**settings):
     engine = Engine(tiny_model("llama"), StoreConfig(**settings))
-    engine.encode(CHUNKS, engine.head(ask(CHUNKS[0]), CHUNKS[0]))
+    engine.encode(CHUNKS, engine.head(ask(CHUNKS[0]), CHUNKS[0]), context=None)
     return engine
 
 
@@ -65,7 +65,7 @@ def test_it_can_be_off(settings):
 
 def test_other_orders_and_other_tenants_settle_nothing():
     with opened() as engine, engine.tenant("other") as other:
-        other.encode(CHUNKS, other.head(ask(CHUNKS[0]), CHUNKS[0]))
+        other.encode(CHUNKS, other.head(ask(CHUNKS[0]), CHUNKS[0]), context=None)
         asked(engine, " Who?", *CHUNKS)
         asked(engine, " Who?", *CHUNKS[::-1])
         asked(other, " Who?", *CHUNKS)

@@ -58,7 +58,7 @@ def machine(server, request):
 
 def test_what_one_encodes_another_answers_with(machine):
     here, there = machine(), machine()
-    summary = here.encode(CHUNKS, here.head(HEAD, "X"))
+    summary = here.encode(CHUNKS, here.head(HEAD, "X"), context=None)
     assert (summary.encoded, summary.unsent) == (3, 0)
     there.register(CHUNKS)
     answer = there.generate(PROMPT, max_tokens=8)
@@ -68,11 +68,11 @@ def test_what_one_encodes_another_answers_with(machine):
     again = there.generate(PROMPT, max_tokens=8)
     assert {part.origin.tier for part in again.trace.parts if part.origin} == {"memory"}
     assert answer.text == again.text == here.generate(PROMPT, max_tokens=8).text
-    assert there.encode(CHUNKS, here.head(HEAD, "X")).present == 3
+    assert there.encode(CHUNKS, here.head(HEAD, "X"), context=None).present == 3
 
 
 def test_full_recompute_with_kv_from_elsewhere_is_full_prefill(machine):
-    machine().encode(CHUNKS)
+    machine().encode(CHUNKS, context=None)
     there = machine()
     there.register(CHUNKS)
     everything = there.prefill(PROMPT, method="cacheblend", recompute_ratio=1.0)
@@ -85,7 +85,7 @@ def test_full_recompute_with_kv_from_elsewhere_is_full_prefill(machine):
 
 
 def test_a_tenant_sees_only_its_own(machine):
-    machine(namespace="a").encode(CHUNKS)
+    machine(namespace="a").encode(CHUNKS, context=None)
     other = machine(namespace="b")
     other.register(CHUNKS)
     assert other.generate(PROMPT, max_tokens=1).report.modules_hit == 0
@@ -93,15 +93,15 @@ def test_a_tenant_sees_only_its_own(machine):
 
 def test_what_is_only_here_is_sent_when_it_is_encoded_again(machine, tmp_path):
     with Engine(tiny_model(MODEL), StoreConfig(path=str(tmp_path))) as alone:
-        alone.encode(CHUNKS)
+        alone.encode(CHUNKS, context=None)
     here, there = machine(path=str(tmp_path)), machine()
-    assert here.encode(CHUNKS).present == 3
+    assert here.encode(CHUNKS, context=None).present == 3
     there.register(CHUNKS)
     assert there.generate(PROMPT, max_tokens=1).report.modules_hit == 3
 
 
 def test_what_comes_from_there_is_kept_on_disk(machine, tmp_path):
-    machine().encode(CHUNKS)
+    machine().encode(CHUNKS, context=None)
     there = machine(path=str(tmp_path))
     there.register(CHUNKS)
     there.generate(PROMPT, max_tokens=1)
@@ -111,7 +111,7 @@ def test_what_comes_from_there_is_kept_on_disk(machine, tmp_path):
 
 
 def test_prefetch_brings_it_before_the_prompt(machine, monkeypatch):
-    machine().encode(CHUNKS)
+    machine().encode(CHUNKS, context=None)
     there = machine()
     there.register(CHUNKS)
     there.library.refresh_heads()
@@ -125,7 +125,7 @@ def test_prefetch_brings_it_before_the_prompt(machine, monkeypatch):
 
 
 def test_a_server_that_is_gone_costs_a_note_and_no_answer(machine, server):
-    machine().encode(CHUNKS)
+    machine().encode(CHUNKS, context=None)
     there, alone = machine(), Engine(tiny_model(MODEL), StoreConfig(sequence_bytes=0))
     there.register(CHUNKS)
     server.kill()
@@ -142,7 +142,7 @@ def test_a_server_that_is_gone_costs_a_note_and_no_answer(machine, server):
 def test_a_damaged_value_costs_a_note_and_no_answer(machine, server):
     import redis
 
-    machine().encode(CHUNKS)
+    machine().encode(CHUNKS, context=None)
     for number in range(15):
         client = redis.Redis(port=server.port, db=number)
         for name in client.keys("*.raw"):
@@ -160,7 +160,7 @@ def test_a_damaged_value_costs_a_note_and_no_answer(machine, server):
 def test_kv_of_other_sizes_is_not_used(machine):
     """Without `signing_key` anybody who can write there can sign, so sizes are checked, too."""
     here = machine()
-    here.encode(CHUNKS[:1])
+    here.encode(CHUNKS[:1], context=None)
     (chunk,) = here.library.table
     behind = here.library.encoded_after()[0]
     narrow = torch.zeros(1, 2, len(chunk.token_ids), 4)
@@ -176,7 +176,7 @@ def test_kv_of_other_sizes_is_not_used(machine):
 
 def test_what_is_forgotten_is_gone_there_too(machine):
     here = machine()
-    here.encode(CHUNKS, here.head(HEAD, "X"))
+    here.encode(CHUNKS, here.head(HEAD, "X"), context=None)
     assert here.forget(CHUNKS[:1]) == 1
     there = machine()
     there.register(CHUNKS)
@@ -189,7 +189,7 @@ def test_what_cannot_be_deleted_there_is_deleted_later(
 ):
     monkeypatch.setattr(breaker, "_FIRST_S", 0.1)
     here = machine(path=str(tmp_path) if on_disk else None)
-    here.encode(CHUNKS)
+    here.encode(CHUNKS, context=None)
     server.kill()
     try:
         with pytest.raises(StoreError, match="may still be there"):
@@ -216,7 +216,7 @@ def test_kv_is_computed_where_that_is_faster(machine, server, monkeypatch):
     fast = Profile(1e-6, 0.0, 1e9, 1e9, 512)
     monkeypatch.setattr("cached_rag.engine.resources.profile_of", lambda _: fast)
     texts = [f"{number} {' '.join(CHUNKS)}" for number in range(3)]
-    machine().encode(texts)
+    machine().encode(texts, context=None)
     proxy = Proxy(server.port)
     there = machine(proxy.port)
     there.register(texts)
@@ -319,7 +319,7 @@ def test_a_deletion_that_failed_there_survives_commands_without_the_store(
 ):
     """Whoever opens the folder without the remote store must not forget what is to go there."""
     here = machine(path=str(tmp_path))
-    here.encode(CHUNKS)
+    here.encode(CHUNKS, context=None)
     server.kill()
     try:
         with pytest.raises(StoreError, match="may still be there"):
@@ -337,7 +337,7 @@ def test_a_deletion_that_failed_there_survives_commands_without_the_store(
 
 def test_deleting_something_else_finishes_what_failed(machine, server, tmp_path):
     here = machine(path=str(tmp_path))
-    here.encode(CHUNKS)
+    here.encode(CHUNKS, context=None)
     server.kill()
     try:
         with pytest.raises(StoreError):
@@ -356,7 +356,7 @@ def test_deleting_something_else_finishes_what_failed(machine, server, tmp_path)
 def test_what_is_deleted_while_it_is_brought_does_not_come_back(
     machine, tmp_path, monkeypatch, on_disk
 ):
-    machine().encode(CHUNKS)
+    machine().encode(CHUNKS, context=None)
     there = machine(path=str(tmp_path) if on_disk else None)
     there.register(CHUNKS)
     fetch = there.library.remote.fetch
@@ -380,7 +380,7 @@ def test_what_is_deleted_while_it_is_brought_does_not_come_back(
 def test_a_spoilt_list_of_heads_costs_a_note(machine, server):
     import redis
 
-    machine().encode(CHUNKS)
+    machine().encode(CHUNKS, context=None)
     for number in range(15):
         client = redis.Redis(port=server.port, db=number)
         for name in client.keys("*.heads"):

@@ -77,11 +77,11 @@ def test_unrepaired_modules_are_shared(family):
 
 def test_modules_are_shared_behind_different_beginnings():
     engine = Engine(tiny_model("llama"), NEW_PROMPTS)
-    engine.encode(DOCUMENTS)
+    engine.encode(DOCUMENTS, context=None)
     asked = [f"{opening}\n{DOCUMENTS[0]}\nWhy?" for opening in ("Read now", "Think now")]
     together = engine.generate_batch(asked, method="reuse", max_tokens=8)
     twin = Engine(tiny_model("llama"), NEW_PROMPTS, BatchConfig(shares=False))
-    twin.encode(DOCUMENTS)
+    twin.encode(DOCUMENTS, context=None)
     assert [a.text for a in together] == [
         twin.generate(prompt, method="reuse", max_tokens=8).text for prompt in asked
     ]
@@ -93,7 +93,7 @@ def test_modules_are_shared_behind_different_beginnings():
 def test_approximate_beginnings_are_not_passed_on():
     """A method's answer must not depend on who else asks."""
     engine = Engine(tiny_model("llama"), NEW_PROMPTS)
-    engine.encode([SYSTEM])
+    engine.encode([SYSTEM], context=None)
     asked = [f"Read this. {SYSTEM}\nQuestion {n}?" for n in range(2)]
     alone = {
         method: engine.generate(asked[1], method=method, max_tokens=8).token_ids
@@ -119,7 +119,7 @@ def test_tenants_share_nothing():
     streams = [*begun(engine, ASKED[:1], **GREEDY), *begun(other, ASKED[:2], **GREEDY)]
     answers = [stream.result() for stream in streams]
     assert [a.report.shared_kv_bytes > 0 for a in answers] == [False, False, True]
-    engine.encode(CHUNKS[:1])
+    engine.encode(CHUNKS[:1], context=None)
     prompt = f"{CHUNKS[0]} Why?"
     assert engine.generate(prompt, max_tokens=2).report.cached_tokens > 0
     assert other.generate(prompt, max_tokens=2).report.cached_tokens == 0
@@ -129,7 +129,7 @@ def test_tenants_share_nothing():
 
 def test_plain_prompts_and_shared_modules_use_the_same_slabs():
     engine = Engine(tiny_model("llama"), NEW_PROMPTS)
-    engine.encode(DOCUMENTS)
+    engine.encode(DOCUMENTS, context=None)
     asked = [(f"{DOCUMENTS[0]}\nQuestion {n}?", "reuse") for n in range(2)]
     asked += [(f"What is {word}, and why?", "full") for word in WORDS[1:4]]
     expected = [engine.generate(p, method=m, max_tokens=8).token_ids for p, m in asked]
@@ -153,7 +153,7 @@ def test_short_beginnings_are_shared_by_those_who_come_together():
 def test_what_comes_back_changed_is_not_exact(tmp_path):
     """A codec that loses digits makes a prompt's beginning its own."""
     engine = Engine(tiny_model("llama"), StoreConfig(path=str(tmp_path), codec="int8"))
-    engine.encode(DOCUMENTS[:1], prefix=SYSTEM)
+    engine.encode(DOCUMENTS[:1], prefix=SYSTEM, context=None)
     asked = [f"{SYSTEM}{DOCUMENTS[0]}\nQuestion {n}?" for n in range(2)]
     streams = [
         engine.stream(prompt, method=method, max_tokens=4)
@@ -169,10 +169,10 @@ def test_what_comes_back_changed_is_not_exact(tmp_path):
 
 def test_repaired_sequences_are_not_exact():
     engine = Engine(tiny_model("llama"), StoreConfig(sequence_bytes=1 << 26))
-    engine.encode(DOCUMENTS)
+    engine.encode(DOCUMENTS, context=None)
     prompt = f"{DOCUMENTS[0]}\n{DOCUMENTS[1]}\nWhy?"
     engine.generate(prompt, max_tokens=2)
-    engine.encode(DOCUMENTS[:1], prefix="")
+    engine.encode(DOCUMENTS[:1], prefix="", context=None)
     streams = [engine.stream(prompt, method=m, max_tokens=4) for m in ("auto", "full")]
     for stream in streams:
         stream.start()
@@ -192,7 +192,7 @@ FACTS = [
 def shared_tokens(method, beginning, *texts):
     """Of three prompts over the same texts, the tokens that the second one shares."""
     engine = Engine(tiny_model("llama"), NEW_PROMPTS)
-    engine.encode(FACTS)
+    engine.encode(FACTS, context=None)
     prompts = ["\n".join([beginning, *texts, f"Question {n}: why?"]) for n in range(3)]
     answers = engine.generate_batch(prompts, method=method, max_tokens=4)
     return answers[1].report.shared_kv_bytes // engine.model.shapes.bytes_per_token

@@ -50,7 +50,7 @@ def test_what_another_tenant_has_cached_is_as_what_nobody_has(tmp_path, method):
     prompts = [f"{text}\n\nWhat is said here?" for text in CHUNKS[:2]]
     settings = StoreConfig(path=str(tmp_path), namespace="first", learn="recurring")
     with Engine(tiny_model("llama"), settings) as first, first.tenant("other") as other:
-        first.encode(CHUNKS[:1])
+        first.encode(CHUNKS[:1], context=None)
         for _ in range(2):
             first.generate(prompts[0], max_tokens=4)
         reports = [other.generate(prompt, method=method, max_tokens=4).report for prompt in prompts]

@@ -26,7 +26,7 @@ def test_rows_count_what_is_stored(tmp_path):
         assert min(row.tokens_per_s, row.open_ms, row.match_ms, row.ttft_ms, row.full_ms) > 0
     with Engine(model, StoreConfig(path=str(tmp_path))) as engine:
         texts = [chunk_text(number) for number in range(20)]
-        assert engine.encode(texts).present == 20
+        assert engine.encode(texts, context=None).present == 20
 
 
 def test_a_store_that_lost_chunks_is_no_measurement(tmp_path, monkeypatch):

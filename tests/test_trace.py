@@ -59,7 +59,7 @@ def kinds(trace):
 
 @pytest.fixture
 def filled(engine):
-    engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]))
+    engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]), context=None)
     return engine
 
 
@@ -118,7 +118,7 @@ def test_tiers_are_those_the_kv_came_from_also_when_it_was_read_ahead(tmp_path):
         return [part.origin.tier for part in chunks(trace)]
 
     with Engine(tiny_model("llama"), store) as engine:
-        engine.encode(CHUNKS[:2])
+        engine.encode(CHUNKS[:2], context=None)
         assert tiers(engine, ask(*CHUNKS[:2])) == ["memory", "memory"]
     with Engine(tiny_model("llama"), store) as engine:
         assert tiers(engine, ask(CHUNKS[0])) == ["disk"]
@@ -130,7 +130,7 @@ def test_tiers_are_those_the_kv_came_from_also_when_it_was_read_ahead(tmp_path):
 def test_kv_on_disk_that_is_read_layer_by_layer_has_no_time_of_its_own(tmp_path):
     store = StoreConfig(path=str(tmp_path), sequence_bytes=0, pipelined=True)
     with Engine(tiny_model("llama"), store) as engine:
-        engine.encode(CHUNKS)
+        engine.encode(CHUNKS, context=None)
     with Engine(tiny_model("llama"), store) as engine:
         trace = checked(engine.generate(ask(*CHUNKS), method="auto", max_tokens=2))
     assert {(one.origin.tier, one.origin.load_ms) for one in chunks(trace)} == {("disk", None)}
@@ -139,7 +139,7 @@ def test_kv_on_disk_that_is_read_layer_by_layer_has_no_time_of_its_own(tmp_path)
 @pytest.mark.parametrize("method", ["full", "prefix", "reuse", "auto", "cacheblend"])
 def test_a_chats_next_turn_takes_what_was_said_before(method):
     engine = Engine(tiny_model("llama"), StoreConfig())
-    engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]))
+    engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]), context=None)
     first = engine.generate(ask(*CHUNKS, *CHUNKS), method=method, max_tokens=4)
     checked(first)
     said = [
@@ -185,7 +185,7 @@ def test_prompts_of_schemas_have_text_and_modules(layout):
 def test_llama_cpp_is_traced_as_well(tmp_path):
     path = str(write_gguf(tmp_path / "tiny.gguf", GGMLQuantizationType.F32))
     with Engine(load_llama_cpp(path, threads=1), NEW_PROMPTS) as engine:
-        engine.encode(CHUNKS)
+        engine.encode(CHUNKS, context=None)
         for method in ("full", "prefix", "reuse", "auto"):
             prompt = "\n\n".join([*CHUNKS, "Why?"])
             trace = checked(engine.generate(prompt, method=method, max_tokens=2))

@@ -85,7 +85,7 @@ def test_no_kv_is_shared_with_another_adapter(model_folder, adapter, tmp_path):
     hits = []
     for name in (adapter, adapter, str(other), None):
         with Engine.load(model_folder, store=store, adapter=name, **CPU) as engine:
-            hits.append(engine.encode(CHUNKS).present)
+            hits.append(engine.encode(CHUNKS, context=None).present)
     assert hits == [0, 3, 0, 0]
 
 

@@ -95,7 +95,7 @@ def make_questions(
         count = max(1, round(length / chunk_tokens))
         room = length - len(_question(engine, asked, [], count).ids)
         texts = [pieces.take(room // count - _JOIN) for _ in range(count + rounds - 1)]
-        engine.encode(texts, asked.head(), context=engine.primer)
+        engine.encode(texts, asked.head())
         found.append(
             [
                 _question(engine, asked, texts[number : number + count], number % count + 1)

@@ -70,7 +70,7 @@ class Chat:
         self.system = {"role": "system", "content": content}
         asked = [self.system, {"role": "user", "content": self.questions[0]}]
         for engine in (self.keeping, self.forgetting):
-            engine.encode(texts[:documents], engine.head(asked, texts[0]), context=engine.primer)
+            engine.encode(texts[:documents], engine.head(asked, texts[0]))
 
     def close(self) -> None:
         """Close both engines."""

@@ -81,7 +81,7 @@ def bench_loading(
     else:
         far = dataclasses.replace(alone, remote=remote, namespace=os.urandom(8).hex())
         with Engine(model, far) as sender:
-            sender.encode(texts)
+            sender.encode(texts, context=None)
             for method in _METHODS:
                 variants[method, "remote"] = partial(_brought, model, far, method, prompt, texts)
             found = medians(variants, repeats)

@@ -102,7 +102,7 @@ class Workload:
         self.prompts = [f"{_OPENING}{shared}\n{text}" for text in texts]
         for name, engine in self.engines.items():
             if name != "recomputed":
-                engine.encode([shared], _OPENING)
+                engine.encode([shared], _OPENING, context=None)  # exact where it stands
 
     def close(self) -> None:
         """Close all engines."""

@@ -121,7 +121,7 @@ def _encode(engine: Engine, numbers: range, progress: Callable[[int], object]) -
     tokens, clock = 0, time.perf_counter()
     for begin in numbers[::_PIECE]:
         some = range(begin, min(begin + _PIECE, numbers.stop))
-        tokens += engine.encode([chunk_text(number) for number in some]).tokens
+        tokens += engine.encode([chunk_text(number) for number in some], context=None).tokens
         progress(len(some))
     return tokens / (time.perf_counter() - clock)
 

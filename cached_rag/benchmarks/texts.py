@@ -43,5 +43,5 @@ def make_prompt(
         ConfigError: a count below 1.
     """
     *given, question = make_texts(engine, *[text_tokens] * texts, question_tokens)
-    engine.encode(given, prefix=PREFIX)
+    engine.encode(given, prefix=PREFIX, context=None)
     return PREFIX + "\n".join([*given, question]), given

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import starmap
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
 import torch
@@ -275,7 +275,7 @@ class Engine:
         prefix: Prompt | None = None,
         progress: Callable[[int], object] = lambda _: None,
         *,
-        context: Context | Sequence[Context | None] | None = None,
+        context: Context | Sequence[Context | None] | Literal["configured"] | None = "configured",
         token_progress: Callable[[int], object] = lambda _: None,
         token_total: Callable[[int], object] = lambda _: None,
     ) -> EncodeSummary:
@@ -289,7 +289,8 @@ class Engine:
             progress: called after each batch with the number of chunks in it.
             context: texts that stand between the prefix and the chunk while it is prefilled, such
                 as `PRIMER`; None for nothing. Of several each is a pass of its own, whose KV is
-                kept beside the others' (see `contexts`).
+                kept beside the others'. "configured" for what answers are nearest to full prefill
+                with, as far as the store's settings go (see `contexts`).
             token_progress: called after each batch with the number of tokens in it.
             token_total: called before the first batch with the number of tokens in all of them.
 
@@ -302,7 +303,12 @@ class Engine:
         """
         self.check_open()
         rendered = None if prefix is None else self._rendered(prefix)
-        contexts = (context,) if context is None or isinstance(context, Context) else context
+        if context == "configured":
+            contexts: Sequence[Context | None] = self.contexts(prefix)
+        elif context is None or isinstance(context, Context):
+            contexts = (context,)
+        else:
+            contexts = context
         if not contexts:
             raise ConfigError("no context at all was given; None stands for nothing")
         order = self._encoder.read(texts, rendered, contexts)
@@ -326,7 +332,7 @@ class Engine:
         return primer(self.settings.primers)
 
     def contexts(self, prefix: Prompt | None) -> tuple[Context | None, ...]:
-        """What texts are best encoded behind, besides this prefix, one pass for each.
+        """What texts are encoded behind, besides this prefix, unless told otherwise; a pass each.
 
         That is `primer`; and with `StoreConfig.first_exact`, where there is a prefix, nothing.
         """

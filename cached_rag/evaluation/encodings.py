@@ -68,11 +68,11 @@ class Encodings:
             head = engine.head(asked, _MARK)
         kind, _, count = encoding.partition(":")
         if kind == "harvested":
-            engine.encode([], head)
+            engine.encode([], head, context=None)
             self._harvest(engine, chunks, int(count or 4))
             return engine
         if kind in ("both", "asked", "neighbours"):  # so that KV of a prompt's first chunk is exact
-            engine.encode(chunks, head)
+            engine.encode(chunks, head, context=None)
         if kind == "half":
             chunks = [chunk for chunk in chunks if random.Random(chunk).random() < 0.5]
         engine.encode(chunks, head, context=self._context(kind, int(count or 1)))

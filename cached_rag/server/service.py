@@ -256,9 +256,7 @@ class Service:
             for index, text in enumerate(request.texts):
                 reason = ""
                 try:  # one by one, so that answers go on in between
-                    done = await asyncio.to_thread(
-                        engine.encode, [text], prefix, context=engine.contexts(prefix)
-                    )
+                    done = await asyncio.to_thread(engine.encode, [text], prefix)
                 except (ConfigError, ContextOverflowError) as error:
                     reason = str(error)
                 else:

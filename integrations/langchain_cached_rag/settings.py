@@ -252,7 +252,7 @@ class EngineSettings(BaseModel):
                 lambda values: self._prompt(filled(prompt, values)),
             )
         with encode_progress(progress) as shown:
-            return engine.encode(list(texts), head, context=engine.contexts(head), **shown)
+            return engine.encode(list(texts), head, context="configured", **shown)
 
     def register(self, texts: Iterable[str]) -> None:
         """Know texts as chunks: those that prompts contain are encoded after the answers."""

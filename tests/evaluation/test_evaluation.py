@@ -253,7 +253,7 @@ def test_harvested_is_cut_out_of_full_prefill_of_another_prompt(data):
     head = engine.library.encoded_after()[0].prefix_ids
     between = engine.tokenization.following("\n\n").ids
     alone = Engine(model, NEW_PROMPTS)
-    alone.encode(CHUNKS)
+    alone.encode(CHUNKS, context=None)
     for chunk in CHUNKS:
         (other,) = encodings._strangers(chunk, 1)
         before = [*head, *engine.tokenization.literal(other).ids, *between]
@@ -377,7 +377,7 @@ def test_the_frontier_is_drawn(data, tmp_path):
 
 def test_an_answer_that_was_followed_is_scored_without_the_reference():
     engine = Engine(tiny_model("llama"), NEW_PROMPTS)
-    engine.encode(CHUNKS)
+    engine.encode(CHUNKS, context=None)
     prompt = messages(CHUNKS, QUESTIONS[0], long=False)
     config = GenerationConfig("anchorflow:follow_tokens=2,follow_ratio=0.3", max_tokens=8)
     alone, beside = (read(engine, prompt, config, reference) for reference in (None, ANSWERS[1]))

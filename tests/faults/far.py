@@ -82,7 +82,7 @@ def _encoded(server: Server, **options: object) -> redis.Redis:
     client = redis.Redis(port=server.port)
     client.flushall()
     with _machine(server, **options) as engine:
-        engine.encode(world.TEXTS)
+        engine.encode(world.TEXTS, context=None)
     return client
 
 
@@ -118,7 +118,7 @@ def forged(server: Server) -> dict[bytes, bytes]:
     client = redis.Redis(port=server.port)
     client.flushall()
     with _machine(server) as engine:
-        engine.encode(world.TEXTS)
+        engine.encode(world.TEXTS, context=None)
         forge(engine, len(world.TEXTS))
     return {key: client.get(key) for key in client.scan_iter("*")}
 
@@ -130,7 +130,7 @@ def _asked(server: Server, **options: object) -> tuple[int, list[str]]:
             engine.register(world.TEXTS)
             engine.generate(world.PROMPT, method="reuse", max_tokens=2)
             wrong = world.wrong_in_prompt(engine)
-            engine.encode(world.TEXTS[:6])
+            engine.encode(world.TEXTS[:6], context=None)
             return wrong + world.wrong_in_prompt(engine), []
     except Exception as error:
         return 0, [f"{error!r:.300}"]
@@ -159,7 +159,7 @@ def _killed(trials: int, server: Server, chance: random.Random) -> Outcome:
 
 def _encode(server: Server, chance: random.Random) -> int:
     with _machine(server) as engine:
-        engine.encode(chance.sample(world.TEXTS, 6))
+        engine.encode(chance.sample(world.TEXTS, 6), context=None)
         return world.wrong_in_prompt(engine)
 
 

@@ -19,7 +19,7 @@ def campaign(trials: int, folder: Path, chance: random.Random) -> list[Outcome]:
     """Try it so many times with a store that has a key."""
     outcome = Outcome("KV that others wrote into a store, with a key")
     with world.engine(folder / "sound", signing_key=KEY) as engine:
-        engine.encode(world.TEXTS)
+        engine.encode(world.TEXTS, context=None)
     for _ in range(trials):
         shutil.copytree(folder / "sound", folder / "kv")
         outcome.add(*tried(folder / "kv", chance, signing_key=KEY))
@@ -34,7 +34,7 @@ def tried(folder: Path, chance: random.Random, **options: object) -> tuple[int, 
     with world.engine(folder, **options) as engine:
         engine.generate(world.PROMPT, method="reuse", max_tokens=1)
         wrong = world.wrong_in_prompt(engine) + world.wrong_modules(engine)
-        summary = engine.encode(world.TEXTS)
+        summary = engine.encode(world.TEXTS, context=None)
         wrong += world.wrong_modules(engine)
     lost = len(world.TEXTS) - summary.encoded - summary.present
     return lost, wrong, []

@@ -29,14 +29,14 @@ def _ingest(folder: Path, chance: random.Random) -> None:
 def _evict(folder: Path, chance: random.Random) -> None:
     with world.engine(folder / "kv", disk_bytes=60_000, memory_bytes=1) as store:
         while True:
-            store.encode(chance.sample(world.TEXTS, 4))
+            store.encode(chance.sample(world.TEXTS, 4), context=None)
 
 
 def _prune(folder: Path, chance: random.Random) -> None:
     with world.engine(folder / "kv") as store:
         assert store.library.disk is not None
         while True:
-            store.encode(chance.sample(world.TEXTS, 4))
+            store.encode(chance.sample(world.TEXTS, 4), context=None)
             store.library.disk.prune(chance.choice([0, 30_000, 90_000]))
             store.forget(chance.sample(world.TEXTS, 2))
 

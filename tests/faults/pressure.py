@@ -43,7 +43,7 @@ def campaign(trials: int, folder: Path, chance: random.Random) -> list[Outcome]:
     """Ask six questions at once so many times, one matrix product failing each time."""
     outcome, lack = Outcome("no memory left in one request of several"), Lack()
     with pytest.MonkeyPatch.context() as patch, world.engine(folder) as engine:
-        engine.encode(world.TEXTS)
+        engine.encode(world.TEXTS, context=None)
         patch.setattr(torch.nn.Linear, "forward", lambda *given: lack(*given))
         expected, calls = {}, {}
         for method in _METHODS:

@@ -91,7 +91,7 @@ def _logits(model: Path, store: Path | None) -> torch.Tensor:
     path = None if store is None else str(store)
     settings = StoreConfig(path=path, sequence_bytes=0, write_back=False)
     with Engine.load(str(model), store=settings, dtype="float32") as engine:
-        engine.encode(world.TEXTS[:6])
+        engine.encode(world.TEXTS[:6], context=None)
         request = engine.prefill(world.PROMPT, method="reuse")
         logits = request.logits[-1].clone()
         request.release()

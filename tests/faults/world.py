@@ -66,7 +66,7 @@ def right_kv() -> dict[tuple[int, ...], list[ModuleKV]]:
     """By its tokens, the KV of every text, behind everything that stands before texts here."""
     found: dict[tuple[int, ...], list[ModuleKV]] = {}
     with Engine(model(), StoreConfig(sequence_bytes=0, write_back=False)) as clean:
-        clean.encode(TEXTS)
+        clean.encode(TEXTS, context=None)
         clean.encode(TEXTS, context=PRIMER)
         with CachedRAG.open(nowhere(), engine=clean, embedding=WordEmbedding()) as rag:
             clean.encode(TEXTS, rag._prompts.head(), context=(PRIMER, None))

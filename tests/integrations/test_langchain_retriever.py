@@ -136,7 +136,7 @@ def test_off_leaves_the_model_alone(llm, inner):
 def test_kv_on_disk_is_fetched_ahead(inner, tmp_path, monkeypatch):
     store = StoreConfig(path=str(tmp_path))
     with Engine(tiny_model("llama"), store) as engine:
-        engine.encode(CHUNKS)
+        engine.encode(CHUNKS, context=None)
     with Engine(tiny_model("llama"), store) as engine:
         fetched = []
         monkeypatch.setattr(Prefetcher, "start", lambda _, key, fetch: fetched.append(key))

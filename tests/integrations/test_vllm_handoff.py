@@ -59,7 +59,7 @@ def connector_class(monkeypatch):
 @pytest.fixture
 def node(tmp_path):
     engine = Engine(tiny_model("llama"), NEW_PROMPTS)
-    engine.encode(CHUNKS)
+    engine.encode(CHUNKS, context=None)
     node = PrefillNode(engine, str(tmp_path / "prompts"), "reuse")
     yield node
     node.close()

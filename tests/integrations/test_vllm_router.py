@@ -59,7 +59,7 @@ class Vllm(httpx.AsyncBaseTransport):
 @pytest.fixture
 def node(tmp_path):
     engine = Engine(tiny_model("llama"), NEW_PROMPTS)
-    engine.encode(CHUNKS)
+    engine.encode(CHUNKS, context=None)
     return PrefillNode(engine, str(tmp_path), "reuse")
 
 

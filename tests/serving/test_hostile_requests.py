@@ -42,7 +42,7 @@ DOCUMENTS = {"texts": ["A text."], "messages": [{"role": "user", "content": "{do
 def asked():
     """Sends a body (what is not bytes, as JSON); the response, which is no failure."""
     with Engine(tiny_model("llama")) as engine, serving(engine) as (address, _):
-        engine.encode(CHUNKS)
+        engine.encode(CHUNKS, context=None)
         with httpx.Client(base_url=f"{address}/v1", timeout=60) as client:
 
             def ask(path, body, method="POST", **headers):

@@ -38,7 +38,7 @@ GOOD = {
 @pytest.fixture(scope="module")
 def described():
     with Engine(tiny_model("llama")) as engine, serving(engine) as (address, _):
-        engine.encode(CHUNKS)
+        engine.encode(CHUNKS, context=None)
         yield schemathesis.openapi.from_url(f"{address}/openapi.json")
 
 

@@ -48,7 +48,7 @@ def size(requests: int, process: psutil.Process | None = None) -> Size:
 def sizes(folder: Path, counts: list[int]) -> Iterator[Size]:
     """Ask an engine in all ways in turn; yields its size after so many requests."""
     with world.engine(folder, write_back=True, learn="recurring", sequence_bytes=1 << 20) as engine:
-        engine.encode(world.TEXTS)
+        engine.encode(world.TEXTS, context=None)
         engine.generate(world.PROMPT, max_tokens=1)
         room = engine.model.context_length
         ways: list[Callable[[str], object]] = [

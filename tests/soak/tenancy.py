@@ -39,7 +39,7 @@ def waits(model: str, pairs: int) -> Waits:
         groups = [texts[n : n + _TEXTS] for n in range(0, len(texts), _TEXTS)]
         _waited(other, groups.pop())  # to warm up
         for cached, unknown in zip(groups[::2], groups[1::2], strict=True):
-            first.encode(cached)
+            first.encode(cached, context=None)
             asked = [cached, unknown]
             chance.shuffle(asked)
             found = {group[0]: _waited(other, group) for group in asked}

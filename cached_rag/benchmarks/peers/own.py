@@ -30,7 +30,7 @@ class Own(Peer):
     def learn(self, texts: Sequence[str], head: Rendered) -> None:
         """Encode the texts, as an index does; `full` has no use for that."""
         if self.method != "full":
-            self.engine.encode(texts, head, context=self.engine.primer)
+            self.engine.encode(texts, head)
 
     def answer(self, question: Question, max_tokens: int) -> Sample:
         """See `Peer`.

@@ -222,11 +222,11 @@ class CachedRAGLLM(FunctionCallingLLM):
         """
         engine = self.loaded_engine()
         if prompt is None:
-            return engine.encode(list(texts), context=engine.primer)
+            return engine.encode(list(texts))
         head = template_head(
             engine, prompt.template_vars, variable, lambda values: self._filled(prompt, values)
         )
-        return engine.encode(list(texts), head, context=engine.contexts(head))
+        return engine.encode(list(texts), head)
 
     def encode_nodes(self, nodes: Iterable[BaseNode], **kwargs: Any) -> EncodeSummary:
         """As `encode`, for nodes: with their metadata, as response synthesis shows them.
