@@ -39,8 +39,9 @@ def test_of_several_contexts_each_is_a_pass_of_its_own(engine):
     assert all(engine.library.holds(one, ids_of(engine, c)) for one in behind for c in CHUNKS)
     again = engine.encode(CHUNKS, head_of(engine), context=both)
     assert (again.encoded, again.present, again.tokens) == (0, 3, 0)
-    with pytest.raises(ConfigError, match="None stands for nothing"):
-        engine.encode(CHUNKS, context=())
+    for wrong, why in (((), "None stands for nothing"), ("primer", "not 'primer'")):
+        with pytest.raises(ConfigError, match=why):
+            engine.encode(CHUNKS, context=wrong)
 
 
 def test_unless_told_otherwise_texts_are_encoded_as_the_store_says(twice, engine):

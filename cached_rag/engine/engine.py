@@ -295,7 +295,7 @@ class Engine:
             token_total: called before the first batch with the number of tokens in all of them.
 
         Raises:
-            ConfigError: the sequence of contexts is empty.
+            ConfigError: the sequence of contexts is empty, or it is another word.
             ContextOverflowError: a text exceeds the model's context.
             StoreError: the files of the store could not be opened.
             StoreFullError: no room is left; what was encoded before is kept.
@@ -303,14 +303,7 @@ class Engine:
         """
         self.check_open()
         rendered = None if prefix is None else self._rendered(prefix)
-        if context == "configured":
-            contexts: Sequence[Context | None] = self.contexts(prefix)
-        elif context is None or isinstance(context, Context):
-            contexts = (context,)
-        else:
-            contexts = context
-        if not contexts:
-            raise ConfigError("no context at all was given; None stands for nothing")
+        contexts = self._asked_for(context, prefix)
         order = self._encoder.read(texts, rendered, contexts)
 
         def done(chunks: int, tokens: int) -> None:
@@ -325,6 +318,23 @@ class Engine:
         if self._remote is None:
             return summary
         return replace(summary, unsent=self._remote.drain())
+
+    def _asked_for(
+        self,
+        context: Context | Sequence[Context | None] | str | None,
+        prefix: Prompt | None,
+    ) -> Sequence[Context | None]:
+        """`context` as `encode` is given it, each of which is a pass."""
+        if context == "configured":
+            return self.contexts(prefix)
+        if isinstance(context, str):
+            raise ConfigError(
+                f'context is a Context, several of them, None or "configured", not {context!r}'
+            )
+        contexts = (context,) if context is None or isinstance(context, Context) else context
+        if not contexts:
+            raise ConfigError("no context at all was given; None stands for nothing")
+        return contexts
 
     @property
     def primer(self) -> Context:
