@@ -141,12 +141,12 @@ def serve_command(
         )
     if index is not None and store is not None:
         raise ConfigError("give --index or --store: an index has its own store")
-    if index is not None and first_exact:
-        raise ConfigError(
-            "an index says itself what its chunks are encoded behind: leave out --first-exact, and "
-            "make the index with `cached-rag ingest --context both`, as it is by default"
-        )
     if index is not None:
+        if first_exact:
+            raise ConfigError(
+                "an index says itself what its chunks are encoded behind: leave --first-exact out, "
+                "and make the index with `cached-rag ingest --context both`, the default"
+            )
         require_index(index)
     hosts = (*LOCAL_HOSTS, host, *(allowed_host or ())) if is_local or allowed_host else None
     share = share_descriptors(max_connections)

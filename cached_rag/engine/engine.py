@@ -295,7 +295,7 @@ class Engine:
             token_total: called before the first batch with the number of tokens in all of them.
 
         Raises:
-            ConfigError: the sequence of contexts is empty, or it is another word.
+            ConfigError: `context` is an empty sequence, or an unknown word.
             ContextOverflowError: a text exceeds the model's context.
             StoreError: the files of the store could not be opened.
             StoreFullError: no room is left; what was encoded before is kept.
@@ -324,7 +324,7 @@ class Engine:
         context: Context | Sequence[Context | None] | str | None,
         prefix: Prompt | None,
     ) -> Sequence[Context | None]:
-        """`context` as `encode` is given it, each of which is a pass."""
+        """The contexts that `encode` was asked for, each a pass. Errors as there."""
         if context == "configured":
             return self.contexts(prefix)
         if isinstance(context, str):

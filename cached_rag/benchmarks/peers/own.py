@@ -28,7 +28,7 @@ class Own(Peer):
         self.about = f"Cached RAG, method {method}, {engine.model.name}"
 
     def learn(self, texts: Sequence[str], head: Rendered) -> None:
-        """Encode the texts, as an index does; `full` has no use for that."""
+        """Encode the texts, as the engine's store says; `full` has no use for that."""
         if self.method != "full":
             self.engine.encode(texts, head)
 
