@@ -18,8 +18,9 @@ if TYPE_CHECKING:
         GenerationConfig,
         StoreConfig,
     )
+    from cached_rag.engine.base import Prompt
     from cached_rag.engine.decoding import Generation, TokenLogprobs
-    from cached_rag.engine.engine import Engine, Prompt
+    from cached_rag.engine.engine import Engine
     from cached_rag.engine.learner import Encode, Learner
     from cached_rag.engine.report import Report
     from cached_rag.engine.stream import Stream
@@ -56,9 +57,10 @@ if TYPE_CHECKING:
     from cached_rag.rag import DocumentLimits, Embedder, Hit, IndexedDocument
     from cached_rag.rag.answer import Answer, AnswerStream
     from cached_rag.rag.chat import Chat
+    from cached_rag.rag.folder import Deletion
     from cached_rag.rag.ingest import IngestSummary
     from cached_rag.rag.progress import Progress, encode_progress
-    from cached_rag.rag.rag import CachedRAG, Deletion
+    from cached_rag.rag.rag import CachedRAG
     from cached_rag.rag.workers import (
         IngestRecipe,
         IngestTask,
@@ -163,8 +165,8 @@ _MODULES = (
         "library.encode",
         "library.ledger",
     ),
-    *("pml", "engine.engine", "engine.template_head", "rag", "rag.answer", "rag.ingest", "rag.rag"),
-    *("rag.progress", "rag.workers"),
+    *("pml", "engine.base", "engine.engine", "engine.template_head", "rag", "rag.answer"),
+    *("rag.folder", "rag.ingest", "rag.rag", "rag.progress", "rag.workers"),
 )
 
 

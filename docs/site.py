@@ -101,9 +101,18 @@ def _reference() -> str:
     written = ["# Reference", "The public names of `cached_rag`, from their docstrings."]
     for title, belongs in _GROUPS.items():
         names = [name for name, one in left.items() if belongs(one)]
-        written += [f"## {title}", *(f"::: {_place(left.pop(name))}" for name in names)]
+        written += [f"## {title}", *(_described(left.pop(name)) for name in names)]
     return "\n\n".join(written) + "\n"
 
 
-def _place(one: Any) -> str:
-    return f"{one.__module__}.{one.__qualname__}"
+def _described(one: Any) -> str:
+    """The block that becomes a name's docstring, with what a base has that is not public itself."""
+    block = f"::: {one.__module__}.{one.__qualname__}"
+    bases = [base.__name__ for base in getattr(one, "__bases__", ()) if _is_ours(base)]
+    if set(bases) <= set(cached_rag.__all__):
+        return block
+    return f"{block}\n    options:\n      inherited_members: true"
+
+
+def _is_ours(one: type) -> bool:
+    return one.__module__.startswith("cached_rag.")

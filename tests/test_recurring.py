@@ -10,7 +10,7 @@ from conftest import CHUNKS, tiny_model
 
 from cached_rag import ConfigError, Engine, StoreConfig
 from cached_rag.kv.store.holdings import forget
-from cached_rag.library import library
+from cached_rag.library import learned
 from cached_rag.library.recurring import LONGEST, SHORTEST, Recurring
 
 WORDS = sorted({word.strip(".,").lower() for chunk in CHUNKS for word in chunk.split()})
@@ -198,7 +198,7 @@ def test_what_is_remembered_of_prompts_is_bounded(engine):
 
 
 def test_what_is_learned_is_bounded_also_after_a_restart(monkeypatch, tmp_path):
-    monkeypatch.setattr(library, "LEARNED_TOKENS", 700)
+    monkeypatch.setattr(learned, "LEARNED_TOKENS", 700)
     with opened(path=str(tmp_path)) as engine:
         engine.register(CHUNKS)
         for names in ("AB", "BA", "CD", "DC"):

@@ -18,7 +18,8 @@ from cached_rag.benchmarks.loop import medians
 from cached_rag.benchmarks.new_prompts import NEW_PROMPTS
 from cached_rag.benchmarks.texts import make_prompt
 from cached_rag.config import GenerationConfig, StoreConfig
-from cached_rag.engine.engine import Engine, Prompt
+from cached_rag.engine.base import Prompt
+from cached_rag.engine.engine import Engine
 from cached_rag.engine.profile import forget_pages
 from cached_rag.engine.report import Report
 from cached_rag.errors import StoreError

@@ -17,14 +17,14 @@ from collections.abc import Sequence
 
 import torch
 
-from cached_rag.backends import thread as model_thread
 from cached_rag.backends.base import Backend
 from cached_rag.config import BatchConfig
 from cached_rag.engine import prefill
+from cached_rag.engine.driver import Driver
 from cached_rag.engine.request import PAGE, Request, Status
+from cached_rag.engine.room import Room
 from cached_rag.engine.sharing import Beginning, Sharing
 from cached_rag.engine.waiting import Waiting
-from cached_rag.errors import ContextOverflowError
 from cached_rag.library.sequences import Sequences
 
 _log = logging.getLogger(__name__)
@@ -43,12 +43,11 @@ class Scheduler:
         self._waiting = Waiting(config.max_waiting, config.max_wait_seconds)
         self._running: list[Request] = []
         self._sharing = Sharing(model.shapes, shares=config.shares and model.can_share)
+        self._room = Room(config.max_bytes, model.shapes.bytes_per_token, self._sharing)
         self._turning = threading.Lock()
         self._cancelled: deque[Request] = deque()
         self._forgotten: deque[tuple[Sequences, str, str, Sequence[int]]] = deque()
-        self._driver = threading.Lock()
-        self._driven: set[Request] = set()
-        self._is_driving = False
+        self._driver = Driver(self.turn, self._fail_all)
 
     @property
     def num_running(self) -> int:
@@ -94,11 +93,7 @@ class Scheduler:
 
     def drive(self, request: Request) -> None:
         """Have the model's thread make this request's answer from now on."""
-        with self._driver:
-            self._driven.add(request)
-            if not self._is_driving:
-                self._is_driving = True
-                model_thread.submit(self._drive)
+        self._driver.add(request)
 
     def cancel(self, request: Request) -> None:
         """End a request before its next token.
@@ -287,26 +282,15 @@ class Scheduler:
         return self._sharing.beginning(finished, request.namespace, request.ids, limit)
 
     def _has_room(self, request: Request, beginning: Beginning) -> bool:
-        """Whether `max_bytes` leaves room for the KV of a prompt and its answer now.
+        """Whether a prompt's answer may begin now. It always may if nothing else runs.
 
         Raises:
-            ContextOverflowError: there is no room even while nothing else runs.
+            ContextOverflowError: there is no room even then.
         """
-        bound, each = self.config.max_bytes, self._model.shapes.bytes_per_token
-        if bound is None:
+        self._room.check(request)
+        if not self._running:
             return True
-        longest = len(request.tokens) + request.config.max_tokens
-        if longest * each > bound:
-            raise ContextOverflowError(
-                f"prompt and answer need {longest * each} bytes of KV, and BatchConfig.max_bytes "
-                f"is {bound}; raise it, retrieve less, or lower max_tokens"
-            )
-        count = len(request.tokens) + request.room
-        if self._follows(request, beginning):
-            needed = self._sharing.cost(beginning, count)
-        else:
-            needed = request.resources.workspace.size(count) * each
-        return not self._running or self._sharing.nbytes + needed <= bound
+        return self._room.admits(request, beginning, shares=self._follows(request, beginning))
 
     def _follows(self, request: Request, beginning: Beginning) -> bool:
         """Whether the batch computes all of a prompt that has no KV: there is none to repair."""
@@ -400,20 +384,15 @@ class Scheduler:
         count = request.missing_room
         if not count:
             return
-        if not self._has_bytes(count):
+        if not self._room.has(count):
             count = min(count, PAGE)
-        while len(self._running) > 1 and not self._has_bytes(count):
+        while len(self._running) > 1 and not self._room.has(count):
             youngest = self._running[-1]
             self._set_back(youngest)
             if youngest is request:
                 return
         assert request.sequence is not None
         self._sharing.extend(request.sequence, count)
-
-    def _has_bytes(self, tokens: int) -> bool:
-        """Whether `max_bytes` leaves room for the KV of so many tokens."""
-        bound, needed = self.config.max_bytes, tokens * self._model.shapes.bytes_per_token
-        return bound is None or self._sharing.nbytes + needed <= bound
 
     def _set_back(self, request: Request) -> None:
         """Let a request wait again, without its memory, until there is enough."""
@@ -446,20 +425,7 @@ class Scheduler:
                 self._finish(request, Status.FAILED, error)
             raise
 
-    # Driving and sweeping --------------------------------------------------------------------
-
-    def _drive(self) -> None:
-        """Make one turn, and queue the next; in between the thread is free for other work."""
-        try:
-            self.turn()
-        except BaseException as error:  # else whoever waits for an answer would wait forever
-            _log.exception("a turn failed; all requests fail with it")
-            self._fail_all(error)
-        with self._driver:
-            self._driven = {request for request in self._driven if not request.status.is_over}
-            self._is_driving = bool(self._driven)
-            if self._is_driving:
-                model_thread.submit(self._drive)
+    # Failing and sweeping --------------------------------------------------------------------
 
     def _fail_all(self, error: BaseException) -> None:
         with self._turning:

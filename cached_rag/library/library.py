@@ -7,9 +7,7 @@ in prompts, and the store has their KV. Of the model it knows only the fingerpri
 from __future__ import annotations
 
 import logging
-import math
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,21 +15,20 @@ from pathlib import Path
 import torch
 
 from cached_rag.config import StoreConfig
-from cached_rag.errors import CorruptBlobError, StoreError
+from cached_rag.errors import StoreError
 from cached_rag.kv.fingerprint import ids_digest
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import Catalog, ChunkRecord, DiskStore, Maker, MemoryStore, TieredStore
 from cached_rag.kv.store.database import BRIEFLY_S
 from cached_rag.kv.store.remote import RemoteTier
-from cached_rag.kv.store.remote.tier import HEADS_S
 from cached_rag.library.bringing import Refuses, Wanted, bring
 from cached_rag.library.handed_over import HandedOver
+from cached_rag.library.known_heads import KnownHeads
+from cached_rag.library.learned import Learned
 from cached_rag.library.matching import ChunkTable, EncodedAfter
 from cached_rag.library.shelf import Shelf, memory_tiers
 
 _log = logging.getLogger(__name__)
-# Most tokens of texts that were learned from prompts. A token of a known text takes some 70 bytes.
-LEARNED_TOKENS = 1 << 18
 
 
 class Library(Shelf):
@@ -75,19 +72,15 @@ class Library(Shelf):
         self.handed_over = HandedOver()
         self.is_pipelined = bool(config.pipelined)
         self.table = ChunkTable()
-        self._encoded_after: list[EncodedAfter] = []
+        self._heads = KnownHeads(self, self._catalog)
+        self._learned = Learned(self._catalog, self.table)
         self._last_row = 0
         self._generation = self._evictions = 0
         self._lock = threading.Lock()
         self._forgotten = forgotten
         self._unwritten: dict[str, ChunkRecord] = {}
-        # Texts that nobody gave, the oldest first, where no catalog marks them.
-        self._learned: dict[str, None] = {}
         # Keys whose KV could not be deleted, where no catalog has them.
         self._undeleted: set[str] = set()
-        # When to ask the remote tier for heads again, and those that it was told.
-        self._heads_due = -math.inf
-        self._told_heads: set[EncodedAfter] = set()
         if self._catalog is not None:
             with self.spared():
                 if remote is not None:
@@ -149,7 +142,7 @@ class Library(Shelf):
         for row, chunk in catalog.modules(after=self._last_row):
             self.table.add(chunk)
             self._last_row = row
-        self._encoded_after = _longest_first(EncodedAfter(*row) for row in catalog.prefixes())
+        self._heads.read(catalog)
         return gone
 
     def _let_go(self, chunks: Sequence[ChunkRecord]) -> None:
@@ -170,46 +163,16 @@ class Library(Shelf):
         return -1
 
     def encoded_after(self) -> list[EncodedAfter]:
-        """All that chunks were encoded behind.
-
-        The longest prefix comes first; of those with the same prefix, the one of the highest rank.
-        """
-        return self._encoded_after
+        """All that chunks were encoded behind, see `KnownHeads.all`."""
+        return self._heads.all()
 
     def add_encoded_after(self, behind: EncodedAfter) -> None:
         """Make known what chunks will be encoded behind."""
-        self._stands_before(behind)
-        if self.remote is not None and behind not in self._told_heads:
-            with self.spared():
-                head = (behind.prefix_ids, behind.context)
-                self.remote.add_heads(self.namespace, self.fingerprint, [head])
-                self._told_heads.add(behind)
-
-    def _stands_before(self, behind: EncodedAfter) -> None:
-        if self._catalog is not None:
-            self._catalog.add_prefix(behind.prefix_ids, behind.context)
-        with self._lock:
-            self._encoded_after = _longest_first({*self._encoded_after, behind})
+        self._heads.add(behind)
 
     def refresh_heads(self) -> list[str]:
-        """Take over what other machines encode chunks behind, now and then.
-
-        Returns:
-            Why that failed, for the user; empty if it did not.
-        """
-        if self.remote is None or time.monotonic() < self._heads_due:
-            return []
-        self._heads_due = time.monotonic() + HEADS_S
-        try:
-            heads = self.remote.heads(self.namespace, self.fingerprint)
-            for new in {EncodedAfter(*head) for head in heads} - {*self._encoded_after}:
-                self._stands_before(new)
-        except CorruptBlobError as error:
-            return [str(error)]
-        except StoreError as error:
-            self._heads_due = -math.inf
-            return [str(error)]
-        return []
+        """Take over what other machines encode chunks behind, see `KnownHeads.refresh`."""
+        return self._heads.refresh()
 
     def present(
         self, behind: EncodedAfter, all_ids: Sequence[tuple[int, ...]]
@@ -258,43 +221,24 @@ class Library(Shelf):
         with self._lock:
             for chunk in chunks:
                 self.table.add(chunk)
-                self._learned.pop(chunk.text_digest, None)
+            self._learned.discard([chunk.text_digest for chunk in chunks])
 
     def learn(self, chunk: ChunkRecord) -> None:
         """As `register`, for a text that nobody gave, but prompts repeat.
 
-        The oldest such texts are forgotten where all of them have more than `LEARNED_TOKENS`.
+        The oldest such texts are forgotten where all of them have too many tokens.
         """
         surplus: list[str] = []
-        with self.spared():
-            if self._catalog is not None:  # which knows what other processes were given
-                self._catalog.add_chunks([chunk], BRIEFLY_S, learned=True)
-            with self._lock:
-                if self._catalog is None and self.table.by_digest(chunk.text_digest) is None:
-                    self._learned[chunk.text_digest] = None
-                self.table.add(chunk)
-            surplus = self._surplus()
+        with self.spared(), self._lock:
+            self._learned.add(chunk)
+            surplus = self._learned.surplus()
         if surplus:
             self._remove(surplus)
             self._evictions += 1  # which the catalog has counted as a removal, too
 
-    def _surplus(self) -> list[str]:
-        """Learned texts that go, so that those that stay have at most `LEARNED_TOKENS`."""
-        learned = self._all_learned()
-        chunks = [self.table.by_digest(name) for name in learned]
-        sizes = [0 if chunk is None else len(chunk.token_ids) for chunk in chunks]
-        excess, count = sum(sizes) - LEARNED_TOKENS, 0
-        while excess > 0:
-            excess -= sizes[count]
-            count += 1
-        return learned[:count]
-
     def _all_learned(self) -> list[str]:
-        """Texts that nobody gave, the oldest first."""
-        if self._catalog is not None:
-            return self._catalog.learned()
         with self._lock:
-            return list(self._learned)
+            return self._learned.all()
 
     def given(self, texts: Sequence[str]) -> set[str]:
         """Those of these texts that are known, and were not only learned."""
@@ -324,7 +268,7 @@ class Library(Shelf):
             chunks = [m for m in map(self.table.by_digest, text_digests) if m is not None]
             for text_digest in text_digests:
                 self._unwritten.pop(text_digest, None)
-                self._learned.pop(text_digest, None)
+            self._learned.discard(text_digests)
             self.table.discard(chunks)
         try:
             if self._catalog is not None:
@@ -364,7 +308,7 @@ class Library(Shelf):
 
     def _keys(self, chunks: Iterable[ChunkRecord]) -> list[str]:
         """All keys under which the store may have KV of chunks."""
-        behinds = {EncodedAfter(()), *self._encoded_after}
+        behinds = {EncodedAfter(()), *self.encoded_after()}
         return [self.key(behind, chunk.token_ids) for chunk in chunks for behind in behinds]
 
     def other_makers(self, chunks: Iterable[ChunkRecord]) -> list[Maker]:
@@ -408,7 +352,7 @@ class Library(Shelf):
         if not isinstance(self.store, TieredStore) and self.remote is None:
             return
         missing = []
-        known = self._encoded_after
+        known = self.encoded_after()
         exact = sorted(known, key=lambda behind: (-len(behind.prefix_ids), bool(behind.context)))
         for place, chunk in enumerate(self.table.get(text.strip()) for text in texts):
             if chunk is None:
@@ -442,7 +386,3 @@ def _opened(root: Path, maker: Maker, config: StoreConfig) -> tuple[DiskStore, C
     except BaseException:
         disk.close()
         raise
-
-
-def _longest_first(behinds: Iterable[EncodedAfter]) -> list[EncodedAfter]:
-    return sorted(behinds, key=lambda b: (len(b.prefix_ids), b.rank, b.context), reverse=True)
