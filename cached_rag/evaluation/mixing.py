@@ -23,7 +23,13 @@ from cached_rag.errors import ConfigError
 from cached_rag.evaluation.data import Example
 from cached_rag.evaluation.encodings import Encodings
 from cached_rag.evaluation.metrics import bootstrap
-from cached_rag.evaluation.probes import OneLayer, Watching, WholeChunks, over_anchors
+from cached_rag.evaluation.probes import (
+    OneLayer,
+    Watching,
+    WholeChunks,
+    deep_norms,
+    over_anchors,
+)
 from cached_rag.evaluation.prompts import messages
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods import AnchorFlow, Epic, InfoFlow
@@ -127,7 +133,9 @@ class _Mixed:
         self._wanted = torch.tensor(answer)[:, None]
         with torch.inference_mode():
             self._full = KVBuffer.like(model.shapes, self._ids.shape[1])
-            self._target = self._logs(model.prefill(self._full, self._ids, num_logits=len(answer)))
+            with deep_norms(model.decoder) as self._norms:
+                done = model.prefill(self._full, self._ids, num_logits=len(answer))
+            self._target = self._logs(done)
         every = self.layout.reused.expand(self.layout.num_layers, -1)
         self._attended = self._attention(self._mixture((every, every)))
 
@@ -170,6 +178,8 @@ class _Mixed:
             yield f"{said}, by question and draft", self._chosen(InfoFlow(share), draft)
             yield f"{said}, by the values' deviation in layer 1", self._farthest(share, 1)
             yield f"{said}, by the values' deviation in the last layer", self._farthest(share, -1)
+            norms = self._norms[0][: len(self.prompt)]
+            yield f"{said}, by the norm of deep hidden states", self._highest(norms, share)
             yield f"{said}, by chance", order < share
         for count in (1, 2):
             yield f"{count} whole, by the question", self._chosen(WholeChunks(count=count))
@@ -199,7 +209,10 @@ class _Mixed:
         """(num_tokens,) bool: the reused tokens whose values differ most from full prefill's."""
         full = self._full.values[layer][..., : len(self.prompt), :]
         apart = (self._buffer().values[layer][..., : len(self.prompt), :] - full).float()
-        scores = apart.square().sum((0, 1, -1))
+        return self._highest(apart.square().sum((0, 1, -1)), share)
+
+    def _highest(self, scores: torch.Tensor, share: float) -> torch.Tensor:
+        """(num_tokens,) bool: the reused tokens of the highest of (num_tokens,) scores."""
         reused = self.layout.reused
         return top_rows(scores, reused.to(scores.device), round(share * int(reused.sum()))).cpu()
 

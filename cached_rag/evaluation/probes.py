@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812 (torch's own name)
 
 from cached_rag.backends.transformers.attention.scattered import Rows
+from cached_rag.backends.transformers.row_pass import Decoder
 from cached_rag.errors import ConfigError
 from cached_rag.methods import Epic, InfoFlow, Layout
 
@@ -77,3 +81,24 @@ def over_anchors(layout: Layout, anchor_tokens: int = 8) -> type[Rows]:
             )
 
     return OverAnchors
+
+
+@contextmanager
+def deep_norms(decoder: Decoder) -> Iterator[list[torch.Tensor]]:
+    """Collects, of each pass, the (num_tokens,) norms of what the last layer but one puts out.
+
+    SpecCache (https://aclanthology.org/2026.acl-long.859) takes those of a small model that reads
+    the whole prompt for a sign of which tokens the large one must recompute. Those of the model
+    itself are what the small one stands for. (The last layer computes only what logits need.)
+    """
+    norms: list[torch.Tensor] = []
+
+    def note(_: torch.nn.Module, __: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        norms.append(hidden[0].float().norm(dim=-1))
+
+    hook = decoder.layers[-2].register_forward_hook(note)
+    try:
+        yield norms
+    finally:
+        hook.remove()

@@ -58,6 +58,7 @@ def test_shares_are_those_of_what_is_exact(engine):
     for way in (
         *("by the question", "by the question over anchors", "by question and answer"),
         *("by the question over anchors, in one layer", "by question and draft", "by chance"),
+        "by the norm of deep hidden states",
     ):
         shares = [rows[f"{percent} %, {way}"].share for percent in (5, 15, 40)]
         assert shares == sorted(shares)
@@ -111,6 +112,28 @@ def test_the_farthest_are_those_whose_values_differ_most(engine):
     assert min(apart[at] for at in found) >= max(apart[at] for at in reused if at not in found)
 
 
+def test_the_highest_norms_are_those_of_the_models_own_hidden_states(engine):
+    encodings = Encodings(engine.model, EXAMPLES, long=False)
+    mixed = _Mixed(engine.model, encodings.engine("primer", EXAMPLES[0].chunks), EXAMPLES[0])
+    model, states = engine.model.decoder.model, []
+    hook = model.model.layers[-1].register_forward_pre_hook(
+        lambda _, given: states.append(given[0])
+    )
+    try:
+        with torch.inference_mode():
+            model(input_ids=mixed._ids, use_cache=False)
+    finally:
+        hook.remove()
+    norms = states[0][0].norm(dim=-1)
+    torch.testing.assert_close(mixed._norms[0], norms, rtol=1e-4, atol=1e-4)
+    reused = mixed.layout.reused
+    found = mixed._highest(mixed._norms[0][: len(mixed.prompt)], 0.25)
+    at = [slot for slot in range(len(mixed.prompt)) if reused[slot]]
+    assert int(found.sum()) == round(0.25 * len(at))
+    taken, left = [s for s in at if found[s]], [s for s in at if not found[s]]
+    assert min(norms[taken]) >= max(norms[left]) - 1e-4
+
+
 def test_a_draft_is_what_reuse_answers(engine):
     example = EXAMPLES[0]
     encodings = Encodings(engine.model, EXAMPLES, long=False)
@@ -135,4 +158,4 @@ def test_the_command_prints_a_row_a_mixture(model_folder, tmp_path):
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["machine"]["commit"]
-    assert len(found["rows"]) == 36
+    assert len(found["rows"]) == 39
