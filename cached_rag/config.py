@@ -16,8 +16,8 @@ from cached_rag.methods import SELECTORS, Selector, name_of, parse_method
 METHODS = tuple(SELECTORS)
 # Small, but good enough to see what the library does. A wheel has it, so no hub is needed (README).
 DEFAULT_MODEL = "smollm2-135m"
-# The smallest temperature, and the smallest repetition penalty: logits divided by less overflow.
-# The inverse is the largest penalty, as logits multiplied by more overflow, too.
+# The smallest temperature that is not 0, and the smallest repetition penalty: logits divided by
+# less overflow. The inverse is the largest penalty, as logits multiplied by more overflow, too.
 _COLDEST = 1e-4
 _MOST_LOGPROBS = 20  # as OpenAI's
 # Which prompts may go on with KV that a method repaired; see `StoreConfig`.
@@ -44,7 +44,7 @@ class GenerationConfig:
             delays nothing, because KV is still being loaded, and has chunks computed that would
             be loaded more slowly.
         max_tokens: most tokens of the answer.
-        temperature: 0 always takes the likeliest token; otherwise at least 0.0001.
+        temperature: 0, and whatever is less than 0.0001, always takes the likeliest token.
         top_p, top_k: nucleus and top-k sampling; 1 and 0 switch them off.
         stop: one string or several that end the answer; they are not part of it.
         seed: makes sampling repeatable; None for a new one each time.
@@ -85,8 +85,10 @@ class GenerationConfig:
         object.__setattr__(self, "stop", _strings(self.stop))
         _require(self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
         _require(self.temperature >= 0, f"temperature cannot be negative: {self.temperature}")
-        is_plain = self.temperature == 0 or self.temperature >= _COLDEST
-        _require(is_plain, f"temperature must be 0 or at least {_COLDEST}: {self.temperature}")
+        if self.temperature < _COLDEST:
+            # Some clients send 1e-8 for "none". With that, the likeliest token is as good as
+            # certain, and the logits divided by it would overflow.
+            object.__setattr__(self, "temperature", 0.0)
         _require(self.seed is None or abs(self.seed) < 1 << 63, f"no 64-bit seed: {self.seed}")
         _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}")
         _require(self.top_k >= 0, f"top_k cannot be negative: {self.top_k}")

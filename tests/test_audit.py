@@ -6,8 +6,9 @@ import pytest
 from conftest import CHUNKS, tiny_model
 from test_rag import WordEmbedding
 
-from cached_rag import CachedRAG, ConfigError, Engine, StoreConfig
+from cached_rag import CachedRAG, ConfigError, Engine, GenerationConfig, StoreConfig
 from cached_rag.engine.audit import Audits
+from cached_rag.methods import spelled
 from cached_rag.server.metrics import Metrics
 
 PROMPT = "\n\n".join(CHUNKS) + "\n\nWhat turns green?"
@@ -152,3 +153,27 @@ def test_metrics_and_an_index_have_it(audited, tmp_path):
     assert 'cached_rag_audit{figure="count",method="epic"} 1.0' in lines
     with CachedRAG.open(tmp_path, embedding=WordEmbedding(), audit_rate=0.5) as rag:
         assert rag._store.audit_rate == 0.5
+
+
+def test_options_of_a_method_are_judged_by_themselves(audited):
+    """Else whoever may choose options could have `auto` barred for all others."""
+    engine = audited(audit_limit=1e-9)
+    for _ in range(8):
+        engine.generate(
+            PROMPT, method="anchorflow:recompute_ratio=0.0,anchor_tokens=0", max_tokens=1
+        )
+    engine.write_back.drain()
+    (name,) = engine.audits.found()
+    barred = engine.generate(PROMPT, method=name, max_tokens=1)
+    assert any("used no more" in note for note in barred.report.notes)
+    assert not engine.generate(PROMPT, method="auto", max_tokens=1).report.notes
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["reuse", "epic:anchor_tokens=3", "cacheblend:check_layer=2", "epic:anchor_tokens=4+infoflow"],
+)
+def test_methods_are_spelled_as_they_are_read(text):
+    method = GenerationConfig(method=text).selector()
+    assert GenerationConfig(method=spelled(method)).selector() == method
+    assert spelled(method) == text

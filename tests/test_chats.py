@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ from test_rag import docs, opened  # noqa: F401
 from cached_rag import Answer, BusyError, ConfigError, ContextOverflowError
 from cached_rag.rag.prompts import Prompts
 
+PRINTABLE = [chr(code) for code in range(32, 127)]
 FIRST, SECOND = "copper green?", "and lighthouses?"
 
 
@@ -144,6 +146,48 @@ def test_a_question_that_fails_leaves_the_conversation_as_it_was(rag, monkeypatc
         with pytest.raises(BusyError):
             chat.ask("and bees?")
     assert chat.history == before
+
+
+def test_a_question_that_fails_lets_nothing_be_forgotten(rag, monkeypatch):
+    chat = rag.chat(k=1, condense=False, max_tokens=2)
+    before = (chat.ask(FIRST), chat.ask(SECOND))
+    with monkeypatch.context() as patch:
+        patch.setattr(Prompts, "has_room", lambda _, text, tokens: len(text.text) < 400)
+        with patch.context() as failing:
+            failing.setattr(rag.engine, "stream", lambda *_, **__: Failing())
+            with pytest.raises(BusyError):
+                chat.ask("and bees?")
+        assert chat.history == before
+        last = chat.ask("and bees?")
+        assert any("forgotten" in note for note in last.report.notes)
+    assert last in chat.history
+    assert before[0] not in chat.history
+
+
+@pytest.mark.parametrize("how", ["ask", "stream", "astream"])
+def test_an_answer_without_words_is_in_the_history(rag, prompts, monkeypatch, how):
+    chat = rag.chat(k=1, condense=False, max_tokens=2)
+    begin = rag.engine.stream
+
+    def silent(text, config, **options):
+        return begin(text, config.replace(stop=(*config.stop, *PRINTABLE)), **options)
+
+    async def taken():
+        return await (await chat.astream(FIRST)).atext()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rag.engine, "stream", silent)
+        if how == "ask":
+            chat.ask(FIRST)
+        elif how == "stream":
+            assert list(chat.stream(FIRST)) == []
+        else:
+            assert asyncio.run(taken()) == ""
+    assert [(one.question, one.text) for one in chat.history] == [(FIRST, "")]
+    chat.ask(SECOND)
+    assert FIRST in prompts[-1]
+    chat.stream("and bees?").close()  # nothing of it was taken
+    assert len(chat.history) == 2
 
 
 def test_chunks_of_deleted_documents_leave_the_conversation(rag, prompts):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sqlite3
+import sys
 from contextlib import closing
 
 import pytest
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 
 from cached_rag import CachedRAG, ConfigError, DocumentError
 from cached_rag.cli import main as cli
-from cached_rag.cli.terminal import plain, sooner
+from cached_rag.cli.terminal import plain, print_json, sooner
 from cached_rag.rag import Embedder
 from cached_rag.rag.settings import SYSTEM
 
@@ -549,6 +551,25 @@ def test_ingest_watch_goes_on_until_interrupted(index, tmp_path, monkeypatch):
     assert seen == [tmp_path / "docs"]
     named = ["ingest", str(tmp_path), "--index", str(index), "--watch", "--name", "x"]
     assert isinstance(run(cli.app, named).exception, ConfigError)
+
+
+def test_one_object_is_in_a_pipe_at_once(monkeypatch):
+    with monkeypatch.context() as patch:
+        reading, writing = os.pipe()
+        with open(writing, "w") as pipe, open(reading) as other:
+            patch.setattr(sys, "stdout", pipe)
+            os.set_blocking(reading, False)
+            print_json({"added": 1})
+            assert other.read() == '{"added": 1}\n'
+
+
+def test_a_home_is_found_where_the_shell_leaves_it(index, monkeypatch):
+    monkeypatch.setenv("HOME", str(index.parent))
+    for arguments in (["list"], ["store", "stats"], ["store", "verify"]):
+        result = run(cli.app, [*arguments, f"--index=~/{index.name}", "--json"])
+        assert result.exit_code == 0, result.exception
+    nobody = run(cli.app, ["list", "--index=~nobody-of-that-name/x"])
+    assert isinstance(nobody.exception, ConfigError)
 
 
 def test_machines_share_kv_by_remote(index, tmp_path, model_folder):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from conftest import CHUNKS, tiny_model
+from doubles import Recording
 from test_rag import WordEmbedding
 
 from cached_rag import CachedRAG, ClosedError, Engine, Schema, StoreConfig
@@ -67,3 +70,50 @@ def test_a_closed_tenant_leaves_the_others_open():
     with pytest.raises(ClosedError):
         tenant.generate("copper?", max_tokens=2)
     assert engine.generate("copper?", max_tokens=2).token_ids
+
+
+class Slow(Recording):
+    """Tells when it begins to prefill, and waits until it may go on."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.began, self.goes_on = threading.Event(), threading.Event()
+
+    def prefill(self, *args, **options):
+        self.began.set()
+        assert self.goes_on.wait(60)
+        return self.model.prefill(*args, **options)
+
+
+def test_closing_ends_an_answer_that_is_just_being_prefilled():
+    slow, found = Slow(tiny_model("llama")), []
+    engine = Engine(slow, StoreConfig(write_back=False))
+    ask = lambda: found.append(engine.generate("Who?", max_tokens=400, ignore_eos=True))  # noqa: E731
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert slow.began.wait(60)
+    engine.close()
+    slow.goes_on.set()
+    asking.join(60)
+    assert found[0].finish_reason == "cancelled"
+    assert len(found[0].token_ids) < 10
+
+
+def test_closing_a_tenants_engine_ends_its_answers_and_no_others():
+    with Engine(tiny_model("llama"), StoreConfig(write_back=False)) as engine:
+        tenant = engine.tenant("a")
+        options = {"max_tokens": 50, "ignore_eos": True}
+        streams = [one.stream("Who keeps the lamp?", **options) for one in (engine, tenant)]
+        for stream in streams:
+            next(stream)
+        tenant.close()
+        assert [len(stream.result().token_ids) == 50 for stream in streams] == [True, False]
+        assert streams[1].finish_reason == "cancelled"
+
+
+def test_a_stream_that_is_begun_after_closing_says_so():
+    engine = Engine(tiny_model("llama"), StoreConfig(write_back=False))
+    stream = engine.stream("Who?")
+    engine.close()
+    with pytest.raises(ClosedError):
+        stream.result()

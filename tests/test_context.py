@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import CHUNKS, plain_cache, tiny_model
+from conftest import CHUNKS, NEW_PROMPTS, plain_cache, tiny_model
 from test_engine import ask
 
 from cached_rag import ConfigError, Context, Engine, StoreConfig
@@ -245,3 +245,17 @@ def test_other_heads_are_those_of_the_same_tenant(engine):
     elsewhere(engine)
     with engine.tenant("other") as tenant:
         assert tenant.prefill(ask(*CHUNKS)).report.modules_hit == 0
+
+
+def test_passages_with_kv_are_encoded_again_where_keys_cannot_be_moved():
+    """As an index with `context="neighbours:n"` has it: nothing first, then the neighbours."""
+    near = Context("neighbours:2", lambda text: [chunk for chunk in CHUNKS if chunk != text])
+    with Engine(tiny_model("gpt2"), NEW_PROMPTS) as engine:
+        assert engine.encode(CHUNKS, context=[None, near]).encoded == len(CHUNKS)
+        ids = engine.library.table.get(CHUNKS[0]).token_ids
+        kvs = {b.context: engine.library.fetch(b, ids) for b in engine.library.encoded_after()}
+    with Engine(tiny_model("gpt2"), NEW_PROMPTS) as engine:  # of passages without KV
+        engine.encode(CHUNKS, context=[near])
+        (behind,) = engine.library.encoded_after()
+        twin = engine.library.fetch(behind, ids)
+    torch.testing.assert_close(kvs["neighbours:2"].keys, twin.keys)

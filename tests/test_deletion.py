@@ -14,7 +14,7 @@ from doubles import Recording
 from test_rag import WordEmbedding
 from typer.testing import CliRunner
 
-from cached_rag import CachedRAG, Engine, Schema, StoreConfig, StoreError
+from cached_rag import BatchConfig, CachedRAG, Engine, Schema, StoreConfig, StoreError
 from cached_rag.cli.main import app
 from cached_rag.kv.store import Catalog, DiskStore, MemoryStore, TieredStore, disk, holdings
 
@@ -146,6 +146,27 @@ def test_a_document_whose_deletion_was_interrupted_is_gone_at_the_next_open(
         assert rag.engine.library.table.get(text) is None
         assert left(tmp_path / "index" / "kv") == (2, 0)
         assert rag.index.unneeded() == []
+
+
+def test_a_deletion_that_cannot_be_finished_stops_no_question(tmp_path, docs, caplog):
+    with opened(tmp_path) as rag:
+        rag.ingest(docs, progress=False)
+    catalog = tmp_path / "index" / "kv" / "catalog.sqlite"
+    content = catalog.read_bytes()
+    catalog.write_bytes(b"no database" * 1000)
+    with opened(tmp_path) as rag:
+        (text,) = rag.index.texts("docs/a.txt")
+        with pytest.raises(StoreError, match=r"docs/a.txt is deleted, but not its KV: .*catalog"):
+            rag.delete("docs/a.txt")
+        assert [one.source for one in rag.documents()] == ["docs/b.txt", "docs/c.txt"]
+    with opened(tmp_path) as rag:
+        assert "KV of deleted documents stays for now" in caplog.text
+        assert rag.ask("copper?", k=1, max_tokens=2).sources[0].source == "docs/b.txt"
+        assert rag.index.unneeded() == [text]
+    catalog.write_bytes(content)
+    with opened(tmp_path) as rag:
+        assert rag.index.unneeded() == []
+    assert left(tmp_path / "index" / "kv") == (2, 0)
 
 
 class DeletedMeanwhile(MemoryStore):
@@ -354,3 +375,112 @@ def test_a_deletion_that_could_not_be_read_is_read_later(kept, monkeypatch):
         assert len(other.library.table) == 3
         other.library.refresh()
         assert len(other.library.table) == 2
+
+
+@pytest.mark.parametrize("failing", ["text_digests", "modules", "prefixes"])
+def test_a_catalog_that_cannot_be_read_for_once_loses_no_deletion(kept, monkeypatch, failing):
+    model, prompt = tiny_model("llama"), f"{LONG}\n\nWho?"
+    with Engine(model, kept) as one, Engine(model, kept) as other:
+        other.encode([LONG], context=None)
+        for _ in range(2):
+            held = one.generate(prompt, max_tokens=2)
+        assert held.report.kept_tokens > 100
+        assert one.library.memory_bytes() > 0
+        other.forget([LONG])
+        catalog, left_to_fail = one.library._catalog, [1]
+        real = getattr(catalog, failing)
+
+        def read(*args, **options):
+            if left_to_fail:
+                left_to_fail.clear()
+                raise StoreError("the disk hiccups")
+            return real(*args, **options)
+
+        monkeypatch.setattr(catalog, failing, read)
+        one.library.refresh()
+        assert not left_to_fail
+        before = one.library.memory_bytes()
+        assert one.generate(prompt, max_tokens=2).report.kept_tokens == 0
+        assert one.library.memory_bytes() < before
+        assert len(one.library.table) == 0
+
+
+@pytest.mark.parametrize("method", ["full", "prefix", "auto"])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_prompts_left_of_a_text_goes_by_whatever_method(method, is_known):
+    with Engine(tiny_model("llama"), StoreConfig(write_back=False)) as engine:
+        if is_known:
+            engine.register([LONG])
+        prompt = f"{LONG}\n\nWho?"
+        for _ in range(2):
+            held = engine.generate(prompt, method=method, max_tokens=2)
+        assert held.report.kept_tokens > 100
+        engine.forget([LONG])
+        assert engine.generate(prompt, method=method, max_tokens=2).report.kept_tokens == 0
+
+
+@pytest.mark.parametrize("method", ["full", "reuse"])
+def test_what_prompts_left_of_a_part_of_a_text_goes_too(method):
+    whole, part = " ".join(CHUNKS * 4), " ".join(CHUNKS * 3)
+    with Engine(tiny_model("llama"), StoreConfig(write_back=False)) as engine:
+        engine.encode([whole], context=None)
+        engine.prefetch([whole])
+        for _ in range(2):
+            held = engine.generate(f"{part}\n\nWho?", method=method, max_tokens=2)
+        assert held.report.kept_tokens > 100
+        engine.forget([whole])
+        assert engine.library.handed_over._texts == {}  # nor is the text held
+        after = engine.generate(f"{part}\n\nWho?", method=method, max_tokens=2)
+        assert after.report.kept_tokens == 0
+
+
+@pytest.mark.parametrize("method", ["full", "prefix"])
+def test_a_prompt_that_waits_while_its_text_is_forgotten_leaves_nothing(method):
+    bound = BatchConfig(max_rows=1)
+    with Engine(tiny_model("llama"), StoreConfig(write_back=False), bound) as engine:
+        engine.encode([LONG], context=None)
+        first = engine.stream("Something else", max_tokens=5, ignore_eos=True)
+        next(first)
+        waiting = engine.stream(f"{LONG}\n\nWho?", method=method, max_tokens=2)
+        waiting.start()
+        engine.forget([LONG])
+        "".join(first)
+        waiting.result()
+        after = engine.generate(f"{LONG}\n\nWho?", method=method, max_tokens=2)
+        assert after.report.kept_tokens == 0
+
+
+def test_what_another_engine_made_known_goes_from_this_ones_memory_too(kept):
+    model, prompt = tiny_model("llama"), f"{LONG}\n\nWho?"
+    with Engine(model, kept) as one, Engine(model, kept) as other:
+        one.generate(prompt, max_tokens=2)
+        other.encode([LONG], context=None)
+        assert one.forget([LONG]) == 1
+        assert one.generate(prompt, max_tokens=2).report.kept_tokens == 0
+
+
+def test_engines_of_one_tenant_know_the_same_without_a_store():
+    with Engine(tiny_model("llama"), StoreConfig(write_back=False, sequence_bytes=0)) as first:
+        one, other, stranger = first.tenant("a"), first.tenant("a"), first.tenant("b")
+        one.encode([LONG])
+        for engine in (one, other):
+            assert engine.generate(f"{LONG}\n\nWho?", max_tokens=2).report.modules_hit == 1
+        assert stranger.generate(f"{LONG}\n\nWho?", max_tokens=2).report.modules_hit == 0
+        assert other.forget([LONG]) == 1
+        assert one.generate(f"{LONG}\n\nWho?", max_tokens=2).report.modules_hit == 0
+
+
+def test_a_tenant_that_comes_back_without_a_store_can_delete_all_it_had():
+    with Engine(tiny_model("llama"), StoreConfig(write_back=False)) as first:
+        empty = first.library.memory_bytes()
+        one, other = first.tenant("a"), first.tenant("a")
+        one.encode([LONG])
+        one.generate(f"{LONG}\n\nWho?", max_tokens=2)
+        one.close()
+        held = first.library.memory_bytes()
+        assert held > empty  # another engine of this tenant knows it
+        other.close()
+        assert first.library.memory_bytes() < held / 10  # the head's stays
+        back = first.tenant("a")
+        back.forget([LONG])
+        assert back.generate(f"{LONG}\n\nWho?", max_tokens=2).report.kept_tokens == 0

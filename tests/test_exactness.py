@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import (
+    CHUNKS,
     FAMILIES,
     RELOCATABLE,
     UNMOVABLE,
@@ -16,7 +17,7 @@ from conftest import (
     tiny_model,
 )
 
-from cached_rag import RelocationError
+from cached_rag import Engine, RelocationError, StoreConfig
 from cached_rag.backends.transformers.attention.scattered import IMPLEMENTATION
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.library.encode import encode_chunks, encode_prefix
@@ -208,3 +209,23 @@ def test_cacheblend_computes_what_it_charges():
     everything, narrowed = 2 * MODULE + QUESTION, chosen + QUESTION
     assert len(done.rows) == narrowed
     assert done.computed == 2 * everything + 2 * narrowed  # layers 0 and 1 in full, 2 and 3 not
+
+
+@pytest.mark.parametrize("method", ["auto", "prefix", "full"])
+def test_kept_kv_is_not_used_across_longropes_switch(method):
+    model = tiny_model("longrope")
+    with Engine(model, StoreConfig(write_back=False)) as engine:
+        engine.register([CHUNKS[0]])
+        short = f"{CHUNKS[0]} Who?"
+        long = f"{short} {CHUNKS[1]} What colour does it have after all these years in the air?"
+        assert engine.count_tokens(short) < model.rule.limit < engine.count_tokens(long)
+        for prompt in (short, long, short, long):
+            engine.generate(prompt, method=method, max_tokens=2, ignore_eos=True)
+        assert engine.generate(short, method=method, max_tokens=2).report.kept_tokens > 0  # control
+        for prompt in (short, long):
+            request = engine.prefill(prompt, method="prefix", max_tokens=2)
+            try:
+                want = plain_logits(model, request.tokens.ids)[-1]
+                torch.testing.assert_close(request.logits[0], want, atol=1e-4, rtol=0)
+            finally:
+                request.release()

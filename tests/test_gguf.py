@@ -5,15 +5,21 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
+import gguf
+import numpy as np
 import pytest
 import torch
+from conftest import random_ids, tiny_model, tiny_tokenizer
+from gguf import GGMLQuantizationType as Kind
 from tiny_gguf import write_gguf
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from cached_rag import ModelError, ModelNotFoundError, load_model
 from cached_rag.backends import resolve
+from cached_rag.backends.load import load_backend
 from cached_rag.backends.transformers import memory
 from cached_rag.backends.transformers.gguf import convert
+from cached_rag.backends.transformers.gguf_rope import refuse_scaling, set_rotation
 from cached_rag.backends.transformers.weights.packing import densify
 
 
@@ -102,6 +108,171 @@ def test_a_file_in_pieces_is_put_together_and_checked(file, tmp_path, monkeypatc
     with pytest.raises(ModelNotFoundError, match="not those of"):
         load_model("swapped", device="cpu")
     assert resolve.resolve("partial").path == "owner/hub"
+
+
+def _llama3(factor, original=8192):
+    """Frequency factors as llama.cpp's converter computes them, for heads of 16."""
+    waves = 2 * np.pi * 10000.0 ** (np.arange(8) / 8)
+    smooth = (original / waves - 1) / 3
+    between = 1 / ((1 - smooth) / factor + smooth)
+    factors = np.where(waves < original / 4, 1, np.where(waves > original, factor, between))
+    return lambda writer: writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+
+
+def _scaled(kind, factor=4.0):
+    def add(writer):
+        writer.add_rope_scaling_type(kind)
+        writer.add_rope_scaling_factor(factor)
+        writer.add_rope_scaling_orig_ctx_len(128)
+
+    return add
+
+
+def _longrope(writer):
+    writer.add_tensor("rope_factors_short.weight", np.linspace(1, 2, 8, dtype=np.float32))
+    writer.add_tensor("rope_factors_long.weight", np.linspace(1, 6, 8, dtype=np.float32))
+    writer.add_rope_scaling_attn_factors(1.25)
+    writer.add_rope_scaling_orig_ctx_len(128)
+
+
+def _rotated(width):
+    return lambda writer: writer.add_rope_dimension_count(width)
+
+
+@pytest.mark.usefixtures("_own_cache")
+@pytest.mark.parametrize(
+    ("kind", "add", "wanted"),
+    [
+        ("llama", _llama3(8.0), {"rope_type": "llama3", "factor": 8.0}),
+        ("llama", _llama3(32.0), {"rope_type": "llama3", "factor": 32.0}),
+        ("llama", _llama3(1.0), {"rope_type": "default"}),
+        ("llama", _scaled(gguf.RopeScalingType.LINEAR), {"rope_type": "linear", "factor": 4.0}),
+        ("llama", _scaled(gguf.RopeScalingType.NONE), {"rope_type": "default"}),
+        ("llama", lambda w: w.add_rope_scaling_factor(4.0), {"rope_type": "linear"}),
+        ("llama", _scaled(gguf.RopeScalingType.YARN), {"rope_type": "yarn", "factor": 4.0}),
+        ("phi3", _rotated(8), {"rope_type": "default", "partial_rotary_factor": 0.5}),
+        ("phi3", _rotated(16), {"rope_type": "default", "partial_rotary_factor": 1.0}),
+    ],
+)
+def test_heads_rotate_as_in_llama_cpp(tmp_path, kind, add, wanted):
+    file = str(write_gguf(tmp_path / "tiny.gguf", Kind.F32, kind=kind, add=add, scale=0.2))
+    model = load_model(file, dtype="float32", device="cpu")
+    assert wanted.items() <= model.decoder.model.config.rope_parameters.items()
+    ids = torch.tensor([random_ids(60)])
+    own, right = (
+        each.forward(ids)[0].float().log_softmax(-1)
+        for each in (model, load_backend(file, "llama.cpp"))
+    )
+    assert float((right.exp() * (right - own)).sum()) < 0.002
+
+
+@pytest.mark.usefixtures("_own_cache")
+def test_a_rotation_that_changes_with_the_length_is_kept(tmp_path):
+    file = write_gguf(tmp_path / "tiny.gguf", Kind.F32, kind="phi3", add=_longrope)
+    config = load_model(str(file), dtype="float32", device="cpu").decoder.model.config
+    rope = config.rope_parameters
+    assert (rope["rope_type"], rope["attention_factor"]) == ("longrope", 1.25)
+    assert rope["short_factor"] == pytest.approx(np.linspace(1, 2, 8), rel=1e-6)
+    assert rope["long_factor"] == pytest.approx(np.linspace(1, 6, 8), rel=1e-6)
+    assert rope["original_max_position_embeddings"] == 128
+    assert config.original_max_position_embeddings == 128
+
+
+def _half_scaled(writer):
+    _scaled(gguf.RopeScalingType.LINEAR)(writer)
+    _llama3(8.0)(writer)
+
+
+def _field(name, value):
+    def add(writer):
+        _scaled(gguf.RopeScalingType.YARN)(writer)
+        writer.add_float32(f"llama.rope.scaling.{name}", value)
+
+    return add
+
+
+@pytest.mark.usefixtures("_own_cache")
+@pytest.mark.parametrize(
+    ("add", "what"),
+    [
+        (_llama3(8.0, original=4096), "rope_freqs.weight, which is not Llama 3's scaling"),
+        (_half_scaled, "rope_freqs.weight and rope.scaling.type 'linear'"),
+        (_scaled(gguf.RopeScalingType.LONGROPE), "rope.scaling.type 'longrope'"),
+        (_longrope, "rope_factors_long.weight and rope_factors_short.weight"),
+        (_field("attn_factor", 2.0), "rope.scaling.attn_factor 2"),
+        (_field("yarn_log_multiplier", 0.5), "rope.scaling.yarn_log_multiplier 0.5"),
+        (_field("yarn_ext_factor", 0.5), "rope.scaling.yarn_ext_factor 0.5"),
+    ],
+)
+def test_a_rotation_that_transformers_lacks_is_refused(tmp_path, add, what):
+    file = write_gguf(tmp_path / "tiny.gguf", add=add)
+    with pytest.raises(ModelError, match=rf'{what}.*backend="llama.cpp"'):
+        load_model(str(file), dtype="float32", device="cpu")
+    assert not list((tmp_path / "cache" / "models").iterdir())
+
+
+def _gemma3(**fields):
+    """What is read of a Gemma 3 file, and the configuration that transformers makes of it."""
+    path = fields.pop("path")
+    writer = gguf.GGUFWriter(path, "gemma3")
+    for name, value in fields.items():
+        add = writer.add_string if isinstance(value, str) else writer.add_float32
+        add(f"gemma3.rope.{name.replace('__', '.')}", value)
+    writer.add_tensor("output_norm.weight", np.ones(64, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return gguf.GGUFReader(path), AutoConfig.for_model("gemma3_text")
+
+
+def test_only_the_full_layers_of_gemma_3_are_scaled(tmp_path):
+    given = {"scaling__type": "linear", "scaling__factor": 8.0, "freq_base_swa": 5000.0}
+    reader, config = _gemma3(path=tmp_path / "a.gguf", **given)
+    set_rotation(config, reader, "gemma3")
+    full, sliding = (config.rope_parameters[f"{name}_attention"] for name in ("full", "sliding"))
+    assert full == {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0}
+    assert sliding == {"rope_type": "default", "rope_theta": 5000.0}
+    reader, config = _gemma3(path=tmp_path / "b.gguf", scaling__type="yarn", scaling__factor=8.0)
+    with pytest.raises(ModelError, match=r"rope.scaling.type 'yarn'"):
+        set_rotation(config, reader, "gemma3")
+    with pytest.raises(ModelError, match=r"rope.scaling.type 'yarn'"):
+        refuse_scaling(reader, "gemma3")
+
+
+@pytest.mark.usefixtures("_own_cache")
+def test_one_file_of_several_is_refused_with_the_command_that_joins_them(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", files=2)
+    first, second = sorted(tmp_path.glob("tiny-*.gguf"))
+    for file in (first, second):
+        with pytest.raises(ModelError, match=r"one of 2 files.*llama-gguf-split --merge"):
+            load_model(str(file), device="cpu")
+    assert not list((tmp_path / "cache" / "models").iterdir())
+
+
+@pytest.mark.usefixtures("_own_cache")
+def test_missing_weights_are_not_made_up(tmp_path):
+    file = write_gguf(tmp_path / "tiny.gguf", without="blk.1.ffn_up.weight")
+    wanted = r"tiny.gguf lacks 1 of .*\(model.layers.1.mlp.up_proj.weight\)"
+    with pytest.raises(ModelError, match=wanted):
+        load_model(str(file), device="cpu")
+    folder, model = tmp_path / "folder", tiny_model("llama").decoder.model
+    weights = {k: v for k, v in model.state_dict().items() if "layers.2.mlp" not in k}
+    tiny_tokenizer().save_pretrained(folder)
+    model.save_pretrained(folder, state_dict=weights)
+    with pytest.raises(ModelError, match=r"folder lacks 3 of .*layers.2.mlp.down_proj"):
+        load_model(str(folder), device="cpu")
+
+
+@pytest.mark.usefixtures("_own_cache")
+def test_answers_end_where_a_turn_or_a_message_ends(tmp_path):
+    def add(writer):
+        writer.add_eot_token_id(5)
+        writer.add_uint32("tokenizer.ggml.eom_token_id", 6)
+
+    file = str(write_gguf(tmp_path / "tiny.gguf", Kind.F32, add=add))
+    model = load_model(file, dtype="float32", device="cpu")
+    assert model.eos_ids == load_backend(file, "llama.cpp").eos_ids == {1, 5, 6}
 
 
 def test_a_containers_limit_counts(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 from crowd import ASKED, begun
 from doubles import Recording
 
-from cached_rag import BatchConfig, Engine
+from cached_rag import BatchConfig, Engine, StoreConfig
 from cached_rag.engine import request as requests
 from cached_rag.engine import sharing
 from cached_rag.engine.request import PAGE
@@ -145,3 +145,18 @@ def test_what_is_deleted_while_a_request_waits_again_is_not_kept(model, pages):
             stream.result()
         kept = engine.generate(texts[1], max_tokens=1, method="full").report.kept_tokens
         assert (kept == 0) == deletes
+
+
+def test_a_report_of_an_answer_that_was_set_back_counts_each_token_once(model, pages, monkeypatch):
+    monkeypatch.setattr(requests, "PAGE", 4)
+    text = " ".join(CHUNKS)
+    prompt = f"Intro.\n\n{text}\n\n{CHUNKS[1]}\n\nWho?"
+    options = {"max_tokens": 300, "ignore_eos": True, "method": "cacheblend", "drafts": False}
+    slots = Engine(model, NEW_PROMPTS).count_tokens(prompt) * 6
+    bound = BatchConfig(max_bytes=slots * model.shapes.bytes_per_token, shares=False)
+    with Engine(model, StoreConfig(write_back=False), bound) as engine:
+        engine.encode([text, CHUNKS[1]])
+        reports = [one.report for one in engine.generate_batch([prompt] * 2, **options)]
+    assert any("interrupted" in note for report in reports for note in report.notes)
+    for report in reports:
+        assert report.cached_tokens + report.recomputed_tokens <= report.prompt_tokens

@@ -339,3 +339,52 @@ def test_what_is_added_while_another_thread_searches_is_found(opened, monkeypatc
     rag.search("lighthouse")
     assert added
     assert "b" in [hit.source for hit in rag.search("herons", k=9)]
+
+
+@pytest.mark.parametrize("system", ["Prefer the first chunk to later ones.", "? Question: ?"])
+def test_a_head_is_all_that_stands_before_the_first_chunk(system, opened, docs):
+    rag = opened(system=system)
+    rag.ingest(docs, progress=False)
+    head = rag._prompts.head().text
+    (hit,) = rag.search("copper", 1)
+    prompt = rag._prompts.rendered(rag._prompts.messages("copper?", [hit.text])).text
+    assert prompt.startswith(head + hit.text)
+
+
+@pytest.mark.parametrize("chunk_tokens", [4000, 960])
+def test_chunks_that_the_model_cannot_read_are_refused_before_the_index_has_them(
+    chunk_tokens, docs, tmp_path
+):
+    def opened(tokens):
+        options = {"engine": Engine(tiny_model("llama")), "embedding": WordEmbedding()}
+        return CachedRAG.open(tmp_path / "index", chunk_tokens=tokens, **options)
+
+    with opened(chunk_tokens) as rag:
+        for add in (lambda: rag.ingest(docs), lambda: rag.add_texts({"a": "text"})):
+            with pytest.raises(ConfigError, match=f"of {chunk_tokens} tokens, .*context of 1024"):
+                add()
+        assert rag.index.settings() == {}
+    with opened(800) as rag:
+        assert rag.ingest(docs, progress=False).encoded == 3
+
+
+class Whole(WordEmbedding):
+    """An embedding that takes whole characters only, as sentence-transformers' do."""
+
+    def embed(self, texts):
+        for text in texts:
+            text.encode()
+        return super().embed(texts)
+
+
+@pytest.mark.parametrize("way", ["search", "ask", "stream", "chat"])
+def test_half_a_character_cannot_be_searched_for(way, opened, docs):
+    rag = opened()
+    rag.ingest(docs, progress=False)
+    rag._embedder = Whole()
+    chat = rag.chat(max_tokens=2)
+    asks = {"search": rag.search, "ask": rag.ask, "stream": rag.stream, "chat": chat.ask}
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="half of a surrogate pair at character 7"):
+            asks[way]("copper \ud83d green?")
+        chat.ask("copper?")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from conftest import CHUNKS, plain_logits, tiny_model
@@ -112,3 +114,31 @@ def _ids(done):
     import numpy as np
 
     return np.asarray(done.tokens.ids, dtype=np.int64)
+
+
+def test_a_stream_that_the_collector_ends_amid_the_look_up_waits_for_nobody(monkeypatch):
+    with Engine(tiny_model("llama"), StoreConfig()) as engine:
+        text = " ".join(CHUNKS)
+        engine.encode([text])
+        request = engine.prefill(f"{text}\n\nWho?", max_tokens=4)
+        left = [engine.stream("Another question, of a client that left?", max_tokens=200)]
+        next(left[0])
+        real = settling.xxh3_128
+
+        class Collected:
+            """A digest, in the midst of which a stream is dropped, as by the collector."""
+
+            def __init__(self):
+                self.update, self.digest = real().update, self._digest
+                self._own = real()
+
+            def _digest(self):
+                left.clear()
+                return self._own.digest()
+
+        monkeypatch.setattr(settling, "xxh3_128", Collected)
+        done = threading.Thread(target=request.release, daemon=True)
+        done.start()
+        done.join(20)
+        assert not done.is_alive()
+        assert not left

@@ -391,3 +391,21 @@ def test_a_spoilt_list_of_heads_costs_a_note(machine, server):
     assert "damaged or foreign" in report.notes[0]
     assert report.modules_hit == 3  # what stands behind no head is found without the list
     assert there.generate(PROMPT, max_tokens=1).report.notes == []
+
+
+def test_kv_that_was_rounded_elsewhere_is_not_exact_without_a_disk_either(tmp_path):
+    model, head = tiny_model("llama"), "Answer from the texts. "
+    options = {"remote": f"file://{tmp_path}", "codec": "int8", "write_back": False}
+    store = StoreConfig(keeps_repaired=False, **options)
+    text = " ".join(CHUNKS * 2)
+    with Engine(model, store) as engine:
+        engine.encode([text], prefix=head, context=None)
+    with Engine(model, store) as engine:
+        engine.register([text])
+        prompt = f"{head}{text} Which of these turns green?"
+        request = engine.prefill(prompt, method="prefix", max_tokens=2)
+        assert request.report.cached_tokens > 50
+        assert request.exact_length == 0
+        request.release()
+        engine.generate(prompt, method="prefix", max_tokens=2)
+        assert engine.generate(prompt, method="full", max_tokens=2).report.kept_tokens == 0

@@ -10,8 +10,11 @@ import pytest
 from conftest import CHUNKS, NEW_PROMPTS, count_at_rest, tiny_model
 from crowd import ASKED, GREEDY, alone
 from doubles import Recording
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
-from cached_rag import Engine
+from cached_rag import BatchConfig, BusyError, Engine
+from cached_rag.engine.sampling import Detokenizer
 
 PROMPTS = [f"{chunk}\n\nWhat is said here?" for chunk in CHUNKS]
 
@@ -116,3 +119,48 @@ def test_stream_may_change_threads_and_be_closed_anywhere():
 
     assert asyncio.run(begin()) < 400
     assert other.finish_reason == "cancelled"
+
+
+def test_a_stream_that_was_refused_is_no_empty_answer():
+    bound = BatchConfig(max_rows=1, max_waiting=1)
+    with Engine(tiny_model("llama"), NEW_PROMPTS, bound) as engine:
+        first, second, third = (engine.stream("Who keeps it?", max_tokens=3) for _ in range(3))
+        first.start()
+        second.start()
+        with pytest.raises(BusyError):
+            third.start()
+        with pytest.raises(BusyError):
+            third.result()
+        assert third.finish_reason == "error"
+        assert first.result().text == second.result().text
+
+
+def byte_fallback():
+    """A tokenizer as Llama-2's: what it has no token for is spelled in single bytes."""
+    words = ["▁Hello", "▁world", "▁ok"]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    vocab = {name: number for number, name in enumerate(names)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["\n\N{EURO SIGN}", "Hello\n\N{GRINNING FACE} ok", "\t\N{EURO SIGN}\n\N{EURO SIGN} world"],
+)
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_bytes_before_a_character_of_several_are_read_as_a_whole(text, is_cut):
+    tokenizer = byte_fallback()
+    vocab, ids = tokenizer.get_vocab(), []
+    for word in text.split(" "):
+        name = f"▁{word}"
+        ids += [vocab[name]] if name in vocab else [vocab[f"<0x{b:02X}>"] for b in word.encode()]
+    ids = ids[:-1] if is_cut else ids
+    detokenizer = Detokenizer(tokenizer, ())
+    said = "".join(map(detokenizer.push, ids))
+    assert "\ufffd" not in said
+    assert len(said + detokenizer.flush()) == len(tokenizer.decode(ids))
+    if not is_cut:
+        assert said == tokenizer.decode(ids)

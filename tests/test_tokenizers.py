@@ -72,6 +72,29 @@ def test_ids_are_plain_and_modules_are_found(name, separator):
 
 
 @pytest.mark.parametrize("name", ["byte-level BPE (SmolLM2)", "SentencePiece (Mistral)"])
+def test_the_bytes_of_tokens_are_the_texts_even_of_parts_of_characters(name):
+    tokenization = Tokenization(tokenizer(name))
+    text = "(Zürich \u6771\u4eac\U0001f600\n  the"
+    spelled = [tokenization.spelled(token) for token in tokenization.literal(text).ids]
+    assert b"".join(spelled).removeprefix(b" ") == text.encode()
+    parts = [one for one in spelled if "\N{REPLACEMENT CHARACTER}" in one.decode(errors="replace")]
+    assert bool(parts) == ("BPE" in name)  # the other has these characters whole
+    for token in tokenization.tokenizer.all_special_ids:
+        assert tokenization.spelled(token).decode() == tokenization.tokenizer.decode([token])
+    assert tokenization.spelled(len(tokenization.tokenizer) + 5) == b""
+    if "SentencePiece" in name:
+        byte = tokenization.tokenizer.convert_tokens_to_ids("<0xE2>")
+        assert tokenization.spelled(byte) == b"\xe2"
+
+
+def test_a_vocabulary_without_bytes_is_spelled_as_it_is_decoded():
+    tokenization = Tokenization(tokenizer("WordPiece (MiniLM)"))
+    assert [tokenization.spelled(token) for token in tokenization.literal("The lamp").ids] == [
+        *(b"the", b"lamp")
+    ]
+
+
+@pytest.mark.parametrize("name", ["byte-level BPE (SmolLM2)", "SentencePiece (Mistral)"])
 def test_texts_of_runs_of_tokens_are_the_text_wherever_it_is_cut(name):
     tokenization = Tokenization(tokenizer(name))
     for chunk in chunks()[:8]:

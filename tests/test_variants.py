@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from llama_index.llms.cached_rag import CachedRAGLLM
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_gguf import write_gguf
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from cached_rag import CachedRAG, ConfigError, Engine, ModelError, ModelNotFoundError, StoreConfig
@@ -249,3 +250,19 @@ def test_without_peft_an_adapter_says_what_to_install(model_folder, adapter, mon
 
 def test_the_tokenizer_is_not_changed():
     assert tiny_tokenizer().chat_template == TEMPLATE
+
+
+@pytest.mark.parametrize("place", ["embed_tokens", "lm_head"])
+def test_an_adapter_of_weights_that_are_tied_is_refused(tmp_path, model_folder, place):
+    """Merged, it would change embeddings and head alike."""
+    config = AutoConfig.from_pretrained(model_folder, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "tied")
+    for file in Path(model_folder).glob("*token*"):
+        shutil.copy(file, tmp_path / "tied")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's own, of tied weights
+        settings = LoraConfig(target_modules=["q_proj", place], r=4)
+        get_peft_model(model, settings).save_pretrained(tmp_path / "adapter")
+        with pytest.raises(ModelError, match=r"cannot be merged.*has in common"):
+            Engine.load(str(tmp_path / "tied"), adapter=str(tmp_path / "adapter"), **CPU)

@@ -1,4 +1,4 @@
-"""A GGUF file of a tiny llama, as llama.cpp's tools would write it."""
+"""A GGUF file of a tiny llama or phi3, as llama.cpp's tools would write it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,25 @@ _TENSORS = {
     "ffn_up": ((INNER, WIDTH), Kind.Q5_0),
     "ffn_down": ((WIDTH, INNER), Kind.Q4_0),
 }
+_FUSED = {
+    "attn_qkv": ((WIDTH + 2 * KV_HEADS * WIDTH // HEADS, WIDTH), Kind.Q8_0),
+    "ffn_up": ((2 * INNER, WIDTH), Kind.Q8_0),
+}
+_PARTS = {"attn_q", "attn_k", "attn_v", "ffn_gate"}
 
 
-def write_gguf(path, matrices=None):
+def write_gguf(path, matrices=None, *, kind="llama", add=None, without="", files=1, scale=1.0):
     """Write the file, its tokenizer inside: most weights in 4 bits, some in 5 and 8.
 
     Args:
         matrices: the type of all weights but the norms' instead.
+        kind: "llama" or "phi3".
+        add: called with the writer, adds fields and tensors.
+        without: the name of a tensor to leave out.
+        scale: how large the weights but the norms' are; small ones round less.
+        files: how many files to split it into, as `llama-gguf-split` names them.
     """
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, kind, split_max_tensors=0 if files == 1 else 20 // files)
     writer.add_name("tiny")
     writer.add_block_count(LAYERS)
     writer.add_context_length(512)
@@ -48,19 +58,35 @@ def write_gguf(path, matrices=None):
     writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
+    if kind == "phi3":
+        writer.add_pad_token_id(0)
+        writer.add_sliding_window(0)
+    if add is not None:
+        add(writer)
     random = np.random.default_rng(0)
     tensors = {
         "token_embd.weight": ((VOCAB, WIDTH), Kind.Q8_0),
         "output_norm.weight": ((WIDTH,), Kind.F32),
     }
+    if kind == "phi3":
+        tensors["output.weight"] = ((VOCAB, WIDTH), Kind.Q8_0)
     for layer in range(LAYERS):
-        tensors |= {f"blk.{layer}.{name}.weight": given for name, given in _TENSORS.items()}
-    for name, (shape, kind) in tensors.items():
+        tensors |= {f"blk.{layer}.{name}.weight": given for name, given in _layer(kind).items()}
+    for name, (shape, stored) in tensors.items():
         values = random.standard_normal(shape, np.float32)
-        kind = kind if matrices is None or len(shape) == 1 else matrices
-        writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+        stored = stored if matrices is None or len(shape) == 1 else matrices
+        if len(shape) > 1:
+            values *= np.float32(scale)
+        if name != without:
+            writer.add_tensor(name, gguf.quantize(values, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _layer(kind):
+    if kind == "llama":
+        return _TENSORS
+    return {name: given for name, given in _TENSORS.items() if name not in _PARTS} | _FUSED

@@ -20,6 +20,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from cached_rag.backends.controls import backends_of, encode
+from cached_rag.backends.spelling import Spelling
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.calls import CallForm, Tool, told
 from cached_rag.grammar.messages import check_text, checked, is_about_tools, mapped, mapped_texts
@@ -105,12 +106,29 @@ class Tokenization:
     @property
     def begin_ids(self) -> tuple[int, ...]:
         """Tokens that the tokenizer adds before a prompt without chat template: BOS, or none."""
-        return tuple(self._encode("").ids)
+        return self._around[0]
+
+    @cached_property
+    def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Tokens that the tokenizer adds before a text, and behind it."""
+        tokens = self._encode("a")
+        text = [i for i, end in enumerate(tokens.ends) if end > tokens.starts[i]]
+        if not text:
+            return tuple(self._encode("").ids), ()
+        return tuple(tokens.ids[: text[0]]), tuple(tokens.ids[text[-1] + 1 :])
 
     @property
     def controls(self) -> Mapping[str, int]:
         """Ids of the control tokens, by their text."""
         return self._controls
+
+    def spelled(self, token: int) -> bytes:
+        """A token's bytes. Of one that is a part of a character, they are no text by themselves."""
+        return self._spelling(token)
+
+    @cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling(self.tokenizer)
 
     @cached_property
     def call_form(self) -> CallForm:
@@ -162,6 +180,11 @@ class Tokenization:
     def spelled_out(self, text: str) -> list[Span]:
         """The characters that spell control tokens, whether these are obeyed or not."""
         return self._backends.spelled_out(text)
+
+    def obeyed(self, rendered: Rendered) -> list[Span]:
+        """The characters that spell control tokens, but for those in literal spans."""
+        literal = Spans(rendered.literal)
+        return [span for span in self.spelled_out(rendered.text) if not literal.touch(*span)]
 
     def _marked(self, content: str, mark: str) -> str:
         """The content with a mark and the token's id before each control token."""
@@ -223,10 +246,11 @@ class Tokenization:
         begins = bool(bos) and rendered.text.startswith(bos)
         adds_special = not (rendered.is_chat or begins)
         plain = self._encode(rendered.text, adds_special=adds_special)
-        literal = _Spans(rendered.literal)
+        literal = Spans(rendered.literal)
         if not self._obeys(plain, rendered.text, literal):
             return plain
-        tokens = self._encode("", adds_special=adds_special)
+        before, behind = self._around if adds_special else ((), ())
+        tokens = Tokens([*before], [0] * len(before), [0] * len(before))
         for text, start, control in self._pieces(rendered.text, literal):
             if control is not None:
                 tokens.ids.append(control)
@@ -237,9 +261,12 @@ class Tokenization:
             tokens.ids.extend(part.ids)
             tokens.starts.extend(start + offset for offset in part.starts)
             tokens.ends.extend(start + offset for offset in part.ends)
+        tokens.ids.extend(behind)
+        tokens.starts.extend([len(rendered.text)] * len(behind))
+        tokens.ends.extend([len(rendered.text)] * len(behind))
         return tokens
 
-    def _obeys(self, tokens: Tokens, text: str, literal: _Spans) -> bool:
+    def _obeys(self, tokens: Tokens, text: str, literal: Spans) -> bool:
         """Whether plain tokenisation made a control token of text in a literal span.
 
         The unknown token, which is a control token too, may stand for an unknown character there.
@@ -283,7 +310,7 @@ class Tokenization:
         extra = decode(before, skip_special_tokens=False)
         return [text.removeprefix(ahead) for text, ahead in zip(whole, extra, strict=True)]
 
-    def _pieces(self, text: str, literal: _Spans) -> list[tuple[str, int, int | None]]:
+    def _pieces(self, text: str, literal: Spans) -> list[tuple[str, int, int | None]]:
         """The prompt in pieces: (text, start, id), where id is None for text.
 
         A piece with an id is a control token outside of literal spans, which is to be obeyed.
@@ -316,7 +343,7 @@ class Tokenization:
         return Tokens(ids, starts, ends)
 
 
-class _Spans:
+class Spans:
     """Character spans, merged where they overlap, for quick look-up."""
 
     def __init__(self, spans: Sequence[Span]) -> None:

@@ -7,14 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from cached_rag.cli.options import BackendName, Device, Dtype, IndexModel, Weights, opened
+from cached_rag.cli.options import BackendName, Device, Dtype, IndexModel, Weights, at_home, opened
 from cached_rag.cli.terminal import Json, print_json, print_table
 from cached_rag.config import DEFAULT_MODEL
 
 
 def doctor_command(
     model: IndexModel = None,
-    index: Annotated[Path | None, typer.Option("--index", help="Also look at this index.")] = None,
+    index: Annotated[
+        Path | None, typer.Option("--index", callback=at_home, help="Also look at this index.")
+    ] = None,
     dtype: Dtype = None,
     device: Device = None,
     weights: Weights = "as stored",

@@ -18,7 +18,21 @@ DEFAULT_INDEX = Path("cached-rag-index")
 Number = TypeVar("Number", int, float)
 
 _MODEL = "Alias, Hugging Face id, folder or .gguf file."
-Index = Annotated[Path, typer.Option("--index", help="Folder of the index.")]
+
+
+def at_home(path: Path | None) -> Path | None:
+    """A path whose `~` is the user's home; of `--index=~/x`, unlike `--index ~/x`, shells keep it.
+
+    Raises:
+        ConfigError: nobody knows where the home is.
+    """
+    try:
+        return path and path.expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: {error}; write the whole path") from error
+
+
+Index = Annotated[Path, typer.Option("--index", callback=at_home, help="Folder of the index.")]
 Model = Annotated[str, typer.Option(help=_MODEL)]
 IndexModel = Annotated[
     str | None, typer.Option("--model", help=f"{_MODEL} An index keeps the one it was made with.")

@@ -17,6 +17,7 @@ from cached_rag.cli.options import (
     Remote,
     Thinking,
     Weights,
+    at_home,
     require_index,
     shared,
 )
@@ -27,7 +28,8 @@ from cached_rag.errors import ConfigError, needs_extra
 
 def serve_command(
     index: Annotated[
-        Path | None, typer.Option("--index", help="Serve this index's model and chunks.")
+        Path | None,
+        typer.Option("--index", callback=at_home, help="Serve this index's model and chunks."),
     ] = None,
     model: IndexModel = None,
     store: Annotated[Path | None, typer.Option(help="Folder for KV, without an index.")] = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -12,11 +12,14 @@ import typer
 
 from cached_rag.cli.options import DEFAULT_INDEX, Index, require_index, signing_key
 from cached_rag.cli.terminal import Json, out, print_json
-from cached_rag.errors import ConfigError, StoreError
+from cached_rag.errors import ConfigError, StoreError, StoreFullError
 from cached_rag.kv.store import Catalog, DiskStore, Problem, holdings
 from cached_rag.kv.store.database import Database
 from cached_rag.kv.store.holdings import Holding
 from cached_rag.rag import DocumentIndex
+
+# Bytes to free on a full disk, besides twice the databases' own, so that these can be written.
+_ROOM = 1 << 20
 
 
 class Checked(Protocol):
@@ -113,18 +116,52 @@ def prune(
 
 
 def _prune(index: Path, max_bytes: int | None) -> tuple[int, int]:
-    """Remove what is not needed; returns how many files went, and their bytes."""
+    """Remove what is not needed; returns how many files went, and their bytes.
+
+    Raises:
+        StoreFullError: the disk is full, and stays so without the KV that may go.
+    """
     folder, codec = index / "kv", _settings(index).get("codec", "raw")
+    databases = [*filter(Path.is_file, (index / "documents.sqlite", folder / holdings.CATALOG))]
+    gone: list[tuple[int, int]] = []
     with _disk_store(index) as store:
-        size = store.nbytes
-        count = holdings.forget_digests(folder, codec, _unneeded(index))
-        count += holdings.drop_strays(folder, codec)
-        freed = size - store.nbytes
-        more, bytes_more = store.prune(max_bytes)
-        for path in filter(Path.is_file, (index / "documents.sqlite", folder / holdings.CATALOG)):
-            with closing(Database(path, "")) as database:
-                database.compact()
-        return count + more, freed + bytes_more
+
+        def measured(act: Callable[[], int]) -> tuple[int, int]:
+            size = store.nbytes
+            return act(), size - store.nbytes
+
+        steps: tuple[Callable[[], tuple[int, int]], ...] = (
+            lambda: measured(lambda: holdings.forget_digests(folder, codec, _unneeded(index))),
+            lambda: measured(lambda: holdings.drop_strays(folder, codec)),
+            lambda: store.prune(max_bytes),
+            lambda: measured(lambda: sum(map(_compact, databases))),
+        )
+        for step in steps:
+            try:
+                gone.append(step())
+            except StoreFullError:
+                gone.append(_make_room(store, databases, max_bytes))
+                gone.append(step())
+    return sum(count for count, _ in gone), sum(nbytes for _, nbytes in gone)
+
+
+def _compact(path: Path) -> int:
+    """Write a database anew; returns how many files of KV went with it: none."""
+    with closing(Database(path, "")) as database:
+        database.compact()
+    return 0
+
+
+def _make_room(
+    store: DiskStore, databases: Sequence[Path], max_bytes: int | None
+) -> tuple[int, int]:
+    """Make room on a full disk for writing databases anew, by what was least recently used.
+
+    A file goes before its row does, which takes no room.
+    """
+    room = _ROOM + 2 * sum(path.stat().st_size for path in databases)
+    least = max(0, store.nbytes - room)
+    return store.prune(least if max_bytes is None else min(least, max_bytes))
 
 
 def _needless(index: Path) -> list[Problem]:

@@ -40,6 +40,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 def print_json(value: Mapping[str, Any]) -> None:
     """One object on one line of standard output, without any styling."""
     sys.stdout.write(json.dumps(value, default=str) + "\n")
+    sys.stdout.flush()  # into a pipe, too, whose reader may wait for it
 
 
 def print_table(rows: Sequence[Mapping[str, object]]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol, runtime_checkable
+from weakref import WeakValueDictionary
 
 from cached_rag.backends.base import Backend
 from cached_rag.backends.thread import on_model_thread
@@ -26,6 +27,7 @@ from cached_rag.library.background import WriteBack
 from cached_rag.library.context import Context, primer
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.library.encoder import Encoder
+from cached_rag.library.known import Known
 from cached_rag.library.library import Library
 from cached_rag.library.matching import inner_ids
 from cached_rag.library.sequences import Sequences
@@ -83,6 +85,9 @@ class BaseEngine:
         self._remote: RemoteTier | None = (
             beside._remote if beside else open_remote(settings, sizes_of(model))
         )
+        self._known: WeakValueDictionary[str, Known] = (
+            beside._known if beside else WeakValueDictionary()
+        )
         self.library: Library = Library(
             settings,
             maker,
@@ -91,7 +96,9 @@ class BaseEngine:
             self._let_go,
             self._remote,
             refuses(model, self._remote),
+            self._known.get(settings.namespace),
         )
+        self._known[settings.namespace] = self.library.known
         self.tokenization = Tokenization(model.tokenizer, chat_template_kwargs)
         self.lock = model.lock
         self._encoder = Encoder(model, self.library, self.tokenization)
@@ -251,11 +258,14 @@ class BaseEngine:
         self.check_open()
         if self._resources.learning.recurring is not None:
             self._resources.learning.recurring.clear()
-        return self.library.remove({digest(text.strip()) for text in texts})
+        self.library.refresh()
+        digests = {digest(text.strip()) for text in texts}
+        return self.library.remove(digests, self._encoder.records_of(texts))
 
     def _let_go(self, chunks: Sequence[ChunkRecord]) -> None:
         """Drop all KV of removed chunks that is outside the library: in what prompts left."""
         self._encoder.let_go()
+        self.library.handed_over.forget({chunk.text_digest for chunk in chunks})
         for chunk in chunks:
             namespace, ids = self.settings.namespace, inner_ids(chunk)
             self.scheduler.forget(self.sequences, namespace, chunk.text_digest, ids)

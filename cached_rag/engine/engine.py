@@ -118,7 +118,8 @@ class Engine(BaseEngine):
         """An engine for another tenant: the same model, memory and scheduler, but no common KV.
 
         Args:
-            namespace: the tenant's; engines with the same namespace do share KV.
+            namespace: the tenant's; engines with the same namespace do share KV. Without a store on
+                disk it goes with the last of them that is closed.
         """
         settings = replace(self.settings, namespace=namespace)
         given = self.tokenization.template_kwargs
@@ -138,6 +139,8 @@ class Engine(BaseEngine):
         self._is_closed = True
         if self._owns_scheduler:
             self.scheduler.close()
+        else:
+            self.scheduler.cancel_all(lambda request: request.resources is self._resources)
         with _SHARING:
             for name in [name for name, engine in _SHARED.items() if engine is self]:
                 del _SHARED[name]

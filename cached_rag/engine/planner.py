@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from cached_rag.backends.tokenizer import Rendered, Tokenization, Tokens
+from cached_rag.backends.tokenizer import Rendered, Spans, Tokenization, Tokens
 from cached_rag.engine.report import Clock, Report
 from cached_rag.library.bringing import wanted
 from cached_rag.library.encodings import Encodings
@@ -48,7 +48,9 @@ class Planner(Protocol):
         """Tokenise the prompt and find chunks in it. On any thread: it needs no model.
 
         Args:
-            takes: what KV the method uses; for `Takes.NOTHING` no chunk is looked for.
+            takes: what KV the method uses. For `Takes.NOTHING` chunks are found, as what spells
+                control tokens in them is text, and their deletion concerns the prompt; no KV is
+                looked for.
         """
         ...
 
@@ -74,22 +76,36 @@ class TextPlanner:
 
     def read(self, takes: Takes) -> Reading:
         """See `Planner`."""
-        rendered = self.rendered
-        if takes is Takes.NOTHING:
-            tokens = self.tokenization.tokenize(rendered)
-            return lambda report, *, lazy: (tokens, Plan((), (), len(tokens)))
-        matches = list(self.library.table.find(rendered.text))
+        rendered, takes_any = self.rendered, takes is not Takes.NOTHING
+        matches = self._matches()
         literal = (
             *rendered.literal,
             *((match.at, match.at + len(match.text)) for match in matches),
         )
         tokens = self.tokenization.tokenize(Rendered(rendered.text, literal, rendered.is_chat))
         table, handed = self.library.table, self.library.handed_over
-        found, notes = handed.find(table, rendered.text, tokens, matches)
+        found, notes = handed.find(table, rendered.text, tokens, matches, tells=takes_any)
         aligned = [match for one in found if (match := align(one, tokens)) is not None]
+        if not takes_any:
+            chunks = tuple((match.chunk.text_digest, match.end) for match in aligned)
+            plan = Plan((), tuple(aligned), len(tokens), chunks)
+            return lambda report, *, lazy: (tokens, plan)
         clock = Clock()
         notes = [*notes, *self._bring(tokens, aligned)]
         return partial(self._plan, takes, tokens, aligned, notes, clock.total())
+
+    def _matches(self) -> list[Match]:
+        """The chunks in the prompt, but for those that touch the chat template's control tokens.
+
+        Such a text was made to look like a piece of the template. What a template writes is obeyed,
+        and is no document, wherever the same characters were ingested.
+        """
+        rendered = self.rendered
+        matches = list(self.library.table.find(rendered.text))
+        if not matches or not rendered.is_chat:
+            return matches
+        own = Spans(self.tokenization.obeyed(rendered))
+        return [one for one in matches if not own.touch(one.at, one.at + len(one.text))]
 
     def _bring(self, tokens: Tokens, matches: Sequence[Match]) -> list[str]:
         """Bring KV from another machine into memory; returns notes for the user."""

@@ -25,7 +25,7 @@ from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.loader import LayerLoader
 from cached_rag.kv.module import ModuleKV
 from cached_rag.library.plan import Placement, Plan
-from cached_rag.methods import AnchorFlow, Full, Layout, Reuse, Takes, name_of
+from cached_rag.methods import AnchorFlow, Full, Layout, Reuse, Takes, name_of, spelled
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def prepare(request: Request) -> None:
         check_fits(resources.model, len(request.tokens), plan, config.max_tokens)
         report.match_ms = request.read_ms + clock.lap() - report.load_ms
         choice = choose(resources.model, plan, config)
-        objection = resources.audits.objection(name_of(choice.method))
+        objection = resources.audits.objection(spelled(choice.method))
         if objection and not choice.plan.is_exact:
             choice = Choice(plan.taking(Takes.NOTHING), Full(), (*choice.notes, objection))
     request.plan, request.method = choice.plan, choice.method
@@ -95,8 +95,9 @@ def prepare(request: Request) -> None:
 
 def exact_length(request: Request, plan: Plan) -> int:
     """Number of tokens, from the first, whose KV is, or will be, what full prefill computes."""
-    disk = request.resources.library.disk
-    is_lossy = disk is not None and disk.codec.name != "raw"
+    library = request.resources.library
+    tiers = [tier for tier in (library.disk, library.remote) if tier is not None]
+    is_lossy = any(tier.codec.name != "raw" for tier in tiers)
     is_whole = not request.repair  # then approximate KV is computed anew, all of it
     inexact = [
         place.begin
@@ -177,7 +178,7 @@ def follow(request: Request, beginning: Beginning) -> None:
     request.coverage = Coverage.of(plan.starting_from(beginning.pieces(request.tokens.ids)))
     request.pending = [*request.tokens.ids[done:], *request.decoding.token_ids]
     report.modules_hit = plan.num_chunks
-    report.cached_tokens = done
+    report.cached_tokens, report.recomputed_tokens = done, 0
     report.charged_recompute = 1 - done / len(request.tokens)
 
 
@@ -261,7 +262,8 @@ def _leave_out(request: Request, loader: LayerLoader | None, problem: StoreError
             library.store.delete(library.key(*failed.source))
             prepare(request)
             return
-    request.plan, request.method = Plan((), (), len(request.tokens)), Full()
+    assert request.plan is not None
+    request.plan, request.method = request.plan.taking(Takes.NOTHING), Full()
     request.repair, request.report.method = "", name_of(request.method)
 
 

@@ -30,7 +30,7 @@ from cached_rag.kv.rows import RowKV
 from cached_rag.library.matching import inner_ids
 from cached_rag.library.plan import Plan
 from cached_rag.library.sequences import Ids, PromptKV, where
-from cached_rag.methods import Selector, name_of
+from cached_rag.methods import Selector, Takes, spelled
 
 # A prompt ends with the header of the answer. Where an answer stands in the next turn's prompt, a
 # template may write the last tokens of that header otherwise.
@@ -157,10 +157,20 @@ class Request:
         tokenization = self.resources.tokenization
         return TraceSource(self.coverage, self.tokens, text, tokenization, key)
 
+    @property
+    def is_beyond_switch(self) -> bool:
+        """Whether prompt or answer reach beyond the model's rotary switch (`RelocationRule.limit`).
+
+        Keys from either side of it do not mix, so such KV is neither taken nor left to others.
+        """
+        limit = self.resources.model.rule.limit
+        answered = len(self.decoding.token_ids)
+        return limit is not None and len(self.tokens) + answered > limit
+
     def kept_beginning(self) -> Beginning:
         """The KV that finished prompts left of this prompt's beginning."""
         assert self.plan is not None
-        if self.plan.positions is not None:
+        if self.plan.positions is not None or self.is_beyond_switch:
             return NOTHING
         kept, wanted = self.resources.sequences, self.ids[:-1]  # the last token is computed
         if not kept.keeps_repaired:  # then no answer depends on prompts before it
@@ -181,7 +191,8 @@ class Request:
 
     def as_sequence(self) -> RunningSequence:
         """The prompt as others may share it; `Sharing` adds its KV."""
-        private, matches = self.is_private, self.plan.matches if self.plan else ()
+        matches = self.plan.matches if self.plan else ()
+        private = self.is_private or self.is_beyond_switch
         parts = frozenset(match.chunk.text_digest for match in matches if match.is_part)
         return RunningSequence(
             self.namespace, self.ids, self.exact_length, parts, is_private=private
@@ -362,17 +373,20 @@ class Request:
         else:
             return
         assert plan is not None
+        is_private = is_private or self.is_beyond_switch
         if not is_private:
             sequences.add(self._prompt_kv(plan, kv), kv)
             for chunk in learning.forgotten(plan):
                 sequences.forget(self.namespace, chunk.text_digest, inner_ids(chunk))
-        learning.see_to(self.tokens, plan)
-        if not is_private and plan.positions is None:
+        is_reused = self.method.takes is not Takes.NOTHING
+        if is_reused:
+            learning.see_to(self.tokens, plan)
+        if is_reused and not is_private and plan.positions is None:
             settled = max(self.exact_length, len(self.beginning))  # a chat goes on from its own
             self.resources.settling.see(learning, self.namespace, self.ids, plan, settled)
         if self.first_logits is not None and learning.write_back is not None:
             ids, logits, self.first_logits = self.ids[None], self.first_logits, None
-            audit = partial(_audit, self.resources, name_of(self.method), ids, logits)
+            audit = partial(_audit, self.resources, spelled(self.method), ids, logits)
             learning.write_back.offer(("audit", id(logits)), audit, lasts=False)
 
     def _prompt_kv(self, plan: Plan, kv: RowKV) -> PromptKV:

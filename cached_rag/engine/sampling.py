@@ -105,7 +105,7 @@ class Detokenizer:
         """
         self._tokenizer = tokenizer
         self._skips = not shows_control
-        self._stream = DecodeStream(skip_special_tokens=self._skips)
+        self._stream: DecodeStream | None = DecodeStream(skip_special_tokens=self._skips)
         self._stop = stop
         self._token_ids: list[int] = []
         self._decoded = 0
@@ -115,15 +115,27 @@ class Detokenizer:
     def push(self, token: int) -> str:
         """The new text that is certain after one more token; often empty."""
         self._token_ids.append(token)
-        return self._release(self._stream.step(self._tokenizer.backend_tokenizer, token) or "")
+        return self._release(self._decoded_by(token))
+
+    def _decoded_by(self, token: int) -> str:
+        if self._stream is not None:
+            try:
+                return self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
+            except Exception:  # the library's own, of no other type
+                # Where tokens are single bytes, a byte that was a character by itself is one no
+                # more before the first bytes of another. From here on all is decoded each time.
+                self._stream = None
+        return self._whole().rstrip("\ufffd")[self._decoded :]
+
+    def _whole(self) -> str:
+        return str(self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skips))
 
     def flush(self) -> str:
         """The rest of the text, when no more tokens come: what was held back until now.
 
         That is the beginning of a stop string, or of a character of several tokens.
         """
-        whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skips)
-        text = self._release(whole[self._decoded :])
+        text = self._release(self._whole()[self._decoded :])
         if not self.is_stopped:
             text, self._held = text + self._held, ""
         return text

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,6 +25,7 @@ from cached_rag.engine.request import PAGE, Request, Status
 from cached_rag.engine.room import Room
 from cached_rag.engine.sharing import Beginning, Sharing
 from cached_rag.engine.waiting import Waiting
+from cached_rag.errors import ClosedError
 from cached_rag.library.sequences import Sequences
 
 _log = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ class Scheduler:
         self._model = model
         self._waiting = Waiting(config.max_waiting, config.max_wait_seconds)
         self._running: list[Request] = []
+        self._open: set[Request] = set()  # all that were submitted and are not over
+        self._is_closed = False
         self._sharing = Sharing(model.shapes, shares=config.shares and model.can_share)
         self._room = Room(config.max_bytes, model.shapes.bytes_per_token, self._sharing)
         self._turning = threading.Lock()
@@ -71,8 +74,12 @@ class Scheduler:
 
         Raises:
             BusyError: too many requests wait already, or too long.
+            ClosedError: the engine was closed.
         """
+        if self._is_closed:
+            raise ClosedError("this engine was closed before the answer was begun")
         self._waiting.add(request, max(0, self.config.max_rows - len(self._running)))
+        self._open.add(request)
 
     def read(self, request: Request, *, is_driven: bool) -> None:
         """Read a queued request's prompt, on this thread. An error ends the request.
@@ -118,9 +125,15 @@ class Scheduler:
         self._sweep_if_free()
 
     def close(self) -> None:
-        """Cancel all requests."""
-        for request in [*self._waiting, *self._running]:
-            self.cancel(request)
+        """Cancel all requests, and take no others."""
+        self._is_closed = True
+        self.cancel_all(lambda _: True)
+
+    def cancel_all(self, is_meant: Callable[[Request], bool]) -> None:
+        """Cancel some of the requests, also one that is just being prefilled."""
+        for request in list(self._open):
+            if is_meant(request):
+                self.cancel(request)
 
     # The life of a request: admit, run, take, finish -----------------------------------------
 
@@ -257,6 +270,7 @@ class Scheduler:
         """
         if request.status.is_over:
             return
+        self._open.discard(request)
         self._waiting.remove(request)
         if request in self._running:
             self._running.remove(request)
@@ -277,7 +291,8 @@ class Scheduler:
         """The KV that finished and running prompts have of this prompt's beginning."""
         assert request.plan is not None
         # Slots alone do not say where the tokens of a prompt with gaps stand.
-        limit = request.exact_length if request.plan.positions is None else 0
+        is_alone = request.plan.positions is not None or request.is_beyond_switch
+        limit = 0 if is_alone else request.exact_length
         finished = request.kept_beginning()
         return self._sharing.beginning(finished, request.namespace, request.ids, limit)
 

@@ -117,8 +117,8 @@ class Stream(Iterator[str]):
             return
         try:
             self._scheduler.submit(self._request)
-        except BaseException:
-            self._is_over = True
+        except BaseException as error:
+            self._request.finish(Status.FAILED, error)  # whoever takes a piece later gets it, too
             raise
         read = partial(self._scheduler.read, self._request, is_driven=is_driven)
         if self._is_async:  # a loop has other things to do meanwhile

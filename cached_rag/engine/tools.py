@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from cached_rag.backends.tokenizer import Message, Rendered, Tokenization
+from cached_rag.config import GenerationConfig
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.grammar import Grammar
 from cached_rag.grammar.messages import check_text
@@ -34,7 +35,8 @@ class Tools:
     """Tools that a model may, or must, call in its answer.
 
     `engine.generate(tools.prompt(messages), grammar=tools.grammar)` asks, and `read` takes the
-    answer apart. Without tools, or if none may be called, all of it is as without this class.
+    answer apart. `settings` does the same for a whole config. Without tools, or if none may be
+    called, all of it is as without this class.
 
     Attributes:
         tokenization: of the engine that is asked (`Engine.tokenization`).
@@ -62,6 +64,22 @@ class Tools:
     def is_offered(self) -> bool:
         """Whether the answer may call any."""
         return bool(self.tools) and self.choice != "none"
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer can be nothing but calls."""
+        return bool(self.tools) and self.choice not in ("auto", "none")
+
+    def settings(self, config: GenerationConfig) -> GenerationConfig:
+        """The settings of an answer in this form; a grammar of their own is kept.
+
+        Stop strings are left out where a tool must be called. They are meant for text, and would
+        end the answer within its markup, such as at a line break; the grammar ends it.
+        """
+        if config.grammar is not None:
+            return config
+        stop = () if self.is_forced else config.stop
+        return config.replace(grammar=self.grammar, stop=stop)
 
     def prompt(self, messages: str | Sequence[Message]) -> Rendered:
         """The prompt, in which the tools are listed as the model's template does it."""
@@ -93,7 +111,8 @@ class Tools:
         if not self.is_offered:
             return text, []
         names = {tool["function"]["name"] for tool in self.tools}
-        return read_answer(text, self.tokenization.call_form, names, is_over=is_over)
+        form = self.tokenization.call_form
+        return read_answer(text, form, names, is_over=is_over, is_forced=self.is_forced)
 
     def growing(self) -> GrowingAnswer:
         """Reads an answer that comes in pieces."""

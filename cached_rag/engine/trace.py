@@ -22,7 +22,7 @@ from cached_rag.engine.profile import ProfileKey, kept_profile
 from cached_rag.library.matching import Match
 from cached_rag.library.plan import Plan
 from cached_rag.library.shelf import Origin
-from cached_rag.methods import Layout, Selector
+from cached_rag.methods import Layout, Selector, Takes
 
 Counts = dict["Kind", int]
 
@@ -156,7 +156,8 @@ class Coverage:
             _Use(place.begin, place.end, plan.delta(place), place.origin, place.name)
             for place in plan.placements
         )
-        found = cls(kinds, uses, plan.matches)
+        looks_for_kv = method is None or method.takes is not Takes.NOTHING
+        found = cls(kinds, uses, plan.matches if looks_for_kv else ())
         if rows is not None:
             known = torch.from_numpy(kinds != _KINDS.index(Kind.COMPUTED))
             found.repair(rows.cpu()[known[rows.cpu()]])

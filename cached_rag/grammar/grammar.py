@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cached_rag.errors import ConfigError
+from cached_rag.grammar.schema import Json, prepared
 
-Json = Mapping[str, Any]
-# As most templates write JSON. White space of any length would be a loop that small models do not
-# find out of.
-_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Where a schema has others: by name, and by themselves or in lists.
-_MAPS = {"properties", "$defs", "definitions"}
-_SCHEMAS = {"items", "prefixItems", "anyOf", "oneOf", "additionalProperties"}
+_ESCAPED_OR_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,8 @@ class Grammar:
 
         Args:
             schema: the JSON schema that it fits; None for any object. Objects have only the
-                properties that it lists, unless it says otherwise (`additionalProperties`).
+                properties that it lists, unless it says otherwise (`additionalProperties`). Some
+                keywords are not held to; docs/tools.md lists them.
 
         Raises:
             ConfigError: it is no JSON.
@@ -54,7 +50,8 @@ class Grammar:
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
         """A text that a regular expression matches as a whole; of Rust's syntax, no look-around."""
-        escaped = pattern.replace("/", r"\/")
+        # A slash ends the expression in the grammar's notation; one that is escaped already stays.
+        escaped = _ESCAPED_OR_SLASH.sub(lambda found: found[1] or r"\/", pattern)
         return cls(f"start: TEXT\nTEXT: /{escaped}/")
 
     @classmethod
@@ -77,35 +74,12 @@ def json_rule(schema: Json | bool) -> str:
     """
     try:
         if isinstance(schema, Mapping):
-            has_all_of = '"allOf"' in json.dumps(schema)
-            own = schema.get("x-guidance")
-            layout = _LAYOUT | (dict(own) if isinstance(own, Mapping) else {})
-            schema = {**(schema if has_all_of else _closed(schema)), "x-guidance": layout}
+            schema = prepared(schema)
         return "%json " + json.dumps(schema)
+    except ConfigError:
+        raise
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"a JSON schema must be JSON of some depth at most: {error}") from error
-
-
-def _closed(schema: Any) -> Any:
-    """The schema, in which objects whose properties are listed have no others, unless it says so.
-
-    A model that may add properties does not know when to stop. Schemas in which several parts say
-    together what an object has (`allOf`, or others beside `properties`) are left as they are.
-    """
-    if isinstance(schema, list):
-        return [_closed(part) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    found = dict(schema)
-    for name in _MAPS & schema.keys():
-        if isinstance(schema[name], Mapping):
-            found[name] = {key: _closed(part) for key, part in schema[name].items()}
-    for name in _SCHEMAS & schema.keys():
-        found[name] = _closed(schema[name])
-    is_alone = not ({"anyOf", "oneOf", "$ref", "if", "patternProperties"} & schema.keys())
-    if isinstance(schema.get("properties"), Mapping) and is_alone:
-        found.setdefault("additionalProperties", False)
-    return found
 
 
 def quoted(text: str) -> str:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.calls import CallForm, Tool
-from cached_rag.grammar.grammar import Grammar, Json, json_rule, overlap, quoted
+from cached_rag.grammar.grammar import Grammar, json_rule, overlap, quoted
+from cached_rag.grammar.schema import Json
 
 # "none", "auto" (as the model likes), "required" (at least one), or the name of the tool to call.
 ToolChoice = str
@@ -116,7 +117,12 @@ def _literal(text: str, controls: Mapping[str, int]) -> str:
 
 
 def read_answer(
-    text: str, form: CallForm, names: Collection[str], *, is_over: bool = True
+    text: str,
+    form: CallForm,
+    names: Collection[str],
+    *,
+    is_over: bool = True,
+    is_forced: bool = False,
 ) -> tuple[str, list[ToolCall]]:
     """What an answer says before its calls, and the calls.
 
@@ -127,8 +133,11 @@ def read_answer(
         text: the answer, control tokens included.
         names: of the tools that may be called.
         is_over: no more of it comes; else an ending that may begin a call is not said yet.
+        is_forced: the answer can be nothing but calls, so what begins one is never said.
     """
     start = form.opening + form.begin
+    if is_forced and start.startswith(text):
+        return "", []
     said, found, rest = text.partition(start)
     if found:
         calls = _calls(rest, form)
@@ -136,11 +145,12 @@ def read_answer(
     alone, brace = text.lstrip(), form.begin.find("{")
     unmarked = form.begin[brace:] if brace >= 0 else ""
     if unmarked and alone.startswith(unmarked):
-        calls = _calls(alone[len(unmarked) :], form)
-        if _are_known(calls, names) and (calls or not is_over):
+        rest = alone[len(unmarked) :]
+        calls = _calls(rest, form)
+        may_begin = not is_over and any((name + form.middle).startswith(rest) for name in names)
+        if _are_known(calls, names) and (calls or may_begin):
             return "", calls
-        return text, []
-    if unmarked and not is_over and unmarked.startswith(alone):
+    elif unmarked and not is_over and unmarked.startswith(alone):
         return "", []
     held = 0 if is_over else overlap(text, start)
     return text[: len(text) - held], []

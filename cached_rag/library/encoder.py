@@ -123,6 +123,10 @@ class Encoder:
             self.library.register(new)
         return sum(len(record.token_ids) for record, _ in records)
 
+    def records_of(self, texts: Sequence[str]) -> list[ChunkRecord]:
+        """The records of texts, known or not; texts that cannot be chunks have none."""
+        return [record for record, _ in self._records(texts)[0]]
+
     def let_go(self) -> None:
         """Drop the KV that is kept between batches, as a removed text may be in it.
 
@@ -294,7 +298,11 @@ class Encoder:
         """
         for ids in passages:
             kv = self.library.fetch(EncodedAfter(behind.prefix_ids), ids)
-            base = self._with(base, ids) if kv is None else join(self.model, base, kv)
+            at = base.seq_len if base is not None else 0
+            if kv is None or not (self.model.rule.is_movable or kv.start == at):
+                base = self._with(base, ids)
+            else:
+                base = join(self.model, base, kv)
             base = self._with(base, self._between)
         return base
 

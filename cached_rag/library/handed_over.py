@@ -12,11 +12,12 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from cached_rag.backends.tokenizer import Tokens
+from cached_rag.kv.fingerprint import digest
 from cached_rag.library.matching import ANCHOR, ChunkTable, Match, align
 
 _log = logging.getLogger(__name__)
@@ -53,8 +54,20 @@ class HandedOver:
             while len(self._texts) > _MOST:
                 self._texts.popitem(last=False)
 
+    def forget(self, text_digests: Collection[str]) -> None:
+        """Expect texts no more, and do not hold them."""
+        with self._lock:
+            for text in [text for text in self._texts if digest(text) in text_digests]:
+                del self._texts[text]
+
     def find(
-        self, table: ChunkTable, prompt: str, tokens: Tokens, whole: Sequence[Match]
+        self,
+        table: ChunkTable,
+        prompt: str,
+        tokens: Tokens,
+        whole: Sequence[Match],
+        *,
+        tells: bool = True,
     ) -> tuple[Sequence[Match], list[str]]:
         """The chunks in a prompt with parts of expected texts among them, by their places.
 
@@ -62,6 +75,7 @@ class HandedOver:
             table: the known chunks.
             prompt: the prompt's text, and `tokens` those of it.
             whole: the chunks that are in it as they are.
+            tells: say what became of the texts; else that is left to the next prompt.
 
         Returns:
             The matches, and a sentence on each expected text that was changed.
@@ -69,11 +83,16 @@ class HandedOver:
         now = time.monotonic()
         with self._lock:
             texts = list(self._texts.items())
-            for text in self._texts:  # each is spoken of once
-                self._texts[text] = 0.0
+            if tells:
+                for text in self._texts:  # each is spoken of once
+                    self._texts[text] = 0.0
         found = {match.text for match in whole}
         known = [(text, until, chunk) for text, until in texts if (chunk := table.get(text))]
-        missing = [(text, until > now, chunk) for text, until, chunk in known if text not in found]
+        missing = [
+            (text, tells and until > now, chunk)
+            for text, until, chunk in known
+            if text not in found
+        ]
         if not missing:
             return whole, []
         placed = [one for match in whole if (one := align(match, tokens))]

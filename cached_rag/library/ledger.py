@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from cached_rag.kv.store.database import Database
+from cached_rag.kv.store.database import IN_MEMORY, Database
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS nodes (
@@ -41,7 +41,7 @@ class Ledger:
         Raises:
             StoreError: the file is damaged or cannot be opened. All methods may raise it, too.
         """
-        self._database = Database(Path(path or ":memory:"), _SCHEMA)
+        self._database = Database(Path(path or IN_MEMORY), _SCHEMA)
 
     def close(self) -> None:
         """Release the file."""

@@ -7,8 +7,7 @@ in prompts, and the store has their KV. Of the model it knows only the fingerpri
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,9 +22,8 @@ from cached_rag.kv.store.database import BRIEFLY_S
 from cached_rag.kv.store.remote import RemoteTier
 from cached_rag.library.bringing import Refuses, Wanted, bring
 from cached_rag.library.handed_over import HandedOver
-from cached_rag.library.known_heads import KnownHeads
-from cached_rag.library.learned import Learned
-from cached_rag.library.matching import ChunkTable, EncodedAfter
+from cached_rag.library.known import Known
+from cached_rag.library.matching import EncodedAfter
 from cached_rag.library.shelf import Shelf, memory_tiers
 
 _log = logging.getLogger(__name__)
@@ -43,6 +41,7 @@ class Library(Shelf):
         forgotten: Callable[[Sequence[ChunkRecord]], object] = lambda _: None,
         remote: RemoteTier | None = None,
         refuses: Refuses = lambda _: "",
+        known: Known | None = None,
     ) -> None:
         """Open the files that the configuration names, and finish interrupted removals.
 
@@ -54,6 +53,8 @@ class Library(Shelf):
             remote: the tier on another machine, which is not closed with the library.
             refuses: given a number of tokens, says why their KV is not to be brought from there;
                 empty if it is.
+            known: what another library of this tenant and memory knows; used where there is no
+                catalog, which has it, too.
 
         Files that cannot be opened are logged, and nothing is kept on disk; see `check_kept`.
         """
@@ -68,19 +69,20 @@ class Library(Shelf):
                 _log.warning("nothing is cached on disk: %s", error)
         tiers = tuple(memory_tiers(config, device)) if memory is None else memory
         super().__init__(maker, config.namespace, tiers, disk, remote)
+        self._shares_memory = memory is not None
         self.refuses = refuses
         self.handed_over = HandedOver()
         self.is_pipelined = bool(config.pipelined)
-        self.table = ChunkTable()
-        self._heads = KnownHeads(self, self._catalog)
-        self._learned = Learned(self._catalog, self.table)
+        if known is None or self._catalog is not None:
+            known = Known.of(self, self._catalog)
+        self.known = known
+        known.users += 1
+        self.table, self._heads, self._learned = known.table, known.heads, known.learned
         self._last_row = 0
         self._generation = self._evictions = 0
-        self._lock = threading.Lock()
+        self._lock = known.lock
         self._forgotten = forgotten
         self._unwritten: dict[str, ChunkRecord] = {}
-        # Keys whose KV could not be deleted, where no catalog has them.
-        self._undeleted: set[str] = set()
         if self._catalog is not None:
             with self.spared():
                 if remote is not None:
@@ -106,10 +108,16 @@ class Library(Shelf):
             raise self._lost
 
     def close(self) -> None:
-        """Finish reading ahead, and release files. The remote tier is its owner's to close."""
+        """Finish reading ahead, and release files. The remote tier is its owner's to close.
+
+        Without files nobody would know any more whose KV it is, so it goes from shared memory.
+        """
         super().close()
+        self.known.users -= 1
         if self._catalog is not None:
             self._catalog.close()
+        elif self._shares_memory and not self.known.users:
+            self._drop_from_memory(self.table)
 
     def refresh(self, *, force: bool = False) -> None:
         """Take over what other processes added or removed. Cheap if there is nothing new.
@@ -132,26 +140,31 @@ class Library(Shelf):
 
     def _read(self, catalog: Catalog) -> list[ChunkRecord]:
         """Bring the table and the prefixes up to date; returns the chunks that were removed."""
-        gone: list[ChunkRecord] = []
-        generation = catalog.generation()
-        if generation != self._generation:
-            known = catalog.text_digests() | self._unwritten.keys()
+        # All is read before anything is changed: else a failure would lose what was removed.
+        generation, gone = catalog.generation(), list[ChunkRecord]()
+        is_new = generation != self._generation
+        known = catalog.text_digests() | self._unwritten.keys() if is_new else frozenset()
+        added = list(catalog.modules(after=self._last_row))
+        self._heads.read(catalog)
+        if is_new:
             gone = [chunk for chunk in self.table if chunk.text_digest not in known]
             self.table.discard(gone)
             self._generation = generation
-        for row, chunk in catalog.modules(after=self._last_row):
+        for row, chunk in added:
             self.table.add(chunk)
             self._last_row = row
-        self._heads.read(catalog)
         return gone
 
     def _let_go(self, chunks: Sequence[ChunkRecord]) -> None:
         """Delete the KV of removed chunks from memory, and tell the engine."""
+        self._drop_from_memory(chunks)
+        if chunks:
+            self._forgotten(chunks)
+
+    def _drop_from_memory(self, chunks: Iterable[ChunkRecord]) -> None:
         for key in self._keys(chunks):
             for tier in self.memory:
                 tier.delete(key)
-        if chunks:
-            self._forgotten(chunks)
 
     @property
     def generation(self) -> int:
@@ -246,10 +259,13 @@ class Library(Shelf):
         learned = set(self._all_learned()) if found else set()
         return {text for text, chunk in found.items() if chunk.text_digest not in learned}
 
-    def remove(self, text_digests: Collection[str]) -> int:
+    def remove(self, text_digests: Collection[str], records: Sequence[ChunkRecord] = ()) -> int:
         """Forget texts, and delete all their KV, whichever process encoded it.
 
         All texts that were learned from prompts go with them, as they may have the same words.
+
+        Args:
+            records: those of texts that may not be known here, though prompts had them.
 
         Returns:
             How many KVs were deleted.
@@ -260,12 +276,18 @@ class Library(Shelf):
         self.check_kept()
         if not text_digests:
             return 0
-        return self._remove({*text_digests, *self._all_learned()})
+        given = {record.text_digest: record for record in records}
+        return self._remove({*text_digests, *self._all_learned()}, given)
 
-    def _remove(self, text_digests: Collection[str]) -> int:
+    def _remove(
+        self, text_digests: Collection[str], given: Mapping[str, ChunkRecord] | None = None
+    ) -> int:
         with self._lock:
             self._deletions += 1
-            chunks = [m for m in map(self.table.by_digest, text_digests) if m is not None]
+            records = [
+                self.table.by_digest(name) or (given or {}).get(name) for name in text_digests
+            ]
+            chunks = [record for record in records if record is not None]
             for text_digest in text_digests:
                 self._unwritten.pop(text_digest, None)
             self._learned.discard(text_digests)
@@ -286,11 +308,11 @@ class Library(Shelf):
         """Delete KV where no catalog says what has to go."""
         gone = sum(map(self.delete, keys))
         with self._lock:
-            self._undeleted.update(keys if self.remote is not None else ())
-            far = sorted(self._undeleted)
+            self.known.undeleted.update(keys if self.remote is not None else ())
+            far = sorted(self.known.undeleted)
         self.delete_far(far)
         with self._lock:
-            self._undeleted.difference_update(far)
+            self.known.undeleted.difference_update(far)
         return gone
 
     @property
@@ -302,8 +324,10 @@ class Library(Shelf):
         """Whether a text is a chunk, by the catalog, which may know more than this process."""
         if self._catalog is None:
             return self.table.by_digest(text_digest) is not None
-        if text_digest in self._unwritten:
-            self._catalog.add_chunks([self._unwritten.pop(text_digest)])
+        unwritten = self._unwritten.get(text_digest)
+        if unwritten is not None:
+            self._catalog.add_chunks([unwritten])
+            self._unwritten.pop(text_digest, None)
         return bool(self._catalog.find([text_digest]))
 
     def _keys(self, chunks: Iterable[ChunkRecord]) -> list[str]:

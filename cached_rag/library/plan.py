@@ -104,7 +104,7 @@ class Plan:
     def taking(self, what: Takes) -> Plan:
         """The plan with only that cached KV that a method takes."""
         if what is Takes.NOTHING:
-            return Plan((), (), self.num_tokens)
+            return replace(self, placements=(), positions=None)
         if what is Takes.ALL:
             return self
         exact = tuple(place for place in self.placements if place.is_exact)

@@ -79,7 +79,7 @@ class Recurring:
         self._most, self.generation = most, 0
         # By the digest of a piece, or of two neighbours: that of all before it, when last seen.
         self._seen: dict[int, int] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # as in `WriteBack`
 
     def __len__(self) -> int:
         return len(self._seen)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import fields, is_dataclass
+from typing import Any
+
 from cached_rag.methods.a3 import A3
 from cached_rag.methods.anchorflow import AnchorFlow
 from cached_rag.methods.auto import Auto
@@ -38,6 +42,7 @@ __all__ = [
     "has_own_ratio",
     "name_of",
     "parse_method",
+    "spelled",
 ]
 
 SELECTORS: dict[str, type[Selector]] = {
@@ -58,3 +63,13 @@ SELECTORS: dict[str, type[Selector]] = {
 def name_of(method: Selector) -> str:
     """What a method is called in reports."""
     return method.reported_as or type(method).__name__.lower()
+
+
+def spelled(method: Selector) -> str:
+    """A method's name with the options that are not its defaults, as `parse_method` reads them."""
+    if isinstance(method, Union):
+        return "+".join(map(spelled, method.members))
+    known: Any = fields(method) if is_dataclass(method) else ()
+    given = {field.name: getattr(method, field.name) for field in known}
+    own = [f"{f.name}={json.dumps(given[f.name])}" for f in known if given[f.name] != f.default]
+    return name_of(method) + (f":{','.join(own)}" if own else "")

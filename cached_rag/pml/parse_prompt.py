@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cached_rag.errors import PMLError
-from cached_rag.pml.markup import Chars, Element
+from cached_rag.pml.markup import Chars, Element, check_attributes
 from cached_rag.pml.nodes import ROLES
 from cached_rag.pml.prompt import Import, Part, Said
 from cached_rag.pml.whitespace import separator, split
@@ -36,6 +36,7 @@ def _parts(element: Element, file: str | None) -> Iterator[Part]:
             if text:
                 yield text
         elif part.tag in ROLES:
+            check_attributes(part, (), file)
             said = part
             inside = [c for c in part.content if isinstance(c, Element)]
             if inside:

@@ -5,17 +5,15 @@ Values are put in after the prompt is parsed, so they are text and cannot become
 
 from __future__ import annotations
 
-import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cached_rag.errors import PMLError
-from cached_rag.pml.markup import nearest
+from cached_rag.pml.markup import nearest, parse_markup
 from cached_rag.pml.prompt import Import, Part, Said
 from cached_rag.pml.schema import Schema, SchemaPrompt
-
-_FORMATTER = string.Formatter()
+from cached_rag.pml.variables import check_names, names
 
 
 class Fillable(Protocol):
@@ -53,6 +51,7 @@ class SchemaTemplate:
             PMLError: it is not valid, or of another schema.
         """
         prompt = schema.prompt_from_string(source)
+        check_names(parse_markup(source))  # here, where places are known
         found = cls(schema, prompt.parts, prompt.arguments)
         found.fill(
             **dict.fromkeys(found.variables, "")
@@ -63,7 +62,7 @@ class SchemaTemplate:
     def variables(self) -> tuple[str, ...]:
         """Names of the variables, in order of appearance."""
         texts = [*self.arguments.values(), *_texts(self.parts)]
-        return tuple(dict.fromkeys(name for text in texts for name in _names(text)))
+        return tuple(dict.fromkeys(name for text in texts for name in names(text)))
 
     def fill(self, /, **values: object) -> SchemaPrompt:
         """The prompt for these values.
@@ -86,20 +85,6 @@ def _texts(parts: Sequence[Part]) -> Iterator[str]:
             yield from _texts(part.parts)
         else:
             yield part.text if isinstance(part, Said) else part
-
-
-def _names(text: str) -> Iterator[str]:
-    try:
-        for _, name, spec, conversion in _FORMATTER.parse(text):
-            if name is None:
-                continue
-            if not name.isidentifier() or spec or conversion:
-                raise PMLError(
-                    f"{{{name}}} is no variable; variables are names, and braces are {{{{ and }}}}"
-                )
-            yield name
-    except ValueError as error:
-        raise PMLError(f"braces in {text!r}: {error}; write {{{{ and }}}} for braces") from error
 
 
 def _filled(part: Part, values: Mapping[str, object]) -> Part:

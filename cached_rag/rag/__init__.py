@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cached_rag.rag.document import Document
     from cached_rag.rag.embedding import DEFAULT_EMBEDDING, Embedder, Embeddings
+    from cached_rag.rag.finding import find_documents, look_at
     from cached_rag.rag.hit import Hit
     from cached_rag.rag.index import DocumentIndex, IndexedDocument
     from cached_rag.rag.limits import DocumentLimits
-    from cached_rag.rag.readers import READERS, find_documents, load_document, look_at
+    from cached_rag.rag.readers import READERS, load_document
     from cached_rag.rag.splitting import Chunk, Splitter
 
 _PLACES = {
     "document": ("Document",),
     "embedding": ("DEFAULT_EMBEDDING", "Embedder", "Embeddings"),
+    "finding": ("find_documents", "look_at"),
     "hit": ("Hit",),
     "index": ("DocumentIndex", "IndexedDocument"),
     "limits": ("DocumentLimits",),
-    "readers": ("READERS", "find_documents", "load_document", "look_at"),
+    "readers": ("READERS", "load_document"),
     "splitting": ("Chunk", "Splitter"),
 }
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}

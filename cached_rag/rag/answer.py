@@ -85,7 +85,7 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
     def when_ended(self, ended: Callable[[Answer], object]) -> None:
         """Have `ended` called with the answer once it is whole, closed or dropped, but not failed.
 
-        It is not called for an answer of which nothing was taken.
+        It is not called for an answer of which nothing was taken, unless there is nothing in it.
         """
         self._ended = ended
 
@@ -106,7 +106,7 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
         try:
             piece = next(self._stream)
         except StopIteration:
-            self._end()
+            self._end(is_whole=True)
             raise
         except BaseException:
             self._ended = None
@@ -127,7 +127,7 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
             except Exception:
                 self._ended = None
                 raise
-        self._end()
+        self._end(is_whole=True)
 
     async def atext(self) -> str:
         """All pieces, without blocking the event loop; a cancelled task stops the generation."""
@@ -137,15 +137,15 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
     def close(self) -> None:
         """Stop generating."""
         self._stream.close()
-        self._end()
+        self._end(is_whole=False)
 
     def __del__(self) -> None:
         if self._ended is not None:
             self.close()
 
-    def _end(self) -> None:
+    def _end(self, *, is_whole: bool) -> None:
         ended, self._ended = self._ended, None
-        if ended is not None and self._text:
+        if ended is not None and (self._text or is_whole):
             ended(self.answer)
 
 

@@ -9,7 +9,6 @@ from cached_rag.backends.tokenizer import Rendered
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Clock
-from cached_rag.errors import ConfigError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.context import Context
 from cached_rag.library.matching import ANCHOR
@@ -18,7 +17,7 @@ from cached_rag.rag.embedding import Embeddings
 from cached_rag.rag.hit import Hit
 from cached_rag.rag.index import DocumentIndex
 from cached_rag.rag.prompts import Prompts, Turn, searched
-from cached_rag.rag.retrieval import Found, Reranker, Wanted, find
+from cached_rag.rag.retrieval import Found, Reranker, Wanted, check_question, find
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,7 @@ class Asking:
         Args:
             said: what was said before.
         """
-        if not question.strip():
-            raise ConfigError("a question needs some text")
+        check_question(question)
         clock = Clock()
         # 1) The nearest chunks.
         text = searched(question, said)

@@ -14,12 +14,11 @@ from typing import Any
 
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.report import Clock
-from cached_rag.errors import ConfigError
 from cached_rag.rag.answer import Answer, AnswerStream, conversation
 from cached_rag.rag.asking import Asking
 from cached_rag.rag.hit import Hit
 from cached_rag.rag.prompts import Turn, searched
-from cached_rag.rag.retrieval import Wanted
+from cached_rag.rag.retrieval import Wanted, check_question
 
 _REWRITE = (
     "Rewrite this question so that it can be understood without our conversation. Write only the "
@@ -89,8 +88,7 @@ class Chat:
 
     def stream(self, question: str, **options: Any) -> AnswerStream:
         """As `ask`, piece by piece. If the answer before it is not whole yet, it ends here."""
-        if not question.strip():
-            raise ConfigError("a question needs some text")
+        check_question(question)
         config = self._config.replace(**options)
         asking = self._asking()
         if (last := self._open()) is not None:
@@ -110,9 +108,12 @@ class Chat:
             note = f"the conversation's first {gone} turns no longer fit, and were forgotten"
             found = found.noting(note)
         stream = asking.begin(question, prompt, hits, found, text, config, clock, search_ms)
-        self._said = kept
         texts = tuple(hit.text for hit in new)
-        stream.when_ended(lambda answer: self._said.append(_Exchange(answer, texts)))
+
+        def ended(answer: Answer) -> None:
+            self._said = [*kept, _Exchange(answer, texts)]
+
+        stream.when_ended(ended)
         self._open = weakref.ref(stream)
         return stream
 

@@ -74,7 +74,11 @@ class IndexFolder:
         except IndexMismatchError:
             self.index.close()
             raise
-        self._forget_later(self.index.unneeded())  # deletions that nobody finished
+        unneeded = self.index.unneeded()  # by deletions that nobody finished
+        try:
+            self._forget(unneeded)
+        except StoreError as error:  # without `kv/`, too, questions are answered
+            _log.warning("KV of deleted documents stays for now: %s", error)
 
     def _agree(self) -> None:
         """Take over the settings of the index, to which another process may have given some."""
@@ -141,7 +145,9 @@ class IndexFolder:
             self.index.roots.check_free(one.source)
             if not one.text:
                 raise DocumentError(f"the text {one.source!r} is empty; leave it out")
-        return self._ingestion().add(documents, progress=progress)
+        ingestion = self._ingestion()
+        self.index.roots.forget(one.source for one in documents)
+        return ingestion.add(documents, progress=progress)
 
     def ingest(
         self,
@@ -233,10 +239,19 @@ class IndexFolder:
 
         Raises:
             DocumentError: there is no such document, or the path stands for several.
+            StoreError: the document is deleted, and its KV could not be; the next `open` tries
+                again.
         """
         found = self.index.roots.find(source)
         chunks = len(self.index.texts(found))
-        return Deletion(found, chunks, self._forget(self.index.delete(found)))
+        texts = self.index.delete(found)
+        try:
+            return Deletion(found, chunks, self._forget(texts))
+        except StoreError as error:
+            raise type(error)(
+                f"{found} is deleted, but not its KV: {error}; the KV goes when the index is "
+                "opened again and this is mended"
+            ) from error
 
     def _forget_later(self, texts: Sequence[str]) -> None:
         """As `_forget`; what the remote store does not delete now, the next `open` does."""

@@ -13,7 +13,7 @@ from inscriptis.html_engine import Inscriptis
 from inscriptis.html_properties import Display
 from inscriptis.model.config import ParserConfig
 from inscriptis.model.css import CssParse
-from inscriptis.model.html_element import HtmlElement
+from inscriptis.model.html_element import DEFAULT_HTML_ELEMENT, HtmlElement
 from inscriptis.model.tag import CustomHtmlTagHandlerMapping
 from inscriptis.model.tag.table_tag import table_end_handler
 from lxml.etree import ParserError
@@ -24,6 +24,14 @@ from cached_rag.rag.document import Metadata, Part
 _DECLARATION = re.compile(r"^<\?xml [^>]+?\?>")
 # Shows nothing, as inscriptis does for scripts and styles.
 _INVISIBLE = HtmlElement(display=Display.none)
+# In <pre> these keep its line breaks and spaces, as in browsers; inscriptis has them start anew.
+_INHERITING = (
+    *("a", "abbr", "b", "bdi", "bdo", "big", "cite", "code", "data", "del", "dfn", "div", "em"),
+    *("font", "i", "ins", "kbd", "label", "mark", "q", "s", "samp", "small", "span", "strike"),
+    *("strong", "sub", "sup", "time", "tt", "u", "var"),
+)
+# Stands for "&", as inscriptis would take "&copy" in a text for an entity. Is no character.
+_AMPERSAND = "\ufdd0"
 # Most characters or lines by which a style may move a text.
 _MOST_SPACE = 20
 # Most characters of all tables of a document as text. Cells are padded with spaces to equal widths.
@@ -43,22 +51,46 @@ def html_parts(html: str) -> list[Part]:
     """
     if not html.strip():
         return []
-    css = {**CSS_PROFILES["relaxed"], "template": _INVISIBLE}
-    css["body"] = copy(css["body"])  # inscriptis writes into it, also from other threads
     tables = CustomHtmlTagHandlerMapping(start_tag_mapping={}, end_tag_mapping={"table": _Tables()})
     config = ParserConfig(
-        css=css,
+        css=_css(),
         display_links=False,
         custom_html_tag_handler_mapping=tables,
         annotation_rules={name: [name] for name in _HEADINGS},
     )
     handler = config.attribute_handler
     handler.attribute_mapping = {**handler.attribute_mapping, "style": _style}
-    found = Inscriptis(_tree(html), config)
-    text = found.get_text()
+    found = Inscriptis(_without_ampersands(_tree(html)), config)
+    text = found.get_text().replace(_AMPERSAND, "&")
     labels = [(one.start, one.end, one.metadata) for one in found.get_annotations()]
     headings = [label for label in sorted(labels) if _stands_alone(text, *label[:2])]
     return list(_parts(text, headings[:_MOST_HEADINGS]))
+
+
+def _css() -> dict[str, HtmlElement]:
+    css = {**CSS_PROFILES["relaxed"], "template": _INVISIBLE}
+    css["body"] = copy(css["body"])  # inscriptis writes into it, also from other threads
+    for tag in _INHERITING:
+        css[tag] = copy(css.get(tag, DEFAULT_HTML_ELEMENT))
+        css[tag].whitespace = None  # as around it
+    return css
+
+
+def _without_ampersands(tree: Any) -> Any:
+    """A tree whose texts say `_AMPERSAND` for "&": its entities are decoded already.
+
+    Inscriptis decodes them again, and in cells of tables once more for each table around them.
+    """
+    for element in tree.iter():
+        if element.text and isinstance(element.tag, str):
+            element.text = _marked(element.text)
+        if element.tail:
+            element.tail = _marked(element.tail)
+    return tree
+
+
+def _marked(text: str) -> str:
+    return text.replace(_AMPERSAND, "").replace("&", _AMPERSAND)
 
 
 def _tree(html: str) -> Any:

@@ -6,7 +6,7 @@ Each step keeps what is there already, so an interrupted run goes on where it st
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -16,11 +16,11 @@ from cached_rag.errors import DocumentError
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.rag.confined import ConfinedReader
 from cached_rag.rag.document import Document
+from cached_rag.rag.finding import look_at
 from cached_rag.rag.index import DocumentIndex
 from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.preparing import Preparation, content, groups
 from cached_rag.rag.progress import Say, prefilling, preparing, reading
-from cached_rag.rag.readers import look_at
 from cached_rag.rag.roots import absolute, is_below, is_text, join
 from cached_rag.rag.workers import IngestTask, Prepare, PreparedDocument
 
@@ -36,7 +36,7 @@ class IngestSummary:
         encoded: number of chunks that were prefilled.
         tokens, seconds: how many tokens that were, and how long it took.
         deleted: number of documents that were deleted.
-        skipped: (path, reason) of each file that could not be read.
+        skipped: (path, reason) of each file or folder that could not be read.
         passed_over: (suffix, count) of files without a reader, most frequent first.
         unsent: number of KVs that could not be sent to the remote store; ingesting the same again
             sends them.
@@ -90,15 +90,20 @@ class Ingestion:
             base = self._called(path, found.files, name, reader)
             files = {join(base, file.relative_to(path)): file for file in found.files}
             unnamed = [_unnamed(files.pop(source)) for source in list(files) if not is_text(source)]
+            known = {
+                *files,
+                *(join(base, place.relative_to(path)) for place, _ in found.unreadable),
+            }
             if prepare is None:
                 added, skipped, texts = self._read(files, reader, progress)
         if prepare is None:
-            deleted = self._delete_missing(base, files) if delete_missing else 0
+            deleted = self._delete_missing(base, known) if delete_missing else 0
             summary = replace(self._encode(added, texts, progress), skipped=tuple(skipped))
         else:
             summary = self._gather(files, prepare, progress)
-            deleted = self._delete_missing(base, files) if delete_missing else 0
-        left_out = (*unnamed, *summary.skipped)
+            deleted = self._delete_missing(base, known) if delete_missing else 0
+        unseen = [(str(place), reason) for place, reason in found.unreadable]
+        left_out = (*unseen, *unnamed, *summary.skipped)
         return replace(summary, deleted=deleted, skipped=left_out, passed_over=found.passed_over)
 
     def add(self, documents: Sequence[Document], *, progress: bool) -> IngestSummary:
@@ -177,6 +182,8 @@ class Ingestion:
         return root.source(path) or root.name
 
     def _is_unchanged(self, reader: ConfinedReader, source: str, file: Path) -> bool:
+        if not is_text(source):  # no document is called so
+            return False
         try:
             return self.index.holds(source, content(reader.load(file)))
         except DocumentError:
@@ -193,9 +200,14 @@ class Ingestion:
         self.forget(self.index.replace(source, digest, chunks, vectors, self.settings))
         return True
 
-    def _delete_missing(self, base: str, present: Iterable[str]) -> int:
-        gone = {source for source in self.index.sources() if is_below(source, base)}
-        gone -= set(present)
+    def _delete_missing(self, base: str, present: set[str]) -> int:
+        """Delete documents below `base` that are not there; says how many.
+
+        Args:
+            present: sources that are there, and those below which nobody could look.
+        """
+        below = (source for source in self.index.sources() if is_below(source, base))
+        gone = [source for source in below if present.isdisjoint(_above(source))]
         for source in gone:
             self.forget(self.index.delete(source))
         return len(gone)
@@ -238,6 +250,11 @@ class Ingestion:
         for source in group:
             self.index.mark_encoded(source)
         return done
+
+
+def _above(source: str) -> Iterator[str]:
+    """A source, and those of the folders around it."""
+    return accumulate(source.split("/"), lambda above, name: f"{above}/{name}")
 
 
 def _unnamed(file: Path) -> tuple[str, str]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from cached_rag.backends.tokenizer import Rendered
 from cached_rag.engine.engine import Engine
+from cached_rag.errors import ConfigError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.context import Context
 from cached_rag.library.encode import EncodeSummary
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 # Documents are encoded together until their chunks fill a few batches.
 _GROUP_CHUNKS = 32
+# A title has 200 characters at most.
+_TITLE_TOKENS = 64
 # Chunks embedded at a time; the bar moves after each batch.
 EMBED_CHUNKS = 128
 
@@ -54,13 +57,19 @@ class Preparation:
         settings: Mapping[str, str],
         contexts: tuple[Context | None, ...],
     ) -> Preparation:
-        """By the settings of an index."""
+        """By the settings of an index.
+
+        Raises:
+            ConfigError: chunks as long as these settings have them exceed the model's context.
+        """
 
         def count_tokens(text: str) -> int:
             return len(engine.tokenization.literal(text))
 
         splitter = Splitter(count_tokens, int(settings["chunk_tokens"]))
-        return cls(engine, embedder, splitter, Prompts(engine, settings["system"]).head(), contexts)
+        head = Prompts(engine, settings["system"]).head()
+        _check_fits(engine, head, int(settings["chunk_tokens"]))
+        return cls(engine, embedder, splitter, head, contexts)
 
     def embedded(self, texts: Sequence[str], say: Say = lambda *_: None) -> NDArray[np.float32]:
         """(len(texts), dim) float32; part by part, so that a bar moves in long documents."""
@@ -80,6 +89,17 @@ class Preparation:
         """
         return self.engine.encode(
             texts, self.head, context=self.contexts, token_progress=tokens_done
+        )
+
+
+def _check_fits(engine: Engine, head: Rendered, chunk_tokens: int) -> None:
+    """Refuse what the model cannot read, before an index has it as its setting."""
+    room, before = engine.model.context_length, engine.count_tokens(head)
+    if before + _TITLE_TOKENS + chunk_tokens > room:
+        raise ConfigError(
+            f"chunks of {chunk_tokens} tokens, a title ({_TITLE_TOKENS}) and the prompt's head "
+            f"({before}) exceed the model's context of {room}; choose smaller chunk_tokens in a "
+            "new index, or a shorter system prompt"
         )
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from cached_rag.backends.tokenizer import Message, Rendered
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError, ContextOverflowError
+from cached_rag.kv.fingerprint import digest
 from cached_rag.rag.hit import Hit
 
 Turn = dict[str, str]
-_MARK = "the first chunk"
 # How many earlier questions a follow-up is searched with; more of them would drown it.
 _SEARCHED = 2
 _ASKS, _ANSWERS = "Question:", "Answer:"
@@ -97,8 +97,9 @@ class Prompts:
 
     def head(self) -> Rendered:
         """The head of every prompt: all that stands before its first chunk."""
-        whole = self.rendered(self.messages("?", [_MARK]))
-        return whole.until(whole.text.index(_MARK))
+        mark = digest(self.system)  # which the system prompt cannot have in it
+        whole = self.rendered(self.messages("?", [mark]))
+        return whole.until(whole.text.index(mark))
 
     def fitting(
         self,

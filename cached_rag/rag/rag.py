@@ -28,7 +28,7 @@ from cached_rag.rag.hit import Hit
 from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.prompts import Prompts, searched
 from cached_rag.rag.retrieval import Reranker, Wanted, find
-from cached_rag.rag.roots import is_path
+from cached_rag.rag.roots import absolute, is_path
 from cached_rag.rag.settings import asked_for
 
 # What `[rag]` brings, for the index, embeddings and readers.
@@ -129,9 +129,9 @@ class CachedRAG(IndexFolder):
             context=context,
             system=system,
         )
-        root = Path(path).expanduser()
-        if not is_path(root):
+        if not is_path(Path(path).expanduser()):
             raise ConfigError(f"{str(path)!r} cannot be the name of an index; give another one")
+        root = absolute(path)  # the process may change its folder, and the index stays
         store = StoreConfig(
             path=str(root / "kv"),
             codec=codec or "raw",

@@ -1,4 +1,4 @@
-"""Finds files and turns them into plain text, with one library for each format. Knows no model.
+"""Turns files into plain text, with one library for each format. Knows no model.
 
 Documents are untrusted: nothing in them is executed, included or fetched. Markdown and
 reStructuredText become HTML, and HTML becomes text with its layout kept.
@@ -6,9 +6,8 @@ reStructuredText become HTML, and HTML becomes text with its layout kept.
 
 from __future__ import annotations
 
-from collections import Counter
+import codecs
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from cached_rag.errors import DocumentError, MissingPackageError, needs_extra
@@ -22,70 +21,9 @@ from cached_rag.rag.office import SUFFIXES, read_office
 _NESTING = 100
 # Of UTF-16 and UTF-32, which alone have zeros in texts.
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
-# Stands for a suffix where links that lead out of the folder are counted.
-_ELSEWHERE = "links to elsewhere"
-
-
-@dataclass(frozen=True)
-class Found:
-    """What lies at a path, hidden files aside.
-
-    Attributes:
-        files: the files that have a reader, sorted.
-        passed_over: (suffix, count) of the other files, most frequent first; the suffix is "" for
-            files without one, and "links to elsewhere" for links that lead out of the folder.
-    """
-
-    files: tuple[Path, ...]
-    passed_over: tuple[tuple[str, int], ...] = ()
-
-
-def look_at(path: Path | str) -> Found:
-    """A file itself, of whatever kind, or all files below a folder.
-
-    A link below a folder counts if it leads to a file in the folder that is not found otherwise.
-
-    Raises:
-        DocumentError: nothing is there.
-    """
-    root = Path(path).expanduser()
-    try:
-        is_file, is_folder = root.is_file(), root.is_dir()
-    except OSError as error:  # as for a name that is too long
-        raise DocumentError(f"{root} cannot be looked at ({error})") from error
-    if is_file:
-        return Found((root,))
-    if not is_folder:
-        raise DocumentError(f"there is no file or folder at {root}")
-    inside = root.resolve()
-    files: dict[Path, Path] = {}
-    links: dict[Path, Path] = {}
-    others = Counter[str]()
-    for file in root.rglob("*"):
-        if is_hidden(file.relative_to(root)) or not file.is_file():
-            continue
-        target, suffix = file.resolve(), file.suffix.lower()
-        if not target.is_relative_to(inside):
-            others[_ELSEWHERE] += 1
-        elif suffix not in READERS or target.suffix.lower() != suffix:
-            others[suffix] += 1
-        else:
-            (links if file.is_symlink() else files)[target] = file
-    return Found(tuple(sorted((links | files).values())), tuple(others.most_common()))
-
-
-def find_documents(path: Path | str) -> list[Path]:
-    """The files of `look_at`: a file itself, or those below a folder that have a reader, sorted.
-
-    Raises:
-        DocumentError: nothing is there.
-    """
-    return list(look_at(path).files)
-
-
-def is_hidden(path: Path) -> bool:
-    """Whether the name of a file, or of a folder above it, begins with a dot."""
-    return any(part.startswith(".") for part in path.parts)
+# A text is UTF-8 with damage in it if at least so many characters are whole for each that is not.
+# In texts of other encodings it is the other way round.
+_WHOLE = 4
 
 
 def load_document(path: Path | str, max_bytes: int = MAX_BYTES) -> Document:
@@ -132,12 +70,27 @@ def _decode(path: Path) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
+        if (damaged := _damaged_utf8(data)) is not None:
+            return damaged
         from charset_normalizer import from_bytes
 
         best = from_bytes(data).best()
         if best is None or (b"\x00" in data[:4096] and not data.startswith(_BYTE_ORDER_MARKS)):
             raise DocumentError(f"{path}: is not text in any known encoding") from None
         return str(best)
+
+
+def _damaged_utf8(data: bytes) -> str | None:
+    """UTF-8 with U+FFFD for what is none, as where a file was cut; None if it is another encoding.
+
+    A guess would turn all its other characters into nonsense.
+    """
+    text = data.decode("utf-8-sig", errors="replace")
+    lost = text.count("\ufffd")
+    whole = sum(not character.isascii() for character in text) - lost
+    has_mark = data.startswith(codecs.BOM_UTF8)
+    is_utf8 = has_mark or (whole >= _WHOLE * lost and b"\x00" not in data[:4096])
+    return text if is_utf8 else None
 
 
 def _html_parts(html: str) -> list[Part]:

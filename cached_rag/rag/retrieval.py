@@ -62,11 +62,10 @@ def find(
             first k are taken; None keeps the order of similarity.
 
     Raises:
-        ConfigError: an empty text or index, a filter by what no chunk has, or a reranker that does
-            not give a score for each text.
+        ConfigError: an empty text or index, a text of half characters, a filter by what no chunk
+            has, or a reranker that does not give a score for each text.
     """
-    if not text.strip():
-        raise ConfigError("a question needs some text")
+    check_question(text)
     reach = max(wanted.k, candidates) if reranker else wanted.k
     near = index.search(embedder.embed([text])[0], reach, wanted.where)
     if not near and not index.count()[1]:
@@ -76,6 +75,23 @@ def find(
     if reranker and hits:
         hits = _reranked(reranker, text, hits)
     return Found(tuple(hits[: wanted.k]), tuple(_remarks(near, hits)))
+
+
+def check_question(text: str) -> None:
+    """Refuse what cannot be searched for.
+
+    Raises:
+        ConfigError: there is nothing but white space, or half a character.
+    """
+    if not text.strip():
+        raise ConfigError("a question needs some text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"a question has half of a surrogate pair at character {error.start}, which is no "
+            "character; leave it out, or decode the text it comes from as a whole"
+        ) from error
 
 
 def _reranked(reranker: Reranker, text: str, hits: Sequence[Hit]) -> list[Hit]:

@@ -196,6 +196,21 @@ class Roots:
                 "is before its first slash is no folder or file of the index"
             )
 
+    def forget(self, sources: Iterable[str]) -> None:
+        """Forget roots of which no document is left, and whose name texts in no file are to have.
+
+        A root is remembered when its last document is deleted, or gets another root's name. Texts
+        would be taken for its files.
+
+        Args:
+            sources: names of the texts, each of which `check_free` has seen.
+        """
+        below = "substr(source || '/', 1, length(?1) + 1) = ?1 || '/'"
+        has_some = f"EXISTS (SELECT 1 FROM documents WHERE {below})"
+        sql = f"DELETE FROM roots WHERE name = ?1 AND NOT {has_some}"
+        with self._database.transaction() as connection:
+            connection.executemany(sql, {(_head(source),) for source in sources})
+
     def find(self, source: Path | str) -> str:
         """The source that is meant: itself, or that of a path on disk.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from os.path import isdir, isfile  # unlike those of a Path, they never raise
 from pathlib import Path
 from threading import Event
 
 from cached_rag.errors import DocumentError, needs_extra
+from cached_rag.rag.finding import is_hidden, look_at
 from cached_rag.rag.ingest import IngestSummary
-from cached_rag.rag.readers import is_hidden, look_at
 
 # How often a watch says that nothing happened.
 _TIMEOUT_MS = 1000
@@ -37,7 +38,7 @@ def watch(
     with needs_extra("docs", "watching a folder"):
         import watchfiles
 
-    if not path.is_dir():
+    if not isdir(path):
         raise DocumentError(f"there is no folder at {path} to watch; files are ingested without")
     own = ignored.resolve()
 
@@ -76,7 +77,7 @@ def _ingested(folder: Path, target: Path, ingest: Ingest) -> IngestSummary:
     try:
         return ingest(target, target == folder)
     except DocumentError:
-        if target == folder or not folder.is_dir():
+        if target == folder or not isdir(folder):
             raise
         return ingest(folder, True)  # a file that was there a moment ago
 
@@ -85,7 +86,7 @@ def _changed(folder: Path, paths: set[Path]) -> list[Path]:
     """What to ingest again: files that changed; or all, if many did, or one is gone or a folder."""
     if not paths:
         return []
-    if len(paths) > _MOST_FILES or not all(path.is_file() for path in paths):
+    if len(paths) > _MOST_FILES or not all(map(isfile, paths)):
         return [folder]
     found = {file.resolve(): file for file in look_at(folder).files}
     return sorted(found[file] for path in paths if (file := path.resolve()) in found)

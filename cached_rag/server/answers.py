@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.engine.decoding import Generation, TokenLogprobs
 from cached_rag.engine.report import Report
 from cached_rag.engine.tools import CallPart, Tools
@@ -23,7 +24,7 @@ class Envelope:
         model: the name by which clients know it.
         fingerprint: tells models apart that have the same name.
         is_chat: whether it is a chat completion, else a completion.
-        tokenizer: spells tokens, where log probabilities are asked for.
+        tokenization: spells tokens, where log probabilities are asked for.
         num_answers: to each prompt.
         sources: the chunks that an index found for the question; None without an index.
         created: seconds since the epoch.
@@ -32,7 +33,7 @@ class Envelope:
     model: str
     fingerprint: str
     is_chat: bool
-    tokenizer: Any
+    tokenization: Tokenization
     num_answers: int = 1
     sources: list[Json] | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -142,8 +143,9 @@ class Envelope:
         }
 
     def _token(self, token: int, logprob: float) -> Json:
-        text = self.tokenizer.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        spelled = self.tokenization.spelled(token)
+        text = spelled.decode(errors="replace")
+        return {"token": text, "logprob": logprob, "bytes": list(spelled)}
 
     def _head(self, suffix: str) -> Json:
         kind = f"chat.completion{suffix}" if self.is_chat else "text_completion"

@@ -5,15 +5,21 @@ Knows JSON; knows no engine.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    field_validator,
+    model_validator,
+)
 
 _MOST_TOOLS = 128  # as OpenAI's
 _MOST_ARGUMENTS = 100_000
-
-
 _MOST_FIELDS = 100
+_Word = Literal["none", "auto", "required"]
 
 
 class Strict(BaseModel):
@@ -57,6 +63,14 @@ class Tool(Strict):
 
 class _Named(Strict):
     name: str
+
+    @field_validator("name")
+    @classmethod
+    def _is_no_choice(cls, name: str) -> str:
+        """Refuses a name that would be read as a choice of OpenAI's, and not as the tool's."""
+        if name in get_args(_Word):
+            raise ValueError(f"a tool cannot be forced that is called {name!r}; rename it")
+        return name
 
 
 class NamedChoice(Strict):
@@ -104,4 +118,4 @@ class ResponseFormat(Strict):
 
 
 Tools = Annotated[list[Tool], Field(max_length=_MOST_TOOLS)]
-Choice = Literal["none", "auto", "required"] | NamedChoice
+Choice = _Word | NamedChoice

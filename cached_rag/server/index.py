@@ -50,12 +50,41 @@ class ServedIndex:
         Raises:
             ConfigError: the last message is no user's; or see `CachedRAG.stream`.
         """
+        question, history = self._asked(messages)
+        return self._rag.stream(question, history=history, where=where, config=config)
+
+    def shortened(
+        self,
+        messages: Sequence[Message],
+        config: GenerationConfig,
+        where: Mapping[str, object] | None = None,
+    ) -> GenerationConfig:
+        """The settings of a shorter answer, where the conversation leaves too little room.
+
+        It is what the context leaves behind a prompt with one chunk, the least that is asked with.
+
+        Raises:
+            ContextOverflowError: not even one token fits.
+        """
+        from cached_rag.rag.answer import conversation  # an index is open, so its packages are here
+        from cached_rag.rag.prompts import Prompts
+
+        question, history = self._asked(messages)
+        least = config.replace(max_tokens=1)
+        found = self._rag.stream(question, k=1, history=history, where=where, config=least)
+        engine = self._rag.engine
+        prompts = Prompts(engine, self._rag.settings["system"])
+        texts = [hit.text for hit in found.sources]
+        prompt = prompts.rendered(prompts.messages(question, texts, conversation(history)))
+        room = engine.model.context_length - engine.count_tokens(prompt)
+        return config.replace(max_tokens=min(config.max_tokens, room))
+
+    def _asked(self, messages: Sequence[Message]) -> tuple[str, list[Message]]:
+        """The question, and what was said before it."""
         said = [message for message in messages if message["role"] != "system"]
         if not said or said[-1]["role"] != "user":
             raise ConfigError(f"{self.name} answers the user's last message, and there is none")
-        return self._rag.stream(
-            str(said[-1]["content"]), history=said[:-1], where=where, config=config
-        )
+        return str(said[-1]["content"]), said[:-1]
 
     def embed(self, request: EmbeddingsRequest) -> Json:
         """OpenAI's embeddings."""

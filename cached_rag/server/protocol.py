@@ -118,6 +118,8 @@ class StreamOptions(Strict):
     """OpenAI's `stream_options`."""
 
     include_usage: bool = False
+    # Random padding that hides how long pieces are. It is no part of the answer, and we add none.
+    include_obfuscation: bool | None = None
 
 
 class _Settings(Strict):

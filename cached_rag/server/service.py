@@ -24,6 +24,7 @@ from cached_rag.server.protocol import ChatRequest, CompletionRequest, Documents
 from cached_rag.server.tenants import Tenants
 
 if TYPE_CHECKING:  # its packages are another extra's
+    from cached_rag.rag.answer import AnswerStream
     from cached_rag.rag.hit import Hit
 
 _log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class Service:
         try:
             engine = lease.enter_context(self.tenants.using(tenant, request.cache_salt))
             tools = Tools(engine.tokenization, **request.form())
-            config = config.replace(grammar=tools.grammar)
+            config = tools.settings(config)
             if isinstance(request, ChatRequest) and self.is_index(request.model):
                 streams, hits = self._searched(request, tools, config)
             else:
@@ -125,7 +126,7 @@ class Service:
             request.model,
             fingerprint,
             is_chat,
-            engine.tokenization.tokenizer,
+            engine.tokenization,
             request.n or 1,
             None if hits is None else sources(hits),
         )
@@ -141,15 +142,26 @@ class Service:
     def _searched(
         self, request: ChatRequest, tools: Tools, config: GenerationConfig
     ) -> tuple[list[Stream], Sequence[Hit]]:
-        """Answers from the index, and the chunks that they are given."""
-        assert self.index is not None
+        """Answers from the index, and the chunks that they are given.
+
+        As in `_fitting`, the default length is cut to what fits.
+        """
+        index = self.index
+        assert index is not None
         if tools.is_offered or request.cache_salt:
-            raise ConfigError(f"{self.index.name} takes neither tools nor a cache_salt")
+            raise ConfigError(f"{index.name} takes neither tools nor a cache_salt")
         [messages] = request.prompts()
-        found = [
-            self.index.stream(messages, _nth(config, n), request.where)
-            for n in range(request.n or 1)
-        ]
+
+        def begun(config: GenerationConfig) -> list[AnswerStream]:
+            numbers = range(request.n or 1)
+            return [index.stream(messages, _nth(config, n), request.where) for n in numbers]
+
+        try:
+            found = begun(config)
+        except ContextOverflowError:
+            if request.wanted_tokens is not None:
+                raise
+            found = begun(index.shortened(messages, config, request.where))
         return [answer.stream for answer in found], found[0].sources
 
     async def answer(self, asked: Asked) -> Json:
@@ -169,10 +181,9 @@ class Service:
         arrived: asyncio.Queue[Json | BaseException | None] = asyncio.Queue(_AHEAD)
 
         async def follow(index: int, stream: Stream) -> None:
-            growing, noted = asked.tools.growing(), 0
+            growing, noted, is_open = asked.tools.growing(), 0, False
             try:
                 async with aclosing(stream.apieces()) as pieces:
-                    is_open = False
                     async for piece in pieces:
                         if not is_open:
                             is_open = True
@@ -182,6 +193,8 @@ class Service:
                         noted += len(now)
                         if said or parts or now:
                             await arrived.put(asked.envelope.piece(index, said, parts, now))
+                if not is_open:  # an empty answer has a role and sources, too
+                    await arrived.put(asked.envelope.opening(index))
                 said, parts = growing.push("", is_over=True)
                 now = stream.logprobs[noted:]
                 if said or parts or now:

@@ -64,14 +64,13 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         options = dict(options)
         engine = self._called(options.pop("model", None))
         tools = taken(engine, options)
-        options.setdefault("grammar", tools.grammar)
         if chunks := handed_over(messages):
             engine.register(chunks)
         plain_messages = plain(messages)
         prompt = SchemaPrompt.receive(plain_messages)
         if prompt is not None and tools.is_offered:
             raise ValueError("a schema's prompt lists no tools; put them into the schema's text")
-        config = self._config(stop, options)
+        config = tools.settings(self._config(stop, options))
         return engine.stream(prompt or tools.prompt(plain_messages), config), tools
 
     def _called(self, model: str | None) -> Engine:
@@ -156,6 +155,15 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         output = {"model_name": about["model_name"], "token_usage": dict(usage(stream.report))}
         return ChatResult(generations=[generation], llm_output=output)
 
+    def _combine_llm_outputs(self, llm_outputs: list[dict[str, Any] | None]) -> dict[str, Any]:
+        """The tokens of a batch; an answer that is streamed, or from a cache, says none here."""
+        told = [output for output in llm_outputs if output]
+        if not told:
+            return {}
+        names = ("input_tokens", "output_tokens", "total_tokens")
+        counts = {name: sum(output["token_usage"][name] for output in told) for name in names}
+        return {"model_name": told[0]["model_name"], "token_usage": counts}
+
     def _last_chunk(
         self, stream: Stream, growing: GrowingAnswer, options: dict[str, Any]
     ) -> ChatGenerationChunk:
@@ -201,7 +209,7 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
             ls_temperature=config["temperature"],
             ls_max_tokens=config["max_tokens"],
         )
-        if wanted := stop or self.stop:
+        if wanted := self._config(stop, {}).stop:
             params["ls_stop"] = list(wanted)
         return params
 

@@ -12,8 +12,9 @@ from langchain_core.language_models import LLM
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
+from cached_rag import Generation as Answer
 from cached_rag import Report, SchemaPrompt, Stream
-from langchain_cached_rag.messages import Prompt, metadata, usage
+from langchain_cached_rag.messages import Prompt, logprobs, metadata, usage
 from langchain_cached_rag.settings import GENERATION_SETTINGS, EngineSettings
 
 
@@ -85,7 +86,7 @@ class CachedRAGLLM(EngineSettings, LLM):
         model = kwargs.pop("model", None)
         engine, config = self.loaded_engine(model), self._config(stop, kwargs)
         answers = engine.generate_batch([self._asked(prompt) for prompt in prompts], config)
-        return self._result([(a.text, a.report, a.finish_reason) for a in answers], model)
+        return self._result(answers, model)
 
     async def _agenerate(
         self,
@@ -100,16 +101,15 @@ class CachedRAGLLM(EngineSettings, LLM):
         finally:  # one has failed, or nobody wants the others any more
             for stream in streams:
                 stream.cancel()
-        answers = zip(texts, streams, strict=True)
-        found = [(text, stream.report, stream.finish_reason) for text, stream in answers]
+        found = [stream.generation(text) for text, stream in zip(texts, streams, strict=True)]
         return self._result(found, kwargs.get("model"))
 
-    def _result(self, answers: list[tuple[str, Report, str]], model: str | None) -> LLMResult:
+    def _result(self, answers: list[Answer], model: str | None) -> LLMResult:
         generations = [
-            [Generation(text=text, generation_info=self._about(report, reason, model))]
-            for text, report, reason in answers
+            [Generation(text=answer.text, generation_info=self._about(answer, model))]
+            for answer in answers
         ]
-        counts = _total([report for _, report, _ in answers])
+        counts = _total([answer.report for answer in answers])
         output = {"model_name": model or self._model, "token_usage": counts}
         return LLMResult(generations=generations, llm_output=output)
 
@@ -153,12 +153,14 @@ class CachedRAGLLM(EngineSettings, LLM):
         yield self._last_chunk(stream, kwargs)
 
     def _last_chunk(self, stream: Stream, options: dict[str, Any]) -> GenerationChunk:
-        info = self._about(stream.report, stream.finish_reason, options.get("model"))
+        info = self._about(stream.generation(""), options.get("model"))
         return GenerationChunk(text="", generation_info=info)
 
-    def _about(self, report: Report, finish_reason: str, model: str | None) -> dict[str, Any]:
-        about = metadata(model or self._model, report, finish_reason)
-        return {**about, "usage_metadata": usage(report)}
+    def _about(self, answer: Answer, model: str | None) -> dict[str, Any]:
+        about = metadata(model or self._model, answer.report, answer.finish_reason)
+        if answer.logprobs:
+            about["logprobs"] = logprobs(answer.logprobs, self.loaded_engine(model))
+        return {**about, "usage_metadata": usage(answer.report)}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)

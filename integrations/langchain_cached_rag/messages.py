@@ -6,6 +6,7 @@ Knows content blocks; knows no engine.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from langchain_core.messages import (
@@ -74,7 +75,7 @@ def handed_over(messages: Sequence[BaseMessage]) -> list[str]:
     message.
     """
     chunks: list[str] = []
-    for message, following in zip(messages, [*messages[1:], None], strict=True):
+    for message, following in zip_longest(messages, messages[1:]):
         if isinstance(message, HumanMessage) and isinstance(message.content, list):
             blocks = list(_texts(message))
             chunks += blocks if isinstance(following, HumanMessage) else blocks[:-1]
@@ -109,8 +110,9 @@ def logprobs(found: Sequence[TokenLogprobs], engine: Engine) -> dict[str, Any]:
     """Log probabilities in OpenAI's form."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
-        text = engine.tokenization.tokenizer.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        spelled = engine.tokenization.spelled(token)
+        text = spelled.decode(errors="replace")
+        return {"token": text, "logprob": logprob, "bytes": list(spelled)}
 
     return {
         "content": [

@@ -205,13 +205,17 @@ class EngineSettings(BaseModel):
             self._engines[model] = Engine.shared(model, store=store, **options)
         return self._engines[model]
 
-    def _config(self, stop: Sequence[str] | None, options: dict[str, Any]) -> GenerationConfig:
+    def _config(
+        self, stop: str | Sequence[str] | None, options: dict[str, Any]
+    ) -> GenerationConfig:
         """Settings of one call: the object's, and what was bound or given to the call.
+
+        `stop` is typed as a list by LangChain, which passes on what it is given: a string, too.
 
         LangChain's own option "stream" says how the call is made, not what it computes.
         """
         settings = {name: getattr(self, name) for name in GENERATION_SETTINGS}
-        settings["stop"] = tuple(stop or self.stop or ())
+        settings["stop"] = stop or self.stop or ()
         options = {name: value for name, value in options.items() if name != "stream"}
         if "top_logprobs" in options or isinstance(options.get("logprobs"), bool):
             wanted, top = options.pop("logprobs", True), options.pop("top_logprobs", None)

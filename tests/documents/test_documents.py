@@ -9,7 +9,8 @@ from pypdf import PdfWriter
 from cached_rag import ConfigError, DocumentError
 from cached_rag.cli.demo import CORPUS
 from cached_rag.rag import Chunk, Document, DocumentIndex, Splitter, find_documents
-from cached_rag.rag.readers import load_document, look_at
+from cached_rag.rag.finding import look_at
+from cached_rag.rag.readers import load_document
 
 PDF = b"""%PDF-1.4
 1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj
@@ -51,6 +52,38 @@ def test_pdf_becomes_its_text(tmp_path, caplog):
 def test_old_encodings_are_recognised(tmp_path):
     text = "Der Leuchtturmwärter zündete jeden Abend die Lampe an, für über dreißig Jahre. " * 4
     (tmp_path / "l.txt").write_bytes(text.encode("cp1252"))
+    assert load_document(tmp_path / "l.txt").text == text.strip()
+
+
+GERMAN = "Die Prüfung der Ventile erfolgt jährlich. Für größere Anlagen gelten Übergangsregeln. "
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ((GERMAN * 20).encode() + "ü".encode()[:1], GERMAN * 20 + "\ufffd"),
+        (GERMAN.encode() + b"\xe9" + GERMAN.encode(), GERMAN + "\ufffd" + GERMAN.strip()),
+        (b"\xef\xbb\xbfplain \xe9 text", "plain \ufffd text"),
+    ],
+)
+def test_a_bad_byte_costs_no_other_character(tmp_path, data, expected):
+    (tmp_path / "l.txt").write_bytes(data)
+    assert load_document(tmp_path / "l.txt").text == expected
+
+
+OTHERS = {
+    "koi8-r": "Проверка клапанов проводится ежегодно, для больших установок есть правила. ",
+    "cp1251": "Проверка клапанов проводится ежегодно, для больших установок есть правила. ",
+    "gb18030": "阀门每年检查一次。较大的设备适用过渡规则。请在检查之前关闭所有的水管和电源。",
+    "euc_kr": "밸브는 매년 점검합니다. 더 큰 설비에는 경과 규정이 적용되니 주의하십시오. ",
+    "utf-16": GERMAN,
+}
+
+
+@pytest.mark.parametrize("encoding", OTHERS)
+def test_other_encodings_are_not_taken_for_damaged_utf8(tmp_path, encoding):
+    text = OTHERS[encoding] * 5
+    (tmp_path / "l.txt").write_bytes(text.encode(encoding))
     assert load_document(tmp_path / "l.txt").text == text.strip()
 
 

@@ -12,7 +12,8 @@ from docutils.parsers.rst import Directive, directives
 from inscriptis.css_profiles import CSS_PROFILES
 
 from cached_rag import DocumentError
-from cached_rag.rag.readers import load_document, look_at
+from cached_rag.rag.finding import look_at
+from cached_rag.rag.readers import load_document
 
 SECRET = "KEEP-THIS-TO-YOURSELF"
 SVG = f'<svg xmlns="http://www.w3.org/2000/svg"><text>{SECRET}</text></svg>'
@@ -294,7 +295,12 @@ def test_links_below_a_folder_lead_nowhere_else(tmp_path):
         (root / name).symlink_to(target)
     found = look_at(root)
     assert [file.name for file in found.files] == ["a.md", "mounted.md"]
-    assert dict(found.passed_over) == {"links to elsewhere": 2, ".txt": 1, ".d": 1}
+    assert dict(found.passed_over) == {
+        "links to elsewhere": 2,
+        "links to folders": 1,
+        ".txt": 1,
+        ".d": 1,
+    }
 
 
 def test_what_is_asked_for_by_name_may_be_a_link(tmp_path):

@@ -156,6 +156,25 @@ def test_a_path_that_leads_to_two_documents_deletes_neither(rag, docs):
     assert sources(rag) == SOURCES
 
 
+def test_a_text_may_have_the_name_of_a_folder_that_is_gone_from_the_index(rag, docs):
+    ingest(rag, docs / "deep")
+    rag.delete("deep/c.txt")
+    for text in CHUNKS:
+        rag.add_texts({"deep/12": text}, progress=False)
+    with pytest.raises(DocumentError, match="texts called deep that are of no folder"):
+        ingest(rag, docs / "deep", delete_missing=True)
+    assert rag.index.texts("deep/12")[0].endswith(CHUNKS[-1])
+
+
+def test_a_text_may_have_the_name_of_a_folder_that_another_took_in(rag, docs):
+    ingest(rag, docs / "deep")
+    ingest(rag, docs)
+    for text in CHUNKS:
+        rag.add_texts({"deep/12": text}, progress=False)
+    assert ingest(rag, docs, delete_missing=True).deleted == 0
+    assert sources(rag) == ["deep/12", *SOURCES]
+
+
 def test_deleting_needs_no_model(rag, docs, tmp_path, monkeypatch):
     ingest(rag, docs)
     rag.close()
@@ -213,3 +232,17 @@ def test_ingesting_again_gives_an_old_index_names(old, docs, tmp_path, is_moved)
     summary = ingest(old, docs, delete_missing=True)
     assert (summary.added, summary.unchanged, summary.deleted, summary.encoded) == (0, 2, 1, 0)
     assert sources(old) == ["docs/a.txt", "docs/deep/c.txt"]
+
+
+def test_an_index_stays_where_it_was_opened(docs, tmp_path, monkeypatch, model_folder):
+    (tmp_path / "elsewhere").mkdir()
+    options = {"embedding": WordEmbedding(), "dtype": "float32", "memory_bytes": 1}
+    with CachedRAG.open("index", model_folder, **options) as rag:
+        ingest(rag, "docs")
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert rag.ask("copper?", k=1, max_tokens=2).report.cached_tokens > 0
+    monkeypatch.chdir(tmp_path)
+    with CachedRAG.open("index") as rag:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert rag.delete("docs/a.txt").kvs == 2
+    assert list((tmp_path / "elsewhere").iterdir()) == []

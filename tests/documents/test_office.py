@@ -10,7 +10,8 @@ import pytest
 
 from cached_rag import DocumentError
 from cached_rag.rag import office
-from cached_rag.rag.readers import find_documents, load_document
+from cached_rag.rag.finding import find_documents
+from cached_rag.rag.readers import load_document
 
 OFFICE = "http://schemas.openxmlformats.org"
 TYPES = f'<Types xmlns="{OFFICE}/package/2006/content-types"><Default Extension="rels" \
@@ -109,6 +110,11 @@ NOTEBOOK = {
         },
     ],
 }
+TEXTS = {
+    ".csv": "metal,colour\ncopper,grün\n",
+    ".json": json.dumps({"copper": "turns grün"}),
+    ".ipynb": json.dumps(NOTEBOOK),
+}
 WRITERS = {
     "a.docx": write_docx,
     "b.xlsx": write_xlsx,
@@ -128,6 +134,15 @@ def test_each_kind_becomes_text(tmp_path, name):
     assert "copper" in text.lower()
     assert "green" in text
     assert find_documents(tmp_path) == [path]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "A.CSV", "b.json", "c.ipynb"])
+def test_a_byte_order_mark_is_no_text(tmp_path, name):
+    path, plain = tmp_path / name, tmp_path / f"plain.{name}"
+    plain.write_text(TEXTS[path.suffix.lower()])
+    path.write_text(TEXTS[path.suffix.lower()], encoding="utf-8-sig")
+    assert load_document(path).text == load_document(plain).text
+    assert "\ufeff" not in load_document(path).text
 
 
 def test_a_books_title_is_its_own(tmp_path):

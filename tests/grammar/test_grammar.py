@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from ipaddress import IPv4Network
+from pathlib import Path
+from typing import Literal
 
 import jsonschema
 import pytest
@@ -11,11 +15,14 @@ import torch
 from conftest import CHUNKS, NEW_PROMPTS, smollm2, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import SecretStr, create_model
 
 from cached_rag import ConfigError, Engine, GenerationConfig, Grammar
 from cached_rag.engine.sampling import Sampler
+from cached_rag.grammar import schema as schemas
 from cached_rag.grammar.matcher import Matcher
 
+ByName = dict[Literal["a", "b"], int]
 PERSON = {
     "type": "object",
     "properties": {
@@ -144,6 +151,113 @@ def test_closed_objects_leave_schemas_what_they_say(engine, schema):
         assert set(json.loads(found.text)["enum"]) <= {"x"}
 
 
+def reads(engine, schema):
+    model = engine.model
+    return Matcher(Grammar.json(schema), model.tokenizer, model.vocab_size, model.eos_ids)
+
+
+WORD = {"type": "string", "maxLength": 3}
+
+
+@pytest.mark.parametrize(
+    "unheld",
+    [
+        *({"uniqueItems": True, "maxItems": 2}, {"uniqueItems": False, "maxItems": 2}),
+        *({"contains": {"const": "x"}, "maxItems": 2}, {"minContains": 0, "maxItems": 2}),
+        *(
+            {"format": "path"},
+            {"format": "password"},
+            {"format": "binary"},
+            {"not": {"const": "x"}},
+        ),
+        *({"if": {"const": "x"}, "then": {"maxLength": 1}},),
+        *({"pattern": "^(?!x)[a-z]+$"}, {"pattern": "(?<=a)b"}, {"pattern": r"\bfoo\b"}),
+        *({"pattern": r"(a)\1"}, {"oneOf": [{"maxLength": 2}, {"maxLength": 3}]}),
+    ],
+)
+def test_what_a_grammar_cannot_hold_is_left_out_and_the_rest_is_held(engine, unheld):
+    is_list = "maxItems" in unheld
+    part = {"type": "array", "items": {"const": "y"}} if is_list else WORD
+    schema = {"type": "object", "properties": {"one": part | unheld}, "required": ["one"]}
+    found = json.loads(ask(engine, Grammar.json(schema)).text)["one"]
+    most = {"maxItems": 2} if is_list else {}
+    jsonschema.validate(found, part | most)
+
+
+@pytest.mark.parametrize(
+    "annotation", [set[str], frozenset[int], Path, SecretStr, bytes, IPv4Network, ByName]
+)
+def test_what_pydantic_says_of_ordinary_types_is_read(engine, annotation):
+    assert reads(engine, create_model("Holder", x=(annotation, ...)).model_json_schema())
+
+
+@pytest.mark.parametrize(
+    "malformed",
+    [
+        *({"type": "path"}, {"type": 5}, {"type": "string", "format": 5}, {"anyOf": []}),
+        *({"type": "string", "pattern": "(a"}, {"type": "string", "pattern": 5}),
+        *({"$ref": "#/$defs/none"}, {"type": "object", "properties": 5}),
+        *({"type": "integer", "multipleOf": 0}, {"type": "object", "required": "a"}),
+        {"type": "object", "properties": {}, "required": [{}]},
+    ],
+)
+def test_what_is_malformed_stays_an_error(engine, malformed):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        reads(engine, malformed)
+
+
+def numbers(multiples):
+    kind = {"type": "integer"}
+    return {str(at): kind | {"multipleOf": one} for at, one in enumerate(multiples)}
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [
+        {"type": "object", "properties": numbers([999_983])},
+        {"type": "object", "$defs": numbers([999_983]), "$ref": "#/$defs/0"},
+        {"allOf": [*numbers([997, 991, 983]).values()]},
+        {"type": "integer", "multipleOf": 31_536_000.0},
+        {"$defs": {"enum": numbers([999_983])}, "$ref": "#/$defs/enum/0"},
+        {"zz": {"properties": {"const": {"a": 1}}} | numbers([999_983])["0"], "$ref": "#/zz"},
+        {"type": "object", "properties": numbers(range(4000, 5000))},
+    ],
+)
+def test_multiples_that_take_long_are_left_out(slow):
+    told = json.dumps(schemas.prepared(slow))
+    kept = [int(one) for one in re.findall(r'"multipleOf": (\d+)', told)]
+    assert math.lcm(*kept) <= 5000
+
+
+def test_multiples_that_are_quick_are_held(engine):
+    properties = numbers([60, 3600]) | {"x": {"type": "number", "multipleOf": 0.25}}
+    properties |= {"multipleOf": {"type": "integer", "maximum": 3}}  # a name
+    for one in properties.values():
+        one |= {"minimum": 1, "maximum": 99_999}
+    found = Grammar.json({"type": "object", "properties": properties, "required": [*properties]})
+    answer = json.loads(ask(engine, found).text)
+    assert answer["0"] % 60 == answer["1"] % 3600 == answer["x"] % 0.25 == 0
+    assert schemas.prepared({"multipleOf": 3600.0})["multipleOf"] == 3600
+    with pytest.raises(ConfigError, match="enum or const"):
+        Grammar.json({"$ref": "#/enum/0", "enum": [{"type": "integer", "multipleOf": 999_983}]})
+
+
+def test_an_object_that_requires_what_it_does_not_list_stays_open(engine):
+    listed = {"a": {"const": 1}}
+    open_one = {"type": "object", "properties": listed, "required": ["a", "b"], "maxProperties": 2}
+    assert reads(engine, open_one)
+    assert "additionalProperties" not in schemas.prepared(open_one)
+    closed = schemas.prepared({"type": "object", "properties": listed, "required": ["a"]})
+    assert closed["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    ("pattern", "answer"), [(r"1\/2", "1/2"), ("1/2", "1/2"), (r"a\\/b", r"a\/b"), ("/", "/")]
+)
+def test_a_slash_in_an_expression_may_be_escaped(engine, pattern, answer):
+    assert ask(engine, Grammar.regex(pattern)).text == answer
+
+
 def test_settings_that_contradict_a_grammar_are_refused():
     with pytest.raises(ConfigError, match="ignore_eos"):
         GenerationConfig(grammar=Grammar.json(), ignore_eos=True)
@@ -196,6 +310,18 @@ def test_log_probabilities_are_the_models_own(engine):
         assert at.logprob == pytest.approx(float(expected[at.token]), abs=1e-3)
         assert at.top[0] == (at.token, at.logprob)
         assert len(at.top) == 3
+
+
+@pytest.mark.parametrize("cold", [1e-8, 5e-324, 9.9e-5])
+def test_a_temperature_next_to_nothing_is_none(engine, cold):
+    assert GenerationConfig(temperature=cold).temperature == 0
+    assert GenerationConfig().replace(temperature=cold) == GenerationConfig()
+    found = engine.generate(PROMPT, max_tokens=5, temperature=cold)
+    assert found.token_ids == engine.generate(PROMPT, max_tokens=5).token_ids
+    assert GenerationConfig(temperature=1e-4).temperature == 1e-4
+    for bad in (-1e-9, float("nan")):
+        with pytest.raises(ConfigError, match="temperature"):
+            GenerationConfig(temperature=bad)
 
 
 def test_penalties_take_off_what_openai_says(engine):

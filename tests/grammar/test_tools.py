@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 from conftest import NEW_PROMPTS, TEMPLATE, tiny_model, tiny_tokenizer
 
-from cached_rag import ConfigError, Engine, Tools
+from cached_rag import ConfigError, Engine, GenerationConfig, Grammar, Tools
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.grammar.tools import ToolCall
 
@@ -235,6 +235,52 @@ def test_calls_behind_text_cut_off_and_without_their_mark_are_read():
         assert tools.read(odd) == (odd, [])
     assert tools.read("a <tool_", is_over=False)[0] == "a "
     assert tools.read("a <tool_")[0] == "a <tool_"
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("choice", ["required", "now"])
+def test_a_forced_call_shows_no_markup_wherever_it_ends(template, choice):
+    tools = Tools(tokenization(template), TOOLS, choice)
+    form = tools.tokenization.call_form
+    whole = form.opening + form.begin + "now" + form.middle + "{}" + form.end + form.close
+    for end in range(len(whole) + 1):
+        said, calls = tools.read(whole[:end])
+        assert said == ""
+        assert all(call.name == "now" for call in calls)
+    growing = tools.growing()
+    assert "".join(growing.push(piece)[0] for piece in whole) == ""
+    cut = tools.growing()
+    cut.push(whole[:3])
+    assert cut.push("", is_over=True) == ("", [])
+    free = Tools(tools.tokenization, TOOLS)
+    assert free.read(whole[:3])[0] == whole[:3]  # control: where it may answer, that is its text
+
+
+def test_stop_strings_do_not_cut_a_forced_call(engine):
+    config = GenerationConfig(stop=("\n", "tool", '"'), max_tokens=200)
+    forced = Tools(engine.tokenization, TOOLS, "now")
+    answer = engine.generate(forced.prompt(QUESTION), forced.settings(config))
+    assert forced.read(answer.text) == ("", [ToolCall("now", "{}")])
+    for free in (Tools(engine.tokenization, TOOLS), Tools(engine.tokenization)):
+        assert free.settings(config).stop == config.stop
+        assert free.settings(config).grammar == free.grammar
+    own = config.replace(grammar=Grammar.choice(["yes"]))
+    assert forced.settings(own) == own
+
+
+def test_json_that_begins_like_a_call_comes_as_it_is_made():
+    tools = Tools(tokenization("hermes"), TOOLS)
+    growing = tools.growing()
+    assert growing.push('{"name": "') == ("", [])
+    assert growing.push("now")[0] == ""  # a tool's name
+    assert growing.push("here")[0] == '{"name": "nowhere'  # of no tool
+    assert growing.push('", "x": 1} <tool')[0] == '", "x": 1} '
+    assert growing.push("s>")[0] == "<tools>"
+    assert growing.push("", is_over=True) == ("", [])
+    unmarked = tools.growing()
+    pieces = [unmarked.push(piece) for piece in '{"name": "now", "arguments": {}}']
+    assert "".join(said for said, _ in pieces) == ""
+    assert unmarked.has_calls
 
 
 @pytest.mark.parametrize(

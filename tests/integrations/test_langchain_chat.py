@@ -148,6 +148,29 @@ def test_settings_reach_the_engine_and_can_be_bound(llm):
     stop = text[2:4]
     assert llm.invoke(QUESTION, stop=[stop]).content == text.split(stop)[0]
     assert ChatCachedRAG(engine=llm.engine, stop=stop).stop == [stop]
+    for asked in (llm.bind(stop=stop), llm.bind(stop=[stop])):  # a string is one stop, no letters
+        assert asked.invoke(QUESTION).content == text.split(stop)[0]
+    assert llm.invoke(QUESTION, stop=stop).content == text.split(stop)[0]
+    absent = text[:1] + "no such end"
+    assert llm.bind(stop=absent).invoke(QUESTION).content == text
+
+
+def test_an_empty_prompt_is_refused_with_a_reason(llm):
+    with pytest.raises(ConfigError, match="message"):
+        llm.invoke([])
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_batch_says_what_it_used(llm, is_async):
+    asked = [[HumanMessage("Why?")], [HumanMessage("And how often?")]]
+    done = asyncio.run(llm.agenerate(asked)) if is_async else llm.generate(asked)
+    told = [found[0].message.usage_metadata for found in done.generations]
+    counts = done.llm_output["token_usage"]
+    for name in ("input_tokens", "output_tokens", "total_tokens"):
+        assert counts[name] == sum(one[name] for one in told) > 0
+    assert done.llm_output["model_name"] == llm._model
+    streamed = ChatCachedRAG(engine=llm.engine, max_tokens=2, streaming=True).generate(asked)
+    assert streamed.llm_output == {}
 
 
 def test_bad_settings_are_refused_when_made():
@@ -339,6 +362,7 @@ def test_what_langchain_asks_of_a_model(llm):
     assert params["ls_model_name"] == "llama"
     assert params["ls_temperature"] == 0.5
     assert params["ls_stop"] == ["x"]
+    assert llm._get_ls_params(stop="END")["ls_stop"] == ["END"]
     prompt = ChatPromptTemplate.from_messages([("human", "{x}")]).format_messages(x="Why?")
     answer = llm.invoke(prompt)
     assert llm.get_num_tokens_from_messages(prompt) == answer.usage_metadata["input_tokens"]

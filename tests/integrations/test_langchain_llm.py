@@ -40,6 +40,19 @@ def test_all_ways_of_asking_give_the_same_text(llm):
     assert asyncio.run(streamed()) == text
 
 
+def test_a_stop_string_is_one_stop_and_no_letters(llm):
+    text = llm.invoke(PROMPTS[0])
+    absent = text[:1] + "no such end"  # its letters are there
+    assert llm.bind(stop=absent).invoke(PROMPTS[0]) == text
+    assert llm.invoke(PROMPTS[0], stop=absent) == text
+    stop = text[2:4]
+    expected = text.split(stop)[0]
+    assert llm.invoke(PROMPTS[0], stop=stop) == expected
+    assert llm.bind(stop=stop).invoke(PROMPTS[0]) == expected
+    assert asyncio.run(llm.ainvoke(PROMPTS[0], stop=stop)) == expected
+    assert "".join(llm.stream(PROMPTS[0], stop=stop)) == expected
+
+
 def test_a_batch_is_one_call(llm, monkeypatch):
     alone = [llm.invoke(prompt) for prompt in PROMPTS]
     llm.engine.model.steps.clear()

@@ -6,15 +6,15 @@ import asyncio
 from typing import Literal, TypedDict
 
 import pytest
-from conftest import NEW_PROMPTS, tiny_model
+from conftest import NEW_PROMPTS, smollm2, tiny_model
 from langchain.agents import create_agent
 from langchain.agents.structured_output import ToolStrategy
-from langchain_cached_rag import ChatCachedRAG
+from langchain_cached_rag import CachedRAGLLM, ChatCachedRAG
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from pydantic import BaseModel, Field
 
-from cached_rag import Engine
+from cached_rag import Engine, Grammar
 
 
 class Keeper(BaseModel):
@@ -103,6 +103,16 @@ def test_tools_are_called_streamed_and_their_results_read(llm):
         llm.bind_tools([weather], tool_choice="rain")
 
 
+def test_a_forced_call_shows_no_markup_and_no_stop_string_cuts_it(llm):
+    bound = llm.bind_tools([weather], tool_choice="any", parallel_tool_calls=False)
+    (call,) = bound.invoke("Is it warm?").tool_calls
+    stopped = bound.invoke("Is it warm?", stop=["\n", '"'])
+    assert [one["args"] for one in stopped.tool_calls] == [call["args"]]
+    cut = bound.bind(max_tokens=3)
+    assert cut.invoke("Is it warm?").content == ""
+    assert "".join(chunk.text for chunk in cut.stream("Is it warm?")) == ""
+
+
 def test_an_agent_calls_a_tool_and_gives_an_object(llm):
     seen = []
 
@@ -139,5 +149,33 @@ def test_log_probabilities_and_penalties_are_those_of_openai(llm):
     assert len(content) == answer.usage_metadata["output_tokens"]
     assert all(len(one["top_logprobs"]) == 2 for one in content)
     assert "logprobs" not in llm.bind(logprobs=False).invoke("Why?").response_metadata
+    spelled = b"".join(bytes(one["bytes"]) for one in content)
+    assert spelled.decode().startswith(answer.content)
     with pytest.raises(ValueError, match="presence_penalty"):
         ChatCachedRAG(engine=llm.engine, presence_penalty=3)
+
+
+def test_the_string_model_has_log_probabilities_too(llm):
+    model = CachedRAGLLM(engine=llm.engine, max_tokens=4)
+    last = [*model.stream("Why?", logprobs=1)]
+    whole = model.generate(["Why?"], logprobs=1).generations[0][0]
+    (later,) = asyncio.run(model.agenerate(["Why?"], logprobs=1)).generations[0]
+    assert "".join(last) == whole.text == later.text
+    for found in (whole, later):
+        content = found.generation_info["logprobs"]["content"]
+        assert len(content) == found.generation_info["usage_metadata"]["output_tokens"]
+        assert all(len(one["top_logprobs"]) == 1 for one in content)
+    chunks = [*model._stream("Why?", logprobs=1)]
+    assert chunks[-1].generation_info["logprobs"] == whole.generation_info["logprobs"]
+    assert "logprobs" not in model.generate(["Why?"]).generations[0][0].generation_info
+
+
+@pytest.mark.real
+def test_the_bytes_of_a_character_of_several_tokens_are_its_own():
+    with Engine(smollm2("bfloat16"), NEW_PROMPTS) as engine:
+        bound = ChatCachedRAG(engine=engine).bind(logprobs=True, grammar=Grammar.choice(["東京"]))
+        answer = bound.invoke("Name a city.")
+    content = answer.response_metadata["logprobs"]["content"]
+    assert len(content) > 2
+    spelled = b"".join(bytes(one["bytes"]) for one in content)
+    assert spelled.removesuffix(b"<|im_end|>").decode() == answer.content == "東京"

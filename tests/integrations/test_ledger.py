@@ -72,3 +72,11 @@ def test_a_file_keeps_rows_and_nothing_of_what_went(tmp_path, forgotten):
     assert forgotten == [text]
     assert not any(text.encode() in file.read_bytes() for file in tmp_path.iterdir())
     assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_ledger_in_memory_leaves_no_file_and_knows_no_other(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ledger = Ledger()
+    ledger.put([("a", "a", "a text")], lambda _: None)
+    assert Ledger().ids() == []
+    assert list(tmp_path.iterdir()) == []

@@ -103,6 +103,27 @@ def test_usage_and_report_come_with_every_answer(llm):
         assert response.raw["finish_reason"] in ("stop", "length")
 
 
+def test_log_probabilities_are_in_llama_indexs_own_place(llm):
+    ways = {
+        "chat": llm.chat(MESSAGES, logprobs=2),
+        "stream_chat": list(llm.stream_chat(MESSAGES, logprobs=2))[-1],
+        "complete": llm.complete(QUESTION, logprobs=2),
+        "stream_complete": list(llm.stream_complete(QUESTION, logprobs=2))[-1],
+        "achat": asyncio.run(llm.achat(MESSAGES, logprobs=2)),
+    }
+    for way, response in ways.items():
+        found = response.logprobs
+        assert len(found) == response.raw["usage"]["completion_tokens"], way
+        assert all(len(at) == 2 and at[0].logprob >= at[1].logprob for at in found)
+        spelled = b"".join(bytes(at[0].bytes) for at in found).decode()
+        text = response.text if "complete" in way else response.message.content
+        assert spelled.startswith(text)
+        assert "".join(at[0].token for at in found) == spelled
+    assert llm.chat(MESSAGES, logprobs=0).logprobs[0][0].logprob <= 0
+    assert llm.chat(MESSAGES).logprobs is None
+    assert llm.complete(QUESTION).logprobs is None
+
+
 def test_callbacks_and_token_counters_hear_of_it(llm):
     debug, counter = LlamaDebugHandler(print_trace_on_end=False), TokenCountingHandler()
     llm.callback_manager = CallbackManager([debug, counter])

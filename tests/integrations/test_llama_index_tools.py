@@ -82,6 +82,16 @@ def test_tools_are_called_streamed_and_their_results_read(llm):
         llm.get_tool_calls_from_response(none)
 
 
+def test_a_forced_call_shows_no_markup_and_no_stop_string_cuts_it(llm):
+    forced = {"tools": [TOOL], "user_msg": "Is it warm?", "tool_required": True}
+    (call,) = llm.get_tool_calls_from_response(llm.chat_with_tools(**forced))
+    stopped = llm.chat_with_tools(**forced, stop=["\n", '"'])
+    assert llm.get_tool_calls_from_response(stopped)[0].tool_kwargs == call.tool_kwargs
+    assert not llm.chat_with_tools(**forced, max_tokens=3).message.content
+    *_, last = llm.stream_chat_with_tools(**forced, max_tokens=3)
+    assert not last.message.content
+
+
 def test_a_tool_is_predicted_and_called(llm):
     done = llm.predict_and_call([TOOL], "Is it warm?", tool_required=True)
     assert done.response in ("mild: True", "mild: False")

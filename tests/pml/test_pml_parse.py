@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cached_rag import Import, PMLError, Said, Schema
+from cached_rag.pml import SchemaTemplate
 from cached_rag.pml.nodes import Module, Param, Text, Union, walk
 
 GOOD = """<schema name="s">
@@ -175,6 +176,7 @@ ASKED = [
     ("<prompt><user>a</user><letter/></prompt>", 23, "stands behind a message"),
     ("<prompt><letter><user>a</user></letter></prompt>", 17, "inside a module"),
     ("<prompt><user><letter/></user></prompt>", 15, "hold text only"),
+    ("<prompt><user tone='angry'>a</user></prompt>", 9, "<user> has no attribute 'tone'"),
 ]
 
 
@@ -183,6 +185,26 @@ def test_mistakes_in_prompts_are_named_with_their_place(source, column, what):
     with pytest.raises(PMLError, match=what) as failed:
         Schema.from_string(GOOD).prompt_from_string(source)
     assert (failed.value.line, failed.value.column) == (1, column)
+
+
+UNFILLED = [
+    ("<prompt>\n  Hi, {a.b}</prompt>", 2, 7, r"^PML:2:7: \{a.b\} is no variable"),
+    ("<prompt>{{ok}} {}</prompt>", 1, 16, "no variable"),
+    ("<prompt>{ok} {x:>10}</prompt>", 1, 14, "no variable"),
+    ("<prompt>{x!r}</prompt>", 1, 9, "no variable"),
+    ("<prompt><user>a\n}</user></prompt>", 2, 1, r"^PML:2:1: braces in 'a\\n}'"),
+    ("<prompt>a {{ { b</prompt>", 1, 14, "write {{ and }} for braces"),
+    ("<prompt><letter who='{'/></prompt>", 1, 9, "braces in '{'"),
+    ("<prompt>{a}<letter>\n{b[0]}</letter></prompt>", 2, 1, "no variable"),
+]
+
+
+@pytest.mark.parametrize(("source", "line", "column", "what"), UNFILLED)
+def test_mistakes_in_templates_are_named_with_their_place(source, line, column, what):
+    with pytest.raises(PMLError, match=what) as failed:
+        SchemaTemplate.from_string(Schema.from_string(GOOD), source)
+    assert (failed.value.line, failed.value.column) == (line, column)
+    assert str(failed.value).count("PML:") == 1
 
 
 def test_new_text_stands_behind_the_import_before_it():

@@ -12,7 +12,7 @@ import pytest
 from conftest import CHUNKS, tiny_model
 from served import NAME, serving
 
-from cached_rag import CachedRAG, Engine
+from cached_rag import CachedRAG, ContextOverflowError, Engine
 from cached_rag.server.index import ServedIndex
 
 PAGE = "https://chat.example"
@@ -89,6 +89,16 @@ def test_questions_are_answered_from_the_documents(client, rag):
     assert not hasattr(plain, "sources")
 
 
+def test_an_empty_answer_has_its_sources_when_it_is_streamed(client):
+    options = {"model": "index:manual", "temperature": 0, "max_tokens": 8}
+    done = client.chat.completions.create(messages=QUESTION, **options)
+    options["stop"] = [done.choices[0].message.content[0]]
+    first, *_, last = client.chat.completions.create(messages=QUESTION, stream=True, **options)
+    assert [one["source"] for one in first.sources] == [one["source"] for one in done.sources]
+    assert first.choices[0].delta.role == "assistant"
+    assert last.choices[0].finish_reason == "stop"
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
@@ -102,6 +112,29 @@ def test_what_an_index_cannot_do_is_said(client, changed, says):
     asked = {"model": "index:manual", "messages": QUESTION, "max_tokens": 4} | changed
     with pytest.raises(openai.BadRequestError, match=says):
         client.chat.completions.create(**asked)
+
+
+def test_the_default_length_is_cut_to_what_a_long_conversation_leaves(client, rag):
+    def history(words):
+        return [{"role": "user", "content": "cat " * words}, {"role": "assistant", "content": "y"}]
+
+    def fits(words):
+        try:
+            rag.stream(QUESTION[0]["content"], history=history(words), max_tokens=256).close()
+        except ContextOverflowError:
+            return False
+        return True
+
+    words = next(words for words in range(0, 2000, 20) if not fits(words))
+    asked = {"model": "index:manual", "messages": [*history(words), *QUESTION]}
+    for n in (1, 2):
+        found = client.chat.completions.create(**asked, n=n)
+        assert 0 < found.usage.completion_tokens < n * 256
+        assert found.sources
+    longer = {"messages": [*history(5000), *QUESTION]}
+    for refused in ({"max_tokens": 256}, longer):  # its own length is nobody's to cut
+        with pytest.raises(openai.BadRequestError, match="context"):
+            client.chat.completions.create(**asked | refused)
 
 
 def test_texts_are_embedded_as_the_index_embeds_them(client):

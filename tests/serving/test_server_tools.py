@@ -8,7 +8,7 @@ import sys
 import httpx
 import openai
 import pytest
-from conftest import NEW_PROMPTS, tiny_model
+from conftest import NEW_PROMPTS, smollm2, tiny_model
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
@@ -70,6 +70,40 @@ def test_streamed_calls_are_the_whole_ones(client):
     assert reason in ("tool_calls", "length")
 
 
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
+@pytest.mark.parametrize("cut", [{"max_tokens": 1}, {"max_tokens": 4}, {"stop": ["\n", '"']}])
+def test_a_forced_call_that_ends_early_shows_no_markup(client, choice, cut):
+    once = ASK | {"tools": TOOLS, "tool_choice": choice} | cut
+    message = client.chat.completions.create(**once).choices[0].message
+    chunks = list(client.chat.completions.create(**once, stream=True))
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert not message.content
+    assert said == ""
+    assert bool(message.tool_calls) == ("stop" in cut)
+
+
+@pytest.mark.parametrize("name", ["none", "auto", "required"])
+def test_a_tool_that_is_called_like_a_choice_cannot_be_forced(client, name):
+    tools = [{"type": "function", "function": {"name": name}}]
+    choice = {"type": "function", "function": {"name": name}}
+    with pytest.raises(openai.BadRequestError, match=f"cannot be forced that is called '{name}'"):
+        client.chat.completions.create(**ASK, tools=tools, tool_choice=choice)
+    assert client.chat.completions.create(**ASK | {"max_tokens": 3}, tools=tools).choices
+
+
+def test_an_empty_answer_has_a_role_when_it_is_streamed(client):
+    first = client.chat.completions.create(**ASK | {"max_tokens": 1}).choices[0].message.content
+    empty = ASK | {"stop": [first[0]]}
+    assert client.chat.completions.create(**empty).choices[0].message.content == ""
+    roles = [
+        chunk.choices[0].delta.role
+        for chunk in client.chat.completions.create(**empty, stream=True)
+    ]
+    assert roles == ["assistant", None]
+
+
 def test_answers_have_the_form_that_is_asked_for(client):
     form = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
     done = client.chat.completions.create(**ASK, response_format=form).choices[0].message
@@ -116,6 +150,17 @@ def test_log_probabilities(client):
     assert client.chat.completions.create(**ASK).choices[0].logprobs is None
     older = client.completions.create(model=NAME, prompt="x", max_tokens=3, logprobs=1)
     assert len(older.choices[0].logprobs.tokens) == older.usage.completion_tokens
+
+
+@pytest.mark.real
+def test_the_bytes_of_a_character_of_several_tokens_are_its_own():
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "東京"}}}
+    asked = ASK | {"response_format": form, "logprobs": True, "top_logprobs": 1}
+    with Engine(smollm2("bfloat16"), NEW_PROMPTS) as engine, serving(engine) as (address, _):
+        answer = httpx.post(f"{address}/v1/chat/completions", json=asked, timeout=60).json()
+    (choice,) = answer["choices"]
+    spelled = b"".join(bytes(one["bytes"]) for one in choice["logprobs"]["content"])
+    assert spelled.removesuffix(b"<|im_end|>").decode() == choice["message"]["content"] == '"東京"'
 
 
 @pytest.mark.parametrize(

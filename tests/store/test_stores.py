@@ -8,6 +8,7 @@ import os
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -375,3 +376,21 @@ def test_closing_ends_the_wait_for_what_was_not_begun():
     prefetcher.close()
     waiting.join(10)
     assert not waiting.is_alive()
+
+
+def test_a_store_stays_where_it_was_opened(tmp_path, monkeypatch):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    store, data = DiskStore("kv"), Database(Path("kv/other.sqlite"), "CREATE TABLE t (x);")
+    store.put(key(1), module(1))
+    monkeypatch.chdir(tmp_path / "there")
+    store.put(key(2), module(2))
+    assert same(store.get(key(1), module(1).token_ids), module(1))
+    assert store.check() == []
+    assert store.prune() == (0, 0)
+    assert data.path.is_file()
+    store.close()
+    data.close()
+    assert len(list((tmp_path / "here" / "kv" / "blobs").glob("*/*.safetensors"))) == 2
+    assert list((tmp_path / "there").iterdir()) == []

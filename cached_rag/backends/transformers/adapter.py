@@ -32,12 +32,20 @@ def merge_adapter(model: Any, name: str) -> tuple[Any, str]:
     """
     with needs_extra("lora", "a LoRA adapter", "peft"):
         from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+        from peft.tuners.lora import LoraLayer
         from peft.utils import load_peft_weights
     folder, weights = _files(name)
     try:
         if PeftConfig.from_pretrained(str(folder)).is_prompt_learning:
             raise ValueError("it learned a prompt, which is not part of the weights")
+        is_tied = _is_tied(model)
         adapted = PeftModel.from_pretrained(model, str(folder))
+        ends = (adapted.get_input_embeddings(), adapted.get_output_embeddings())
+        if is_tied and any(isinstance(one, LoraLayer) for one in ends):
+            raise ValueError(
+                "it changes the embeddings or the head, whose weights this model has in common: "
+                "merged, each would change the other"
+            )
         wanted, held = set(get_peft_model_state_dict(adapted)), set(load_peft_weights(str(folder)))
         if wanted != held:  # peft leaves such weights out, or makes them up
             raise ValueError(f"its weights are of other layers: {sorted(wanted ^ held)[:3]}")
@@ -48,6 +56,12 @@ def merge_adapter(model: Any, name: str) -> tuple[Any, str]:
             f"Give the model it was trained on, which {_CONFIG} names, or leave the adapter out"
         ) from error
     return merged, digest((folder / _CONFIG).read_bytes(), file_digest(weights))
+
+
+def _is_tied(model: Any) -> bool:
+    """Whether embeddings and head are the same weights."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def _files(name: str) -> tuple[Path, Path]:

@@ -22,8 +22,10 @@ from cached_rag.backends.transformers.attention.scattered import Rows, attending
 from cached_rag.backends.transformers.drift import Drift
 from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.backends.transformers.row_pass import Decoder
+from cached_rag.errors import ModelError
+from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.positions import PositionRule
-from cached_rag.kv.rows import Piece, Run, pieces
+from cached_rag.kv.rows import Piece, RowKV, Run, pieces
 from cached_rag.kv.slab import Slab, SlabRow, mask_of
 
 
@@ -130,6 +132,7 @@ class BatchCache(Cache):  # type: ignore[misc]
         self._last = max(ends, default=0)
         self._divide()
         self._layer = 0
+        self._given: tuple[torch.Tensor, torch.Tensor] | None = None  # to be kept, by this layer
 
     @property
     def rows(self) -> BatchCache:
@@ -183,7 +186,7 @@ class BatchCache(Cache):  # type: ignore[misc]
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write each row's part of (1, num_kv_heads, num_tokens, dim) to the row's buffer."""
-        self._layer = layer_idx
+        self._layer, self._given = layer_idx, (key_states, value_states)
         for fresh in self._fresh:
             fresh.write(layer_idx, key_states, value_states)
         return key_states, value_states
@@ -197,7 +200,14 @@ class BatchCache(Cache):  # type: ignore[misc]
         window: int | None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """(1, num_heads, num_tokens, value_dim) for a (1, num_heads, num_tokens, dim) query."""
+        """(1, num_heads, num_tokens, value_dim) for a (1, num_heads, num_tokens, dim) query.
+
+        Raises:
+            ModelError: keys or values are not those that were given to be kept.
+        """
+        given = self._given
+        if given is not None and (keys is not given[0] or values is not given[1]):
+            raise ModelError("the model attends to other keys and values than it caches")
         appended = query[0, :, : self._last].transpose(0, 1).contiguous()
         if not self._scattered:
             return self._behind(appended, scale, window, softcap).transpose(0, 1)[None]
@@ -284,9 +294,23 @@ def can_batch(decoder: Decoder, rule: PositionRule) -> bool:
     """Whether the model can compute rows of different lengths in one pass.
 
     It cannot if it needs its own attention (biases by position), or if its rotary frequencies
-    depend on the length of the longest row.
+    depend on the length of the longest row, or if it changes keys or values after caching them.
     """
-    return decoder.is_fast and rule.limit is None
+    return decoder.is_fast and rule.limit is None and decoder.keeps_what_it_reads
+
+
+@torch.inference_mode()
+def keeps_what_it_reads(decoder: Decoder, shapes: KVShapes) -> bool:
+    """Whether a model's layers attend to the keys and values that they cache, as they are.
+
+    DiffLlama and JetMoE divide or repeat them first.
+    """
+    row = StepInput(RowKV(KVBuffer.like(shapes, 2), 0), [1])
+    try:
+        _pass(decoder, [row])
+    except ModelError:
+        return False
+    return True
 
 
 @torch.inference_mode()

@@ -19,10 +19,13 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import modeling_gguf_pytorch_utils as loader
 from transformers.integrations.gguf import is_gguf_arch_supported
 
+from cached_rag.backends.transformers.complete import load_complete
+from cached_rag.backends.transformers.gguf_fields import end_ids, refuse_split
+from cached_rag.backends.transformers.gguf_rope import refuse_scaling, set_rotation
 from cached_rag.backends.transformers.weights.groups import Groups, fits_groups, from_blocks
 from cached_rag.backends.transformers.weights.stored import StoredConfig
 
@@ -43,6 +46,8 @@ def convert(source: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Write a GGUF's configuration, tokenizer and weights into an existing folder.
 
     Raises:
+        ModelError: the file is one of several, lacks weights, or rotates as no model of
+            transformers does.
         OSError: the disk is full, or the folder cannot be written.
         ValueError: the file is damaged, or of an unknown kind.
     """
@@ -88,12 +93,18 @@ def put_together(pieces: Sequence[Path], target: Path, sha256: str) -> Path:
 def _convert(source: Path, folder: Path, shard_bytes: int) -> None:
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     with _read_once(source) as reader:
+        refuse_split(reader, source)
         AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
         kind = loader.read_field(reader, "general.architecture")[0]
         config = AutoConfig.from_pretrained(**where)
     if is_gguf_arch_supported(kind):
-        _convert_whole(where, folder)
+        refuse_scaling(reader, kind)
+        _convert_whole(where, folder, end_ids(reader, config))
         return
+    set_rotation(config, reader, kind)
+    generation = GenerationConfig.from_model_config(config)
+    generation.eos_token_id = end_ids(reader, config)
+    generation.save_pretrained(folder)
     config.architectures = [type(_empty(config)).__name__]
     config.dtype = torch.bfloat16
     reader.fields.clear()  # frees the vocabulary, a million small arrays
@@ -226,10 +237,12 @@ def _write(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, shard_byte
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
-def _convert_whole(where: dict[str, str], folder: Path) -> None:
+def _convert_whole(where: dict[str, str], folder: Path, ends: int | list[int] | None) -> None:
     """Convert by loading the whole model, for kinds whose tensors only transformers can convert."""
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
+    path, file = where.values()
+    model = load_complete(path, file, gguf_file=file, dtype=torch.bfloat16)
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+    model.generation_config.eos_token_id = ends
     model.save_pretrained(folder)

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
 from cached_rag.backends.resolve import ModelSource, cache_dir, resolve
 from cached_rag.backends.transformers.adapter import merge_adapter
+from cached_rag.backends.transformers.complete import load_complete
 from cached_rag.backends.transformers.gguf import convert, put_together
 from cached_rag.backends.transformers.hardware import (
     best_device,
@@ -46,7 +47,7 @@ from cached_rag.kv import fingerprint
 # Part of the fingerprint: raised when the same tokens would get other KV than before.
 _KV_VERSION = 1
 # Part of the names of converted folders: raised when their content changes.
-_FOLDER_VERSION = 2
+_FOLDER_VERSION = 3
 
 
 def load_model(
@@ -70,7 +71,8 @@ def load_model(
     Raises:
         ModelNotFoundError: there is no such model or adapter, or it cannot be downloaded.
         ModelError: it is no causal LM with a fast tokenizer, partial prefill does not work with
-            it, it does not fit in memory, or the adapter does not fit it.
+            it, its files lack weights, transformers cannot do what a GGUF says, it does not fit in
+            memory, or the adapter does not fit it.
         ConfigError: there is no such dtype or format, or not on this device; or an option that
             the model does not have.
     """
@@ -92,9 +94,7 @@ def load_model(
         keeps_dense = fits_dense(name, config, torch_dtype, device, wanted)
         tokenizer = AutoTokenizer.from_pretrained(path, revision=commit, **variant.common)
         with _without_bars() if Path(path).is_dir() else nullcontext():
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch_dtype, revision=commit, **variant.options
-            )
+            model = load_complete(path, name, dtype=torch_dtype, revision=commit, **variant.options)
     except TypeError as error:
         if variant.model_kwargs == "{}":
             raise

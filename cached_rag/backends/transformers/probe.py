@@ -17,6 +17,7 @@ import torch
 
 from cached_rag.backends.transformers.attention import scattered as attention
 from cached_rag.backends.transformers.attention.scattered import IMPLEMENTATION
+from cached_rag.backends.transformers.batch import keeps_what_it_reads
 from cached_rag.backends.transformers.full_precision import in_float32
 from cached_rag.backends.transformers.inspection import (
     CACHE,
@@ -47,6 +48,7 @@ _HEAD_TOLERANCE = 2e-2
 # An error up to this share of a row's size is rounding of the sum itself, and not counted.
 _ROUNDING = 16 * torch.finfo(torch.float32).eps
 _REMEDY = "Use a plain decoder-only transformer."
+_ADDED = "positions are added to the embeddings (learned positions)"
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,13 @@ def examine(model: Any, lean: LeanModel | None = None) -> Examined:
         delta = _delta(dense)
         seen = _recorded(dense, delta)
         rule = find_rule(model, seen, delta, tolerance)
-    return Examined(_find_decoder(dense, lean, seen), shapes, rule)
+        if not delta and _adds_positions(dense):
+            rule = PositionRule(reason=_ADDED)
+    decoder = _find_decoder(dense, lean, seen)
+    if decoder.is_fast:
+        keeps = keeps_what_it_reads(decoder, shapes)
+        decoder = replace(decoder, keeps_what_it_reads=keeps)
+    return Examined(decoder, shapes, rule)
 
 
 def _find_decoder(dense: Decoder, lean: LeanModel | None, seen: Recording) -> Decoder:
@@ -218,6 +226,16 @@ def _recorded(decoder: Decoder, delta: int) -> Recording:
         ) from error
 
 
+def _adds_positions(decoder: Decoder) -> bool:
+    """Whether one token repeated enters the first layer differently at each place.
+
+    So it is in models that take no positions and number the tokens themselves, as BART does.
+    """
+    token_ids = _probe_ids(decoder.model)[:, :1].expand(2, _PROBE_TOKENS)
+    given = record(decoder.model, decoder.layers, token_ids, None).given[0]
+    return _share(given - given[:1], given, given) > TOLERANCE
+
+
 def _kv_shapes(model: Any, num_layers: int) -> KVShapes:
     """Sizes of the model's keys and values, read off a real cache.
 
@@ -225,7 +243,13 @@ def _kv_shapes(model: Any, num_layers: int) -> KVShapes:
         ModelError: layers differ in shape, or the cache holds something other than keys and values.
     """
     token_ids = _probe_ids(model)[:, :2]
-    output = model(input_ids=token_ids, use_cache=True)
+    try:
+        output = model(input_ids=token_ids, use_cache=True)
+    except (KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(
+            f"{type(model).__name__} could not compute two tokens with a cache "
+            f"({type(error).__name__}: {error}). {_REMEDY}"
+        ) from error
     held = getattr(getattr(output, CACHE, None), "layers", [])
     found = set()
     for layer in held:
@@ -257,7 +281,7 @@ def find_rule(model: Any, seen: Recording, delta: int, tolerance: float) -> Posi
         tolerance: largest error allowed of a rotated key.
     """
     if _share(seen.given[1] - seen.given[0], seen.given[0], seen.given[0]) > TOLERANCE:
-        return PositionRule(reason="positions are added to the embeddings (learned positions)")
+        return PositionRule(reason=_ADDED)
     candidates, rules = frequencies(model), []
     for layer, (keys, values) in enumerate(zip(seen.keys, seen.values, strict=True)):
         outputs = seen.outputs[layer]

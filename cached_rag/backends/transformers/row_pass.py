@@ -39,6 +39,7 @@ class Decoder:
             (see `prefill.py`).
         parameters: names of the arguments of the network's forward method.
         cache_name: which of them is the KV cache.
+        keeps_what_it_reads: see `batch.keeps_what_it_reads`.
     """
 
     model: Any
@@ -46,6 +47,7 @@ class Decoder:
     layers: tuple[torch.nn.Module, ...]
     windows: tuple[int | None, ...]
     is_fast: bool
+    keeps_what_it_reads: bool = True
     parameters: frozenset[str] = field(init=False)
     cache_name: str = field(init=False)
 

@@ -26,6 +26,9 @@ _SCRUB_S = 10.0
 _COMPACTED_BYTES = 64 << 20
 _T = TypeVar("_T")
 
+# No file: what it holds is gone with it.
+IN_MEMORY = Path(":memory:")
+
 
 class Database:
     """One connection to a file in WAL mode, for all threads; waits while other processes write.
@@ -47,6 +50,8 @@ class Database:
             schema: SQL that makes the tables; it is run at each opening.
             upgrade: called afterwards; changes what an earlier version wrote.
         """
+        if path != IN_MEMORY:
+            path = Path(os.path.abspath(path))  # the process may change its folder
         self.path, self._is_closed = path, False
         self._lock = threading.RLock()
         try:

@@ -46,7 +46,7 @@ class DiskStore:
         Args:
             secret: signs files; files without this signature are not used. None for checksums.
         """
-        self.path = Path(path)
+        self.path = Path(os.path.abspath(path))  # the process may change its folder
         self._secret = (secret or "").encode()
         self.codec = codec_by_name(codec)
         self.max_bytes = max_bytes

@@ -277,7 +277,7 @@ def attention(
     if state is None and softcap is not None:
         mask = _causal_mask(query, key) if attention_mask is None else attention_mask
         output = capped_attention(query, key, value, mask, scaling, softcap)
-        return output.transpose(1, 2), None
+        return output.transpose(1, 2).contiguous(), None
     if state is None:
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
@@ -286,7 +286,7 @@ def attention(
     window = state.windows[module.layer_idx]  # type: ignore[index]
     state.observe(module.layer_idx, query, key, scaling, window, softcap)  # type: ignore[arg-type]
     output = state.rows.attend(query, key, value, scaling, window, softcap)
-    return output.transpose(1, 2), None
+    return output.transpose(1, 2).contiguous(), None  # as transformers' own: some models view it
 
 
 def _causal_mask(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:

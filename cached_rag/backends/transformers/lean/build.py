@@ -33,15 +33,16 @@ FAMILIES = frozenset(
 
 @torch.no_grad()
 def lean_model(model: Any) -> LeanModel | None:
-    """The lean form of a causal LM; None if its family is unknown here.
+    """The lean form of a causal LM; None if its family, or what is around it, is unknown here.
 
     Effects: the model's projections become views of fused weights, so that the weights are held
     once.
     """
     config = model.config.get_text_config()
-    if config.model_type not in FAMILIES:
-        return None
     inner = model.base_model
+    is_plain = all(hasattr(inner, part) for part in ("rotary_emb", "embed_tokens", "norm"))
+    if config.model_type not in FAMILIES or not is_plain:  # a text model inside one of images
+        return None
     asks_kind = "layer_type" in inspect.signature(inner.rotary_emb.forward).parameters
     types = list(config.layer_types) if asks_kind else [""] * config.num_hidden_layers
     layers = [_layer(layer, index) for index, layer in enumerate(decoder_layers(model))]

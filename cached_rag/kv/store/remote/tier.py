@@ -51,6 +51,7 @@ class RemoteTier:
 
     Attributes:
         link: how fast it is.
+        codec: how KV is written there.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class RemoteTier:
             sizes: the model's; what has others is not used. None for a tier that only deletes.
         """
         self.link = Link()
-        self._transport, self._codec = transport, codec_by_name(codec)
+        self._transport, self.codec = transport, codec_by_name(codec)
         self._sizes = sizes
         self._secret = (secret or "").encode()
         # What is sent may take longer, and its failures do not keep prompts from asking.
@@ -126,7 +127,7 @@ class RemoteTier:
 
     def _unpacked(self, name: str, data: bytes, key: str, token_ids: Sequence[int]) -> ModuleKV:
         try:
-            return unpack(name, data, key, token_ids, self._codec, self._secret, self._sizes)
+            return unpack(name, data, key, token_ids, self.codec, self._secret, self._sizes)
         except CorruptBlobError:
             raise
         except Exception as error:  # whatever bytes from elsewhere make the readers do
@@ -230,7 +231,7 @@ class RemoteTier:
 
     def _send(self, name: str, kv: ModuleKV) -> bool:
         key = name.rpartition("/")[2].partition(".")[0]
-        data = pack(name, key, kv, self._codec, self._secret)
+        data = pack(name, key, kv, self.codec, self._secret)
         while not self._is_put(name, data):
             pause = self._sending.pause_s
             if pause > _PATIENCE_S or self._sending.rest(pause):
@@ -265,7 +266,7 @@ class RemoteTier:
         return (names[begin : begin + size] for begin in range(0, len(names), size))
 
     def _name(self, namespace: str, key: str) -> str:
-        return f"{_folder(namespace)}/{key}.{self._codec.name}"
+        return f"{_folder(namespace)}/{key}.{self.codec.name}"
 
     def _heads_name(self, namespace: str, model: str) -> str:
         return f"{_folder(namespace)}/{model}.heads"

@@ -191,9 +191,8 @@ class CachedRAGLLM(EngineSettings, FunctionCallingLLM):
             return self._start(lambda: self.chat_prompt(messages), options), tools
         if self._has_template:
             raise ValueError("messages_to_prompt lists no tools; leave it out to call tools")
-        options.setdefault("grammar", tools.grammar)
         prompt = tools.prompt(plain(messages))
-        return self.loaded_engine().stream(prompt, self._config(options)), tools
+        return self.loaded_engine().stream(prompt, tools.settings(self._config(options))), tools
 
     # Answers ---------------------------------------------------------------------------------
 
@@ -202,7 +201,7 @@ class CachedRAGLLM(EngineSettings, FunctionCallingLLM):
         """One answer to chat messages; `kwargs` are `GenerationConfig`'s."""
         stream, tools = self._start_chat(messages, kwargs)
         found = blocks(tools, "".join(stream), [], is_over=True)
-        return chat_response(self.model, found, stream)
+        return chat_response(self, found, stream)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
@@ -214,11 +213,11 @@ class CachedRAGLLM(EngineSettings, FunctionCallingLLM):
         ids: list[str] = []
         said = ""
 
-        def response(model: str, text: str, stream: Stream, delta: str) -> ChatResponse:
+        def response(llm: EngineSettings, text: str, stream: Stream, delta: str) -> ChatResponse:
             nonlocal said
             found = blocks(tools, text, ids, is_over=not delta)
             before, said = said, next((b.text for b in found if isinstance(b, TextBlock)), "")
-            return chat_response(model, found, stream, said[len(before) :], is_over=not delta)
+            return chat_response(llm, found, stream, said[len(before) :], is_over=not delta)
 
         return response
 
@@ -226,7 +225,7 @@ class CachedRAGLLM(EngineSettings, FunctionCallingLLM):
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """One answer to a string; put in a user's message unless it is formatted already."""
         stream = self._start(lambda: self.completion_prompt(prompt, formatted), kwargs)
-        return completion_response(self.model, "".join(stream), stream)
+        return completion_response(self, "".join(stream), stream)
 
     @llm_completion_callback()
     def stream_complete(
@@ -241,7 +240,7 @@ class CachedRAGLLM(EngineSettings, FunctionCallingLLM):
         """As `chat`, off the event loop; a cancelled task stops the generation."""
         stream, tools = await asyncio.to_thread(self._start_chat, messages, kwargs)
         found = blocks(tools, await stream.atext(), [], is_over=True)
-        return chat_response(self.model, found, stream)
+        return chat_response(self, found, stream)
 
     @llm_chat_callback()
     async def astream_chat(
@@ -257,7 +256,7 @@ class CachedRAGLLM(EngineSettings, FunctionCallingLLM):
     ) -> CompletionResponse:
         """As `complete`, off the event loop."""
         stream = await self._astart(lambda: self.completion_prompt(prompt, formatted), kwargs)
-        return completion_response(self.model, await stream.atext(), stream)
+        return completion_response(self, await stream.atext(), stream)
 
     @llm_completion_callback()
     async def astream_complete(
@@ -271,8 +270,8 @@ class CachedRAGLLM(EngineSettings, FunctionCallingLLM):
         text = ""
         for piece in stream:
             text += piece
-            yield response(self.model, text, stream, piece)
-        yield response(self.model, text, stream, "")  # with the finished report
+            yield response(self, text, stream, piece)
+        yield response(self, text, stream, "")  # with the finished report
 
     async def _apieces(
         self, stream: Stream, response: Callable[..., _T]
@@ -280,8 +279,8 @@ class CachedRAGLLM(EngineSettings, FunctionCallingLLM):
         text = ""
         async for piece in stream.apieces():
             text += piece
-            yield response(self.model, text, stream, piece)
-        yield response(self.model, text, stream, "")
+            yield response(self, text, stream, piece)
+        yield response(self, text, stream, "")
 
     # Tools -----------------------------------------------------------------------------------
 

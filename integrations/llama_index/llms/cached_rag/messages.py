@@ -10,9 +10,11 @@ from llama_index.core.base.llms.types import (
     ChatResponse,
     CompletionResponse,
     ContentBlock,
+    LogProb,
     MessageRole,
     TextBlock,
 )
+from llama_index.llms.cached_rag.settings import EngineSettings
 from llama_index.llms.cached_rag.tools import called
 
 from cached_rag import Stream
@@ -48,27 +50,57 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
 
 
 def chat_response(
-    model: str,
+    llm: EngineSettings,
     blocks: Sequence[ContentBlock],
     stream: Stream,
     delta: str | None = None,
     *,
     is_over: bool = True,
 ) -> ChatResponse:
-    """What there is of an answer, with the report in `raw` and token counts beside the message."""
+    """What there is of an answer, with the report in `raw` and token counts beside the message.
+
+    Log probabilities come with the whole answer, each token's before those of its alternatives.
+    """
     more: dict[str, Any] = _counts(stream)
     message = ChatMessage(role=MessageRole.ASSISTANT, blocks=list(blocks), additional_kwargs=more)
     if calls := called(message):  # where LlamaIndex's programs look for them
         message.additional_kwargs["tool_calls"] = calls
-    return ChatResponse(message=message, delta=delta, raw=_raw(model, stream, is_over))
+    return ChatResponse(
+        message=message,
+        delta=delta,
+        raw=_raw(llm.model, stream, is_over),
+        logprobs=_logprobs(llm, stream) if is_over else None,
+    )
 
 
 def completion_response(
-    model: str, text: str, stream: Stream, delta: str | None = None
+    llm: EngineSettings, text: str, stream: Stream, delta: str | None = None
 ) -> CompletionResponse:
     """As `chat_response`, for a completion."""
-    raw = _raw(model, stream, not delta)
-    return CompletionResponse(text=text, delta=delta, raw=raw, additional_kwargs=_counts(stream))
+    is_over = not delta
+    return CompletionResponse(
+        text=text,
+        delta=delta,
+        raw=_raw(llm.model, stream, is_over),
+        logprobs=_logprobs(llm, stream) if is_over else None,
+        additional_kwargs=_counts(stream),
+    )
+
+
+def _logprobs(llm: EngineSettings, stream: Stream) -> list[list[LogProb]] | None:
+    """None if they were not asked for."""
+    spelled = llm.loaded_engine().tokenization.spelled
+
+    def one(token: int, logprob: float) -> LogProb:
+        found = spelled(token)
+        text = found.decode(errors="replace")
+        return LogProb(token=text, logprob=logprob, bytes=list(found))
+
+    shown = [
+        [one(at.token, at.logprob), *(one(*pair) for pair in at.top if pair[0] != at.token)]
+        for at in stream.logprobs
+    ]
+    return shown or None
 
 
 def _counts(stream: Stream) -> dict[str, int]:

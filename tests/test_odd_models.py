@@ -1,0 +1,111 @@
+"""Models that differ from the usual ones where nobody looks: none may be computed wrongly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import _SIZES, CHUNKS, NEW_PROMPTS, tiny_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cached_rag import ConfigError, Engine, ModelError, wrap_model
+from cached_rag.backends.transformers.hardware import parse_dtype
+
+ENDS = {"pad_token_id": 2, "bos_token_id": 0, "eos_token_id": 1}
+PLAIN = _SIZES | ENDS
+BART = ENDS | {
+    **{"vocab_size": 240, "d_model": 64, "max_position_embeddings": 1024},
+    **{"decoder_layers": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 128},
+    **{"encoder_layers": 4, "num_layers": 4},
+    **{"is_decoder": True, "is_encoder_decoder": False},
+}
+AFMOE = PLAIN | {
+    **{"head_dim": 16, "sliding_window": 9, "global_attn_every_n_layers": 2},
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    **{"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 32, "num_dense_layers": 1},
+}
+JETMOE = ENDS | {
+    **{"vocab_size": 240, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4},
+    **{"num_key_value_heads": 2, "kv_channels": 16, "max_position_embeddings": 1024},
+    **{"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+GEMMA3 = {
+    "text_config": _SIZES
+    | {"head_dim": 16, "sliding_window": 9, "bos_token_id": 0, "eos_token_id": 1}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2, "pad_token_id": 2},
+    "vision_config": {
+        **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+        **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+    },
+    **{"mm_tokens_per_image": 4, "image_token_index": 200},
+    **{"boi_token_index": 201, "eoi_token_index": 202},
+}
+ODD = {
+    "diffllama": PLAIN,  # halves and repeats values after they were cached
+    "jetmoe": JETMOE,  # repeats keys after they were cached
+    "afmoe": AFMOE,  # views what attention gives back
+    "gemma3": GEMMA3,  # a text model inside one of images, as Gemma 3 from 4B on is published
+    "bart": BART,  # numbers the tokens itself, and adds that to embeddings
+    "mbart": BART,
+}
+
+
+def made(kind):
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(kind, **ODD[kind])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1 and "embed" not in name:
+                weight.mul_(3)
+    model.generation_config.eos_token_id = None
+    model.generation_config.forced_eos_token_id = None
+    return model, wrap_model(model, tiny_tokenizer(), name=kind, revision=kind)
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_answers_are_those_of_the_model_itself(kind):
+    model, backend = made(kind)
+    with Engine(backend, NEW_PROMPTS) as engine:
+        prompt = f"Some facts. {CHUNKS[1]} {CHUNKS[0]} Who?"
+        ids = torch.tensor([engine.tokenization.tokenize(engine.tokenization.render(prompt)).ids])
+        with torch.inference_mode():
+            plain = model.generate(ids, max_new_tokens=12, do_sample=False, num_beams=1)
+        expected = plain[0, ids.shape[1] :].tolist()
+        engine.encode(CHUNKS[:2], context=None)
+        options = {"max_tokens": 12, "ignore_eos": True}
+        methods = ["full", "prefix"]
+        if backend.rule.is_movable:
+            methods.append("cacheblend:recompute_ratio=1.0")
+        for method in methods:
+            together = engine.generate_batch([prompt, CHUNKS[2]], method=method, **options)
+            assert list(together[0].token_ids) == expected, method
+
+
+@pytest.mark.parametrize("kind", ["bart", "mbart"])
+def test_positions_that_are_added_to_embeddings_are_found_without_an_argument_for_them(kind):
+    _, backend = made(kind)
+    assert not backend.rule.is_movable
+    assert "added to the embeddings" in str(backend.rule)
+
+
+def test_models_that_cache_what_they_do_not_read_are_not_batched():
+    assert not made("jetmoe")[1].can_batch
+    assert made("afmoe")[1].can_batch
+
+
+def test_a_model_that_cannot_compute_two_tokens_is_refused(monkeypatch):
+    model, _ = made("afmoe")
+
+    def fail(*_, **__):
+        raise ValueError("no state")
+
+    monkeypatch.setattr(model, "forward", fail)
+    with pytest.raises(ModelError, match=r"two tokens.*no state"):
+        wrap_model(model, tiny_tokenizer(), name="m", revision="m")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn", "int8", "many"])
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(ConfigError, match="not one of float32, bfloat16, float16"):
+        parse_dtype(dtype)
