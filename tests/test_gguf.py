@@ -251,6 +251,20 @@ def test_one_file_of_several_is_refused_with_the_command_that_joins_them(tmp_pat
 
 
 @pytest.mark.usefixtures("_own_cache")
+def test_all_files_of_a_split_one_tell_models_apart(tmp_path):
+    """As llama.cpp loads it by the first of them."""
+    write_gguf(tmp_path / "[odd].gguf", files=2)
+    first, second = sorted(tmp_path.glob("*-of-*.gguf"))
+    whole = resolve.resolve(str(first)).digest
+    assert resolve.resolve(str(second)).digest == whole
+    with second.open("ab") as file:
+        file.write(b"another")
+    assert resolve.resolve(str(first)).digest != whole
+    second.unlink()
+    assert resolve.resolve(str(first)).digest not in ("", whole)
+
+
+@pytest.mark.usefixtures("_own_cache")
 def test_missing_weights_are_not_made_up(tmp_path):
     file = write_gguf(tmp_path / "tiny.gguf", without="blk.1.ffn_up.weight")
     wanted = r"tiny.gguf lacks 1 of .*\(model.layers.1.mlp.up_proj.weight\)"

@@ -11,6 +11,7 @@ from conftest import CHUNKS, NEW_PROMPTS, count_at_rest, tiny_model
 from crowd import ASKED, GREEDY, alone
 from doubles import Recording
 from tokenizers import Tokenizer, decoders, models
+from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from cached_rag import BatchConfig, BusyError, Engine
@@ -164,3 +165,19 @@ def test_bytes_before_a_character_of_several_are_read_as_a_whole(text, is_cut):
     assert len(said + detokenizer.flush()) == len(tokenizer.decode(ids))
     if not is_cut:
         assert said == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_bytes_that_are_no_whole_character_behind_a_line_break_fail_no_answer(kept):
+    tokenizer = byte_fallback()
+    vocab, parts = tokenizer.get_vocab(), "\N{GRINNING FACE}".encode()[:kept]
+    names = ["▁Hello", "<0x0A>", *(f"<0x{byte:02X}>" for byte in parts), "▁world", "▁ok"]
+    ids = [vocab[name] for name in names]
+    stream = DecodeStream(skip_special_tokens=True)
+    with pytest.raises(Exception, match="Invalid prefix"):  # control: the library's own
+        [stream.step(tokenizer.backend_tokenizer, token) for token in ids]
+    detokenizer = Detokenizer(tokenizer, ())
+    said = "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+    assert said.startswith("Hello\n")
+    assert said.endswith(" world ok")
+    assert len(said) == len(tokenizer.decode(ids))

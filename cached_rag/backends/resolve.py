@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
+from glob import escape
 from importlib import metadata
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +22,7 @@ from cached_rag.errors import ModelNotFoundError
 from cached_rag.kv.fingerprint import digest
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+_SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 # A file is told from another by a sample: this many pages, evenly spread, of this many bytes each.
 _PAGES, _PAGE = 64, 4096
 
@@ -125,7 +128,13 @@ def _packaged(alias: Alias) -> ModelSource | None:
 
 
 def _gguf(path: Path) -> ModelSource:
-    return ModelSource(str(path), True, file_digest(path))
+    """A GGUF file; of one that is split, all files of it have their part in the digest."""
+    split = _SPLIT.fullmatch(path.name)
+    files = [path]
+    if split is not None:
+        files = sorted(path.parent.glob(f"{escape(split[1])}-*-of-{split[2]}.gguf"))
+    digests = [file_digest(file) for file in files]
+    return ModelSource(str(path), True, digests[0] if len(digests) == 1 else digest(*digests))
 
 
 def _folder_digest(folder: Path) -> str:

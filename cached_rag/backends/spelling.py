@@ -10,6 +10,10 @@ import json
 import re
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+# GPT-2's: a printable character for each byte.
+_ALPHABET = {char: byte for byte, char in bytes_to_unicode().items()}
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # as SentencePiece writes it
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -52,7 +56,7 @@ def _steps(decoder: Any) -> set[str]:
 
 
 def _from_alphabet(piece: str) -> bytes:
-    """A piece in GPT-2's alphabet, which has a printable character for each byte."""
+    """A piece in GPT-2's alphabet."""
     return b"".join(
         bytes([_ALPHABET[char]]) if char in _ALPHABET else char.encode() for char in piece
     )
@@ -61,14 +65,3 @@ def _from_alphabet(piece: str) -> bytes:
 def _from_sentence_piece(piece: str) -> bytes:
     byte = _BYTE.fullmatch(piece)
     return bytes.fromhex(byte[1]) if byte else piece.replace(_SPACE, " ").encode()
-
-
-def _alphabet() -> dict[str, int]:
-    """Bytes that Latin-1 can print stand for themselves, the others for characters from 256 on."""
-    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printed]
-    shown = {chr(byte): byte for byte in printed}
-    return shown | {chr(256 + at): byte for at, byte in enumerate(others)}
-
-
-_ALPHABET = _alphabet()

@@ -77,9 +77,16 @@ class Scheduler:
             ClosedError: the engine was closed.
         """
         if self._is_closed:
-            raise ClosedError("this engine was closed before the answer was begun")
-        self._waiting.add(request, max(0, self.config.max_rows - len(self._running)))
-        self._open.add(request)
+            raise ClosedError(
+                "this engine was closed before the answer was begun; make another one, and close "
+                "it only when it is not asked any more"
+            )
+        self._open.add(request)  # first: from then on it may end at any time
+        try:
+            self._waiting.add(request, max(0, self.config.max_rows - len(self._running)))
+        except BaseException:
+            self._open.discard(request)
+            raise
 
     def read(self, request: Request, *, is_driven: bool) -> None:
         """Read a queued request's prompt, on this thread. An error ends the request.
@@ -445,7 +452,7 @@ class Scheduler:
     def _fail_all(self, error: BaseException) -> None:
         with self._turning:
             # A request that comes meanwhile is not to blame, so the list is made first.
-            for request in [*self._running, *self._waiting]:
+            for request in list(self._open):
                 with contextlib.suppress(Exception):
                     self._finish(request, Status.FAILED, error)
 

@@ -303,12 +303,12 @@ def can_batch(decoder: Decoder, rule: PositionRule) -> bool:
 def keeps_what_it_reads(decoder: Decoder, shapes: KVShapes) -> bool:
     """Whether a model's layers attend to the keys and values that they cache, as they are.
 
-    DiffLlama and JetMoE divide or repeat them first.
+    DiffLlama and JetMoE divide or repeat them first. False also if a pass for a batch fails.
     """
     row = StepInput(RowKV(KVBuffer.like(shapes, 2), 0), [1])
     try:
         _pass(decoder, [row])
-    except ModelError:
+    except (ModelError, RuntimeError, TypeError, ValueError, IndexError, AttributeError):
         return False
     return True
 
