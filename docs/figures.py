@@ -81,11 +81,15 @@ class Block:
             written = (_cell(how, row) for how in columns.values())
             cells.append([said.get(cell.strip("`"), cell) for cell in written])
         facts = found["machine"]
+        origins = found.get("measured") or [facts]  # a journal may have been filled at several
         source = [
             f"`{found['command']}`",
             found["date"],
-            f"commit {facts['commit']}",
-            f"{facts['processor']}, {facts['threads']} threads, torch {facts['torch']}",
+            *(
+                f"commit {one['commit'] or 'unknown'}, {one['processor']}, {one['threads']} threads"
+                for one in origins
+            ),
+            f"torch {facts['torch']}",
         ]
         table = [f"| {' | '.join(line)} |" for line in cells]
         return "\n".join([*table, "", f"({', '.join(source)})", ""])

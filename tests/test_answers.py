@@ -319,7 +319,7 @@ def test_who_is_not_there_is_said_or_an_error_if_asked_for_by_name(model_folder)
         assert "--gguf FILE" in missing["llama.cpp"]
         assert "--vllm URL" in missing["vllm"]
         assert model_folder in missing["vllm"]
-        assert peers["auto"].about == f"Cached RAG, method auto, {model_folder}"
+        assert peers["auto"].about == f"Cached RAG, method auto, {model_folder}, no drafts"
         for name, message in (("vllm", "--vllm URL"), ("llama.cpp", "--gguf"), ("fill", "full")):
             with pytest.raises(ConfigError, match=message):
                 open_peers(means, ["full", name])

@@ -93,8 +93,15 @@ def test_rows_are_paired_and_say_when_learning_has_paid(made, monkeypatch):
     assert (first.speedup, second.speedup) == (1.0, 3.0)  # median of 2 and 4
     assert (second.total_ms, second.ttft_p50_ms) == (200, 100)
     assert second.agreement == 0.5
+    assert second.ttft_p95_ms == 100  # one of those that were measured
     assert second.pays_after == 5  # 2 s at .4 s a question
     assert first.pays_after is None
+    peers = {"slow": Counting(9, 400, 800), "full": Counting(9, 300, 500)}
+    peers |= {"quick": Counting(9, 200, 200), "other": Counting(9, 200, 200)}
+    peers["quick"].plain = "full"
+    peers["other"].plain = "full@llama.cpp"  # which was not asked
+    paid = {row.peer: row.pays_after for row in bench_scenario(peers, stream, 2)}
+    assert (paid["quick"], paid["other"]) == (10, 5)  # at .2 s and at .4 s a question
     cold = made.named("cold", "set", ASKED)
     rows = bench_scenario({"one": Counting(1, 2, 3)}, cold, 2)
     assert (rows[0].learn_s, rows[0].pays_after) == (0, 0)
@@ -130,6 +137,8 @@ def test_ours_learns_settles_and_closes_what_it_owns(model_folder):
         peer = Means(engine, model_folder, 400, apart=True).make("reuse")
         assert isinstance(peer, Own)
         assert peer.engine is not engine
+        assert peer.plain == "full"
+        assert "no drafts" in peer.about
         assert peer.engine.settings.sequence_bytes > 0  # as users have it
         stream = Scenarios(engine).named("stream", "set", ASKED)
         peer.learn(stream.texts, stream.head)
@@ -187,7 +196,14 @@ def test_kvboost_is_asked_as_it_says_and_named_where_it_is_not_there(model_folde
             peer.answer(Question(Rendered("Who is this?"), (5,)), 3)
 
 
-def test_the_command_writes_rows_and_a_plot(model_folder, tmp_path):
+def test_the_command_writes_rows_and_a_plot(model_folder, tmp_path, monkeypatch):
+    known, learn = [], Own.learn
+
+    def noted(peer, texts, head):
+        known.append(len(peer.engine.library.table))
+        learn(peer, texts, head)
+
+    monkeypatch.setattr(Own, "learn", noted)
     data = tmp_path / "set.jsonl"
     rows = [
         {"id": n, "question": q, "answers": [a], "chunks": [{"text": t} for t in texts]}
@@ -201,6 +217,7 @@ def test_the_command_writes_rows_and_a_plot(model_folder, tmp_path):
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert len(found["rows"]) == 4 * 4
+    assert known == [0] * 3 * 2  # each scenario but the cold one is learned, by both of ours
     assert list(dict.fromkeys(row["scenario"] for row in found["rows"])) == [
         *("cold: set", "stream: set", "one document: set", "chat: set"),
     ]

@@ -54,14 +54,16 @@ class PeerRow:
 
     Attributes:
         prompt_tokens: median of the prompts.
-        ttft_p50_ms, ttft_p95_ms: percentiles of the milliseconds to the first token.
+        ttft_p50_ms: median milliseconds to the first token.
+        ttft_p95_ms: the 95th percentile, as a time that was measured: of fewer than 20 questions,
+            the slowest.
         total_ms: median milliseconds of a whole answer.
         tokens_per_s: median rate at which tokens come after the first.
         speedup: the first peer's total over this one's, median over the questions.
         spread: of that ratio, its upper quartile less its lower one.
         learn_s: seconds in which it learned the texts.
-        pays_after: questions until that time is won back on whole answers against the first peer;
-            0 if nothing was learned, None if never.
+        pays_after: questions until that time is won back on whole answers, against `Peer.plain`, or
+            the first peer if that was not asked; 0 if nothing was learned, None if never.
         agreement: share of an answer that is the first peer's, up to the first other token; mean.
     """
 
@@ -153,7 +155,10 @@ def bench_scenario(
     variants = {name: _asker(peer, scenario, new_tokens) for name, peer in peers.items()}
     found = take_turns(variants, len(scenario.questions) - 1)
     first = next(iter(found.values()))
-    return [_row(scenario, name, learned[name], found[name], first) for name in peers]
+    return [
+        _row(scenario, name, learned[name], found, first, found.get(peer.plain, first))
+        for name, peer in peers.items()
+    ]
 
 
 def _learn(peer: Peer, scenario: Scenario) -> None:
@@ -179,21 +184,27 @@ def _asker(peer: Peer, scenario: Scenario, new_tokens: int) -> Callable[[], Samp
 
 
 def _row(
-    scenario: Scenario, name: str, learn_s: float, own: Sequence[Sample], first: Sequence[Sample]
+    scenario: Scenario,
+    name: str,
+    learn_s: float,
+    found: Mapping[str, Sequence[Sample]],
+    first: Sequence[Sample],
+    plain: Sequence[Sample],
 ) -> PeerRow:
-    p50, p95 = np.percentile([sample.ttft_ms for sample in own], [50, 95])
+    own = found[name]
+    waits = [sample.ttft_ms for sample in own]
     pairs = list(zip(own, first, strict=True))
     ratios = [theirs.total_ms / mine.total_ms for mine, theirs in pairs]
     low, middle, high = np.percentile(ratios, [25, 50, 75])
-    won_s = statistics.fmean(theirs.total_ms - mine.total_ms for mine, theirs in pairs) / 1000
+    won_s = statistics.fmean(a.total_ms - b.total_ms for a, b in zip(plain, own, strict=True)) / 1e3
     learn_s = learn_s if scenario.texts else 0.0
     return PeerRow(
         scenario=scenario.name,
         peer=name,
         questions=len(own),
         prompt_tokens=round(statistics.median(len(q.ids) for q in scenario.questions[1:])),
-        ttft_p50_ms=float(p50),
-        ttft_p95_ms=float(p95),
+        ttft_p50_ms=statistics.median(waits),
+        ttft_p95_ms=float(np.percentile(waits, 95, method="higher")),
         total_ms=statistics.median(sample.total_ms for sample in own),
         tokens_per_s=1000 / statistics.median(sample.token_ms for sample in own),
         speedup=float(middle),

@@ -13,7 +13,7 @@ from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cached_rag.benchmarks.scenarios import Asked, Scenario
+    from cached_rag.benchmarks.scenarios import Asked, PeerRow, Scenario
     from cached_rag.engine.engine import Engine
 
 
@@ -55,17 +55,18 @@ def peers_command(
         asked = _scenarios(engine, data, names(scenarios), questions + 1)
         longest = max(len(one.ids) for scenario in asked for one in scenario.questions)
         means = Means(engine, model, longest + new_tokens + 1, gguf, vllm, apart=True)
-        found, missing = open_peers(means, names(peers), EVERYBODY)
-        for name, reason in missing.items():
-            err.print(f"without {name}: {reason}", markup=False, highlight=False)
-        try:
-            rows = [
-                row for scenario in asked for row in bench_scenario(found, scenario, new_tokens)
-            ]
-        finally:
-            for peer in found.values():
-                peer.close()
-        about = {name: peer.about for name, peer in found.items()}
+        rows: list[PeerRow] = []
+        about: dict[str, str] = {}
+        for scenario in asked:  # opened for each, so that none knows what another one learned
+            found, missing = open_peers(means, names(peers), EVERYBODY)
+            for name, reason in missing.items() if not about else ():
+                err.print(f"without {name}: {reason}", markup=False, highlight=False)
+            try:
+                rows += bench_scenario(found, scenario, new_tokens)
+            finally:
+                for peer in found.values():
+                    peer.close()
+            about = {name: peer.about for name, peer in found.items()}
         facts |= {"peers": about, "missing": missing}
     if plot is not None:
         plot_peers(rows, plot)

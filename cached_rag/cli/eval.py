@@ -79,7 +79,7 @@ def evaluate_command(
     from cached_rag import Engine
     from cached_rag.backends.resolve import cache_dir
     from cached_rag.benchmarks import machine
-    from cached_rag.evaluation import Journal, Settings, evaluate, make_trials, summarise
+    from cached_rag.evaluation import Journal, Settings, evaluate, make_trials, origins, summarise
     from cached_rag.evaluation.plot import plot_frontier
 
     data = [*data, *(more or [])]
@@ -88,7 +88,8 @@ def evaluate_command(
     settings = Settings(tuple(data), tuple(trials), limit, answers, chunks, join, answer_in)
     with Engine.load(model, dtype=dtype, device=device, weights=weights, backend=backend) as engine:
         where = journal or cache_dir() / "eval" / f"{settings.digest(engine)}.jsonl"
-        kept = Journal(where, settings.facts(engine))
+        facts = machine(engine.model)
+        kept = Journal(where, settings.facts(engine), facts)
         columns = (*Progress.get_default_columns(), TextColumn("{task.completed}/{task.total}"))
         with Progress(*columns, console=err, disable=as_json) as bar:
             tasks = {path.stem: bar.add_task(path.stem, total=None) for path in data}
@@ -97,18 +98,21 @@ def evaluate_command(
                 bar.update(tasks[name], completed=done, total=total)
 
             evaluate(engine, settings, kept, progress)
-        facts = machine(engine.model)
-    rows = summarise(settings.chosen(kept), [(trial.name, trial.ratio) for trial in trials])
+    wanted = [(trial.name, trial.ratio) for trial in trials]
+    chosen = [row for row in settings.chosen(kept) if (row["method"], row["ratio"]) in wanted]
+    rows, measured = summarise(chosen, wanted), origins(chosen)
     if csv_file is not None:
         _write_csv(rows, csv_file)
     if plot is not None:
         plot_frontier(rows, plot)
     if as_json:
-        print_json({"rows": rows, "machine": facts})
+        print_json({"rows": rows, "machine": facts, "measured": measured})
         return
     print_table([_cells(row) for row in rows])
     if any(row["small"] for row in rows):
         out.print("Sets of fewer than 30 questions show large differences only.", style="yellow")
+    if len(measured) > 1:
+        out.print(f"Measured at several commits, or on several machines: {measured}", markup=False)
     out.print(f"Measurements are kept in {where}", style="dim", markup=False)
 
 

@@ -2,7 +2,7 @@
 
 from cached_rag.evaluation.comparison import ComparisonRow, compare, summarise_comparison
 from cached_rag.evaluation.data import Example, load_examples
-from cached_rag.evaluation.journal import Journal
+from cached_rag.evaluation.journal import Journal, origins
 from cached_rag.evaluation.mixing import MixRow, bench_mixing
 from cached_rag.evaluation.run import Settings, evaluate
 from cached_rag.evaluation.signals import SignalRow, bench_signals
@@ -25,6 +25,7 @@ __all__ = [
     "evaluate",
     "load_examples",
     "make_trials",
+    "origins",
     "summarise",
     "summarise_comparison",
 ]

@@ -1,26 +1,43 @@
 """A file of all measurements, from which an interrupted evaluation goes on where it stopped.
 
 Each measurement is appended at once, as one line of JSON. The first line names the run's model and
-settings; a journal of another run is refused. Knows no metric.
+settings; a journal of another run is refused. Every measurement has its origin, for one journal may
+be filled at several commits and on several machines. Knows no metric.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from cached_rag.errors import EvaluationError
 
 Key = tuple[str, str, str, float]
+# What of `machine` is a measurement's origin.
+_ORIGIN = ("commit", "processor", "threads")
 
 
 class Journal:
     """Measurements by (data set, example id, method, ratio)."""
 
-    def __init__(self, path: Path, run: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: Path, run: Mapping[str, Any], machine: Mapping[str, Any] | None = None
+    ) -> None:
+        """Open a journal, or begin it.
+
+        Args:
+            run: what all of its measurements have in common.
+            machine: where those that are added come from, see `benchmarks.machine`.
+
+        Raises:
+            EvaluationError: the file is another run's, or damaged.
+        """
+        facts = machine or {}
         self.path = path
+        self._origin = {name: facts.get(name) for name in _ORIGIN}
         self._rows: dict[Key, dict[str, Any]] = {}
         head = json.dumps({"run": run}, sort_keys=True)
         if path.exists():
@@ -52,7 +69,8 @@ class Journal:
         return key in self._rows
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add one measurement, and write it to the file."""
+        """Add one measurement with its origin, and write it to the file."""
+        row = {**row, "origin": self._origin}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         self._keep(row)
@@ -60,3 +78,13 @@ class Journal:
     def rows(self) -> Iterator[dict[str, Any]]:
         """All measurements, oldest first."""
         yield from self._rows.values()
+
+
+def origins(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Where measurements come from: each commit and machine once, with the number of its `rows`.
+
+    Measurements of before journals kept it have an origin of None.
+    """
+    unknown = dict.fromkeys(_ORIGIN)
+    found = Counter(tuple((row.get("origin") or unknown).items()) for row in rows)
+    return [{**dict(origin), "rows": count} for origin, count in found.most_common()]

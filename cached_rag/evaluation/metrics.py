@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cached_rag.errors import needs_extra
 
@@ -54,7 +55,7 @@ def rouge_l(answer: str, references: Sequence[str]) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and its 95 % interval."""
+    """A mean, or a ratio, and its 95 % interval."""
 
     mean: float
     low: float
@@ -64,6 +65,18 @@ class Interval:
 def bootstrap(differences: Sequence[float], seed: int = 0) -> Interval:
     """Mean of paired differences with a 95 % bootstrap interval (percentiles); deterministic."""
     values = np.asarray(differences, dtype=np.float64)
-    draws = np.random.default_rng(seed).integers(0, len(values), (_RESAMPLES, len(values)))
-    low, high = np.quantile(values[draws].mean(axis=1), (0.025, 0.975))
+    low, high = np.quantile(values[_draws(len(values), seed)].mean(axis=1), (0.025, 0.975))
     return Interval(float(values.mean()), float(low), float(high))
+
+
+def bootstrap_ratio(pairs: Sequence[tuple[float, float]], seed: int = 0) -> Interval:
+    """Ratio of the sums of pairs, whose second is above 0, with an interval as `bootstrap`'s."""
+    values = np.asarray(pairs, dtype=np.float64)
+    sums = values[_draws(len(values), seed)].sum(axis=1)
+    low, high = np.quantile(sums[:, 0] / sums[:, 1], (0.025, 0.975))
+    mine, its = values.sum(axis=0)
+    return Interval(float(mine / its), float(low), float(high))
+
+
+def _draws(count: int, seed: int) -> NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(0, count, (_RESAMPLES, count))

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cached_rag.evaluation.metrics import bootstrap
+from cached_rag.evaluation.metrics import bootstrap, bootstrap_ratio
 
 # With fewer questions than this, a set shows large differences only.
 SMALL = 30
@@ -45,8 +45,10 @@ def _row(data: str, method: str, ratio: float, found: dict[str, Row], full: dict
     own, base = [found[i] for i in ids], [full[i] for i in ids]
     nll, f1 = _difference(own, base, "nll"), _difference(own, base, "f1")
     right = [(a, b) for a, b in zip(own, base, strict=True) if b["f1"] and b["f1"] >= 0.5]
-    kept, had = (_mean(rows, "f1") for rows in (zip(*right, strict=True) if right else ((), ())))
-    times = [statistics.median(row["ttft_ms"] for row in rows) for rows in (own, base)]
+    pairs = [(a["f1"], b["f1"]) for a, b in right]
+    kept = bootstrap_ratio(pairs) if pairs else None
+    # Paired, as prompts of one set may be several times as long as those of another.
+    speedups = [b["ttft_ms"] / a["ttft_ms"] for a, b in zip(own, base, strict=True)]
     return {
         "method": method,
         "ratio": ratio,
@@ -57,13 +59,13 @@ def _row(data: str, method: str, ratio: float, found: dict[str, Row], full: dict
         "nll_diff_ci": nll[1],
         "f1_diff": f1[0],
         "f1_diff_ci": f1[1],
-        "f1_where_full_is_right": kept,
-        "f1_kept": round(kept / had, 5) if kept is not None and had else None,
+        "f1_kept": None if kept is None else round(kept.mean, 5),
+        "f1_kept_ci": None if kept is None else [round(kept.low, 5), round(kept.high, 5)],
         "full_is_right": len(right),
         **{name: _mean(own, name) for name in ("kl", "kl_along", "entropy")},
         **{name: _mean(own, name) for name in ("agreement", "charged_recompute")},
-        "ttft_ms": round(times[0], 2),
-        "speedup": round(times[1] / times[0], 3),
+        "ttft_ms": round(statistics.median(row["ttft_ms"] for row in own), 2),
+        "speedup": round(statistics.median(speedups), 3),
         "small": len(ids) < SMALL,
     }
 

@@ -12,11 +12,11 @@ import torch
 from conftest import CHUNKS, NEW_PROMPTS, plain_cache, plain_logits, tiny_model
 
 from cached_rag import ConfigError, Engine, EvaluationError, GenerationConfig
-from cached_rag.evaluation import Journal, Settings, evaluate, make_trials, summarise
+from cached_rag.evaluation import Journal, Settings, evaluate, make_trials, origins, summarise
 from cached_rag.evaluation.data import Example, load_examples
 from cached_rag.evaluation.encodings import Encodings
 from cached_rag.evaluation.measure import read
-from cached_rag.evaluation.metrics import bootstrap, exact_match, f1, rouge_l
+from cached_rag.evaluation.metrics import bootstrap, bootstrap_ratio, exact_match, f1, rouge_l
 from cached_rag.evaluation.nearness import Nearness
 from cached_rag.evaluation.plot import plot_frontier
 from cached_rag.evaluation.prompts import is_long, messages
@@ -82,6 +82,10 @@ def test_intervals_are_of_the_mean_and_the_same_every_time():
     error = statistics.pstdev(differences) / len(differences) ** 0.5
     assert found.mean - found.low == pytest.approx(1.96 * error, rel=0.15)
     assert found.high - found.mean == pytest.approx(1.96 * error, rel=0.15)
+    pairs = [(0.5, 1.0), (1.0, 1.0)] * 40
+    ratio = bootstrap_ratio(pairs)
+    assert ratio.mean == 0.75
+    assert 0.65 < ratio.low < 0.75 < ratio.high < 0.85
     assert bootstrap([0.2] * 5).low == pytest.approx(0.2) == bootstrap([0.2] * 9).high
 
 
@@ -155,6 +159,19 @@ def test_a_journal_of_another_run_is_refused(tmp_path):
         file.write("nonsense\n")
     with pytest.raises(EvaluationError, match="line 2"):
         Journal(tmp_path / "j.jsonl", {"model": "one"})
+
+
+def test_measurements_say_where_they_come_from(tmp_path):
+    path, run = tmp_path / "j.jsonl", {"model": "one"}
+    here = {"commit": "a1", "processor": "P", "threads": 1, "cores": 2}
+    key = {"data": "d", "method": "full", "ratio": 1.0}
+    for number, machine in enumerate((here, here, here | {"commit": "b2"}, None)):
+        Journal(path, run, machine).add({**key, "id": str(number), "nll": 1.0})
+    with path.open("a") as file:  # as journals were before
+        file.write(json.dumps({**key, "id": "old", "nll": 1.0}) + "\n")
+    found = {one["commit"]: one for one in origins(Journal(path, run).rows())}
+    assert found["a1"] == {"commit": "a1", "processor": "P", "threads": 1, "rows": 2}
+    assert (found["b2"]["rows"], found[None]["rows"]) == (1, 2)
 
 
 def test_baselines_run_and_are_no_better_than_their_faults(data, tmp_path):
@@ -398,6 +415,21 @@ def test_several_sets_are_also_shown_together():
     rows = {r["data"]: r for r in summarise(found, [("auto", 1.0)])}
     assert {name: r["n"] for name, r in rows.items()} == {"a": 1, "b": 1, "all": 2}
     assert rows["all"]["nll_diff"] == pytest.approx(0.2)
+
+
+def test_speed_is_paired_and_what_is_kept_has_an_interval():
+    def rows(name, ms, full_ms, f1, full_f1):
+        figures = dict.fromkeys(("em", "rouge_l", "kl", "agreement", "charged_recompute"))
+        where = {"data": "a", "id": name, "ratio": 1.0, "nll": 1.0, **figures}
+        yield where | {"method": "full", "ttft_ms": full_ms, "f1": full_f1}
+        yield where | {"method": "auto", "ttft_ms": ms, "f1": f1}
+
+    found = [*rows("1", 10, 30, 1.0, 1.0), *rows("2", 100, 110, 0.5, 1.0)]
+    found += [*rows("3", 100, 400, 1.0, 0.4)]  # which full prefill gets wrong
+    (row,) = summarise(found, [("auto", 1.0)])
+    assert row["speedup"] == 3.0  # of 3, 1.1 and 4, not 110 ms over 100
+    assert (row["f1_kept"], row["full_is_right"]) == (0.75, 2)
+    assert row["f1_kept_ci"] == [0.5, 1.0]
 
 
 def test_questions_by_where_their_answers_stand(data):

@@ -81,7 +81,7 @@ class Means:
         if backend:
             store = StoreConfig() if self.apart else engine.settings
             other = Engine.load(self.model, backend=backend, store=store)
-            return Own(other, method, owns=True)
+            return Own(other, method, owns=True, plain=f"full@{backend}")
         if self.apart:
             return Own(Engine(engine.model, StoreConfig()), method, owns=True)
         return Own(engine, method)

@@ -50,9 +50,11 @@ class Peer(ABC):
 
     Attributes:
         about: what it is: version, weights, settings.
+        plain: name of the peer that does the same without what this one learns; empty for none.
     """
 
     about: str
+    plain: str = ""
 
     @abstractmethod
     def answer(self, question: Question, max_tokens: int) -> Sample:

@@ -1,4 +1,8 @@
-"""This library as a peer: one of its methods."""
+"""This library as a peer: one of its methods.
+
+Without drafts. All peers must go on where an answer would end, and behind that a model repeats
+itself, which drafts guess more easily than what anybody asks for.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +18,21 @@ from cached_rag.errors import ModelError
 class Own(Peer):
     """A method of this library."""
 
-    def __init__(self, engine: Engine, method: str, *, owns: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, method: str, *, owns: bool = False, plain: str = "full"
+    ) -> None:
         """Name the method.
 
         Args:
             owns: nobody else uses the engine, so it is closed with this.
+            plain: see `Peer`.
 
         Raises:
             ConfigError: there is no such method.
         """
         GenerationConfig(method=method)
-        self.engine, self.method, self._owns = engine, method, owns
-        self.about = f"Cached RAG, method {method}, {engine.model.name}"
+        self.engine, self.method, self._owns, self.plain = engine, method, owns, plain
+        self.about = f"Cached RAG, method {method}, {engine.model.name}, no drafts"
 
     def learn(self, texts: Sequence[str], head: Rendered) -> None:
         """Encode the texts, as the engine's store says; `full` has no use for that."""
@@ -39,7 +46,11 @@ class Own(Peer):
             ModelError: the engine read the prompt as other tokens than the other peers have.
         """
         config = GenerationConfig(
-            method=self.method, max_tokens=max_tokens, ignore_eos=True, repetition_penalty=1.0
+            method=self.method,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            repetition_penalty=1.0,
+            drafts=False,
         )
         answer = self.engine.generate(question.prompt, config)
         report = answer.report
