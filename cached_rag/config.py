@@ -189,7 +189,7 @@ class StoreConfig:
     """Where KV is kept and how much of it.
 
     Attributes:
-        path: folder on disk; None keeps KV in memory only.
+        path: folder on disk, `~` is the user's own; None keeps KV in memory only.
         codec: how KV is written to disk. "raw" keeps the model's dtype; "int8" takes half of the
             space of 16 bits, and loses precision (docs/store.md).
         memory_bytes: most bytes of chunks' KV in the host's memory.

@@ -246,8 +246,10 @@ def test_longrope_across_its_switch_is_refused_by_name_and_full_if_left_to_us():
     assert short.report.cached_tokens > 0
 
 
-def test_a_store_on_disk_serves_a_new_engine_and_other_models_see_nothing(tmp_path):
-    store = StoreConfig(path=str(tmp_path))
+def test_a_store_on_disk_serves_a_new_engine_and_other_models_see_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path.parent))
+    store = StoreConfig(path=f"~/{tmp_path.name}")
     with Engine(tiny_model("llama"), store) as first:
         head = first.head(ask(CHUNKS[0]), CHUNKS[0])
         assert first.encode(CHUNKS, prefix=head, context=None).encoded == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import hashlib
 from dataclasses import replace
 
@@ -275,6 +276,12 @@ def test_missing_weights_are_not_made_up(tmp_path):
     tiny_tokenizer().save_pretrained(folder)
     model.save_pretrained(folder, state_dict=weights)
     with pytest.raises(ModelError, match=r"folder lacks 3 of .*layers.2.mlp.down_proj"):
+        load_model(str(folder), device="cpu")
+    model.save_pretrained(folder)
+    known = json.loads((folder / "config.json").read_text())
+    wider = {"intermediate_size": 2 * known["intermediate_size"]}
+    (folder / "config.json").write_text(json.dumps(known | wider))
+    with pytest.raises(ModelError, match=r"weights of .*folder have another shape .*down_proj"):
         load_model(str(folder), device="cpu")
 
 

@@ -63,7 +63,7 @@ class Library(Shelf):
         self._lost: StoreError | None = None
         if config.path is not None:
             try:
-                disk, self._catalog = _opened(Path(config.path), maker, config)
+                disk, self._catalog = _opened(Path(config.path).expanduser(), maker, config)
             except StoreError as error:
                 self._lost = error
                 _log.warning("nothing is cached on disk: %s", error)

@@ -244,7 +244,7 @@ def _for_workers(store: StoreConfig) -> StoreConfig:
         )
     return replace(
         store,
-        path=None if store.remote else str(Path(str(store.path)).absolute()),
+        path=None if store.remote else str(Path(str(store.path)).expanduser().absolute()),
         memory_bytes=_WORKER_BYTES,
         device_bytes=0,
         sequence_bytes=0,

@@ -23,15 +23,28 @@ def load_complete(path: str, name: str, **options: Any) -> Any:
         options: others of `from_pretrained`.
 
     Raises:
-        ModelError: the files lack weights, other than those that are tied or computed.
+        ModelError: the files lack weights, other than those that are tied or computed, or have some
+            of another shape than the configuration says.
         OSError, ValueError, ImportError: as transformers raises them.
     """
-    model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        path, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
     missing = sorted(report["missing_keys"])
     if missing:
-        names = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
         raise ModelError(
-            f"{name} lacks {len(missing)} of the model's weights ({names}), which would be random "
-            "numbers; download all its files again, or save the whole model"
+            f"{name} lacks {len(missing)} of the model's weights ({_some(missing)}), which would be "
+            "random numbers; download all its files again, or save the whole model"
+        )
+    others = sorted(report["mismatched_keys"])  # (name, shape in the file, shape in the model)
+    if others:
+        names = _some([f"{key} of {list(own)} instead of {list(its)}" for key, own, its in others])
+        raise ModelError(
+            f"{len(others)} weights of {name} have another shape than its configuration says "
+            f"({names}); config.json and weights are of different models: download both again"
         )
     return model
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
