@@ -73,7 +73,7 @@ class Block:
         found = json.loads(self._file.read_text())
         lines = [_column(line) for line in self.spec[1:]]
         columns = {title: how for title, how in lines if title not in ("only", "say", "from")}
-        only = [how.split("=") for title, how in lines if title == "only"]
+        only = [how.split("=", 1) for title, how in lines if title == "only"]
         said = dict(how.split(" => ") for title, how in lines if title == "say")
         rows = [row for row in found[dict(lines).get("from", "rows")] if _passes(row, only)]
         cells = [list(columns), ["---"] * len(columns)]

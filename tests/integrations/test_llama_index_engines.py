@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import warnings
 from typing import Literal
 
+import llama_index.core
 import pytest
 from conftest import CHUNKS
 from llama_index.core import Document, MockEmbedding, Settings, VectorStoreIndex
@@ -152,6 +154,32 @@ def test_whole_chunks_are_packed_in_order_and_never_changed(llm):
     helper.chunk_size_limit = 1  # too little for any: one each, and the model decides
     assert helper.repack(prompt, CHUNKS, llm=llm) == CHUNKS
     assert helper.truncate(prompt, CHUNKS) == CHUNKS
+
+
+@pytest.mark.parametrize("system", [None, "Say what is true, and no more than that."])
+@pytest.mark.parametrize("mode", ["tree_summarize", "accumulate", "compact_accumulate", "whole"])
+def test_nodes_that_fill_the_context_fit_it(engine, monkeypatch, mode, system):
+    llm = Recording(engine=engine, max_tokens=6, method="full", system_prompt=system)
+    monkeypatch.setattr(llama_index.core, "global_tokenizer", llm.token_ids)
+    # One that is cut as it fills a prompt, or many whose separators count for as much as they do.
+    texts = [" ".join(CHUNKS * 30)] if mode != "whole" else [f"{i}: ok" for i in range(400)]
+    helper = {"prompt_helper": WholeChunks.of(llm)} if mode == "whole" else {}
+    named = "tree_summarize" if mode == "whole" else mode
+    synthesizer = get_response_synthesizer(llm=llm, response_mode=named, **helper)
+    synthesizer.get_response(QUESTION, texts)
+    longest = max(report.prompt_tokens for report in llm.reports())
+    assert 900 < longest <= 1024 - 6
+
+
+def test_whole_chunks_count_separators_where_they_stand(llm):
+    def tokens(text):  # as GPT-2's: two line breaks are one token alone, and two before a word
+        return re.findall(r"\s+(?!\S)|\s|\w+|[^\w\s]", text)
+
+    helper = WholeChunks.from_llm_metadata(llm.metadata, tokenizer=tokens, chunk_size_limit=60)
+    texts = ["Row.", "- ok", "Is it?", "1"] * 40
+    packs = helper.repack(get_response_synthesizer(llm=llm)._text_qa_template, texts, llm=llm)
+    assert "\n\n".join(packs) == "\n\n".join(texts)
+    assert max(len(tokens(pack)) for pack in packs) in range(55, 61)
 
 
 def test_streaming_and_async_queries(llm, index):

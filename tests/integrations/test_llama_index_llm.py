@@ -171,7 +171,8 @@ def test_reports_are_collected_and_printed(llm, capsys):
 
 
 def test_metadata_and_serialisation_keep_the_truth(llm):
-    assert llm.metadata.context_window == 1024
+    around = llm.loaded_engine().count_tokens([{"role": "user", "content": ""}])
+    assert llm.metadata.context_window == 1024 - around
     assert llm.metadata.num_output == 8
     assert llm.metadata.is_chat_model
     assert llm.metadata.is_function_calling_model

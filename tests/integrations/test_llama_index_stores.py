@@ -8,16 +8,20 @@ import pytest
 from conftest import CHUNKS, tiny_model
 from llama_index.core import Document, MockEmbedding, Settings, StorageContext, VectorStoreIndex
 from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore
 from llama_index.llms.cached_rag import CachedRAGLLM, MarkModules, marked, module_text
+from llama_index.postprocessor.cached_rag import CachedPostprocessor
+from llama_index.response_synthesizers.cached_rag import CachedSynthesizer
 from llama_index.retrievers.cached_rag import CachedRetriever
 from llama_index.vector_stores.cached_rag import CachedVectorStore
+from pydantic import BaseModel
 
-from cached_rag import Engine, StoreConfig
+from cached_rag import ConfigError, Engine, StoreConfig
 from cached_rag.kv.store import Prefetcher
 
 
@@ -43,6 +47,12 @@ def nodes():
     return [
         TextNode(text=chunk, id_=f"n{i}", metadata={"page": i}) for i, chunk in enumerate(CHUNKS)
     ]
+
+
+class Page(BaseModel):
+    """A page."""
+
+    number: int
 
 
 class Everything(BaseRetriever):
@@ -170,6 +180,44 @@ def test_a_copy_with_other_white_space_keeps_the_kv(llm):
     assert has_kv(llm, CHUNKS[0])
     store.delete_nodes(["plain"])
     assert not has_kv(llm, CHUNKS[0])
+
+
+def test_what_was_encoded_without_metadata_is_forgotten_too(llm):
+    index = make_index(llm)
+    index.insert_nodes(nodes())
+    llm.encode(CHUNKS)  # as citations, which show no metadata, have it done
+    index.delete_nodes(["n0"])
+    assert [has_kv(llm, chunk) for chunk in CHUNKS] == [False, True, True]
+    index.insert(Document(text=CHUNKS[1], id_="copy"))
+    index.delete_nodes(["n1"])
+    assert has_kv(llm, CHUNKS[1])  # the copy still needs it
+    index.vector_store.clear()
+    assert not any(map(has_kv, [llm] * 3, CHUNKS))
+
+
+def test_of_two_nodes_with_one_id_the_last_one_counts(llm):
+    store = CachedVectorStore(SimpleVectorStore(), llm)
+    store.add([TextNode(text=text, id_="same", embedding=[1.0] * 4) for text in CHUNKS[:2]])
+    assert [has_kv(llm, text) for text in CHUNKS[:2]] == [False, True]
+    store.delete_nodes(["same"])
+    assert not has_kv(llm, CHUNKS[1])
+
+
+def test_a_structured_llm_reads_with_the_one_inside(llm):
+    asked = llm.as_structured_llm(Page)
+    store = CachedVectorStore(SimpleVectorStore(), asked)
+    store.add([TextNode(text=CHUNKS[0], embedding=[1.0] * 4)])
+    assert has_kv(llm, CHUNKS[0])
+    CachedRetriever(Everything(), asked, encode="eager").retrieve("copper")
+    assert has_kv(llm, module_text(nodes()[1]))
+    found = [NodeWithScore(node=TextNode(text=CHUNKS[2]))]
+    CachedPostprocessor(asked, encode="eager").postprocess_nodes(found)
+    assert has_kv(llm, CHUNKS[2])
+    synthesizer = CachedSynthesizer(asked)
+    assert synthesizer._llm is asked
+    assert synthesizer._prompt_helper.context_window == llm.metadata.context_window
+    with pytest.raises(ConfigError, match="a MockLLM keeps no KV; give the CachedRAGLLM"):
+        CachedRetriever(Everything(), MockLLM())
 
 
 def test_background_leaves_encoding_for_later(llm):

@@ -120,6 +120,41 @@ def test_a_call_that_is_cut_off_is_an_error_and_no_call(llm):
     assert llm.get_tool_calls_from_response(parts[-1])[0].tool_name == "echo"
 
 
+class Pay(BaseModel):
+    """What somebody earns."""
+
+    pay: int
+
+
+@pytest.mark.filterwarnings("ignore:The `json` method")  # of LlamaIndex's structured LLM
+@pytest.mark.parametrize(
+    ("most", "said"), [(70, "within its call of 'Pay'; raise"), (3, "calls no tool: .*; raise")]
+)
+def test_a_streamed_object_that_is_cut_off_is_an_error(llm, most, said):
+    prompt, options = PromptTemplate("{what}"), {"max_tokens": most}
+    with pytest.raises(ConfigError, match=f"{said} max_tokens"):
+        list(llm.stream_structured_predict(Pay, prompt, llm_kwargs=options, what="x"))
+    with pytest.raises(ConfigError, match=f"{said} max_tokens"):
+        list(llm.as_structured_llm(Pay).stream_chat([ChatMessage(content="x")], **options))
+
+    async def streamed():
+        found = await llm.astream_structured_predict(Pay, prompt, llm_kwargs=options, what="x")
+        return [one async for one in found]
+
+    with pytest.raises(ConfigError, match=f"{said} max_tokens"):
+        asyncio.run(streamed())
+
+
+def test_options_of_a_streamed_object_reach_the_engine_and_bad_ones_are_refused(llm):
+    prompt, options = PromptTemplate("{what}"), {"no_such_option": 1, "tool_choice": "none"}
+    with pytest.raises(ConfigError, match="unknown setting 'no_such_option'"):
+        list(llm.stream_structured_predict(Keeper, prompt, llm_kwargs=options, what="x"))
+    *_, last = llm.stream_structured_predict(
+        Keeper, prompt, llm_kwargs={"tool_choice": "none"}, what="x"
+    )
+    assert isinstance(last, Keeper)
+
+
 def test_calls_have_ids_of_their_own(llm):
     answers = [llm.chat_with_tools([TOOL], "Warm?", tool_required=True) for _ in range(2)]
     ids = {llm.get_tool_calls_from_response(answer)[0].tool_id for answer in answers}

@@ -6,7 +6,7 @@ with needs_extra("llama-index", "the integration with LlamaIndex"):
     from llama_index.llms.cached_rag.base import CachedRAGLLM
     from llama_index.llms.cached_rag.callbacks import CacheReportHandler
     from llama_index.llms.cached_rag.embeddings import SentenceTransformerEmbedding
-    from llama_index.llms.cached_rag.nodes import MarkModules, marked, module_text
+    from llama_index.llms.cached_rag.nodes import MarkModules, bare_text, marked, module_text
     from llama_index.llms.cached_rag.reading import Reader
     from llama_index.llms.cached_rag.schemas import PMLPromptTemplate
 
@@ -17,6 +17,7 @@ __all__ = [
     "PMLPromptTemplate",
     "Reader",
     "SentenceTransformerEmbedding",
+    "bare_text",
     "marked",
     "module_text",
 ]

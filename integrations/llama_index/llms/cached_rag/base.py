@@ -6,8 +6,8 @@ Uses public names of `cached_rag` only; knows no tensor.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from typing import Any
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -17,29 +17,27 @@ from llama_index.core.base.llms.types import (
     CompletionResponse,
     CompletionResponseAsyncGen,
     CompletionResponseGen,
-    LLMMetadata,
-    TextBlock,
 )
-from llama_index.core.bridge.pydantic import BaseModel, ConfigDict, PrivateAttr
+from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
 from llama_index.core.schema import BaseNode
 from llama_index.core.tools.types import BaseTool
+from llama_index.llms.cached_rag.growing import apieces, growing_chat, pieces
 from llama_index.llms.cached_rag.messages import (
+    OwnTemplate,
     Prompt,
     chat_response,
     completion_response,
     plain,
 )
 from llama_index.llms.cached_rag.nodes import module_text
-from llama_index.llms.cached_rag.settings import EngineSettings
+from llama_index.llms.cached_rag.prompting import PromptingLLM
+from llama_index.llms.cached_rag.structured import astream_objects, stream_objects
 from llama_index.llms.cached_rag.tools import (
     blocks,
-    can_call,
     check_whole,
-    forced_program,
     offered,
     selections,
     taken,
@@ -55,10 +53,8 @@ from cached_rag import (
     template_head,
 )
 
-_T = TypeVar("_T")
 
-
-class CachedRAGLLM(EngineSettings, FunctionCallingLLM):
+class CachedRAGLLM(PromptingLLM):
     """A local model that does not prefill text again whose KV it holds.
 
     Whatever its engine has encoded is found in any prompt by its text, so query engines, chat
@@ -72,44 +68,27 @@ class CachedRAGLLM(EngineSettings, FunctionCallingLLM):
         index.as_query_engine().query("...")
     """
 
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-
-    _has_template: bool = PrivateAttr(default=False)
-
     def __init__(self, *, engine: Engine | CachedRAG | None = None, **data: Any) -> None:
         """Settings are fields; `engine` is one to share (or a `CachedRAG`) instead of loading.
 
         Raises:
             ValueError: an unknown or bad setting.
         """
-        if isinstance(engine, Engine):
+        if isinstance(engine, CachedRAG):
+            data.setdefault("model", engine.settings["model"])
+        elif engine is not None:
             data.setdefault("model", engine.model.name)
         super().__init__(**data)
-        self._engine = engine
-        self._has_template = data.get("messages_to_prompt") is not None
-        if not self._has_template:
-            # Not the method itself, whose repr would hold this object's, and so on without end.
-            self.messages_to_prompt = lambda messages: self._render(messages)
+        if engine is not None:
+            self._give(engine)
+        if data.get("messages_to_prompt") is None:
+            self.messages_to_prompt = OwnTemplate(self)
         self._config({})
 
     @classmethod
     def class_name(cls) -> str:
         """The name LlamaIndex serialises under."""
         return "CachedRAGLLM"
-
-    @property
-    def metadata(self) -> LLMMetadata:
-        """The model's own limits."""
-        loaded = self.loaded_engine().model
-        own = loaded.context_length
-        is_chat = bool(getattr(loaded.tokenizer, "chat_template", None))
-        return LLMMetadata(
-            context_window=min(self.context_window or own, own),
-            num_output=self.max_tokens,
-            is_chat_model=is_chat,
-            is_function_calling_model=is_chat and can_call(),
-            model_name=self.model,
-        )
 
     # Chunks ----------------------------------------------------------------------------------
 
@@ -145,33 +124,7 @@ class CachedRAGLLM(EngineSettings, FunctionCallingLLM):
         """
         return self.encode([module_text(node) for node in nodes], **kwargs)
 
-    # Prompts ---------------------------------------------------------------------------------
-
-    def chat_prompt(self, messages: Sequence[ChatMessage]) -> Prompt:
-        """Messages as the engine takes them: in the model's own template, unless one was given."""
-        if self._has_template and self.messages_to_prompt is not None:
-            return str(self.messages_to_prompt(messages))
-        return plain(messages)
-
-    def completion_prompt(self, prompt: str, formatted: bool) -> Prompt:
-        """A string as the engine takes it: as it is if formatted, else as a user's message."""
-        if formatted or not self.metadata.is_chat_model:
-            return prompt
-        assert self.completion_to_prompt is not None
-        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        content = str(self.completion_to_prompt(prompt))
-        return [*system, {"role": "user", "content": content}]
-
-    def _filled(self, template: BasePromptTemplate, values: Mapping[str, str]) -> Prompt:
-        """A template's prompt, as `predict` would ask it."""
-        if self.metadata.is_chat_model:
-            messages = template.format_messages(llm=self, **values)
-            return self.chat_prompt(self._extend_messages(messages))
-        return self._extend_prompt(template.format(llm=self, **values))
-
-    def _render(self, messages: Sequence[ChatMessage]) -> str:
-        """The model's own chat template, for those who ask for a prompt as a string."""
-        return self.loaded_engine().tokenization.render(plain(messages)).text
+    # Answers ---------------------------------------------------------------------------------
 
     def _start(self, prompt: Callable[[], Prompt], options: dict[str, Any]) -> Stream:
         asked = prompt()
@@ -194,8 +147,6 @@ class CachedRAGLLM(EngineSettings, FunctionCallingLLM):
         prompt = tools.prompt(plain(messages))
         return self.loaded_engine().stream(prompt, tools.settings(self._config(options))), tools
 
-    # Answers ---------------------------------------------------------------------------------
-
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """One answer to chat messages; `kwargs` are `GenerationConfig`'s."""
@@ -207,19 +158,7 @@ class CachedRAGLLM(EngineSettings, FunctionCallingLLM):
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """An answer piece by piece."""
         stream, tools = self._start_chat(messages, kwargs)
-        return self._pieces(stream, self._growing_chat(tools))
-
-    def _growing_chat(self, tools: Tools) -> Callable[..., ChatResponse]:
-        ids: list[str] = []
-        said = ""
-
-        def response(llm: EngineSettings, text: str, stream: Stream, delta: str) -> ChatResponse:
-            nonlocal said
-            found = blocks(tools, text, ids, is_over=not delta)
-            before, said = said, next((b.text for b in found if isinstance(b, TextBlock)), "")
-            return chat_response(llm, found, stream, said[len(before) :], is_over=not delta)
-
-        return response
+        return pieces(self, stream, growing_chat(tools))
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -233,7 +172,7 @@ class CachedRAGLLM(EngineSettings, FunctionCallingLLM):
     ) -> CompletionResponseGen:
         """An answer to a string, piece by piece."""
         stream = self._start(lambda: self.completion_prompt(prompt, formatted), kwargs)
-        return self._pieces(stream, completion_response)
+        return pieces(self, stream, completion_response)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -248,7 +187,7 @@ class CachedRAGLLM(EngineSettings, FunctionCallingLLM):
     ) -> ChatResponseAsyncGen:
         """As `stream_chat`, off the event loop."""
         stream, tools = await asyncio.to_thread(self._start_chat, messages, kwargs)
-        return self._apieces(stream, self._growing_chat(tools))
+        return apieces(self, stream, growing_chat(tools))
 
     @llm_completion_callback()
     async def acomplete(
@@ -264,23 +203,7 @@ class CachedRAGLLM(EngineSettings, FunctionCallingLLM):
     ) -> CompletionResponseAsyncGen:
         """As `stream_complete`, off the event loop."""
         stream = await self._astart(lambda: self.completion_prompt(prompt, formatted), kwargs)
-        return self._apieces(stream, completion_response)
-
-    def _pieces(self, stream: Stream, response: Callable[..., _T]) -> Generator[_T, None, None]:
-        text = ""
-        for piece in stream:
-            text += piece
-            yield response(self, text, stream, piece)
-        yield response(self, text, stream, "")  # with the finished report
-
-    async def _apieces(
-        self, stream: Stream, response: Callable[..., _T]
-    ) -> AsyncGenerator[_T, None]:
-        text = ""
-        async for piece in stream.apieces():
-            text += piece
-            yield response(self, text, stream, piece)
-        yield response(self, text, stream, "")
+        return apieces(self, stream, completion_response)
 
     # Tools -----------------------------------------------------------------------------------
 
@@ -305,17 +228,22 @@ class CachedRAGLLM(EngineSettings, FunctionCallingLLM):
         return {"messages": messages, **found, **kwargs}
 
     def _structured_stream_call(
-        self, output_cls: type[BaseModel], prompt: PromptTemplate, *args: Any, **kwargs: Any
+        self,
+        output_cls: type[BaseModel],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
     ) -> Generator[Any, None, None]:
-        """As LlamaIndex's, which lets the model choose whether it gives the object at all."""
-        yield from forced_program(self, output_cls, prompt).stream_call(*args, **kwargs)
+        return stream_objects(self, output_cls, prompt, llm_kwargs or {}, prompt_args)
 
     async def _structured_astream_call(
-        self, output_cls: type[BaseModel], prompt: PromptTemplate, *args: Any, **kwargs: Any
+        self,
+        output_cls: type[BaseModel],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
     ) -> AsyncGenerator[Any, None]:
-        program = forced_program(self, output_cls, prompt)
-        found: AsyncGenerator[Any, None] = await program.astream_call(*args, **kwargs)
-        return found
+        return astream_objects(self, output_cls, prompt, llm_kwargs or {}, prompt_args)
 
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **_: Any
@@ -323,10 +251,7 @@ class CachedRAGLLM(EngineSettings, FunctionCallingLLM):
         """The calls in an answer; while it grows, with the arguments so far.
 
         Raises:
-            ValueError: there are none, or `max_tokens` cut one off.
+            ValueError: there are none, or `max_tokens` cut one off (a `ConfigError`).
         """
-        found = selections(response.message)
-        check_whole(response)
-        if error_on_no_tool_call and not found:
-            raise ValueError(f"the answer calls no tool: {response.message.content!r}")
-        return found
+        check_whole(response, must_call=error_on_no_tool_call)
+        return selections(response.message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llama_index.core.base.llms.types import (
@@ -47,6 +48,20 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
         found["tool_call_id"] = str(message.additional_kwargs.get("tool_call_id", ""))
         found["name"] = str(message.additional_kwargs.get("name", ""))
     return found
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OwnTemplate:
+    """A model's own chat template, for those who ask for a prompt as a string.
+
+    Its repr holds no model's, which would hold this, and so on without end.
+    """
+
+    llm: EngineSettings
+
+    def __call__(self, messages: Sequence[ChatMessage]) -> str:
+        """The prompt."""
+        return self.llm.loaded_engine().tokenization.render(plain(messages)).text
 
 
 def chat_response(

@@ -20,6 +20,11 @@ def module_text(node: BaseNode) -> str:
     return str(node.get_content(metadata_mode=MetadataMode.LLM))
 
 
+def bare_text(node: BaseNode) -> str:
+    """A node's text without metadata, as citations put it in a prompt."""
+    return str(node.get_content(metadata_mode=MetadataMode.NONE))
+
+
 class MarkModules(TransformComponent):
     """Marks nodes for `CachedRAGLLM.encode_nodes`. Holds no model: cheap to copy and to pickle.
 

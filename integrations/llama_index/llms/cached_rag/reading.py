@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llama_index.core.schema import MetadataMode, NodeWithScore
-from llama_index.llms.cached_rag.nodes import module_text
+from llama_index.core.schema import NodeWithScore
+from llama_index.llms.cached_rag.nodes import bare_text, module_text
 
 from cached_rag import Learner
 
@@ -16,7 +16,7 @@ class Reader(Learner):
     def expect(self, nodes: Sequence[NodeWithScore]) -> None:
         """Nodes with metadata as synthesis shows it, and without, as citations have them."""
         shown = [module_text(node.node) for node in nodes]
-        bare = [node.node.get_content(MetadataMode.NONE) for node in nodes]
+        bare = [bare_text(node.node) for node in nodes]
         self.learn(shown)
         if self.encode != "off":
             self.llm.register(bare)

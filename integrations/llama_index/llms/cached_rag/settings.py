@@ -6,22 +6,51 @@ Uses public names of `cached_rag` only; knows no message and no tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr, SecretStr
+from llama_index.core.bridge.pydantic import (
+    BaseModel,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    field_serializer,
+    field_validator,
+)
 
 from cached_rag import (
     DEFAULT_MODEL,
     CachedRAG,
+    ConfigError,
     Engine,
     GenerationConfig,
     StoreConfig,
 )
 
+# Settings that an engine is loaded with, and those by which it is another engine.
+_LOADING = (
+    *("dtype", "device", "weights", "backend", "revision", "adapter"),
+    *("model_kwargs", "chat_template_kwargs"),
+)
+_OWN = ("model", "store", "remote", "signing_key", "sequence_bytes", "namespace", *_LOADING)
 _GENERATION = (
     *("method", "recompute_ratio", "temperature", "top_p", "top_k", "max_tokens", "stop", "seed"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "drafts"),
 )
+_HIDDEN = "**********"
+
+
+@dataclass(frozen=True)
+class _Held:
+    """An engine, and the settings that it goes with.
+
+    Attributes:
+        is_given: it came with these settings, and was not loaded by them.
+    """
+
+    engine: Engine | CachedRAG
+    settings: tuple[object, ...]
+    is_given: bool = False
 
 
 class EngineSettings(BaseModel):
@@ -69,37 +98,57 @@ class EngineSettings(BaseModel):
     presence_penalty: float = Field(default=0.0, description="-2 to 2, as OpenAI's.")
     frequency_penalty: float = Field(default=0.0, description="-2 to 2, as OpenAI's.")
     drafts: bool = Field(default=True, description="Several tokens a pass where answers copy.")
-    _engine: Engine | CachedRAG | None = PrivateAttr(default=None)
+    _held: _Held | None = PrivateAttr(default=None)
+
+    @field_serializer("signing_key")
+    def _hide(self, key: SecretStr | None) -> str | None:
+        return None if key is None else _HIDDEN
+
+    @field_validator("signing_key")
+    @classmethod
+    def _is_no_mask(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and key.get_secret_value() == _HIDDEN:
+            raise ValueError(
+                "settings are saved without their signing key, which is a secret; give it again: "
+                "from_dict(settings, signing_key=...)"
+            )
+        return key
 
     def loaded_engine(self) -> Engine:
-        """The engine, loaded on first use.
+        """The engine, loaded on first use, and anew where a copy has other settings.
 
         Raises:
             ModelNotFoundError, ModelError: see `cached_rag.load_model`.
+            ConfigError: settings were changed of an engine that was given.
         """
-        if isinstance(self._engine, CachedRAG):
-            return self._engine.engine
-        if self._engine is None:
-            store = StoreConfig(
-                path=self.store,
-                remote=self.remote,
-                signing_key=self.signing_key.get_secret_value() if self.signing_key else None,
-                namespace=self.namespace,
-                sequence_bytes=self.sequence_bytes,
-            )
-            self._engine = Engine.shared(
-                self.model,
-                store=store,
-                dtype=self.dtype,
-                device=self.device,
-                weights=self.weights,
-                backend=self.backend,
-                revision=self.revision,
-                adapter=self.adapter,
-                model_kwargs=self.model_kwargs,
-                chat_template_kwargs=self.chat_template_kwargs,
-            )
-        return self._engine
+        now, held = self._own_settings(), self._held
+        if held is None or held.settings != now:
+            if held is not None and held.is_given:
+                changed = [n for n, a, b in zip(_OWN, held.settings, now, strict=True) if a != b]
+                raise ConfigError(
+                    f"{', '.join(changed)} changed, and an engine that was given has settings of "
+                    "its own; give another one (engine=...), or leave engine= out"
+                )
+            held = self._held = _Held(self._shared(), now)
+        return held.engine.engine if isinstance(held.engine, CachedRAG) else held.engine
+
+    def _give(self, engine: Engine | CachedRAG) -> None:
+        self._held = _Held(engine, self._own_settings(), is_given=True)
+
+    def _own_settings(self) -> tuple[object, ...]:
+        found = (getattr(self, name) for name in _OWN)
+        return tuple(repr(value) if isinstance(value, dict) else value for value in found)
+
+    def _shared(self) -> Engine:
+        store = StoreConfig(
+            path=self.store,
+            remote=self.remote,
+            signing_key=self.signing_key.get_secret_value() if self.signing_key else None,
+            namespace=self.namespace,
+            sequence_bytes=self.sequence_bytes,
+        )
+        options: Any = {name: getattr(self, name) for name in _LOADING}
+        return Engine.shared(self.model, store=store, **options)
 
     def _config(self, options: dict[str, Any]) -> GenerationConfig:
         settings = {name: getattr(self, name) for name in _GENERATION}

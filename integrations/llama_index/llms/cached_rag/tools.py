@@ -15,11 +15,8 @@ from llama_index.core.base.llms.types import (
     TextBlock,
     ToolCallBlock,
 )
-from llama_index.core.bridge.pydantic import BaseModel
-from llama_index.core.llms.llm import LLM, ToolSelection
+from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.llms.utils import parse_partial_json
-from llama_index.core.program.utils import get_program_for_llm
-from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools.types import BaseTool
 
 from cached_rag import ConfigError, Engine, Tools
@@ -49,13 +46,6 @@ def taken(engine: Engine, options: dict[str, Any]) -> Tools:
     if isinstance(choice, Mapping):
         choice = choice["function"]["name"]
     return Tools(engine.tokenization, tools or (), choice or "auto", parallel)
-
-
-def forced_program(llm: LLM, output_cls: type[BaseModel], prompt: PromptTemplate) -> Any:
-    """LlamaIndex's program for a structured answer, in which the model must call the tool."""
-    mode = llm.pydantic_program_mode
-    forced = {"tool_choice": "required"} if llm.metadata.is_function_calling_model else {}
-    return get_program_for_llm(output_cls, prompt, llm, pydantic_program_mode=mode, **forced)
 
 
 def blocks(tools: Tools, text: str, ids: list[str], *, is_over: bool) -> list[ContentBlock]:
@@ -88,19 +78,28 @@ def selections(message: ChatMessage) -> list[ToolSelection]:
     ]
 
 
-def check_whole(response: ChatResponse) -> None:
+def check_whole(response: ChatResponse, *, must_call: bool) -> None:
     """See that no call in a finished answer lacks its end: it would be made as it is.
+
+    Args:
+        must_call: see also that there is one.
 
     Raises:
         ConfigError: `max_tokens` cut one off.
+        ValueError: there is none.
     """
-    if not isinstance(response.raw, dict) or response.raw.get("finish_reason") != "length":
-        return
-    for block in response.message.blocks:
-        if isinstance(block, ToolCallBlock) and isinstance(block.tool_kwargs, str):
+    calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
+    is_cut = isinstance(response.raw, dict) and response.raw.get("finish_reason") == "length"
+    for block in calls:
+        if is_cut and isinstance(block.tool_kwargs, str):
             raise ConfigError(
                 f"the answer ended within its call of {block.tool_name!r}; raise max_tokens"
             )
+    if must_call and not calls:
+        said = f"the answer calls no tool: {response.message.content!r}"
+        raise (
+            ConfigError(f"{said}; raise max_tokens, which ended it") if is_cut else ValueError(said)
+        )
 
 
 def called(message: ChatMessage) -> list[dict[str, Any]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.core.llms.llm import LLM
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.schema import NodeWithScore, QueryBundle
-from llama_index.llms.cached_rag import CachedRAGLLM, Reader
+from llama_index.llms.cached_rag import Reader
+from llama_index.llms.cached_rag.unwrap import unwrapped
 
 from cached_rag import Encode
 
@@ -26,7 +28,7 @@ class CachedPostprocessor(BaseNodePostprocessor):
 
     def __init__(
         self,
-        llm: CachedRAGLLM,
+        llm: LLM,
         *,
         encode: Encode = "background",
         prompt: BasePromptTemplate | None = None,
@@ -39,10 +41,10 @@ class CachedPostprocessor(BaseNodePostprocessor):
             prompt, variable: the template nodes go to, for "eager"; see `CachedRAGLLM.encode`.
 
         Raises:
-            cached_rag.ConfigError: there is no such `encode`.
+            cached_rag.ConfigError: there is no such `encode`, or `llm` is of another kind.
         """
         super().__init__()
-        self._reader = Reader(llm, encode, {"prompt": prompt, "variable": variable})
+        self._reader = Reader(unwrapped(llm), encode, {"prompt": prompt, "variable": variable})
 
     @classmethod
     def class_name(cls) -> str:

@@ -12,7 +12,7 @@ from llama_index.core.indices.prompt_helper import PromptHelper
 from llama_index.core.llms.llm import LLM
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.response_synthesizers import CompactAndRefine
-from llama_index.llms.cached_rag import CachedRAGLLM
+from llama_index.llms.cached_rag.unwrap import unwrapped
 
 _SEPARATOR = "\n\n"
 
@@ -25,9 +25,13 @@ class WholeChunks(PromptHelper):
     """
 
     @classmethod
-    def of(cls, llm: CachedRAGLLM) -> WholeChunks:
-        """One for a model."""
-        helper = cls.from_llm_metadata(llm.metadata, tokenizer=llm.token_ids)
+    def of(cls, llm: LLM) -> WholeChunks:
+        """One for a model.
+
+        Raises:
+            cached_rag.ConfigError: it is none of this package's.
+        """
+        helper = cls.from_llm_metadata(llm.metadata, tokenizer=unwrapped(llm).token_ids)
         assert isinstance(helper, WholeChunks)
         return helper
 
@@ -50,12 +54,15 @@ class WholeChunks(PromptHelper):
         packs: list[list[str]] = []
         used = 0
         for chunk in filter(None, (chunk.strip() for chunk in text_chunks)):
-            length = count(chunk) + count(_SEPARATOR)
-            if not packs or used + length > room:
-                packs.append([])
-                used = 0
-            packs[-1].append(chunk)
-            used += length
+            # In place: a separator has more tokens between texts than alone, or shares theirs.
+            last = packs[-1][-1] if packs else ""
+            behind = count(f"{last}{_SEPARATOR}{chunk}") - count(last)
+            if packs and used + behind <= room:
+                packs[-1].append(chunk)
+                used += behind
+            else:
+                packs.append([chunk])
+                used = count(chunk)
         return [_SEPARATOR.join(pack) for pack in packs]
 
     def truncate(
@@ -77,6 +84,6 @@ class CachedSynthesizer(CompactAndRefine):
         index.as_query_engine(response_synthesizer=CachedSynthesizer(llm))
     """
 
-    def __init__(self, llm: CachedRAGLLM, **kwargs: Any) -> None:
+    def __init__(self, llm: LLM, **kwargs: Any) -> None:
         """`kwargs` are `CompactAndRefine`'s."""
         super().__init__(**{"llm": llm, "prompt_helper": WholeChunks.of(llm), **kwargs})

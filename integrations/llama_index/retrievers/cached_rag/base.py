@@ -6,9 +6,11 @@ import asyncio
 from typing import Any
 
 from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.llms.llm import LLM
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.schema import NodeWithScore, QueryBundle
-from llama_index.llms.cached_rag import CachedRAGLLM, Reader
+from llama_index.llms.cached_rag import Reader
+from llama_index.llms.cached_rag.unwrap import unwrapped
 
 from cached_rag import Encode
 
@@ -26,7 +28,7 @@ class CachedRetriever(BaseRetriever):
     def __init__(
         self,
         retriever: BaseRetriever,
-        llm: CachedRAGLLM,
+        llm: LLM,
         *,
         encode: Encode = "background",
         prompt: BasePromptTemplate | None = None,
@@ -41,9 +43,9 @@ class CachedRetriever(BaseRetriever):
             kwargs: `BaseRetriever`'s.
 
         Raises:
-            cached_rag.ConfigError: there is no such `encode`.
+            cached_rag.ConfigError: there is no such `encode`, or `llm` is of another kind.
         """
-        self._reader = Reader(llm, encode, {"prompt": prompt, "variable": variable})
+        self._reader = Reader(unwrapped(llm), encode, {"prompt": prompt, "variable": variable})
         super().__init__(**{"callback_manager": retriever.callback_manager, **kwargs})
         self._retriever = retriever
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.llms.llm import LLM
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.types import (
@@ -21,7 +22,8 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQuery,
     VectorStoreQueryResult,
 )
-from llama_index.llms.cached_rag import CachedRAGLLM, module_text
+from llama_index.llms.cached_rag import CachedRAGLLM, bare_text, module_text
+from llama_index.llms.cached_rag.unwrap import unwrapped
 
 from cached_rag import Learner, Ledger
 
@@ -51,7 +53,7 @@ class CachedVectorStore(BasePydanticVectorStore):
     def __init__(
         self,
         vector_store: BasePydanticVectorStore,
-        llm: CachedRAGLLM,
+        llm: LLM,
         *,
         encode: Literal["eager", "background"] = "eager",
         prompt: BasePromptTemplate | None = None,
@@ -65,6 +67,9 @@ class CachedVectorStore(BasePydanticVectorStore):
             prompt, variable: the template nodes go to; see `CachedRAGLLM.encode`.
             ledger: file that remembers which node has which text, so that a later process can
                 forget what it deletes; None for memory.
+
+        Raises:
+            cached_rag.ConfigError: `llm` is of another kind.
         """
         super().__init__(  # type: ignore[call-arg]
             stores_text=vector_store.stores_text,
@@ -72,7 +77,7 @@ class CachedVectorStore(BasePydanticVectorStore):
             vector_store=vector_store,
             encode=encode,
         )
-        self._llm, self._options = llm, {"prompt": prompt, "variable": variable}
+        self._llm, self._options = unwrapped(llm), {"prompt": prompt, "variable": variable}
         self._ledger = Ledger(ledger)
 
     @classmethod
@@ -154,12 +159,15 @@ class CachedVectorStore(BasePydanticVectorStore):
             return []
 
     def _learn(self, nodes: Sequence[BaseNode]) -> None:
-        rows = [(n.node_id, n.ref_doc_id or n.node_id, module_text(n)) for n in nodes]
-        self._ledger.put(rows, self._llm.forget)
+        last = {node.node_id: node for node in nodes}.values()  # of the same id, as stores do
+        rows = [(n.node_id, n.ref_doc_id or n.node_id, module_text(n)) for n in last]
+        # Whoever shows nodes without metadata, such as citations, has these encoded.
+        bare = [(_bare(n.node_id), n.ref_doc_id or n.node_id, bare_text(n)) for n in last]
+        self._ledger.put([*rows, *bare], self._llm.forget)
         Learner(self._llm, self.encode, self._options).learn([text for *_, text in rows])
 
     def _drop(self, ids: list[str]) -> None:
-        self._ledger.remove(ids, self._llm.forget)
+        self._ledger.remove([*ids, *map(_bare, ids)], self._llm.forget)
 
     # What does not ---------------------------------------------------------------------------
 
@@ -184,3 +192,8 @@ class CachedVectorStore(BasePydanticVectorStore):
     def persist(self, persist_path: str, fs: Any = None) -> None:
         """Save the store inside; KV lies in the engine's store already."""
         self.vector_store.persist(persist_path, fs)
+
+
+def _bare(name: str) -> str:
+    """The ledger's name for a node without its metadata."""
+    return f"{name} (bare)"
