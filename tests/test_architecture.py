@@ -80,6 +80,18 @@ def test_every_public_name_is_there():
         cached_rag.nothing  # noqa: B018
 
 
+def test_every_public_name_is_the_one_that_type_checkers_see():
+    (checked,) = (
+        n for n in ast.parse((ROOT / "__init__.py").read_text()).body if type(n) is ast.If
+    )
+    seen = {}
+    for node in checked.body:
+        module = importlib.import_module(node.module)
+        seen |= {alias.name: getattr(module, alias.name) for alias in node.names}
+    assert seen.keys() == set(cached_rag.__all__)
+    assert [name for name, one in seen.items() if getattr(cached_rag, name) is not one] == []
+
+
 def test_integrations_use_public_names_only():
     for path in INTEGRATIONS.values():
         for node in ast.walk(ast.parse(path.read_text())):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
@@ -11,6 +12,8 @@ from cached_rag.errors import ConfigError, ContextOverflowError
 
 Encode = Literal["eager", "background", "off"]
 _log = logging.getLogger(__name__)
+# Halves of surrogate pairs, as careless readers of files leave them.
+_HALF = re.compile(r"[\ud800-\udfff]")
 
 
 class FrameworkModel(Protocol):
@@ -52,11 +55,23 @@ class Learner:
             raise ConfigError(f"encode is one of {get_args(Encode)}, not {self.encode!r}")
 
     def learn(self, texts: Sequence[str]) -> None:
-        """Do that. Of texts to prefill, those that exceed the context are left out, and logged."""
+        """Do that. What no tokenizer takes, or exceeds the context, is left out, and logged.
+
+        A framework's store has them by then, so one such text must not keep the others from KV.
+        """
+        if self.encode == "off":
+            return
+        whole = [text for text in texts if not _HALF.search(text)]
+        if len(whole) < len(texts):
+            _log.warning(
+                "documents that stay without KV: %d, as half of a surrogate pair stands alone in "
+                "them, which no tokenizer takes; replace it when the documents are read",
+                len(texts) - len(whole),
+            )
         if self.encode == "eager":
-            self._encode(texts)
-        elif self.encode == "background":
-            self.llm.register(texts)
+            self._encode(whole)
+        else:
+            self.llm.register(whole)
 
     def _encode(self, texts: Sequence[str]) -> None:
         try:

@@ -20,7 +20,7 @@ from cached_rag.kv.positions import PositionRule
 # stays in their caches.
 BATCH_TOKENS = 2048
 _IN_PLACE = PositionRule()
-Progress = Callable[[int, int], object]
+OnBatch = Callable[[int, int], object]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def encode_chunks(
     model: Backend,
     prefix: ModuleKV | None,
     chunks: Sequence[tuple[int, ...]],
-    progress: Progress = lambda *_: None,
+    progress: OnBatch = lambda *_: None,
 ) -> Iterator[ModuleKV]:
     """Prefill chunks, each alone behind the prefix; see `encode_mean`."""
     return encode_mean(model, [prefix], chunks, progress)
@@ -100,7 +100,7 @@ def encode_mean(
     model: Backend,
     prefixes: Sequence[ModuleKV | None],
     chunks: Sequence[tuple[int, ...]],
-    progress: Progress = lambda *_: None,
+    progress: OnBatch = lambda *_: None,
 ) -> Iterator[ModuleKV]:
     """Prefill chunks, each alone behind each of the prefixes in turn.
 

@@ -20,7 +20,7 @@ from cached_rag.kv.store import ChunkRecord
 from cached_rag.library.context import Context, primer
 from cached_rag.library.encode import (
     EncodeSummary,
-    Progress,
+    OnBatch,
     check_fits,
     encode_chunks,
     encode_mean,
@@ -91,7 +91,7 @@ class Encoder:
         return Order(behinds, tuple(records), tuple(skipped))
 
     def encode(
-        self, order: Order, progress: Progress, total: Callable[[int], object]
+        self, order: Order, progress: OnBatch, total: Callable[[int], object]
     ) -> EncodeSummary:
         """Prefill the texts of an order that have no KV; see `Engine.encode`."""
         started = time.perf_counter()
@@ -164,7 +164,7 @@ class Encoder:
         self,
         behind: EncodedAfter,
         wanted: dict[Ids, tuple[ChunkRecord, str]],
-        progress: Progress,
+        progress: OnBatch,
     ) -> None:
         # First of all: KV that stands behind something unknown may be pruned.
         self.library.add_encoded_after(behind)
@@ -241,7 +241,7 @@ class Encoder:
         behind: EncodedAfter,
         head: ModuleKV | None,
         wanted: dict[Ids, tuple[ChunkRecord, str]],
-        progress: Progress,
+        progress: OnBatch,
     ) -> Iterator[ModuleKV]:
         """KV of the wanted chunks. Those with the same passages before them are one group."""
         groups: dict[tuple[Passages, ...], list[Ids]] = {}

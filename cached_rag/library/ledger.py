@@ -8,6 +8,7 @@ store and no KV.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -22,14 +23,17 @@ CREATE INDEX IF NOT EXISTS by_text ON nodes (text);
 """
 # SQLite bounds the number of parameters, not the length of one.
 _THESE = "id IN (SELECT value FROM json_each(?))"
+# Halves of surrogate pairs, which no tokenizer and no file takes.
+_HALF = re.compile(r"[\ud800-\udfff]")
 Forget = Callable[[list[str]], object]
 
 
 class Ledger:
     """The texts of chunks, by the chunks' ids. Safe for several threads and processes.
 
-    White space around a text is not kept, as its KV is found without it. `forget` is called before
-    the ledger's own entry is deleted, so a removal that fails half-way can be repeated.
+    White space around a text is not kept, as its KV is found without it; a text with half of a
+    surrogate pair, which has no KV, is not kept at all. `forget` is called before the ledger's own
+    entry is deleted, so a removal that fails half-way can be repeated.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -48,18 +52,19 @@ class Ledger:
         self._database.close()
 
     def put(self, chunks: Iterable[tuple[str, str, str]], forget: Forget) -> None:
-        """Add chunks, or replace those with the same ids.
+        """Add chunks, or replace those with the same ids; of several with one id, the last counts.
 
         Args:
             chunks: (id, id of the document that the chunk is a piece of, text) each.
             forget: called with the replaced texts that no chunk has any more, if there are any.
         """
-        rows = [(name, document, text.strip()) for name, document, text in chunks]
-        kept = {text for _, _, text in rows}
-        replaced = self._only(name for name, _, _ in rows)
-        _forget([text for text in replaced if text not in kept], forget)
+        last = {str(name): (str(name), document, text.strip()) for name, document, text in chunks}
+        rows = [row for row in last.values() if not _HALF.search(row[2])]
+        kept = {text for *_, text in rows}
+        _forget([text for text in self._only(last) if text not in kept], forget)
         with self._database.transaction() as connection:
-            connection.executemany("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?)", rows)
+            connection.execute(f"DELETE FROM nodes WHERE {_THESE}", (_listed(last),))
+            connection.executemany("INSERT INTO nodes VALUES (?, ?, ?)", rows)
 
     def remove(self, ids: Iterable[str], forget: Forget) -> None:
         """Delete chunks; unknown ids are ignored.
@@ -70,7 +75,7 @@ class Ledger:
         ids = list(ids)
         _forget(self._only(ids), forget)
         with self._database.transaction() as connection:
-            connection.execute(f"DELETE FROM nodes WHERE {_THESE}", (json.dumps(ids),))
+            connection.execute(f"DELETE FROM nodes WHERE {_THESE}", (_listed(ids),))
         self._database.scrub()
 
     def ids(self, document: str | None = None) -> list[str]:
@@ -83,21 +88,24 @@ class Ledger:
         """Ids of all chunks that have the same text as one of these, with these among them."""
         texts = f"SELECT text FROM nodes WHERE {_THESE}"
         query = f"SELECT id FROM nodes WHERE text IN ({texts})"
-        return self._database.read(str, query, json.dumps(list(ids)))
+        return self._database.read(str, query, _listed(ids))
 
     def texts(self, ids: Iterable[str]) -> dict[str, str]:
         """The texts of chunks, by id; unknown ids are left out."""
-        rows = self._database.rows(
-            f"SELECT id, text FROM nodes WHERE {_THESE}", json.dumps(list(ids))
-        )
+        rows = self._database.rows(f"SELECT id, text FROM nodes WHERE {_THESE}", _listed(ids))
         return {str(name): str(text) for name, text in rows}
 
     def _only(self, ids: Iterable[str]) -> list[str]:
         """Texts that no other chunks have than these."""
-        these = json.dumps(list(ids))
+        these = _listed(ids)
         others = f"SELECT 1 FROM nodes o WHERE o.text = nodes.text AND NOT o.{_THESE}"
         query = f"SELECT DISTINCT text FROM nodes WHERE {_THESE} AND NOT EXISTS ({others})"
         return self._database.read(str, query, these, these)
+
+
+def _listed(ids: Iterable[object]) -> str:
+    """Ids as SQLite reads them; those that are numbers or UUIDs, as some stores have them, too."""
+    return json.dumps([str(name) for name in ids])
 
 
 def _forget(texts: list[str], forget: Forget) -> None:

@@ -17,7 +17,8 @@ from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from cached_rag import Engine, GrowingAnswer, SchemaPrompt, Stream, Tools
 from langchain_cached_rag.messages import Prompt, handed_over, logprobs, metadata, plain, usage
 from langchain_cached_rag.settings import EngineSettings
-from langchain_cached_rag.tools import as_calls, as_chunks, bound, parser, response_format, taken
+from langchain_cached_rag.structured import call_parser, parser, response_format
+from langchain_cached_rag.tools import as_calls, as_chunks, bound, taken
 
 
 class ChatCachedRAG(EngineSettings, BaseChatModel):
@@ -194,11 +195,14 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
     # What LangChain asks of a model ----------------------------------------------------------
 
     def _resolve_model_profile(self) -> Any:
-        """What the model can do; the context length is added once it is loaded."""
+        """What the model can do; the context length is added once it is known."""
         can = {"text_inputs": True, "text_outputs": True, "open_weights": True}
         can |= dict.fromkeys(("tool_calling", "tool_choice", "structured_output"), True)
         cannot = ("image_inputs", "audio_inputs", "video_inputs", "reasoning_output")
-        return {"name": self._model, **can, **dict.fromkeys(cannot, False)}
+        known = {"name": self._model, **can, **dict.fromkeys(cannot, False)}
+        if isinstance(self.engine, Engine):
+            known["max_input_tokens"] = self.engine.model.context_length
+        return known
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         config = {"temperature": self.temperature, "max_tokens": self.max_tokens} | kwargs
@@ -216,7 +220,9 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
-        """Tokens of the messages, and of tools, in the model's own chat template."""
+        """Tokens of the messages, and of tools, in the model's own chat template; 0 of none."""
+        if not messages:
+            return 0
         engine = self.loaded_engine()
         offered = taken(engine, {"tools": tools})
         return engine.count_tokens(offered.prompt(plain(messages)))
@@ -261,26 +267,37 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
                 arguments of a tool; "json_mode" makes it any JSON object.
             include_raw: give {"raw", "parsed", "parsing_error"} instead of the object.
             strict: passed on; the schema is kept to in any case.
+
+        An answer that `max_tokens` cuts off is an `OutputParserException`.
         """
+        note = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
+        kwargs["ls_structured_output_format"] = note
+        model: Runnable[LanguageModelInput, AIMessage]
         if method == "function_calling":
-            return super().with_structured_output(schema, include_raw=include_raw, **kwargs)
+            model = self.bind_tools([schema], tool_choice="any", strict=strict, **kwargs)
+            return _parsed(model, call_parser(schema), include_raw=include_raw)
         if method not in ("json_schema", "json_mode"):
             raise ValueError(
                 f"method is json_schema, function_calling or json_mode, not {method!r}"
             )
         plain_json = {"type": "json_object"}
         form = response_format(schema) if method == "json_schema" else plain_json
-        note = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
-        model = self.bind(response_format=form, ls_structured_output_format=note, **kwargs)
-        made = parser(schema)
-        if not include_raw:
-            return model | made
-        parsed = RunnablePassthrough.assign(
-            parsed=itemgetter("raw") | made, parsing_error=lambda _: None
-        )
-        failed = RunnablePassthrough.assign(parsed=lambda _: None)
-        fallback = parsed.with_fallbacks([failed], exception_key="parsing_error")
-        return RunnableMap(raw=model) | fallback
+        model = self.bind(response_format=form, **kwargs)
+        return _parsed(model, parser(schema), include_raw=include_raw)
+
+
+def _parsed(
+    model: Runnable[LanguageModelInput, AIMessage], made: Runnable[Any, Any], *, include_raw: bool
+) -> Runnable[LanguageModelInput, Any]:
+    """A model whose answers are parsed; with `include_raw`, as LangChain has it then."""
+    if not include_raw:
+        return model | made
+    parsed = RunnablePassthrough.assign(
+        parsed=itemgetter("raw") | made, parsing_error=lambda _: None
+    )
+    failed = RunnablePassthrough.assign(parsed=lambda _: None)
+    fallback = parsed.with_fallbacks([failed], exception_key="parsing_error")
+    return RunnableMap(raw=model) | fallback
 
 
 def _chunk(growing: GrowingAnswer, piece: str) -> ChatGenerationChunk | None:

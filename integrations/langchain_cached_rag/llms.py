@@ -14,8 +14,9 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
 from cached_rag import Generation as Answer
 from cached_rag import Report, SchemaPrompt, Stream
+from langchain_cached_rag.fields import GENERATION_SETTINGS
 from langchain_cached_rag.messages import Prompt, logprobs, metadata, usage
-from langchain_cached_rag.settings import GENERATION_SETTINGS, EngineSettings
+from langchain_cached_rag.settings import EngineSettings
 
 
 class CachedRAGLLM(EngineSettings, LLM):

@@ -138,12 +138,15 @@ def _content(message: BaseMessage) -> str:
 
 
 def _texts(message: BaseMessage) -> Iterator[str]:
-    """The text blocks. A model's own message may hold more, such as reasoning: not shown again."""
+    """The text blocks, but for those without a text, which LangChain's own `text` leaves out, too.
+
+    A model's own message may hold more, such as reasoning: not shown again.
+    """
     for block in message.content:
-        kind = "text" if isinstance(block, str) else block.get("type")
-        if kind in ("text", "text-plain"):
-            yield block if isinstance(block, str) else str(block["text"])
-        elif not isinstance(message, AIMessage):
+        kind, text = ("text", block) if isinstance(block, str) else map(block.get, ("type", "text"))
+        if kind in ("text", "text-plain") and text is not None:
+            yield str(text)
+        elif kind != "text" and not isinstance(message, AIMessage):
             raise ValueError(
                 f"a {message.type} message holds a content block of type {kind!r}, and the model "
                 "reads text only; take it out, or turn it into text first"

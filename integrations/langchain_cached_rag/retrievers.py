@@ -12,12 +12,14 @@ from langchain_core.callbacks import (
 from langchain_core.documents import Document
 from langchain_core.prompts import BasePromptTemplate
 from langchain_core.retrievers import BaseRetriever, RetrieverLike
+from langchain_core.runnables import RunnableConfig, ensure_config
+from langchain_core.runnables.config import patch_config
 from pydantic import BeforeValidator, ConfigDict, InstanceOf
 
 from cached_rag import Encode, Learner, Progress
 from langchain_cached_rag.origins import Origins
 from langchain_cached_rag.settings import EngineSettings
-from langchain_cached_rag.unwrap import unwrapped
+from langchain_cached_rag.unwrap import takes, unwrapped
 
 
 class CachedRetriever(BaseRetriever):
@@ -47,43 +49,69 @@ class CachedRetriever(BaseRetriever):
     variable: str = "context"
     """The prompt's variable that the documents go to."""
     k: int | None = None
-    """Most documents to return; None leaves that to the retriever inside."""
+    """Most documents to return; None leaves that to the retriever inside. What takes no k, as a
+    chain that begins with a function, is not given it, and what it returns is cut."""
     progress: Progress = None
     """How "eager" shows how far it is; see `cached_rag.encode_progress`."""
 
+    def invoke(
+        self, input: str, config: RunnableConfig | None = None, **kwargs: Any
+    ) -> list[Document]:
+        """As `BaseRetriever.invoke`; the retriever inside gets all of the configuration."""
+        return super().invoke(input, config, **kwargs, outer=ensure_config(config))
+
+    async def ainvoke(
+        self, input: str, config: RunnableConfig | None = None, **kwargs: Any
+    ) -> list[Document]:
+        """As `invoke`."""
+        return await super().ainvoke(input, config, **kwargs, outer=ensure_config(config))
+
     def _get_relevant_documents(
-        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
+        self,
+        query: str,
+        *,
+        run_manager: CallbackManagerForRetrieverRun,
+        outer: RunnableConfig | None = None,
+        **kwargs: Any,
     ) -> list[Document]:
         kwargs, k = self._arguments(kwargs)
-        config, origins = self._listening(run_manager)
+        config, origins = self._listening(run_manager, outer)
         documents = self.retriever.invoke(query, config, **kwargs)[:k]
         self._know(documents, origins)
         return documents
 
     async def _aget_relevant_documents(
-        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
+        self,
+        query: str,
+        *,
+        run_manager: AsyncCallbackManagerForRetrieverRun,
+        outer: RunnableConfig | None = None,
+        **kwargs: Any,
     ) -> list[Document]:
         kwargs, k = self._arguments(kwargs)
-        config, origins = self._listening(run_manager)
+        config, origins = self._listening(run_manager, outer)
         documents = (await self.retriever.ainvoke(query, config, **kwargs))[:k]
         await asyncio.to_thread(self._know, documents, origins)
         return documents
 
     def _arguments(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
         """What the retriever inside is given; and how many documents it may return."""
-        if self.k is not None:
-            kwargs = {"k": self.k, **kwargs}
-        return kwargs, kwargs.get("k")
+        k = kwargs.pop("k", self.k)
+        if k is not None and takes(self.retriever, "k"):
+            kwargs["k"] = k
+        return kwargs, k
 
     def _listening(
-        self, run_manager: CallbackManagerForRetrieverRun | AsyncCallbackManagerForRetrieverRun
-    ) -> tuple[Any, Origins]:
+        self,
+        run_manager: CallbackManagerForRetrieverRun | AsyncCallbackManagerForRetrieverRun,
+        outer: RunnableConfig | None,
+    ) -> tuple[RunnableConfig, Origins]:
         """A configuration for the retriever inside, and what hears where its documents are from."""
         # The models inside do not read them in the chain's prompt.
         origins = Origins(self._learner().learn)
         inside = run_manager.get_child()
         inside.add_handler(origins)
-        return {"callbacks": inside}, origins
+        return patch_config(outer, callbacks=inside), origins
 
     def _know(self, documents: list[Document], origins: Origins) -> None:
         texts, sources = origins.sort_out([document.page_content for document in documents])

@@ -6,132 +6,55 @@ Uses public names of `cached_rag` only; knows no message and no tensor.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from langchain_core.prompts import BasePromptTemplate
 from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
     PrivateAttr,
-    SecretStr,
-    field_validator,
-    model_validator,
 )
 
 from cached_rag import (
-    DEFAULT_MODEL,
     CachedRAG,
+    ConfigError,
     EncodeSummary,
     Engine,
-    GenerationConfig,
     Progress,
     StoreConfig,
     encode_progress,
     template_head,
 )
+from langchain_cached_rag.fields import GENERATION_SETTINGS, Fields
 from langchain_cached_rag.messages import Prompt, filled
 
-# Settings that a model is loaded by, those that its store has, too; and settings of hosted models
-# that applications pass to any model: a local one has no use for them.
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# Settings that a model is loaded by, and those that its store has, too.
 _LOADING = (
     *("dtype", "device", "weights", "backend", "revision", "adapter"),
     *("model_kwargs", "chat_template_kwargs"),
 )
 _OWN = ("store", "namespace", *_LOADING)
-_REMOTE = frozenset({"api_key", "base_url", "timeout", "max_retries"})
-GENERATION_SETTINGS = (
-    *("method", "recompute_ratio", "temperature", "top_p", "top_k", "max_tokens", "stop", "seed"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "drafts"),
-)
 
 
-class EngineSettings(BaseModel):
+@dataclass(frozen=True)
+class _Loaded:
+    """Engines that were loaded, by their models' names, and what they were loaded with."""
+
+    settings: tuple[object, ...]
+    engines: dict[str, Engine] = field(default_factory=dict)
+
+
+class EngineSettings(Fields):
     """Settings of a model and its store. Objects with the same settings share one engine.
 
     Nothing is loaded before it is needed.
     """
 
-    model_config = ConfigDict(populate_by_name=True, arbitrary_types_allowed=True)
-
-    model_name: str = Field(default=DEFAULT_MODEL, alias="model")
-    """Alias, hub id, folder or GGUF file."""
-    store: str | None = None
-    """Folder for KV; None keeps it in memory."""
-    remote: str | None = Field(default=None, repr=False)
-    """A KV store that several machines share, such as "redis://host:6379/0"; see `StoreConfig`."""
-    signing_key: SecretStr | None = None
-    """KV on disk and there that is not signed with it is not used."""
-    sequence_bytes: int | None = Field(default=None, ge=0)
-    """Most bytes of KV of finished prompts, which the next turns of their chats begin with; 0 keeps
-    none, None takes a quarter of what chunks may have in memory (`cached_rag.StoreConfig`)."""
-    namespace: str = ""
-    """Tenants with different namespaces never share KV."""
-    dtype: str | None = None
-    """What to compute in, e.g. "float32"; None for the fastest this machine has."""
-    device: str | None = None
-    """"cpu", "cuda", "mps"; None for the best this machine has."""
-    weights: str = "as stored"
-    """How weights are kept for decoding: "as stored", "bf16", "int8" or "int4"."""
-    backend: str = "transformers"
-    """What runs the model: "transformers", or "llama.cpp" for a GGUF."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub id."""
-    adapter: str | None = None
-    """Folder or hub id of a LoRA adapter, merged into the weights when they are loaded."""
-    model_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further options of `AutoModelForCausalLM.from_pretrained`."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """What the chat template is given besides the messages, e.g. {"enable_thinking": False}."""
-    engine: Engine | CachedRAG | None = Field(default=None, exclude=True, repr=False)
-    """One to share, instead of the settings above."""
-    method: str = "auto"
-    """How cached KV is used; see `cached_rag.METHODS`."""
-    recompute_ratio: float | None = None
-    """Share of the reused tokens to recompute; None for the method's default."""
-    temperature: float = 0.0
-    """0 decodes greedily."""
-    top_p: float = 1.0
-    top_k: int = 0
-    max_tokens: int = 256
-    """Most tokens of an answer."""
-    stop: list[str] | None = Field(default=None, alias="stop_sequences")
-    """Strings that end the answer; they are not part of it."""
-    seed: int | None = None
-    """Makes sampling repeatable."""
-    repetition_penalty: float | None = None
-    """None for the model's own."""
-    presence_penalty: float = 0.0
-    """Taken off the logit of each token that the answer has already; -2 to 2."""
-    frequency_penalty: float = 0.0
-    """The same, for each time that it has it."""
-    drafts: bool = True
-    """Check several tokens in one pass where the answer copies; it says the same without."""
-    _engines: dict[str, Engine] = PrivateAttr(default_factory=dict)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_only(cls, values: Any) -> Any:
-        """Refuse what is misspelt; drop what only hosted models have."""
-        if not isinstance(values, dict):
-            return values
-        aliases = {field.alias for field in cls.model_fields.values() if field.alias}
-        unknown = values.keys() - cls.model_fields.keys() - aliases - _REMOTE
-        if unknown:
-            raise ValueError(f"unknown settings {sorted(unknown)}; known: {list(cls.model_fields)}")
-        return {name: value for name, value in values.items() if name not in _REMOTE}
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _as_list(cls, stop: Any) -> Any:
-        return [stop] if isinstance(stop, str) else stop
-
-    @model_validator(mode="after")
-    def _check_generation(self) -> EngineSettings:
-        self._config(None, {})
-        return self
+    _loaded: _Loaded | None = PrivateAttr(default=None)
 
     def model_post_init(self, context: Any, /) -> None:
         """Versions appear in traces, where langchain-core collects them.
@@ -160,8 +83,13 @@ class EngineSettings(BaseModel):
         """Models with the same key have the same engine."""
         if self.engine is not None:
             return (id(self.engine),)
+        return (self.model_name, *self._loading)
+
+    @property
+    def _loading(self) -> tuple[object, ...]:
+        """All but the model's name that an engine is loaded with."""
         far = (self.remote, self.signing_key)  # a SecretStr as text would be any other
-        return (self.model_name, self.sequence_bytes, *far, *(str(getattr(self, n)) for n in _OWN))
+        return (self.sequence_bytes, *far, *(repr(getattr(self, name)) for name in _OWN))
 
     @property
     def _model(self) -> str:
@@ -177,14 +105,21 @@ class EngineSettings(BaseModel):
 
         Raises:
             ModelNotFoundError, ModelError: see `cached_rag.load_model`.
+            ConfigError: an engine was given, and a namespace that is not its own.
         """
         if model is not None and model != self._model:
             return self._shared(model)
-        if isinstance(self.engine, CachedRAG):
-            return self.engine.engine
-        if self.engine is not None:
-            return self.engine
-        return self._shared(self.model_name)
+        if self.engine is None:
+            return self._shared(self.model_name)
+        given = self.engine.engine if isinstance(self.engine, CachedRAG) else self.engine
+        theirs = given.library.namespace
+        if self.namespace not in ("", theirs):
+            raise ConfigError(
+                f"namespace={self.namespace!r} was set, and the engine that was given keeps KV of "
+                f"{theirs!r}; give engine.tenant({self.namespace!r}) as the engine, or leave "
+                "engine= out"
+            )
+        return given
 
     def renamed(self, model: str | None) -> EngineSettings:
         """These settings with another model, as a call with `model=` has it; None for the same."""
@@ -193,7 +128,8 @@ class EngineSettings(BaseModel):
         return self.model_copy(update={"model_name": model, "engine": None})
 
     def _shared(self, model: str) -> Engine:
-        if model not in self._engines:  # held, for the process forgets what nobody holds
+        engines = self._held()
+        if model not in engines:
             store = StoreConfig(
                 path=self.store,
                 remote=self.remote,
@@ -202,25 +138,43 @@ class EngineSettings(BaseModel):
                 sequence_bytes=self.sequence_bytes,
             )
             options: Any = {name: getattr(self, name) for name in _LOADING}
-            self._engines[model] = Engine.shared(model, store=store, **options)
-        return self._engines[model]
+            engines[model] = Engine.shared(model, store=store, **options)
+        return engines[model]
 
-    def _config(
-        self, stop: str | Sequence[str] | None, options: dict[str, Any]
-    ) -> GenerationConfig:
-        """Settings of one call: the object's, and what was bound or given to the call.
+    def _held(self) -> dict[str, Engine]:
+        """Engines loaded with the settings as they are now; the process forgets what nobody holds.
 
-        `stop` is typed as a list by LangChain, which passes on what it is given: a string, too.
-
-        LangChain's own option "stream" says how the call is made, not what it computes.
+        Copies hold them together as long as they have these settings.
         """
-        settings = {name: getattr(self, name) for name in GENERATION_SETTINGS}
-        settings["stop"] = stop or self.stop or ()
-        options = {name: value for name, value in options.items() if name != "stream"}
-        if "top_logprobs" in options or isinstance(options.get("logprobs"), bool):
-            wanted, top = options.pop("logprobs", True), options.pop("top_logprobs", None)
-            options["logprobs"] = (top or 0) if wanted else None
-        return GenerationConfig(**settings).replace(**options)
+        if self._loaded is None or self._loaded.settings != self._loading:
+            self._loaded = _Loaded(self._loading)
+        return self._loaded.engines
+
+    def __copy__(self) -> Self:
+        """A copy that has the same engines, also those that either of the two loads later."""
+        self._held()
+        return super().__copy__()
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """A copy of everything but the engines, which are shared: they cannot be copied."""
+        self._held()
+        memo = {} if memo is None else memo
+        memo |= {id(one): one for one in (self.engine, self._loaded)}
+        return super().__deepcopy__(memo)
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """For pickling: the settings, by which whoever unpickles them loads an engine.
+
+        Raises:
+            ConfigError: an engine was given.
+        """
+        if self.engine is not None:
+            raise ConfigError(
+                "a model with an engine that was given cannot be pickled, as no engine can; give "
+                "it model=, store= and the like, with which each process loads its own"
+            )
+        state = super().__getstate__()
+        return {**state, "__pydantic_private__": {**state["__pydantic_private__"], "_loaded": None}}
 
     # Chunks ----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""LangChain's tools and structured output, as the engine takes them and gives them back.
+"""LangChain's tools and response formats, as the engine takes them and gives them back.
 
 Knows messages and schemas; knows no model.
 """
@@ -11,15 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from langchain_core.messages import InvalidToolCall, ToolCall, ToolCallChunk
-from langchain_core.output_parsers import (
-    BaseOutputParser,
-    JsonOutputParser,
-    PydanticOutputParser,
-)
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
-from langchain_core.utils.pydantic import is_basemodel_subclass
 
-from cached_rag import CallPart, Engine, Tools
+from cached_rag import CallPart, ConfigError, Engine, Tools
 from cached_rag import ToolCall as Call
 
 # Options of a call that say what form its answer has.
@@ -39,15 +33,22 @@ def bound(
     """What `bind_tools` binds: tools in OpenAI's form, and the choice as the engine has it.
 
     Raises:
-        ValueError: no such tool.
+        ConfigError: no such tool; or one that only a provider's servers run. A `ValueError`, too.
     """
     found = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+    for tool in found:
+        if "function" not in tool:
+            raise ConfigError(
+                f"a tool of type {tool.get('type')!r} is run by its provider's servers, and this "
+                "model is local; give a function that does the same, or leave it out"
+            )
     names = [tool["function"]["name"] for tool in found]
-    if isinstance(tool_choice, Mapping):
-        tool_choice = tool_choice.get("function", tool_choice).get("name")
+    if isinstance(tool_choice, Mapping):  # OpenAI's form, or Anthropic's
+        named = tool_choice.get("function", tool_choice).get("name")
+        tool_choice = named or tool_choice.get("type", "")
     choice = _CHOICES.get(tool_choice, tool_choice)
     if choice not in ("auto", "none", "required", *names):
-        raise ValueError(f"there is no tool {choice!r} to be called; there are {names}")
+        raise ConfigError(f"there is no tool {choice!r} to be called; there are {names}")
     return {"tools": found, "tool_choice": choice, "parallel_tool_calls": parallel}
 
 
@@ -76,20 +77,6 @@ def _schema(wanted: Any) -> Any:
     if isinstance(wanted, Mapping) and wanted.get("type") == "json_schema":
         return wanted["json_schema"]["schema"]
     return convert_to_json_schema(wanted)
-
-
-def response_format(schema: Any) -> dict[str, Any]:
-    """OpenAI's response format for a pydantic class, TypedDict or JSON schema."""
-    found = convert_to_json_schema(schema)
-    name = str(found.get("title", "answer"))
-    return {"type": "json_schema", "json_schema": {"name": name, "schema": found}}
-
-
-def parser(schema: Any) -> BaseOutputParser[Any]:
-    """What makes an object of a structured answer; a dict for all but pydantic classes."""
-    if is_basemodel_subclass(schema):
-        return PydanticOutputParser(pydantic_object=schema)
-    return JsonOutputParser()
 
 
 def as_calls(calls: Sequence[Call]) -> tuple[list[ToolCall], list[InvalidToolCall]]:

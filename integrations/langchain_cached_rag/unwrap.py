@@ -1,13 +1,15 @@
-"""The model of this package in what an application made of it: bound, retried, part of a chain.
+"""What an application made a runnable of: the model of this package in it, what it takes.
 
 Knows LangChain's runnables; asks nothing of any of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import (
     Runnable,
     RunnableBranch,
@@ -45,6 +47,38 @@ def unwrapped(llm: Any) -> EngineSettings:
         f"llm is the model that will read the documents, and a {kind} {inside}; give the "
         "ChatCachedRAG or CachedRAGLLM that answers, before anything was bound to it or piped"
     )
+
+
+def takes(runnable: Any, argument: str) -> bool:
+    """Whether a retriever, or what was made of retrievers, can be called with an argument.
+
+    Of a chain the first step gets it, of alternatives each. Where that is not known, it is not so.
+    """
+    if isinstance(runnable, BaseRetriever):
+        return _accepts(runnable._get_relevant_documents, argument)
+    if isinstance(runnable, RunnableLambda):
+        return _accepts(getattr(runnable, "func", None) or runnable.afunc, argument)
+    if isinstance(runnable, RunnableSequence):
+        return takes(runnable.first, argument)
+    if isinstance(runnable, RunnableBindingBase):
+        return takes(runnable.bound, argument)
+    if isinstance(runnable, RunnableWithFallbacks):
+        return all(takes(one, argument) for one in runnable.runnables)
+    if isinstance(runnable, RunnableBranch):
+        return all(takes(one, argument) for one in _parts(runnable))
+    if isinstance(runnable, DynamicRunnable):
+        others = getattr(runnable, "alternatives", {}).values()
+        return all(takes(one, argument) for one in (runnable.default, *others))
+    return False
+
+
+def _accepts(function: Callable[..., Any], argument: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # some of Python's own functions have none
+        return False
+    rest = inspect.Parameter.VAR_KEYWORD
+    return any(one.name == argument or one.kind is rest for one in parameters)
 
 
 def _models(llm: Any, inside: frozenset[int] = frozenset()) -> Iterator[EngineSettings]:

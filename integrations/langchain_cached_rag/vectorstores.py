@@ -184,8 +184,9 @@ class CachedRAGVectorStore(VectorStore):
         return self._ledger.alike(named)
 
     def _learn(self, ids: list[str], texts: list[str], before: list[str]) -> None:
-        self._write((self._held(before) or {}) | dict(zip(ids, texts, strict=True)))
-        self._learner.learn(texts)
+        last = dict(zip(ids, texts, strict=True))  # an id may be there twice: the last one stays
+        self._write((self._held(before) or {}) | last)
+        self._learner.learn(list(last.values()))
 
     def _drop(self, ids: list[str] | None, before: list[str]) -> None:
         held = self._held(before)

@@ -88,6 +88,17 @@ def test_messages_of_all_kinds_become_roles_and_text(llm):
     assert isinstance(llm.invoke(messages), AIMessage)
 
 
+def test_text_blocks_without_a_text_are_left_out(llm):
+    from langchain_cached_rag.messages import plain
+
+    blocks = [{"type": "text", "text": None}, {"type": "text"}, {"type": "text", "text": "One."}]
+    for message in (HumanMessage(blocks), AIMessage(blocks)):
+        assert plain([message])[0]["content"] == message.text == "One."
+    elsewhere = {"type": "text-plain", "url": "http://x"}
+    with pytest.raises(ValueError, match="text-plain"):
+        plain([HumanMessage([elsewhere])])
+
+
 def test_a_streamed_answer_can_be_part_of_the_next_prompt(llm):
     first, *others = llm.stream(QUESTION)
     answer = sum(others, first)
@@ -366,6 +377,7 @@ def test_what_langchain_asks_of_a_model(llm):
     prompt = ChatPromptTemplate.from_messages([("human", "{x}")]).format_messages(x="Why?")
     answer = llm.invoke(prompt)
     assert llm.get_num_tokens_from_messages(prompt) == answer.usage_metadata["input_tokens"]
+    assert llm.get_num_tokens_from_messages([]) == 0
     assert llm.get_token_ids("copper") == llm.engine.tokenization.literal("copper").ids
     assert "engine" not in repr(llm)
     if hasattr(llm, "_add_version"):

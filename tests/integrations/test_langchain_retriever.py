@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from uuid import uuid4
 
 import pytest
 from conftest import CHUNKS, tiny_model
@@ -12,6 +13,12 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import (
+    ConfigurableField,
+    RunnableBranch,
+    RunnableLambda,
+    RunnablePassthrough,
+)
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from cached_rag import Engine, StoreConfig
@@ -65,6 +72,68 @@ def test_a_retriever_that_knows_no_k_is_cut(llm):
     cached = CachedRetriever(retriever=Everything(), llm=llm)
     assert len(cached.invoke("x")) == 3
     assert len(cached.invoke("x", k=1)) == 1
+
+
+def test_what_takes_no_k_is_only_cut(llm, inner):
+    seen = []
+
+    def every(query):
+        return [Document(chunk) for chunk in CHUNKS]
+
+    def some(query, k=2):
+        seen.append(k)
+        return every(query)[:k]
+
+    either = inner.configurable_alternatives(ConfigurableField("w"), b=RunnableLambda(every))
+    for inside in (
+        *(RunnableLambda(every), RunnableLambda(str.lower) | inner, inner | (lambda found: found)),
+        *(RunnableLambda(some), inner.with_retry(), inner.with_fallbacks([RunnableLambda(every)])),
+        *(either, RunnableBranch((bool, inner), RunnableLambda(every))),
+        RunnablePassthrough() | inner,
+    ):
+        assert len(CachedRetriever(retriever=inside, llm=llm, k=1).invoke("x")) == 1
+        assert len(CachedRetriever(retriever=inside, llm=llm).invoke("x", k=1)) == 1
+    assert seen == [1, 1]
+    for inside in (inner, inner.with_retry(), inner.with_fallbacks([inner]), RunnableLambda(some)):
+        assert len(CachedRetriever(retriever=inside, llm=llm, k=3).invoke("x")) == 3
+
+
+def test_the_retriever_inside_gets_the_whole_configuration(llm, inner):
+    field = ConfigurableField(id="search_kwargs")
+    configured = inner.configurable_fields(search_kwargs=field)
+    cached = CachedRetriever(retriever=configured, llm=llm)
+    kept = {"filter": lambda document: document.metadata["n"] == 2}
+    names, run = [], uuid4()
+
+    class Named(BaseCallbackHandler):
+        def on_retriever_start(self, *_, run_id, name, tags, metadata, **__):
+            names.append((name, run_id == run, tags.count("mine"), metadata["by"]))
+
+    config = {"configurable": {"search_kwargs": kept}, "tags": ["mine"], "metadata": {"by": "me"}}
+    config |= {"run_name": "outer", "run_id": run, "callbacks": [Named()]}
+    (found,) = cached.invoke("x", config)
+    assert found.metadata["n"] == 2
+    assert [name for name, *_ in names] == ["outer", "VectorStoreRetriever"]
+    assert [rest for _, *rest in names] == [[False, 1, "me"]] * 2
+    assert asyncio.run(cached.ainvoke("x", config)) == [found]
+    assert cached.batch(["x"], config) == [[found]]
+    assert list(cached.stream("x", config)) == [[found]]
+
+
+@pytest.mark.parametrize("progress", [True, False, None])
+def test_a_bar_is_a_setting(llm, inner, progress):
+    cached = CachedRetriever(retriever=inner, llm=llm, encode="eager", progress=progress)
+    assert len(cached.invoke("copper")) == 2
+
+
+@pytest.mark.parametrize("encode", ["eager", "background"])
+def test_half_a_surrogate_pair_does_not_break_retrieval(llm, encode, caplog):
+    texts = [CHUNKS[0], f"{CHUNKS[1]} \ud800", CHUNKS[2]]
+    inside = RunnableLambda(lambda _: [Document(text) for text in texts])
+    found = CachedRetriever(retriever=inside, llm=llm, encode=encode).invoke("copper")
+    assert [document.page_content for document in found] == texts
+    assert [held(llm, text) is not None for text in texts] == [True, False, True]
+    assert "stay without KV: 1" in caplog.text
 
 
 def test_callbacks_see_both_retrievers(llm, inner):

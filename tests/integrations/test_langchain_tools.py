@@ -10,11 +10,12 @@ from conftest import NEW_PROMPTS, smollm2, tiny_model
 from langchain.agents import create_agent
 from langchain.agents.structured_output import ToolStrategy
 from langchain_cached_rag import CachedRAGLLM, ChatCachedRAG
+from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from pydantic import BaseModel, Field
 
-from cached_rag import Engine, Grammar
+from cached_rag import ConfigError, Engine, Grammar
 
 
 class Keeper(BaseModel):
@@ -23,6 +24,18 @@ class Keeper(BaseModel):
     name: str = Field(max_length=6)
     years: int = Field(ge=0, le=99)
     kind: Literal["keeper", "sailor"]
+
+
+class Note(BaseModel):
+    """A note."""
+
+    text: str
+
+
+class Said(TypedDict):
+    """What somebody said."""
+
+    text: str
 
 
 class Lamp(TypedDict):
@@ -58,14 +71,54 @@ def test_structured_answers_are_objects(llm, method):
     assert llm.with_structured_output(schema, method=method).invoke("n?")["n"] in (1, 2)
 
 
-def test_an_answer_that_was_cut_off_is_an_error_or_is_said(llm):
-    short = ChatCachedRAG(engine=llm.engine, max_tokens=3).with_structured_output(Keeper)
-    with pytest.raises(ValueError, match="Keeper"):
-        short.invoke("Who?")
-    short = ChatCachedRAG(engine=llm.engine, max_tokens=3)
-    raw = short.with_structured_output(Keeper, include_raw=True).invoke("Who?")
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+@pytest.mark.parametrize("schema", [Note, Said], ids=["pydantic", "dict"])
+def test_an_object_that_was_cut_off_is_an_error(llm, schema, method):
+    """Also where LangChain's parsers would mend it: {"text": "twenty"} of "twenty-one"."""
+    cut = ChatCachedRAG(engine=llm.engine, max_tokens=12)
+    asked = cut.with_structured_output(schema, method=method)
+    with pytest.raises(OutputParserException, match="raise max_tokens"):
+        asked.invoke("Who?")
+    with pytest.raises(OutputParserException, match="raise max_tokens"):
+        asyncio.run(asked.ainvoke("Who?"))
+    with pytest.raises(OutputParserException, match="raise max_tokens"):
+        list(asked.stream("Who?"))
+    raw = cut.with_structured_output(schema, method=method, include_raw=True).invoke("Who?")
+    assert raw["raw"].response_metadata["finish_reason"] == "length"
     assert raw["parsed"] is None
-    assert raw["parsing_error"] is not None
+    assert isinstance(raw["parsing_error"], OutputParserException)
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_an_object_grows_while_it_is_streamed(llm, method):
+    asked = llm.with_structured_output(Keeper.model_json_schema(), method=method)
+    first, *_, last = asked.stream("Who?")
+    assert first.keys() < last.keys() == {"name", "years", "kind"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "wanted"),
+    [
+        ({"type": "any"}, "required"),
+        ({"type": "auto"}, "auto"),
+        ({"type": "none"}, "none"),
+        ({"type": "tool", "name": "weather"}, "weather"),
+        ({"type": "function", "function": {"name": "weather"}}, "weather"),
+    ],
+)
+def test_choices_have_openais_form_or_anthropics(llm, choice, wanted):
+    assert llm.bind_tools([weather], tool_choice=choice).kwargs["tool_choice"] == wanted
+
+
+def test_what_cannot_be_called_is_refused(llm):
+    for choice in ({"type": "tool"}, {"type": "allowed_tools"}, {}):
+        with pytest.raises(ConfigError, match="there is no tool"):
+            llm.bind_tools([weather], tool_choice=choice)
+    with pytest.raises(ConfigError, match=r"type 'web_search' .* give a function"):
+        llm.bind_tools([weather, {"type": "web_search"}])
+
+
+def test_a_call_that_was_cut_off_is_said(llm):
     cut = ChatCachedRAG(engine=llm.engine, max_tokens=40)
     cut = cut.bind_tools([weather, Keeper], tool_choice="Keeper").invoke("Who?")
     assert cut.tool_calls == []

@@ -9,7 +9,7 @@ import pytest
 from conftest import CHUNKS, tiny_model
 from langchain_cached_rag import CachedRAGVectorStore, ChatCachedRAG
 from langchain_core.documents import Document
-from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 from langchain_core.indexing import InMemoryRecordManager, index
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_qdrant import QdrantVectorStore
@@ -21,6 +21,16 @@ from cached_rag.kv.store import Prefetcher
 FAKE = DeterministicFakeEmbedding(size=6)
 IDS = [str(UUID(int=number)) for number in range(1, 4)]
 CHANGED = "Another text altogether, and long enough to be a module."
+
+
+class ConstantEmbeddings(Embeddings):
+    """Some that take any text."""
+
+    def embed_documents(self, texts):
+        return [self.embed_query(text) for text in texts]
+
+    def embed_query(self, text):
+        return [1.0, 2.0]
 
 
 class Silent(InMemoryVectorStore):
@@ -282,6 +292,36 @@ def test_a_store_of_any_class_is_made_from_texts(llm):
     assert held(llm) == [False] * 3
     with pytest.raises(TypeError, match="colection"):
         CachedRAGVectorStore.from_texts(CHUNKS, FAKE, llm=llm, colection="documents")
+    store.close()
+
+
+@pytest.mark.parametrize("encode", ["eager", "background", "off"])
+def test_half_a_surrogate_pair_costs_the_other_documents_nothing(llm, encode, caplog):
+    half = f"\ud800 {CHANGED}"
+    inner = InMemoryVectorStore(ConstantEmbeddings())
+    store = CachedRAGVectorStore(inner, llm, encode=encode)
+    store.add_texts([CHUNKS[0], CHUNKS[1]], ids=IDS[:2])
+    store.add_texts([half, CHUNKS[2]], ids=IDS[1:])
+    assert store.get_by_ids(IDS[1:2])[0].page_content == half
+    assert held(llm) == ([True, False, True] if encode == "eager" else [False] * 3)
+    known = [llm.engine.library.table.get(chunk) is not None for chunk in CHUNKS]
+    assert known == [encode != "off", False, encode != "off"]
+    assert ("stay without KV: 1" in caplog.text) is (encode != "off")
+    assert len(store.similarity_search("copper", k=3)) == 3
+    store.delete(IDS)
+    assert held(llm) == [False] * 3
+    assert len(inner.store) == 0
+    store.close()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_of_documents_with_one_id_the_last_is_learned(llm, is_async):
+    store = CachedRAGVectorStore(InMemoryVectorStore(FAKE), llm)
+    twice = [Document(chunk, id=IDS[0]) for chunk in CHUNKS[:2]]
+    asyncio.run(store.aadd_documents(twice)) if is_async else store.add_documents(twice)
+    assert held(llm) == [False, True, False]
+    store.delete(IDS[:1])
+    assert held(llm) == [False] * 3
     store.close()
 
 

@@ -39,6 +39,30 @@ def test_a_text_goes_when_it_is_replaced(ledger, forgotten):
     assert ledger.texts(["a", "c", "unknown"]) == {"a": "three", "c": "four"}
 
 
+def test_of_chunks_with_one_id_the_last_counts(ledger, forgotten):
+    ledger.put([("a", "doc", "one")], forgotten.extend)
+    ledger.put([("a", "doc", "one"), ("a", "doc", "two")], forgotten.extend)
+    assert forgotten == ["one"]
+    assert ledger.texts(["a"]) == {"a": "two"}
+
+
+def test_half_a_surrogate_pair_costs_the_other_chunks_nothing(ledger, forgotten):
+    ledger.put(ROWS, forgotten.extend)
+    ledger.put([("a", "doc", "half \ud800"), ("d", "doc", "four")], forgotten.extend)
+    assert forgotten == ["one"]
+    assert ledger.texts(["a", "b", "d"]) == {"b": "two", "d": "four"}
+    ledger.remove(["a", "d"], forgotten.extend)
+    assert forgotten == ["one", "four"]
+
+
+def test_numbers_can_be_ids(ledger, forgotten):
+    ledger.put([(1, 1, "one"), (2, 2, "two")], forgotten.extend)
+    ledger.put([(2, 2, "three")], forgotten.extend)
+    ledger.remove([1], forgotten.extend)
+    assert forgotten == ["two", "one"]
+    assert ledger.texts([1, 2]) == {"2": "three"}
+
+
 def test_chunks_are_found_by_document_and_by_text(ledger, forgotten):
     ledger.put(ROWS, forgotten.extend)
     assert sorted(ledger.ids("doc")) == ["a", "b"]

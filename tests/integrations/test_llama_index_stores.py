@@ -288,3 +288,23 @@ def test_marks_survive_other_processes(llm):
     pipeline = IngestionPipeline(transformations=[MarkModules()])
     found = pipeline.run(nodes=nodes(), num_workers=2)
     assert llm.encode_nodes(marked(found)).encoded == 3
+
+
+def test_half_a_surrogate_pair_costs_the_other_nodes_nothing(llm, caplog):
+    odd = [TextNode(text=f"{CHUNKS[1]} \ud800", id_="odd"), nodes()[0]]
+    store = CachedVectorStore(SimpleVectorStore(stores_text=True), llm, encode="eager")
+    for node in odd:
+        node.embedding = [0.5] * 4
+    assert store.add(odd) == ["odd", "n0"]
+    assert has_kv(llm, module_text(odd[1]))
+    assert "1, as half of a surrogate pair" in caplog.text
+    CachedRetriever(_Found(odd), llm).retrieve("copper")  # as they come from the store
+
+
+class _Found(BaseRetriever):
+    def __init__(self, found):
+        super().__init__()
+        self._found = found
+
+    def _retrieve(self, query_bundle):
+        return [NodeWithScore(node=node, score=1.0) for node in self._found]

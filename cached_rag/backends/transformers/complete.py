@@ -33,10 +33,10 @@ def load_complete(path: str, name: str, **options: Any) -> Any:
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(
-            f"{name} lacks {len(missing)} of the model's weights ({_some(missing)}), which would be "
-            "random numbers; download all its files again, or save the whole model"
+            f"{name} lacks {len(missing)} of the model's weights ({_some(missing)}), which would "
+            "be random numbers; download all its files again, or save the whole model"
         )
-    others = sorted(report["mismatched_keys"])  # (name, shape in the file, shape in the model)
+    others = sorted(report["mismatched_keys"])  # (name, in the file, in the model)
     if others:
         names = _some([f"{key} of {list(own)} instead of {list(its)}" for key, own, its in others])
         raise ModelError(

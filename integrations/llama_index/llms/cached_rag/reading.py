@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from llama_index.core.schema import NodeWithScore
 from llama_index.llms.cached_rag.nodes import bare_text, module_text
@@ -19,6 +20,6 @@ class Reader(Learner):
         bare = [bare_text(node.node) for node in nodes]
         self.learn(shown)
         if self.encode != "off":
-            self.llm.register(bare)
+            replace(self, encode="background").learn(bare)
         # The engine remembers so many: those shown come last, and are forgotten last.
         self.llm.prefetch(dict.fromkeys([*bare, *shown]))

@@ -1,0 +1,95 @@
+"""The engine behind LangChain's models: shared by copies, kept apart by settings, never copied."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+from conftest import CHUNKS, NEW_PROMPTS, tiny_model
+from langchain_cached_rag import CachedRAGLLM, ChatCachedRAG
+
+from cached_rag import ConfigError, Engine
+
+QUESTION = f"{CHUNKS[0]}\n\nWhy?"
+
+
+@pytest.fixture
+def engine():
+    return Engine(tiny_model("llama"), NEW_PROMPTS)
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """The names of models, as they are loaded; all are tiny."""
+    names = []
+
+    def load(name, backend, **options):
+        names.append(name)
+        return tiny_model("llama")
+
+    monkeypatch.setattr("cached_rag.engine.engine.load_backend", load)
+    return names
+
+
+def cached(llm):
+    return llm.invoke(QUESTION).response_metadata["cached_rag"]["cached_tokens"]
+
+
+def test_copies_with_other_settings_have_other_engines(loads, tmp_path):
+    ann = ChatCachedRAG(model="tiny", namespace="ann", max_tokens=2, sequence_bytes=0)
+    ann.encode(CHUNKS)
+    assert cached(ann) > 0
+    bob = ann.model_copy(update={"namespace": "bob"})
+    assert bob.loaded_engine().library.namespace == "bob"
+    assert cached(bob) == 0
+    on_disk = ann.model_copy(update={"store": str(tmp_path)})
+    assert on_disk.loaded_engine().settings.path == str(tmp_path)
+    on_disk.loaded_engine().close()
+    assert ann.loaded_engine().library.namespace == "ann"
+    ann.namespace = "carol"
+    assert ann.loaded_engine().library.namespace == "carol"
+    assert cached(ann) == 0
+    assert ann.loaded_engine("other").library.namespace == "carol"
+
+
+def test_copies_with_the_same_settings_load_once(loads):
+    llm = CachedRAGLLM(model="tiny", max_tokens=2)
+    llm.namespace = "ann"
+    llm.invoke("Hello", temperature=0.5)  # by a copy
+    llm.invoke("Hello", seed=1)
+    assert copy.copy(llm).loaded_engine() is llm.loaded_engine()
+    assert loads == ["tiny"]
+
+
+def test_a_given_engine_is_of_its_own_namespace(engine):
+    given = ChatCachedRAG(engine=engine)
+    for bob in (ChatCachedRAG(engine=engine, namespace="bob"), given.model_copy()):
+        bob.namespace = "bob"
+        with pytest.raises(ConfigError, match=r"engine.tenant\('bob'\)"):
+            bob.invoke("Hello")
+    tenant = engine.tenant("bob")
+    assert ChatCachedRAG(engine=tenant, namespace="bob").loaded_engine() is tenant
+    tenant.close()
+
+
+@pytest.mark.parametrize("kind", [ChatCachedRAG, CachedRAGLLM])
+def test_models_are_copied_and_pickled_before_and_after_they_are_used(loads, engine, kind):
+    llm = kind(model="tiny", max_tokens=2, model_kwargs={"a": [1]})
+    for _ in range(2):
+        assert copy.deepcopy(llm).model_kwargs is not llm.model_kwargs
+        assert pickle.loads(pickle.dumps(llm)).engine_key == llm.engine_key
+        llm.invoke("Hello")
+    for other in (copy.deepcopy(llm), llm.model_copy(deep=True)):
+        assert other.loaded_engine() is llm.loaded_engine()
+    assert pickle.loads(pickle.dumps(llm)).invoke("Hello")
+    given = kind(engine=engine)
+    assert copy.deepcopy([given, given])[1].engine is engine
+    with pytest.raises(ConfigError, match="give it model="):
+        pickle.dumps(given)
+
+
+def test_the_context_length_of_a_given_engine_is_known_at_once(engine):
+    llm = ChatCachedRAG(engine=engine)
+    profile = getattr(llm, "profile", None)  # langchain-core has none before 1.1
+    assert profile is None or profile["max_input_tokens"] == 1024
