@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cached_rag.errors import EvaluationError
+from cached_rag.kv.fingerprint import digest
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,11 @@ class Example:
     question: str
     answers: tuple[str, ...]
     chunks: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """Names what is asked, whatever the file is called that it stands in."""
+        return digest(json.dumps(asdict(self), sort_keys=True))
 
     @property
     def reference(self) -> str | None:

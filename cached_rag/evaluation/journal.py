@@ -21,7 +21,7 @@ _ORIGIN = ("commit", "processor", "threads")
 
 
 class Journal:
-    """Measurements by (data set, example id, method, ratio)."""
+    """Measurements by (data set, digest of the example, method, ratio)."""
 
     def __init__(
         self, path: Path, run: Mapping[str, Any], machine: Mapping[str, Any] | None = None
@@ -63,7 +63,9 @@ class Journal:
                 self.path.write_text("".join(lines[:-1]), encoding="utf-8")
 
     def _keep(self, row: dict[str, Any]) -> None:
-        self._rows[row["data"], row["id"], row["method"], row["ratio"]] = row
+        # Rows of before there were digests may be of another file of that name: they serve no more.
+        example = row.get("example", "")
+        self._rows[row["data"], example, row["method"], row["ratio"]] = row
 
     def __contains__(self, key: Key) -> bool:
         return key in self._rows

@@ -45,7 +45,7 @@ class Settings:
             or not there ("others").
 
     Raises:
-        ConfigError: a count below 1, or another `answer_in`.
+        ConfigError: a count below 1, another `answer_in`, or two files of the same name.
     """
 
     data: tuple[Path, ...]
@@ -59,6 +59,12 @@ class Settings:
     def __post_init__(self) -> None:
         if self.answer_in not in ("any", "first", "others"):
             raise ConfigError(f"answer_in is any, first or others, not {self.answer_in!r}")
+        stems = [path.stem for path in self.data]
+        if len(set(stems)) < len(stems):
+            raise ConfigError(
+                f"two sets have the same name ({', '.join(stems)}), by which they are told apart; "
+                "give each file once, and rename one of them"
+            )
         if min(self.joined, self.chunks or 1) < 1 or self.chunks == 0:
             raise ConfigError("a question has one chunk at least, and a chunk joins one at least")
 
@@ -108,8 +114,8 @@ class Settings:
 
     def chosen(self, journal: Journal) -> Iterator[dict[str, Any]]:
         """The journal's measurements of the examples that are asked."""
-        wanted = {(path.stem, example.id) for path in self.data for example in self.asked(path)}
-        return (row for row in journal.rows() if (row["data"], row["id"]) in wanted)
+        wanted = {(path.stem, one.digest) for path in self.data for one in self.asked(path)}
+        return (row for row in journal.rows() if (row["data"], row.get("example")) in wanted)
 
 
 def evaluate(
@@ -148,7 +154,7 @@ def _evaluate_example(
     long: bool,
 ) -> None:
     def key(trial: Trial) -> tuple[str, str, str, float]:
-        return data, example.id, trial.name, trial.ratio
+        return data, example.digest, trial.name, trial.ratio
 
     missing = [trial for trial in settings.trials if key(trial) not in journal]
     if not missing:
@@ -159,7 +165,7 @@ def _evaluate_example(
         reading = full if trial == BASELINE else asked.read(trial)
         row = figures(reading, full, example.answers)
         names = {"data": data, "id": example.id, "method": trial.name, "ratio": trial.ratio}
-        journal.add({**names, **row, "text": reading.text})
+        journal.add({**names, "example": example.digest, **row, "text": reading.text})
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,20 @@ def test_an_interrupted_run_goes_on_where_it_stopped(data, tmp_path):
             assert resumed[name] == whole[name]
 
 
+def test_another_file_of_the_same_name_is_measured_anew(data, tmp_path):
+    (first,), _ = run(data, tmp_path, ["full"])
+    other = tmp_path / "other" / data.name
+    other.parent.mkdir()
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    other.write_text("\n".join(json.dumps(row | {"question": "Why?"}) for row in rows))
+    (second,), journal = run(other, tmp_path, ["full"])
+    (fresh,), _ = run(other, tmp_path, ["full"], name="fresh.jsonl")
+    assert len(list(journal.rows())) == 6
+    assert second["nll"] == fresh["nll"] != first["nll"]
+    with pytest.raises(ConfigError, match="same name"):
+        Settings((data, other), ())
+
+
 def test_a_journal_of_another_run_is_refused(tmp_path):
     Journal(tmp_path / "j.jsonl", {"model": "one"})
     with pytest.raises(EvaluationError, match="another model"):
@@ -166,7 +180,7 @@ def test_measurements_say_where_they_come_from(tmp_path):
     here = {"commit": "a1", "processor": "P", "threads": 1, "cores": 2}
     key = {"data": "d", "method": "full", "ratio": 1.0}
     for number, machine in enumerate((here, here, here | {"commit": "b2"}, None)):
-        Journal(path, run, machine).add({**key, "id": str(number), "nll": 1.0})
+        Journal(path, run, machine).add({**key, "example": str(number), "nll": 1.0})
     with path.open("a") as file:  # as journals were before
         file.write(json.dumps({**key, "id": "old", "nll": 1.0}) + "\n")
     found = {one["commit"]: one for one in origins(Journal(path, run).rows())}
