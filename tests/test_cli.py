@@ -15,7 +15,8 @@ from fastapi.testclient import TestClient
 from test_rag import WordEmbedding
 from typer.testing import CliRunner
 
-from cached_rag import CachedRAG, ConfigError, DocumentError
+from cached_rag import CachedRAG, ConfigError, DocumentError, StoreError
+from cached_rag.cli import demo
 from cached_rag.cli import main as cli
 from cached_rag.cli.terminal import plain, print_json, sooner
 from cached_rag.rag import Embedder
@@ -88,6 +89,52 @@ def test_store_commands_count_verify_and_prune(index):
     assert pruned["files"] == 7
 
 
+def test_store_stats_names_a_folder_as_it_is_called(index, tmp_path):
+    odd = index.rename(tmp_path / ("x" * 200 + "[bold]"))
+    shown = run(cli.app, ["store", "stats", "--index", str(odd)])
+    assert shown.exit_code == 0, shown.exception
+    assert str(odd) in shown.stdout
+
+
+def test_prune_keeps_no_less_than_nothing(index):
+    refused = run(cli.app, ["store", "prune", "--index", str(index), "--max-bytes", "-5"])
+    assert refused.exit_code == 2
+    stats = run(cli.app, ["store", "stats", "--index", str(index), "--json"])
+    assert json.loads(stats.stdout)["texts"] == 7
+
+
+def test_demo_names_its_folder_as_it_is_called(tmp_path, monkeypatch, model_folder):
+    monkeypatch.setattr(demo, "DOCUMENTS", ())
+    monkeypatch.setattr(demo, "_compared", lambda _: "compared")
+    monkeypatch.setattr(CachedRAG, "ask", lambda *_, **__: None)
+    odd = tmp_path / ("x" * 200 + "[bold]")
+    shown = run(cli.app, ["demo", "--index", str(odd), "--model", model_folder])
+    assert shown.exit_code == 0, shown.exception
+    assert f"The index is in {odd};" in shown.stdout
+
+
+def test_explain_says_before_it_answers_that_it_cannot_write(index, tmp_path, monkeypatch):
+    monkeypatch.setattr(CachedRAG, "ask", lambda *_, **__: pytest.fail("it was asked"))
+    for page in (tmp_path / "nowhere" / "a.html", tmp_path):
+        result = run(cli.app, ["explain", "q", "--index", str(index), "--html", str(page)])
+        assert isinstance(result.exception, ConfigError)
+        assert str(page) in str(result.exception)
+
+
+def test_schema_encode_fails_where_nothing_can_be_kept(tmp_path, model_folder):
+    (tmp_path / "a.xml").write_text(
+        '<schema name="a"><module name="m">Copper turns green in the air.</module></schema>'
+    )
+    (tmp_path / "file").write_text("")  # where the folder would be
+    command = ["schema", "encode", str(tmp_path / "a.xml"), "--model", model_folder]
+    command += ["--dtype", "float32", "--json", "--store"]
+    lost = run(cli.app, [*command, str(tmp_path / "file")])
+    assert isinstance(lost.exception, StoreError)
+    kept = run(cli.app, [*command, str(tmp_path / "kv")])
+    assert kept.exit_code == 0, kept.output
+    assert json.loads(kept.stdout)["encoded"] > 0
+
+
 def test_verify_looks_into_all_three_databases(index):
     where = ["--index", str(index), "--json"]
 
@@ -107,6 +154,15 @@ def test_verify_looks_into_all_three_databases(index):
     for path in (index / "kv" / "index.sqlite", index / "kv" / "catalog.sqlite"):
         path.write_bytes(b"no database" * 1000)
     assert problems() == ["documents.sqlite chunks", "catalog.sqlite", "index.sqlite"]
+
+
+def test_ingest_of_an_empty_path_is_not_of_this_folder(index, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path / "docs")
+    for more in ([], ["--watch"]):
+        arguments = ["ingest", "", "--index", str(index), "--dtype", "float32", *more]
+        result = run(cli.app, arguments)
+        assert isinstance(result.exception, DocumentError)
+        assert "the path is empty" in str(result.exception)
 
 
 def test_ingest_says_in_one_line_what_it_passed_over(index, tmp_path):
@@ -548,7 +604,7 @@ def test_ingest_watch_goes_on_until_interrupted(index, tmp_path, monkeypatch):
     result = run(cli.app, ["ingest", str(tmp_path / "docs"), "--index", str(index), "--watch"])
     assert result.exit_code == 0, result.output
     assert "3 unchanged" in result.output
-    assert seen == [tmp_path / "docs"]
+    assert seen == [str(tmp_path / "docs")]
     named = ["ingest", str(tmp_path), "--index", str(index), "--watch", "--name", "x"]
     assert isinstance(run(cli.app, named).exception, ConfigError)
 

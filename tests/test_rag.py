@@ -91,6 +91,24 @@ def test_ingest_ask_and_ask_again(opened, docs):
     assert first.report.charged_recompute < 0.7
 
 
+def test_an_answer_without_chunks_hears_nothing_of_another_questions(opened, docs):
+    rag = opened()
+    ingest(rag, docs)
+    rag.stream("Why does copper turn green in the air?", k=2, max_tokens=2)  # and not yet begun
+    other = rag.ask("Who are you?", where={"source": "nothing*"}, max_tokens=2)
+    assert other.sources == ()
+    assert "retrieved" not in " ".join(other.report.notes)
+
+
+def test_an_empty_path_is_not_this_folder(opened, docs, monkeypatch):
+    monkeypatch.chdir(docs)
+    rag = opened()
+    for ask in (lambda: ingest(rag, ""), lambda: next(rag.watch(""))):
+        with pytest.raises(DocumentError, match="the path is empty"):
+            ask()
+    assert ingest(rag, ".").added == 3
+
+
 def test_bounds_reach_the_store(tmp_path):
     bounds = {"memory_bytes": 1000, "disk_bytes": 2000, "sequence_bytes": 3000}
     with CachedRAG.open(tmp_path, embedding=WordEmbedding(), **bounds) as rag:

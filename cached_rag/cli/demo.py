@@ -39,7 +39,7 @@ def demo_command(
     documents = _copied(index / "documents")
     # Each question is asked twice, and what the first left would serve the second.
     with CachedRAG.open(index, model or MODEL, codec=codec, sequence_bytes=0) as rag:
-        out.print(f"Loading {rag.settings['model']} ...")
+        out.print(f"Loading {rag.settings['model']} ...", markup=False, soft_wrap=True)
         summary = rag.ingest(documents)
         out.print(
             f"{summary.added} documents added, {summary.unchanged} unchanged; "
@@ -47,9 +47,12 @@ def demo_command(
         )
         rag.ask(QUESTIONS[0], max_tokens=1)  # the first answer of a process is slower
         out.print(_compared(rag))
-    out.print(f"The index is in {index}; its documents are in {documents}, put yours there. Then:")
-    out.print(f"  cached-rag ingest {documents} --index {index}", markup=False)
-    out.print(f"  cached-rag ask QUESTION --index {index} --compare", markup=False)
+    for line in (
+        f"The index is in {index}; its documents are in {documents}, put yours there. Then:",
+        f"  cached-rag ingest {documents} --index {index}",
+        f"  cached-rag ask QUESTION --index {index} --compare",
+    ):
+        out.print(line, markup=False, soft_wrap=True)
 
 
 def _compared(rag: CachedRAG) -> Table:

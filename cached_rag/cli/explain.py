@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ from cached_rag.cli.options import (
     opened,
 )
 from cached_rag.cli.terminal import Json, out, print_json
+from cached_rag.errors import ConfigError
 
 
 def explain_command(
@@ -43,6 +45,12 @@ def explain_command(
     as_json: Json = False,
 ) -> None:
     """Ask, and show what of the prompt was reused, moved, repaired and computed, and the times."""
+    # Before anything is computed; a missing folder is none that may be written.
+    if html is not None and (html.is_dir() or not os.access(html.parent, os.W_OK)):
+        raise ConfigError(
+            f"--html cannot write {html}: it is a folder, or {html.parent} is none that this user "
+            "may write; make that folder, or name another file"
+        )
     how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
     how["backend"] = backend
     asked: dict[str, Any] = {"k": k, "max_tokens": max_tokens}

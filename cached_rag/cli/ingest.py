@@ -6,7 +6,6 @@ import dataclasses
 from contextlib import suppress
 from importlib import import_module
 from itertools import zip_longest
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -45,7 +44,8 @@ class IngestCommand(TyperCommand):
 
 
 def ingest_command(
-    path: Annotated[Path, typer.Argument(help="File or folder.")],
+    # Not a Path, in which an empty one would be this folder.
+    path: Annotated[str, typer.Argument(help="File or folder.")],
     index: Index = DEFAULT_INDEX,
     model: IndexModel = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens of a chunk.")] = None,
@@ -124,7 +124,7 @@ def _workers(address: str, workers: int | None, cpus: float, gpus: float) -> Ing
     return found
 
 
-def _keep_in_step(rag: CachedRAG, path: Path, *, as_json: bool) -> None:
+def _keep_in_step(rag: CachedRAG, path: str, *, as_json: bool) -> None:
     """Print what is done, until interrupted."""
     with suppress(KeyboardInterrupt):
         for summary in rag.watch(path):

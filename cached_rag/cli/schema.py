@@ -115,6 +115,7 @@ def encode(
 
     schema = Schema.from_file(file, layout=layout, behind=behind)
     with Engine.load(model, store=store, dtype=dtype, device=device) as engine:
+        engine.library.check_kept()  # else nothing would be left of it in the folder asked for
         missing = len(schema.missing(engine))
         with Progress(console=err, disable=as_json) as bar:
             task = bar.add_task("modules", total=missing)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +26,9 @@ from cached_rag.cli.options import (
 from cached_rag.cli.terminal import err
 from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError, needs_extra
+
+# As browsers write it: a scheme and a host, with nothing behind; "null" is a page in a file.
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+", re.IGNORECASE)
 
 
 def serve_command(
@@ -107,13 +112,13 @@ def serve_command(
             help="Most bytes of KV on disk. Default: those in use, and half of what is free."
         ),
     ] = None,
-    max_body_bytes: Annotated[int, typer.Option(help="Most bytes of a request.")] = 16 << 20,
-    max_connections: Annotated[int, typer.Option(help="Most connections.")] = 1000,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Most bytes of a request.")] = 16 << 20,
+    max_connections: Annotated[int, typer.Option(min=1, help="Most connections.")] = 1000,
     client_seconds: Annotated[
-        int, typer.Option(help="Seconds a client has to send a request, or to read on.")
+        int, typer.Option(min=1, help="Seconds a client has to send a request, or to read on.")
     ] = 60,
     drain_seconds: Annotated[
-        int, typer.Option(help="Seconds for running answers to finish when stopped.")
+        int, typer.Option(min=0, help="Seconds for running answers to finish when stopped.")
     ] = 30,
     dtype: Dtype = None,
     device: Device = None,
@@ -141,6 +146,7 @@ def serve_command(
             f"anybody who reaches {host or 'this machine'} could ask and delete; give --api-key, "
             "or --no-keys if that is meant"
         )
+    _check_names(allowed_host or (), cors_origin or ())
     if index is not None and store is not None:
         raise ConfigError("give --index or --store: an index has its own store")
     if index is not None:
@@ -210,6 +216,22 @@ def serve_command(
             max_connections=share.connections,
             client_seconds=client_seconds,
         ).run(sockets=[bound])
+
+
+def _check_names(hosts: Iterable[str], origins: Iterable[str]) -> None:
+    """Refuse hosts and origins that no request could have."""
+    for host in hosts:
+        if not host or "/" in host:
+            raise ConfigError(
+                f"--allowed-host {host!r} is no host: requests name it without scheme and path; "
+                "give server.example, say"
+            )
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"--cors-origin {origin!r} is no origin: browsers name a page by scheme and host "
+                "alone; give https://page.example, say, or * for any"
+            )
 
 
 def _is_loopback(host: str) -> bool:

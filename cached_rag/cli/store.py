@@ -52,7 +52,9 @@ def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
     else:
         gib = int(str(facts["bytes"])) / 2**30
         out.print(
-            f"{facts['texts']} texts, {gib:.2f} GiB, codec {facts['codec']}, in {facts['path']}"
+            f"{facts['texts']} texts, {gib:.2f} GiB, codec {facts['codec']}, in {facts['path']}",
+            markup=False,
+            soft_wrap=True,
         )
 
 
@@ -83,7 +85,7 @@ def verify(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
 @store_app.command()
 def prune(
     index: Index = DEFAULT_INDEX,
-    max_bytes: Annotated[int | None, typer.Option(help="Bytes to keep at most.")] = None,
+    max_bytes: Annotated[int | None, typer.Option(min=0, help="Bytes to keep at most.")] = None,
     unused: Annotated[bool, typer.Option(help="Drop KV of other weights and dtypes.")] = False,
     dtype: Annotated[
         list[str] | None,

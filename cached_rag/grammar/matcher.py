@@ -5,6 +5,8 @@ Knows tokens; knows no model. https://github.com/guidance-ai/llguidance
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -19,6 +21,8 @@ from cached_rag.grammar.grammar import Grammar
 # The library's own form of a tokenizer, which takes a second to make.
 _TOKENIZERS: WeakKeyDictionary[Any, tuple[tuple[object, ...], Any]] = WeakKeyDictionary()
 _MAKING = threading.Lock()
+# Of a grammar: strings, comments and regular expressions, or else the name of a control token.
+_NAMED = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(<[^<>\s]+>)')
 
 
 class Matcher:
@@ -43,7 +47,8 @@ class Matcher:
         except ImportError as error:
             raise MissingPackageError("answers in a given form", "tools", error) from error
         self._size = vocab_size
-        self._matcher = LLMatcher(_form_of(tokenizer, vocab_size, eos_ids), grammar.text)
+        text = _numbered(grammar.text, tokenizer)
+        self._matcher = LLMatcher(_form_of(tokenizer, vocab_size, eos_ids), text)
         self._check("cannot be read")
 
     def masked(self, scores: torch.Tensor) -> torch.Tensor:
@@ -78,12 +83,47 @@ class Matcher:
 
 
 def _form_of(tokenizer: Any, vocab_size: int, eos_ids: Iterable[int]) -> Any:
-    from llguidance.hf import from_tokenizer
+    from llguidance import LLTokenizer
 
     facts = (vocab_size, *sorted(eos_ids))
     with _MAKING:
         known = _TOKENIZERS.get(tokenizer)
         if known is None or known[0] != facts:
-            made = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(facts[1:]))
+            text = _deaf(tokenizer.backend_tokenizer.to_str())
+            made = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(facts[1:]))
             _TOKENIZERS[tokenizer] = known = (facts, made)
         return known[1]
+
+
+def _deaf(tokenizer: str) -> str:
+    """A tokenizer's JSON, changed so that it reads no control token in any text.
+
+    The library tokenises what a grammar forces. A text that spells a control token would become
+    that token, which is no text and may end the answer. So these get names that no text has.
+    """
+    facts = json.loads(tokenizer)
+    facts["padding"] = facts["truncation"] = facts["post_processor"] = None
+    model = facts["model"]
+    special = [token for token in facts["added_tokens"] if token["special"]]
+    # Names of two noncharacters, which Unicode keeps out of texts.
+    names = {token["content"]: f"\ufdd0{token['id']}\ufdd1" for token in special}
+    for token in special:
+        token["content"] = names[token["content"]]
+    if isinstance(vocab := model["vocab"], dict):
+        model["vocab"] = {names.get(piece, piece): number for piece, number in vocab.items()}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+    if "merges" in model:
+        pairs = [one.split(" ") if isinstance(one, str) else one for one in model["merges"]]
+        taken = names.keys()
+        model["merges"] = [pair for pair in pairs if taken.isdisjoint([*pair, "".join(pair)])]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    return json.dumps(facts)
+
+
+def _numbered(grammar: str, tokenizer: Any) -> str:
+    """A grammar with control tokens by number, as the library does not know their names."""
+    added = tokenizer.added_tokens_decoder
+    numbers = {token.content: f"<[{n}]>" for n, token in added.items() if token.special}
+    return _NAMED.sub(lambda found: numbers.get(found[1], found[0]), grammar)

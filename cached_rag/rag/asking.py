@@ -44,7 +44,9 @@ class Asking:
         found = find(self.index, self.embedder, text, wanted, self.reranker, self.candidates)
         texts = [hit.text for hit in found.hits]
         self._introduce(texts)
-        self.engine.prefetch(texts)
+        # Not by the engine's `prefetch`, which expects them in whichever prompt comes next: they
+        # will be in this one, as they are, or do not fit.
+        self.engine.library.prefetch(texts)
         return found
 
     def answer(

@@ -29,7 +29,7 @@ class Document:
     Attributes:
         source: the file's path, as it was given.
         title: what a line "Title: ..." near its beginning says, else its first line; of source
-            code, the file's name.
+            code, and of tables and JSON that name none, the file's name.
         text: never empty, and without control characters.
         parts: (begin, metadata) of each part of the text that differs from the one before it in
             its metadata, by the place of its first character: "page", or "heading", with the

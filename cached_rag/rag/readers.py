@@ -14,7 +14,7 @@ from cached_rag.errors import DocumentError, MissingPackageError, needs_extra
 from cached_rag.rag.code import LANGUAGES
 from cached_rag.rag.document import Document, Part, assembled, with_line_feeds
 from cached_rag.rag.limits import MAX_BYTES
-from cached_rag.rag.office import SUFFIXES, read_office
+from cached_rag.rag.office import SUFFIXES, TABLES, read_office
 
 # Deepest nesting of Markdown; what is deeper, the parser drops. By its default it does so with the
 # tenth list in each other.
@@ -50,7 +50,8 @@ def load_document(path: Path | str, max_bytes: int = MAX_BYTES) -> Document:
         found = reader(path)
         parts = [(found, {})] if isinstance(found, str) else found
         language = LANGUAGES.get(suffix, "")
-        title = path.name if language else ""
+        is_nameless = reader is read_office and suffix in TABLES and not _is_titled(found)
+        title = path.name if language or is_nameless else ""
         document = assembled(str(path), parts, title=title, language=language)
     except DocumentError:
         raise
@@ -63,6 +64,10 @@ def load_document(path: Path | str, max_bytes: int = MAX_BYTES) -> Document:
             f"{path}: holds no text (a scan, or an empty file); remove it or run OCR"
         )
     return document
+
+
+def _is_titled(found: str | Sequence[Part]) -> bool:
+    return isinstance(found, str) and found.startswith("Title: ")
 
 
 def _decode(path: Path) -> str:

@@ -62,7 +62,13 @@ def is_path(path: Path) -> bool:
 
 
 def absolute(path: Path | str) -> Path:
-    """A path without `~`, `.` and `..`; links stay, for a link's own name is what counts."""
+    """A path without `~`, `.` and `..`; links stay, for a link's own name is what counts.
+
+    Raises:
+        DocumentError: it is empty, as by an unset variable, and does not mean all that is here.
+    """
+    if path == "":
+        raise DocumentError("the path is empty; name a file or folder, or . for this folder")
     return Path(os.path.abspath(Path(path).expanduser()))
 
 

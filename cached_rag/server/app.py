@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
@@ -28,6 +29,9 @@ from cached_rag.server.tenants import Keys
 
 # How often to look whether a client that waits for a whole response is still there.
 _LOOK_SECONDS = 0.25
+# A browser asks so before a public page reaches into a private network, which others refuse to
+# answer; starlette before 0.51 does not know the question.
+_PRIVATE = "allow_private_network"
 _UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -70,8 +74,14 @@ def create_app(
     )
     app.add_middleware(Endings, metrics=service.metrics)  # outside of the gate
     if origins:  # outermost: a browser asks without a key whether it may ask
+        knows_private = _PRIVATE in inspect.signature(CORSMiddleware).parameters
+        private: dict[str, Any] = {_PRIVATE: True} if knows_private else {}
         app.add_middleware(
-            CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            **private,
         )
     handle_errors(app)
     _add_answers(app, service)

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import math
+import re
 import uuid
 from typing import Any
 
@@ -36,6 +37,9 @@ _CODES = {401: "invalid_api_key", 403: "forbidden", 404: "not_found"}
 _AGAIN = {429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}
 # Field names that clients make up are cut to so many characters in errors.
 _NAME = 100
+# What pydantic calls the branches of a union: types, validators and models.
+_BRANCH = re.compile(r"str|int|float|bool|constrained-\w+|_?[A-Z]\w*|[\w-]+\[.*\]", re.DOTALL)
+_OURS = "Value error, "  # pydantic puts it before messages of our validators
 STOPPING = "the server is stopping; ask again later, or another one"
 _CUT_OFF = failure(STOPPING, "server_error", "stopping")
 
@@ -80,12 +84,20 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
-        found = [f"{_where(e['loc'])}{e['msg']}" for e in error.errors()[:3]]
-        return JSONResponse(failure("; ".join(found), "invalid_request_error"), 400)
+        found = [
+            _where(e["loc"], is_named=e["type"] == "extra_forbidden") + e["msg"].removeprefix(_OURS)
+            for e in error.errors()[:3]
+        ]
+        says = "; ".join(dict.fromkeys(found))
+        return JSONResponse(failure(says, "invalid_request_error"), 400)
 
 
-def _where(place: tuple[Any, ...]) -> str:
-    parts = [str(part) for part in place if part != "body"]
+def _where(place: tuple[Any, ...], *, is_named: bool) -> str:
+    """Where in a body; `is_named` says that the last part is a name that the client made up."""
+    made_up = place[-1:] if is_named else ()
+    ours = place[: len(place) - len(made_up)]
+    parts = [str(part) for part in ours if part != "body" and not _BRANCH.fullmatch(str(part))]
+    parts += map(str, made_up)
     names = [part.encode(errors="backslashreplace").decode()[:_NAME] for part in parts]
     return f"{'.'.join(names)}: " if names else ""
 

@@ -86,6 +86,14 @@ class CalledFunction(Strict):
     name: Annotated[str, Field(max_length=256)]
     arguments: Annotated[str, Field(max_length=_MOST_ARGUMENTS)]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_is_parsed(cls, data: Any) -> Any:
+        """Leaves out the arguments once more, which OpenAI's `parse()` adds."""
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if name != "parsed_arguments"}
+
 
 class CalledTool(Strict):
     """A call in a message of the conversation."""

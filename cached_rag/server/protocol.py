@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     Field,
+    field_validator,
     model_validator,
 )
 
@@ -88,8 +89,10 @@ class ChatMessage(Strict):
         if not isinstance(data, dict):
             return data
         kept = {k: v for k, v in data.items() if k not in _ANSWERED or v not in (None, [])}
-        if kept.get("role") == "assistant" and kept.get("content") is None:
-            kept["content"] = ""
+        if kept.get("role") == "assistant":
+            kept.pop("parsed", None)  # the content once more, which OpenAI's `parse()` adds
+            if kept.get("content") is None:
+                kept["content"] = ""
         return kept
 
     @model_validator(mode="after")
@@ -282,3 +285,14 @@ class EmbeddingsRequest(Strict):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: None = None
     user: str | None = None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _is_text(cls, data: Any) -> Any:
+        """Refuses lists of tokens, which only the tokenizer they came from could read."""
+        if isinstance(data, list) and any(isinstance(one, int | list) for one in data):
+            raise ValueError(
+                "tokens cannot be embedded, as they are another tokenizer's; send text "
+                "(LangChain: check_embedding_ctx_length=False)"
+            )
+        return data

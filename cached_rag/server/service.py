@@ -98,6 +98,7 @@ class Service:
         Raises:
             CachedRAGError: it cannot be served; see `Engine.generate`.
         """
+        self._check_count(len(request.prompts()) * (request.n or 1))
         config = self._defaults.replace(**request.options())
         lease = ExitStack()
         hits: Sequence[Hit] | None = None
@@ -134,6 +135,16 @@ class Service:
         asked = Asked(streams, tools, envelope, counts, lease)
         self._asked.add(asked)
         return asked
+
+    def _check_count(self, count: int) -> None:
+        """Refuse what finds no room in an empty queue, so that asking again later is no use."""
+        batch = self.engine.scheduler.config
+        if batch.max_waiting is not None and count > batch.max_rows + batch.max_waiting:
+            raise ConfigError(
+                f"prompts times n are {count} answers, and this server takes "
+                f"{batch.max_rows + batch.max_waiting} at most; send fewer in one request, or "
+                "serve with a higher --max-waiting"
+            )
 
     def is_index(self, model: str) -> bool:
         """Whether a model's name stands for the index."""

@@ -34,14 +34,52 @@ def packed(path, files):
             archive.writestr(name, text)
 
 
-def write_docx(path, text="Copper turns green"):
+def write_docx(path, text="Copper turns green", title=""):
     main = f"{OFFICE}/wordprocessingml/2006/main"
     body = f"<w:p><w:r><w:t>{text}</w:t></w:r></w:p><w:p><w:r><w:t>in the air.</w:t></w:r></w:p>"
     document = f'<w:document xmlns:w="{main}"><w:body>{body}</w:body></w:document>'
     start = rels(("officeDocument", "word/document.xml"))
-    packed(
-        path, {"[Content_Types].xml": TYPES, "_rels/.rels": start, "word/document.xml": document}
+    core = f'<cp:coreProperties xmlns:cp="{OFFICE}/package/2006/metadata/core-properties" \
+xmlns:dc="http://purl.org/dc/elements/1.1/"><dc:title>{title}</dc:title></cp:coreProperties>'
+    files = {"[Content_Types].xml": TYPES, "_rels/.rels": start, "word/document.xml": document}
+    packed(path, files | ({"docProps/core.xml": core} if title else {}))
+
+
+def write_pptx(path):
+    main, where = (
+        f"{OFFICE}/presentationml/2006/main",
+        f"{OFFICE}/officeDocument/2006/relationships",
     )
+    show = f'<p:presentation xmlns:p="{main}" xmlns:r="{where}"><p:sldIdLst>\
+<p:sldId id="256" r:id="rId1"/></p:sldIdLst></p:presentation>'
+    slide = f'<p:sld xmlns:p="{main}" xmlns:a="{OFFICE}/drawingml/2006/main"><p:cSld><p:spTree>\
+<p:sp><p:txBody><a:p><a:r><a:t>Copper turns green</a:t></a:r></a:p></p:txBody></p:sp>\
+</p:spTree></p:cSld></p:sld>'
+    packed(
+        path,
+        {
+            "[Content_Types].xml": TYPES,
+            "_rels/.rels": rels(("officeDocument", "ppt/presentation.xml")),
+            "ppt/presentation.xml": show,
+            "ppt/_rels/presentation.xml.rels": rels(("slide", "slides/slide1.xml")),
+            "ppt/slides/slide1.xml": slide,
+        },
+    )
+
+
+def open_document(kind, body):
+    names = "".join(
+        f' xmlns:{name}="urn:oasis:names:tc:opendocument:xmlns:{name}:1.0"'
+        for name in ("office", "text", "table")
+    )
+    content = f"<office:document-content{names}><office:body>{body}</office:body>\
+</office:document-content>"
+    mimetype = f"application/vnd.oasis.opendocument.{kind}"
+    space = "urn:oasis:names:tc:opendocument:xmlns:manifest:1.0"
+    manifest = f'<m:manifest xmlns:m="{space}"><m:file-entry m:full-path="/" \
+m:media-type="{mimetype}"/></m:manifest>'
+    files = {"mimetype": mimetype, "META-INF/manifest.xml": manifest, "content.xml": content}
+    return lambda path: packed(path, files)
 
 
 def write_xlsx(path):
@@ -71,14 +109,14 @@ def write_xlsx(path):
     )
 
 
-def write_epub(path):
+def write_epub(path, href="c.xhtml", name="c.xhtml"):
     container = '<container version="1.0" xmlns="urn:oasis:names:tc:opendocument:xmlns:container">\
 <rootfiles><rootfile full-path="b.opf" media-type="application/oebps-package+xml"/></rootfiles>\
 </container>'
-    book = '<package xmlns="http://www.idpf.org/2007/opf" version="3.0" unique-identifier="i">\
+    book = f'<package xmlns="http://www.idpf.org/2007/opf" version="3.0" unique-identifier="i">\
 <metadata xmlns:dc="http://purl.org/dc/elements/1.1/"><dc:title>On Metals</dc:title>\
 <dc:identifier id="i">x</dc:identifier><dc:language>en</dc:language></metadata>\
-<manifest><item id="c" href="c.xhtml" media-type="application/xhtml+xml"/></manifest>\
+<manifest><item id="c" href="{href}" media-type="application/xhtml+xml"/></manifest>\
 <spine><itemref idref="c"/></spine></package>'
     page = (
         '<html xmlns="http://www.w3.org/1999/xhtml"><body><p>Copper turns green</p></body></html>'
@@ -89,7 +127,7 @@ def write_epub(path):
             "mimetype": "application/epub+zip",
             "META-INF/container.xml": container,
             "b.opf": book,
-            "c.xhtml": page,
+            name: page,
         },
     )
 
@@ -123,7 +161,22 @@ WRITERS = {
     "e.json": lambda path: path.write_text(json.dumps({"copper": "turns green"})),
     "f.ipynb": lambda path: path.write_text(json.dumps(NOTEBOOK)),
     "g.rtf": lambda path: path.write_text(r"{\rtf1\ansi Copper turns green}"),
+    "h.tsv": lambda path: path.write_text("metal\tcolour\ncopper\tgreen\n"),
+    "i.pptx": write_pptx,
+    "j.odt": open_document(
+        "text", "<office:text><text:p>Copper turns green</text:p></office:text>"
+    ),
+    "k.ods": open_document(
+        "spreadsheet",
+        '<office:spreadsheet><table:table table:name="Metals"><table:table-row>\
+<table:table-cell office:value-type="string"><text:p>Copper turns green</text:p>\
+</table:table-cell></table:table-row></table:table></office:spreadsheet>',
+    ),
 }
+
+
+def test_every_kind_that_is_named_has_a_file_here():
+    assert {f".{name.rpartition('.')[2]}" for name in WRITERS} == set(office.SUFFIXES)
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -148,6 +201,65 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name):
 def test_a_books_title_is_its_own(tmp_path):
     write_epub(tmp_path / "a.epub")
     assert load_document(tmp_path / "a.epub").title == "On Metals"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("staff.csv", "metal,colour\ncopper,green\n"),
+        ("staff.TSV", "metal\tcolour\ncopper\tgreen\n"),
+        ("staff.json", '[{"copper": "green"}, {"tin": "grey"}]'),
+        ("staff.json", '{"copper": "green"}'),
+    ],
+)
+def test_a_table_is_called_as_its_file(tmp_path, name, text):
+    """Its first line, "Row 1:" or "[", says nothing, and stood before each of its chunks."""
+    (tmp_path / name).write_text(text)
+    assert load_document(tmp_path / name).title == name
+
+
+def test_what_json_calls_itself_is_its_title(tmp_path):
+    (tmp_path / "a.json").write_text('{"title": "On Metals", "copper": "green"}')
+    assert load_document(tmp_path / "a.json").title == "On Metals"
+
+
+ESCAPED = (
+    "R&amp;D: &quot;p &lt; 5 &amp;&amp; q &gt; 3&quot;, it&apos;s &#8364;5, caf&#xe9; &amp;lt;"
+)
+READ = 'R&D: "p < 5 && q > 3", it\'s €5, café &lt;'
+
+
+def test_references_are_characters(tmp_path):
+    cell = f"{ESCAPED}</w:t></w:r></w:p><w:tbl><w:tr><w:tc><w:p><w:r><w:t>In a cell {ESCAPED}"
+    ends = "</w:t></w:r></w:p></w:tc></w:tr></w:tbl><w:p><w:r><w:t>The end"
+    write_docx(tmp_path / "a.docx", cell + ends, title="Black &amp; &lt;White&gt;")
+    document = load_document(tmp_path / "a.docx")
+    assert document.title == "Black & <White>"
+    assert document.text.count(READ) == 2
+    assert f"In a cell {READ}" in document.text
+
+
+def test_no_reference_becomes_markup_or_a_mark_of_the_readers_own(tmp_path):
+    own = "".join(map(chr, range(0xFDD0, 0xFDD5)))
+    text = f"Copper{own}&#xFDD0;&#64976; &#60;/w:t&#x3e; &#0;&#xD800;&#x110000;&#9999999; turns"
+    write_docx(tmp_path / "a.docx", f'{text} <w:x w:y="a&quot;&apos;&lt;&#34;b"/>green')
+    found = load_document(tmp_path / "a.docx").text
+    assert "Copper </w:t>" in found
+    assert "green" in found
+    assert not set(own) & set(found)
+
+
+@pytest.mark.parametrize(
+    ("href", "name"),
+    [
+        ("chapter%202.xhtml", "chapter 2.xhtml"),
+        ("%C3%BCber%26%22.xhtml", 'über&".xhtml'),
+        ("chapter%202.xhtml", "chapter%202.xhtml"),
+    ],
+)
+def test_a_chapter_is_found_by_its_quoted_name(tmp_path, href, name):
+    write_epub(tmp_path / "a.epub", href, name)
+    assert "Copper turns green" in load_document(tmp_path / "a.epub").text
 
 
 @pytest.mark.parametrize("suffix", [".docx", ".xlsx", ".epub", ".pptx", ".odt", ".ipynb"])

@@ -16,6 +16,8 @@ from conftest import CHUNKS, NEW_PROMPTS, smollm2, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import SecretStr, create_model
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from cached_rag import ConfigError, Engine, GenerationConfig, Grammar
 from cached_rag.engine.sampling import Sampler
@@ -65,6 +67,53 @@ def test_regular_expressions_and_choices(engine):
     assert re.fullmatch(r"\d{4}-\d{2}/\d{2}", dated)
     assert ask(engine, Grammar.choice(["yes", 'no "maybe"'])).text in ("yes", 'no "maybe"')
     assert ask(engine, Grammar.json()).text.startswith("{")
+
+
+@pytest.mark.parametrize("text", ["a<|im_end|>b", "<|im_start|>", "see <|im_end|> here"])
+def test_what_spells_a_control_token_is_text(engine, text):
+    answer = ask(engine, Grammar.json({"const": text}))
+    assert (json.loads(answer.text), answer.finish_reason) == (text, "stop")
+    assert ask(engine, Grammar.choice([text])).text == text
+    named = Grammar(f"start: {json.dumps(text)} <|im_start|> /<.im_end.>/ // <|im_end|>")
+    ids = ask(engine, named).token_ids
+    assert engine.model.tokenizer.decode(ids).startswith(f"{text}<|im_start|><")
+    assert ids.count(0) == 1  # that which the grammar names as a token, not as text
+
+
+BYTES = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+
+
+def unigram():
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), *((letter, -1.0) for letter in '<s>/ab"\u2581')]
+    made = Tokenizer(models.Unigram([*dict(pieces).items()], unk_id=0, byte_fallback=False))
+    made.decoder = BYTES
+    return made
+
+
+def wordlike():
+    pieces = ["<unk>", "<s>", *"<s>/ab", "s>"]
+    vocab = {piece: at for at, piece in enumerate(dict.fromkeys(pieces))}
+    merges = [("s", ">"), ("<", "s>")]
+    made = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>"))
+    made.decoder = BYTES
+    return made
+
+
+@pytest.mark.parametrize("make", [unigram, wordlike])
+def test_control_tokens_of_other_kinds_of_tokenizers_are_not_read_in_text(make):
+    backend = make()
+    backend.add_special_tokens(["<unk>", "<s>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<s>")
+    size = backend.get_vocab_size()
+    spelled = Matcher(Grammar.choice(["a<s>b"]), tokenizer, size, [1])
+    ids = []
+    while not spelled.is_complete and len(ids) < 20:
+        ids.append(int(spelled.masked(torch.arange(size)[None].float()).argmax()))
+        spelled.take(ids[-1])
+    if ids[-1] == 1:  # the end
+        ids.pop()
+    assert 1 not in ids
+    assert "".join(backend.id_to_token(one) for one in ids) == "a<s>b"
 
 
 def test_drafts_and_neighbours_change_no_answer(engine):

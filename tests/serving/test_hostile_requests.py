@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
 
 import httpx
 import pytest
@@ -115,6 +116,24 @@ def test_what_cannot_be_is_refused_with_its_fields_name(asked, field, value):
     got = asked("chat/completions", CHAT | (value if field == "fields" else {field: value}))
     assert got.status_code == 400
     assert field in got.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "place"),
+    [
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages.0.content.0.type"),
+        ({"stop": [5]}, "stop.0"),
+        ({"stop": {}}, "stop"),
+        ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
+        ({"Made-up[x]": 1}, "Made-up[x]"),
+    ],
+)
+def test_places_are_told_in_the_clients_words(asked, changed, place):
+    said = asked("chat/completions", CHAT | changed).json()["error"]["message"]
+    places = [one.partition(": ")[0] for one in said.split("; ")]
+    assert place in places
+    assert not re.search(r"function-|Value error|0x|list\[|\bstr\b|NamedChoice", said)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import inspect
 
 import httpx
 import numpy as np
@@ -11,11 +12,13 @@ import openai
 import pytest
 from conftest import CHUNKS, tiny_model
 from served import NAME, serving
+from starlette.middleware.cors import CORSMiddleware
 
 from cached_rag import CachedRAG, ContextOverflowError, Engine
 from cached_rag.server.index import ServedIndex
 
 PAGE = "https://chat.example"
+PRIVATE = "allow_private_network"
 QUESTION = [{"role": "user", "content": "Why is copper green?"}]
 
 
@@ -154,6 +157,16 @@ def test_texts_are_embedded_as_the_index_embeds_them(client):
         client.embeddings.create(model="letters", input=[])
 
 
+def test_lists_of_tokens_are_refused_with_one_sentence(client):
+    for tokens in ([9906, 1917], [[9906, 1917]]):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.embeddings.create(model="any", input=tokens)
+        said = caught.value.body["message"]
+        assert said.startswith("input: tokens cannot be embedded")
+        assert "check_embedding_ctx_length=False" in said
+        assert said.count("input") == 1
+
+
 def test_models_are_listed_with_their_context(client, address):
     found = {one.id: one.max_model_len for one in client.models.list()}
     assert found == {NAME: 1024, "index:manual": 1024}
@@ -170,6 +183,11 @@ def test_a_web_page_may_ask_if_it_was_allowed(address):
     answer = httpx.options(url, headers={"Origin": PAGE, **asked})
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == PAGE
+    near = {"Access-Control-Request-Private-Network": "true"}
+    answer = httpx.options(url, headers={"Origin": PAGE, **asked, **near})
+    assert answer.status_code == 200
+    if PRIVATE in inspect.signature(CORSMiddleware).parameters:
+        assert answer.headers["access-control-allow-private-network"] == "true"
     other = httpx.options(url, headers={"Origin": "https://evil.example", **asked})
     assert "access-control-allow-origin" not in other.headers
     listed = httpx.get(

@@ -371,6 +371,18 @@ def test_who_finds_the_queue_full_is_told_to_come_again():
     engine.close()
 
 
+def test_what_the_queue_can_never_hold_is_not_told_to_come_again():
+    engine = slow_engine(max_rows=1, max_waiting=1)
+    with serving(engine) as (address, _):
+        body = {"model": NAME, "prompt": ["a", "b"], "max_tokens": 1}
+        refused = httpx.post(f"{address}/v1/completions", json=body | {"n": 2})
+        assert refused.status_code == 400
+        assert "4 answers" in refused.text
+        assert "2 at most" in refused.text
+        assert httpx.post(f"{address}/v1/completions", json=body, timeout=60).status_code == 200
+    engine.close()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_server_that_stops_finishes_what_runs(caplog, stream):
     engine = slow_engine()

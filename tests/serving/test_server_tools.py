@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Literal
 
 import httpx
 import openai
@@ -53,6 +54,24 @@ def test_tools_are_called_and_their_results_read(client):
     messages = [*QUESTION, choice.message, result]
     later = client.chat.completions.create(**once | {"messages": messages, "tool_choice": "none"})
     assert later.choices[0].message.tool_calls is None
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own types
+def test_what_the_client_has_parsed_can_be_sent_back(client):
+    class City(BaseModel):
+        city: Literal["Rome", "Oslo"]
+
+    tools = [openai.pydantic_function_tool(City)]
+    forced = client.chat.completions.parse(**ASK, tools=tools, tool_choice="required")
+    said = forced.choices[0].message
+    (call,) = said.tool_calls
+    assert call.function.parsed_arguments.city in ("Rome", "Oslo")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "mild"}
+    short = ASK | {"max_tokens": 4}
+    assert client.chat.completions.create(**short | {"messages": [*QUESTION, said, result]})
+    said = client.chat.completions.parse(**ASK, response_format=City).choices[0].message
+    assert said.parsed.city in ("Rome", "Oslo")
+    assert client.chat.completions.create(**short | {"messages": [*QUESTION, said, *QUESTION]})
 
 
 def test_streamed_calls_are_the_whole_ones(client):

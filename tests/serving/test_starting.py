@@ -10,8 +10,11 @@ import sys
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from cached_rag import ConfigError
+from cached_rag.backends.transformers.loading import load_model
+from cached_rag.cli.main import app
 from cached_rag.server.run import bind
 
 SERVE = [sys.executable, "-c", "from cached_rag.cli.main import main; main()", "serve"]
@@ -38,6 +41,32 @@ def test_a_port_in_use_is_an_error_and_nothing_is_served(model_folder):
 def test_an_address_that_cannot_be_is_refused(host, port):
     with pytest.raises(ConfigError, match="cannot listen at"):
         bind(host, port)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--max-connections", "0"], "--max-connections"),
+        (["--max-body-bytes", "-1"], "--max-body-bytes"),
+        (["--client-seconds", "-5"], "--client-seconds"),
+        (["--drain-seconds", "-1"], "--drain-seconds"),
+        (["--cors-origin", "page.example"], "https://page.example"),
+        (["--cors-origin", "https://page.example/"], "https://page.example"),
+        (["--allowed-host", "https://server.example"], "--allowed-host"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(model_folder, monkeypatch, options, says):
+    monkeypatch.setattr("cached_rag.server.run.Server.run", lambda *_, **__: pytest.fail("serves"))
+    monkeypatch.setenv("COLUMNS", "200")
+    result = CliRunner().invoke(app, ["serve", "--model", model_folder, "--port", "0", *options])
+    assert result.exit_code
+    assert says in re.sub(r"\x1b\[[0-9;]*m", "", result.output + str(result.exception))
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nodev", "meta"])
+def test_a_device_that_is_not_there_is_named_with_what_is(model_folder, device):
+    with pytest.raises(ConfigError, match=f"device '{device}' cannot.*This machine has cpu"):
+        load_model(model_folder, device=device)
 
 
 def test_what_says_that_it_serves_can_be_asked(model_folder):

@@ -19,13 +19,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import CHUNKS, tiny_model
 from test_stores import key, module, same
 
-from cached_rag import CorruptBlobError, StoreConfig, StoreError
+from cached_rag import CorruptBlobError, Engine, StoreConfig, StoreError
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import DiskStore, Maker, MemoryStore, TieredStore, database, disk
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
+
+KEY = "sixteen or more random characters"
 
 
 @pytest.fixture
@@ -179,6 +182,70 @@ def test_the_whole_header_is_signed(store, other, was, now):
     assert "checksum" in problem.reason
     with pytest.raises(CorruptBlobError, match="checksum"):
         other.open(key(1), module(1).token_ids)
+
+
+@pytest.mark.parametrize("mine", [None, KEY])
+@pytest.mark.parametrize("way", ["get", "open"])
+def test_kv_that_is_signed_otherwise_is_kept_and_not_called_damaged(tmp_path, mine, way):
+    theirs = KEY if mine is None else None
+    kv = module(1)
+    with closing(DiskStore(tmp_path, secret=theirs)) as writer:
+        writer.put(key(1), kv)
+        with closing(DiskStore(tmp_path, secret=mine)) as reader:
+            (problem,) = reader.check()
+            assert "signing_key" in problem.reason
+            assert "damaged" not in problem.reason
+            with pytest.raises(StoreError, match="signing_key") as caught:
+                getattr(reader, way)(key(1), kv.token_ids)
+            assert not isinstance(caught.value, CorruptBlobError)
+            assert key(1) not in reader  # so that it is encoded again
+        assert same(writer.get(key(1), kv.token_ids), kv)
+
+
+def test_signed_kv_replaces_unsigned_and_never_the_other_way_round(tmp_path):
+    kv = module(1)
+    with (
+        closing(DiskStore(tmp_path)) as plain,
+        closing(DiskStore(tmp_path, secret=KEY)) as signed,
+    ):
+        plain.put(key(1), kv)
+        signed.put(key(1), kv)
+        before = the_file(plain)
+        with pytest.raises(StoreError, match="Set signing_key"):
+            plain.put(key(1), kv)
+        tiers = TieredStore([MemoryStore(1 << 20), plain])
+        tiers.put(key(1), kv)
+        assert same(tiers.get(key(1), kv.token_ids), kv)  # from memory
+        tiers.put(key(2), module(2), lambda: False)
+        assert key(2) not in tiers
+        tiers.delete(key(2))
+        tiers.tiers[0].delete(key(1))
+        tiers.put(key(1), kv, iter([True, False]).__next__)  # forgotten while it is put
+        assert key(1) not in tiers
+        assert the_file(plain) == before
+        assert same(signed.get(key(1), kv.token_ids), kv)
+        assert not signed.check()
+
+
+def test_a_question_without_the_key_leaves_signed_kv_alone(tmp_path, caplog):
+    prompt = f"{CHUNKS[0]}\n\nWho?"
+
+    def asked(**signing):
+        store = StoreConfig(path=str(tmp_path), **signing)
+        with Engine(tiny_model("llama"), store=store) as engine:
+            engine.encode(CHUNKS[:1])
+            return [engine.generate(prompt, max_tokens=2).report.cached_tokens for _ in range(2)]
+
+    def files():
+        return {path.name for path in tmp_path.glob("blobs/*/*.safetensors")}
+
+    first = asked(signing_key=KEY)
+    kept = files()
+    with caplog.at_level(logging.WARNING):
+        asked()
+    assert kept <= files()
+    assert caplog.text.count("is signed, and there is no signing_key") == 1
+    assert asked(signing_key=KEY) == first
 
 
 def test_files_of_an_earlier_version_are_misses_and_that_is_said_once(tmp_path, caplog):

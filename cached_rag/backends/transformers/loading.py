@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -73,8 +74,8 @@ def load_model(
         ModelError: it is no causal LM with a fast tokenizer, partial prefill does not work with
             it, its files lack weights, transformers cannot do what a GGUF says, it does not fit in
             memory, or the adapter does not fit it.
-        ConfigError: there is no such dtype or format, or not on this device; or an option that
-            the model does not have.
+        ConfigError: there is no such device, dtype or format, or not on this device; or an option
+            that the model does not have.
     """
     source = resolve(name)
     if variant.revision is not None and source.digest:
@@ -83,6 +84,7 @@ def load_model(
             "this machine; leave it out"
         )
     device = device or best_device()
+    _check_device(device)
     torch_dtype = parse_dtype(dtype) if dtype is not None else fastest_dtype(device)
     wanted = parse_format(weights, device)
     if variant.adapter is not None and wanted == "as stored":
@@ -126,6 +128,22 @@ def load_model(
         weights=wanted,
         keeps_dense=keeps_dense,
     )
+
+
+def _check_device(device: str) -> None:
+    """Raise a ConfigError unless tensors can be put there."""
+    try:
+        if torch.empty(1, device=device).is_meta:
+            raise RuntimeError("it keeps no numbers")
+    except (RuntimeError, AssertionError, ImportError) as error:  # without CUDA it is the second
+        why = re.split(r"\.\s|\n", str(error))[0].rstrip(".")
+        there = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+        if torch.backends.mps.is_available():
+            there.append("mps")
+        raise ConfigError(
+            f"device {device!r} cannot be used: {why}. This machine has {', '.join(there)}; leave "
+            "the device out for the best one"
+        ) from error
 
 
 def _commit(hub_id: str, variant: Variant) -> str:

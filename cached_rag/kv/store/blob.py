@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,6 +26,20 @@ from cached_rag.kv.store.tensor_file import TensorFile
 
 _IDS = "token_ids"
 _DAMAGED = "its content does not match its checksum"
+# A layer's BLAKE2b has twice the digits of its xxh3-64, so a header tells whether it is signed.
+_SIGNED_DIGITS = 32
+_SIGNED = (
+    "this KV is signed, and there is no signing_key here to check it with; it is kept. Set "
+    "signing_key (CACHED_RAG_SIGNING_KEY) to use it"
+)
+_UNSIGNED = (
+    "this KV is not signed, and only what is signed with signing_key is used here; it is kept "
+    "until its text is encoded again"
+)
+
+
+class SigningError(StoreError):
+    """KV is signed and this process has no key, or it is not signed and this process has one."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,7 @@ def read_blob(
 
     Raises:
         CorruptBlobError: damaged, or not what it should be. The file is left as it is.
+        SigningError: it is signed and there is no secret, or the other way round.
         StoreError: it cannot be read now; nothing is known about its content.
     """
     stored = open_blob(path, key, token_ids, codec, expected, secret)
@@ -107,6 +122,17 @@ def open_blob(
     return opened(file, str(path), key, token_ids, codec, expected, secret)
 
 
+def check_replaceable(path: Path, secret: bytes = b"") -> None:
+    """Raise a SigningError if a file is signed, and what would replace it is not."""
+    with suppress(OSError, ValueError, KeyError):  # who cannot read it may well replace it
+        if not secret and _is_signed(TensorFile.at(path).header):
+            raise SigningError(_SIGNED)
+
+
+def _is_signed(header: Mapping[str, str]) -> bool:
+    return len(header["layers"].partition(",")[0]) == _SIGNED_DIGITS
+
+
 def opened(
     file: TensorFile,
     name: str,
@@ -126,6 +152,8 @@ def opened(
         header = file.header
         if header.get("key") != key or header.get("codec") != codec.name:
             raise CorruptBlobError(_message(name, "it belongs to another module or codec"))
+        if expected is not None and _is_signed(header) != bool(secret):
+            raise SigningError(_UNSIGNED if secret else _SIGNED)
         ids = file.read(_IDS)
         layouts = {n: (at.dtype, at.shape) for n, at in file.layouts.items() if n != _IDS}
         if expected is not None and _checksum(header, layouts, ids, secret) != expected:

@@ -18,7 +18,14 @@ from typing import TypeVar
 from cached_rag.errors import CachedRAGError, CorruptBlobError, StoreError, StoreFullError
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store.base import IsWanted, Problem
-from cached_rag.kv.store.blob import StoredKV, open_blob, read_blob, write_blob
+from cached_rag.kv.store.blob import (
+    SigningError,
+    StoredKV,
+    check_replaceable,
+    open_blob,
+    read_blob,
+    write_blob,
+)
 from cached_rag.kv.store.codecs import Codec, codec_by_name
 from cached_rag.kv.store.database import BRIEFLY_S
 from cached_rag.kv.store.drafts import Drafts
@@ -45,11 +52,13 @@ class DiskStore:
 
         Args:
             secret: signs files; files without this signature are not used. None for checksums.
+                Unsigned files are then replaced by signed ones, but signed ones never by unsigned.
         """
         self.path = Path(os.path.abspath(path))  # the process may change its folder
         self._secret = (secret or "").encode()
         self.codec = codec_by_name(codec)
         self.max_bytes = max_bytes
+        self._unusable: set[str] = set()  # names of files that are signed otherwise
         self._entries = Entries(self.path / _INDEX)
         self._drafts = Drafts(self.path / "blobs" / _DRAFTS, self.path / "drafts.lock")
 
@@ -67,7 +76,9 @@ class DiskStore:
 
     def __contains__(self, key: str) -> bool:
         entry = self._entry(key)
-        return entry is not None and self._file(entry).is_file()
+        if entry is None or entry.name in self._unusable:
+            return False
+        return self._file(entry).is_file()
 
     def keys(self) -> Iterator[str]:
         """All keys that have a file of this codec, least recently used first."""
@@ -95,6 +106,9 @@ class DiskStore:
         try:
             path, expected = self._file(entry), entry.checksum
             found = read(path, key, token_ids, self.codec, expected, self._secret)
+        except SigningError:
+            self._unusable.add(entry.name)
+            raise
         except CorruptBlobError:
             self._drop(entry)
             raise
@@ -107,7 +121,11 @@ class DiskStore:
         return self._found(key, token_ids, read)  # another process has replaced it
 
     def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
-        """Keep a module; see `KVStore.put`."""
+        """Keep a module; see `KVStore.put`.
+
+        Raises:
+            SigningError: it would replace what another process has signed, and this one cannot.
+        """
         if self.max_bytes is not None and kv.nbytes > 2 * self.max_bytes:
             raise self._too_large(kv.nbytes)  # no codec makes it fit
         with self._drafts.open() as draft:
@@ -128,6 +146,7 @@ class DiskStore:
             with self._entries.transaction() as connection:
                 if not wanted():
                     return
+                self._check_replaced(entry)
                 gone = self._entries.put(connection, entry)
                 if self.max_bytes is not None:
                     gone += self._entries.evict(connection, self.max_bytes)
@@ -136,6 +155,15 @@ class DiskStore:
         except BaseException:
             path.unlink(missing_ok=True)
             raise
+
+    def _check_replaced(self, entry: Entry) -> None:
+        replaced = self._entry(entry.key)
+        if replaced is not None:
+            try:
+                check_replaceable(self._file(replaced), self._secret)
+            except SigningError:
+                self._unusable.add(replaced.name)
+                raise
 
     def _too_large(self, nbytes: int) -> StoreFullError:
         return StoreFullError(

@@ -9,6 +9,7 @@ from typing import TypeVar
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreFullError
 from cached_rag.kv.module import LayerSource, ModuleKV
 from cached_rag.kv.store.base import IsWanted, KVStore, Problem
+from cached_rag.kv.store.blob import SigningError
 
 _T = TypeVar("_T")
 
@@ -69,9 +70,19 @@ class TieredStore:
         return 0, None
 
     def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
-        """Keep a module in the last tier, and in the faster ones if it fits."""
-        self.tiers[-1].put(key, kv, wanted)
-        self._keep(len(self.tiers) - 1, key, kv)
+        """Keep a module in the last tier, and in the faster ones if it fits.
+
+        In these alone, if the last one has it from others and signed, as this process cannot.
+        """
+        level = len(self.tiers) - 1
+        try:
+            self.tiers[-1].put(key, kv, wanted)
+        except SigningError:
+            if not level:
+                raise
+            self._keep(level, key, kv, wanted)
+        else:
+            self._keep(level, key, kv)
 
     def delete(self, key: str) -> bool:
         """Delete an entry from all tiers; says whether any had it.
@@ -84,11 +95,16 @@ class TieredStore:
         """Problems of all tiers."""
         return [problem for tier in self.tiers for problem in tier.check()]
 
-    def _keep(self, level: int, key: str, kv: ModuleKV) -> None:
-        """Put what tier `level` has into the faster ones, unless it is deleted meanwhile."""
+    def _keep(self, level: int, key: str, kv: ModuleKV, wanted: IsWanted | None = None) -> None:
+        """Put what tier `level` has into the faster ones, unless it is deleted meanwhile.
+
+        Args:
+            wanted: says whether it is, where tier `level` does not have it.
+        """
         for tier in self.tiers[:level]:
             with contextlib.suppress(StoreFullError):  # too large for a fast tier is no error
                 tier.put(key, kv)
-        if level and key not in self.tiers[level]:
+        is_wanted = key in self.tiers[level] if wanted is None else wanted()
+        if level and not is_wanted:
             for tier in self.tiers[:level]:
                 tier.delete(key)
