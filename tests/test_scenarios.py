@@ -132,7 +132,7 @@ def test_transformers_with_its_last_prompt_kept_answers_as_without(model_folder)
     assert "last prompt kept" in keeps.about
 
 
-def test_ours_learns_settles_and_closes_what_it_owns(model_folder):
+def test_ours_learns_settles_and_closes_what_it_owns(model_folder, monkeypatch):
     with Engine.load(model_folder, dtype="float32", device="cpu", store=NEW_PROMPTS) as engine:
         peer = Means(engine, model_folder, 400, apart=True).make("reuse")
         assert isinstance(peer, Own)
@@ -143,8 +143,13 @@ def test_ours_learns_settles_and_closes_what_it_owns(model_folder):
         stream = Scenarios(engine).named("stream", "set", ASKED)
         peer.learn(stream.texts, stream.head)
         assert len(peer.engine.library.table) == 3
+        asked = []
+        generate = peer.engine.generate
+        monkeypatch.setattr(peer.engine, "generate", lambda *a: asked.append(a) or generate(*a))
         peer.answer(stream.questions[0], 2)
+        assert not asked[0][1].drafts  # they would guess what comes behind an answer's end
         peer.settle()
+        monkeypatch.undo()
         peer.close()
         with pytest.raises(Exception, match="was closed"):
             peer.engine.generate("x")

@@ -112,7 +112,8 @@ def evaluate_command(
     if any(row["small"] for row in rows):
         out.print("Sets of fewer than 30 questions show large differences only.", style="yellow")
     if len(measured) > 1:
-        out.print(f"Measured at several commits, or on several machines: {measured}", markup=False)
+        places = (f"{one['rows']} at {one['commit']}, {one['processor']}" for one in measured)
+        out.print(f"Measured at several places: {'; '.join(places)}", style="yellow", markup=False)
     out.print(f"Measurements are kept in {where}", style="dim", markup=False)
 
 

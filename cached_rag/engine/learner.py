@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
 from cached_rag.errors import ConfigError, ContextOverflowError
+from cached_rag.library.ledger import HALF_PAIR
 
 Encode = Literal["eager", "background", "off"]
 _log = logging.getLogger(__name__)
-# Halves of surrogate pairs, as careless readers of files leave them.
-_HALF = re.compile(r"[\ud800-\udfff]")
 
 
 class FrameworkModel(Protocol):
@@ -61,7 +59,7 @@ class Learner:
         """
         if self.encode == "off":
             return
-        whole = [text for text in texts if not _HALF.search(text)]
+        whole = [text for text in texts if not HALF_PAIR.search(text)]
         if len(whole) < len(texts):
             _log.warning(
                 "documents that stay without KV: %d, as half of a surrogate pair stands alone in "

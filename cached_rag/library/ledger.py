@@ -23,8 +23,9 @@ CREATE INDEX IF NOT EXISTS by_text ON nodes (text);
 """
 # SQLite bounds the number of parameters, not the length of one.
 _THESE = "id IN (SELECT value FROM json_each(?))"
-# Halves of surrogate pairs, which no tokenizer and no file takes.
-_HALF = re.compile(r"[\ud800-\udfff]")
+# Halves of surrogate pairs, as careless readers of files leave them: no tokenizer and no file takes
+# a text with one.
+HALF_PAIR = re.compile(r"[\ud800-\udfff]")
 Forget = Callable[[list[str]], object]
 
 
@@ -59,7 +60,7 @@ class Ledger:
             forget: called with the replaced texts that no chunk has any more, if there are any.
         """
         last = {str(name): (str(name), document, text.strip()) for name, document, text in chunks}
-        rows = [row for row in last.values() if not _HALF.search(row[2])]
+        rows = [row for row in last.values() if not HALF_PAIR.search(row[2])]
         kept = {text for *_, text in rows}
         _forget([text for text in self._only(last) if text not in kept], forget)
         with self._database.transaction() as connection:

@@ -12,9 +12,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.prompts import BasePromptTemplate
-from pydantic import (
-    PrivateAttr,
-)
+from pydantic import PrivateAttr
 
 from cached_rag import (
     CachedRAG,
