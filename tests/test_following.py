@@ -136,10 +136,10 @@ def test_an_answer_set_back_while_it_is_followed_is_the_same(opened, after):
     stream.start()
     while len(stream.token_ids) < after:
         scheduler.turn()
-    (request,) = scheduler._running
+    (request,) = scheduler._batch
     assert request.is_following
     with scheduler._turning:
-        scheduler._set_back(request)
+        scheduler._batch.set_back(request)
     assert stream.result().token_ids == expected.token_ids
     assert stream.report.recomputed_tokens == expected.report.recomputed_tokens
 

@@ -53,8 +53,8 @@ def ingest_command(
     context: Annotated[
         str | None,
         typer.Option(
-            help="Encode chunks behind: both (the default; twice), primer (once), primer:3, none, "
-            "neighbours:N."
+            help="Encode chunks behind: both (the default; twice), primer (once), both:3, "
+            "primer:3, none, neighbours:N."
         ),
     ] = None,
     name: Annotated[

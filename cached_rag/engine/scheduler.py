@@ -4,7 +4,7 @@ The work is done in turns. A turn first admits waiting requests, as far as there
 runs one step of the model for all running requests together: one more token of each answer, or
 several where the next ones were drafted, and pieces of the prompts that are still to be prefilled.
 The main thread makes the turns for its own requests, the model's thread for all others. Knows
-requests and bounds; knows no text.
+when a request begins, fails and ends; what it has in memory is `batch.py`'s.
 """
 
 from __future__ import annotations
@@ -20,19 +20,15 @@ import torch
 from cached_rag.backends.base import Backend
 from cached_rag.config import BatchConfig
 from cached_rag.engine import prefill
+from cached_rag.engine.batch import Batch, Work
 from cached_rag.engine.driver import Driver
-from cached_rag.engine.request import PAGE, Request, Status
-from cached_rag.engine.room import Room
-from cached_rag.engine.sharing import Beginning, Sharing
+from cached_rag.engine.request import Request, Status
+from cached_rag.engine.sharing import Beginning
 from cached_rag.engine.waiting import Waiting
 from cached_rag.errors import ClosedError
 from cached_rag.library.sequences import Sequences
 
 _log = logging.getLogger(__name__)
-_SET_BACK = (
-    "The answer was interrupted, as the KV of all running answers reached BatchConfig.max_bytes; "
-    "its own was computed again."
-)
 
 
 class Scheduler:
@@ -42,11 +38,9 @@ class Scheduler:
         self.config = config
         self._model = model
         self._waiting = Waiting(config.max_waiting, config.max_wait_seconds)
-        self._running: list[Request] = []
+        self._batch = Batch(model, config, self._waiting.put_back)
         self._open: set[Request] = set()  # all that were submitted and are not over
         self._is_closed = False
-        self._sharing = Sharing(model.shapes, shares=config.shares and model.can_share)
-        self._room = Room(config.max_bytes, model.shapes.bytes_per_token, self._sharing)
         self._turning = threading.Lock()
         self._cancelled: deque[Request] = deque()
         self._forgotten: deque[tuple[Sequences, str, str, Sequence[int]]] = deque()
@@ -55,7 +49,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Number of requests that were admitted and are not over."""
-        return len(self._running)
+        return len(self._batch)
 
     @property
     def num_waiting(self) -> int:
@@ -65,7 +59,7 @@ class Scheduler:
     @property
     def nbytes(self) -> int:
         """Bytes of the KV of running requests; KV that they share counts once."""
-        return self._sharing.nbytes
+        return self._batch.nbytes
 
     # From any thread -------------------------------------------------------------------------
 
@@ -83,7 +77,7 @@ class Scheduler:
             )
         self._open.add(request)  # first: from then on it may end at any time
         try:
-            self._waiting.add(request, max(0, self.config.max_rows - len(self._running)))
+            self._waiting.add(request, max(0, self.config.max_rows - len(self._batch)))
         except BaseException:
             self._open.discard(request)
             raise
@@ -150,16 +144,17 @@ class Scheduler:
         with self._turning:
             self._sweep()
             computed = self._admit()
-            batch = self._batch(computed)
-            for request in [one for one in self._running if self._is_alone(one)]:
-                self._follow(request)
-            self._run(batch)
+            work = self._batch.work(computed)
+            for request in self._batch:
+                if request.status is Status.ANSWERING and request.is_following:
+                    self._follow(request)
+            self._run(work)
         self._sweep_if_free()
 
     def _admit(self) -> int:
         """Admit requests while there is room; returns how many prompt tokens that computed."""
         computed = 0
-        while len(self._running) < self.config.max_rows and computed < self.config.prefill_tokens:
+        while len(self._batch) < self.config.max_rows and computed < self.config.prefill_tokens:
             request = self._waiting.first()
             if request is None:
                 break
@@ -169,8 +164,8 @@ class Scheduler:
                     continue
                 if request.plan is None:  # once, however often it is found to have no room yet
                     prefill.prepare(request)
-                beginning = self._beginning(request)
-                if beginning.is_coming or not self._has_room(request, beginning):
+                beginning = self._batch.beginning(request)
+                if beginning.is_coming or not self._batch.has_room(request, beginning):
                     break
                 self._waiting.admit(request)
                 computed += self._start(request, beginning)
@@ -180,33 +175,64 @@ class Scheduler:
                     raise
         return computed
 
-    def _run(self, batch: Sequence[tuple[Request, int]]) -> None:
-        """Compute one pass for a batch, and take each request's next tokens.
+    def _start(self, request: Request, beginning: Beginning) -> int:
+        """Begin a request's answer; returns how many prompt tokens that computed."""
+        answered = list(request.decoding.token_ids)  # not empty if it was set back
+        request.status = Status.PREFILLING
+        request.begin_answer()
+        others_wait = bool(len(self._waiting))
+        computed = self._batch.begin(request, beginning, others_wait=others_wait)
+        if request.pending:  # the prompt's own tokens: the batch computes them
+            return computed
+        if answered:
+            self._go_on(request, answered)
+        else:
+            self._take(request, request.logits)
+        return computed
 
-        If the pass fails, the two halves of the batch are tried one after the other, down to the
-        single request that is to blame. That is safe: what a failed pass wrote is written again,
-        or lies behind the ends of its sequences, where nobody reads it.
+    def _run(self, work: Work) -> None:
+        """Compute one pass, and take each request's next tokens.
 
-        Args:
-            batch: requests, each with the number of its pending tokens to compute.
+        If the pass fails, its two halves are tried one after the other, down to the single request
+        that is to blame. That is safe: what a failed pass wrote is written again, or lies behind
+        the ends of its sequences, where nobody reads it.
         """
-        if not batch:
+        if not work:
             return
         try:
             with self._model.lock:
-                logits = self._model.step([one.step_input(count) for one, count in batch])
+                logits = self._model.step([one.step_input(count) for one, count in work])
         except Exception as error:
-            if len(batch) == 1:
-                self._finish(batch[0][0], Status.FAILED, error)
+            if len(work) == 1:
+                self._finish(work[0][0], Status.FAILED, error)
                 return
-            _log.warning("a pass for %d answers failed: %r; each half is tried", len(batch), error)
+            _log.warning("a pass for %d answers failed: %r; each half is tried", len(work), error)
         else:
-            self._take_all(batch, logits)
+            self._take_all(work, logits)
             return
         # Outside the `except`: the error holds the failed pass's tensors, and is gone only here.
-        half = len(batch) // 2
-        self._run(batch[:half])
-        self._run(batch[half:])
+        half = len(work) // 2
+        self._run(work[:half])
+        self._run(work[half:])
+
+    def _take_all(self, work: Work, logits: torch.Tensor) -> None:
+        """Take the next tokens of each request whose prompt is complete.
+
+        Args:
+            logits: (sum of the requests' wanted logits, vocab_size), see `Request.step_input`.
+        """
+        whole = [request for request, count in work if count == len(request.pending)]
+        for request, count in work:
+            request.computed(count)
+        rows = torch.split(logits, [1 + len(request.draft) for request in whole])
+        left = list(zip(whole, rows, strict=True))
+        try:
+            while left:
+                self._take(*left.pop(0))
+        except BaseException as error:  # the other requests have lost this step's token
+            for request, _ in left:
+                self._finish(request, Status.FAILED, error)
+            raise
 
     def _take(self, request: Request, logits: torch.Tensor) -> None:
         """Take a request's next tokens; finish it if its answer ends with them.
@@ -215,7 +241,7 @@ class Scheduler:
             logits: (1 + len(request.draft), vocab_size).
         """
         try:
-            self._share(request)
+            self._batch.share(request)
             piece = request.take(logits)
         except BaseException as error:
             self._finish(request, Status.FAILED, error)
@@ -229,10 +255,6 @@ class Scheduler:
             request.deliver(piece)
         if request.decoding.finish_reason:
             self._finish(request, Status.FINISHED)
-
-    def _is_alone(self, request: Request) -> bool:
-        """Whether a running answer's last token is computed in a pass of its own."""
-        return request.status is Status.ANSWERING and request.is_following
 
     def _follow(self, request: Request) -> None:
         """Compute an answer's last token, and what it needs of the prompt; take the next one."""
@@ -279,173 +301,14 @@ class Scheduler:
             return
         self._open.discard(request)
         self._waiting.remove(request)
-        if request in self._running:
-            self._running.remove(request)
         request.report.output_tokens = len(request.decoding.token_ids)
         request.report.total_ms = request.clock.total()
         try:
-            sequence = request.sequence
-            is_free = sequence is None or self._sharing.leave(sequence, request.buffer)
-            request.release(is_free=is_free)
+            self._batch.drop(request)
         except Exception:  # only caching failed: the answer is complete, and others go on
             _log.exception("what an answer left could not be kept")
         finally:
             request.finish(status, last)
-
-    # Used by `turn` --------------------------------------------------------------------------
-
-    def _beginning(self, request: Request) -> Beginning:
-        """The KV that finished and running prompts have of this prompt's beginning."""
-        assert request.plan is not None
-        # Slots alone do not say where the tokens of a prompt with gaps stand.
-        is_alone = request.plan.positions is not None or request.is_beyond_switch
-        limit = 0 if is_alone else request.exact_length
-        finished = request.kept_beginning()
-        return self._sharing.beginning(finished, request.namespace, request.ids, limit)
-
-    def _has_room(self, request: Request, beginning: Beginning) -> bool:
-        """Whether a prompt's answer may begin now. It always may if nothing else runs.
-
-        Raises:
-            ContextOverflowError: there is no room even then.
-        """
-        self._room.check(request)
-        if not self._running:
-            return True
-        return self._room.admits(request, beginning, shares=self._follows(request, beginning))
-
-    def _follows(self, request: Request, beginning: Beginning) -> bool:
-        """Whether the batch computes all of a prompt that has no KV: there is none to repair."""
-        assert request.plan is not None
-        is_covered = all(place.end <= len(beginning) for place in request.plan.placements)
-        is_shared = bool(beginning.runs or self._running)
-        return is_covered and is_shared and self._model.can_append
-
-    def _start(self, request: Request, beginning: Beginning) -> int:
-        """Begin a request's answer; returns how many prompt tokens that computed.
-
-        A prompt is prefilled in the batch, in pieces, if others run or wait, so that it holds up no
-        running answer, and several prompts are repaired in one pass. If there are none, there is
-        nobody to hold up, and one pass is the fastest. Methods that choose layer by layer always
-        need one.
-        """
-        plan, goes_on = request.plan, list(request.decoding.token_ids)
-        assert plan is not None
-        request.status = Status.PREFILLING
-        request.begin_answer()
-        if self._follows(request, beginning):
-            prefill.follow(request, beginning)
-            request.sequence = self._sharing.begin(
-                request.as_sequence(), beginning, plan.positions, request.room
-            )
-            request.note_sharing()
-            self._running.append(request)
-            return 0
-        is_crowded = bool(self._running or len(self._waiting)) and not goes_on
-        is_repaired = any(place.end > len(beginning) for place in plan.placements)
-        is_in_pieces = is_crowded and is_repaired and self._model.can_share
-        computed = prefill.compute(request, beginning, in_pieces=is_in_pieces)
-        assert request.buffer is not None
-        request.sequence = self._sharing.hold(
-            request.as_sequence(), request.buffer, request.beginning, request.num_final
-        )
-        self._running.append(request)
-        if goes_on:
-            self._go_on(request, goes_on)
-        elif not request.pending:
-            self._take(request, request.logits)
-        return computed
-
-    def _share(self, request: Request) -> None:
-        """Share the KV of a prompt with others once it is prefilled, if it was not from the first.
-
-        Called before each of its tokens is taken.
-        """
-        sequence = request.sequence
-        if request.is_adopted or request.buffer is None or sequence is None:
-            return
-        if request.is_following:  # what is repaired next must lie in one buffer
-            return
-        request.is_adopted = True
-        unrepaired = prefill.unrepaired(request)
-        self._sharing.adopt(sequence, request.beginning, unrepaired, request.room)
-        request.note_sharing()
-
-    def _batch(self, computed: int) -> list[tuple[Request, int]]:
-        """The requests of the next step, each with the number of tokens that it computes.
-
-        An answer computes its last token, and those that are drafted behind it. Prompts share what
-        is left of `prefill_tokens`: the one that was admitted first takes as much as it can, and
-        what it leaves goes to the next. So that each step gets on, the first takes its least piece
-        even if that is more: one token, or the rows of a chunk that must not be cut.
-
-        Args:
-            computed: prompt tokens that were computed in this turn already.
-        """
-        left = max(1, self.config.prefill_tokens - computed)
-        answering = [one for one in self._running if one.status is Status.ANSWERING]
-        for request in answering:
-            if request.status is Status.ANSWERING:  # making room for another may set one back
-                request.make_draft(len(answering))
-                self._make_room(request)
-        answering = [one for one in answering if one.status is Status.ANSWERING]
-        batch = [(request, 1) for request in answering if not self._is_alone(request)]
-        is_first = True
-        for request in self._running:
-            if request.status is Status.ANSWERING:
-                continue
-            count = request.next_piece(left, at_least=is_first)
-            if count:
-                batch.append((request, count))
-                is_first, left = False, max(0, left - count)
-        # Scattered tokens last: attention over what is appended to need not look at them then.
-        return sorted(batch, key=lambda one: one[0].repair_left is not None)
-
-    def _make_room(self, request: Request) -> None:
-        """Add a page to an answer that needs one, or set the youngest request back for it."""
-        count = request.missing_room
-        if not count:
-            return
-        if not self._room.has(count):
-            count = min(count, PAGE)
-        while len(self._running) > 1 and not self._room.has(count):
-            youngest = self._running[-1]
-            self._set_back(youngest)
-            if youngest is request:
-                return
-        assert request.sequence is not None
-        self._sharing.extend(request.sequence, count)
-
-    def _set_back(self, request: Request) -> None:
-        """Let a request wait again, without its memory, until there is enough."""
-        assert request.sequence is not None
-        self._running.remove(request)
-        is_free = self._sharing.leave(request.sequence, request.buffer)
-        request.set_back(is_free=is_free)
-        assert request.plan is not None
-        request.exact_length = prefill.exact_length(request, request.plan)
-        if _SET_BACK not in request.report.notes:
-            request.report.notes.append(_SET_BACK)
-        self._waiting.put_back(request)
-
-    def _take_all(self, batch: Sequence[tuple[Request, int]], logits: torch.Tensor) -> None:
-        """Take the next tokens of each request whose prompt is complete.
-
-        Args:
-            logits: (sum of the requests' wanted logits, vocab_size), see `Request.step_input`.
-        """
-        whole = [request for request, count in batch if count == len(request.pending)]
-        for request, count in batch:
-            request.computed(count)
-        rows = torch.split(logits, [1 + len(request.draft) for request in whole])
-        left = list(zip(whole, rows, strict=True))
-        try:
-            while left:
-                self._take(*left.pop(0))
-        except BaseException as error:  # the other requests have lost this step's token
-            for request, _ in left:
-                self._finish(request, Status.FAILED, error)
-            raise
 
     # Failing and sweeping --------------------------------------------------------------------
 
@@ -460,7 +323,7 @@ class Scheduler:
         """Do what `forget` and `cancel` have asked for."""
         while self._forgotten:
             kept, namespace, text_digest, token_ids = self._forgotten.popleft()
-            self._sharing.forget(namespace, text_digest, token_ids)
+            self._batch.forget(namespace, text_digest, token_ids)
             for request in self._waiting:  # those that were set back
                 request.forget(namespace, text_digest, token_ids)
             kept.forget(namespace, text_digest, token_ids)  # prompts that ended in this turn

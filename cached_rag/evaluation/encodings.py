@@ -100,9 +100,9 @@ class Encodings:
         left.max_bytes = 0
 
     def _context(self, kind: str, count: int) -> Context | None:
-        if kind in ("primer", "primers"):
+        if kind in ("primer", "primers", "both"):
             return primer(count)
-        if kind in ("both", "asked", "alone-primer", "elsewhere", "half"):
+        if kind in ("asked", "alone-primer", "elsewhere", "half"):
             return PRIMER
         if kind == "neighbours":
             return Context(f"neighbours:{count}", lambda text: self.nearness.before(text, count))

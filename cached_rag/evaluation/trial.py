@@ -17,7 +17,7 @@ ENCODINGS = (
     *("primers", "harvested", "elsewhere", "elsewhere-prefix", "half", "asked"),
 )
 # Those that take a number: `neighbours:2`. `primers` is an earlier name of `primer`.
-_COUNTED = ("primer", "primers", "neighbours", "strangers", "harvested", "asked")
+_COUNTED = ("primer", "primers", "both", "neighbours", "strangers", "harvested", "asked")
 # Encoded as by default, in a prompt where the chunks stand in another order than the set's.
 ORDERS = ("reversed", "nearest", "shuffled", "told")
 DEFAULT_ENCODING = "primer"

@@ -92,9 +92,9 @@ class CachedRAG(IndexFolder):
             codec: how KV is kept on disk, "raw" or "int8".
             context: what chunks are encoded behind, besides the prompt's head: "primer" (some
                 neutral text), "none", "both" of these (the first chunk of a prompt is exact then;
-                the default), "primer:3" (the mean behind three such texts, in three passes), or
-                "neighbours:n" (nothing, and the n nearest chunks). "both" and "neighbours:n" take
-                two passes and twice the disk; see docs/methods.md.
+                the default), "primer:3" or "both:3" (the mean behind three such texts, in three
+                passes instead of one), or "neighbours:n" (nothing, and the n nearest chunks).
+                "both" and "neighbours:n" take a pass more, and twice the disk; see docs/methods.md.
             system: the system prompt that questions are asked under.
             memory_bytes, disk_bytes: most bytes of KV in memory and on disk.
             remote: a store that several machines share; see `StoreConfig`.

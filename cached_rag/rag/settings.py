@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from cached_rag.config import DEFAULT_MODEL, MOST_PRIMERS
 from cached_rag.errors import ConfigError
-from cached_rag.library.context import PRIMER, Context, primer
+from cached_rag.library.context import Context, primer
 from cached_rag.rag.embedding import DEFAULT_EMBEDDING, Embeddings
 from cached_rag.rag.index import DocumentIndex
 
@@ -46,10 +46,10 @@ def contexts(
         ConfigError: a context that does not exist, or one that needs an index, without one.
     """
     kind, count = _parsed(text)
-    if kind == "primer":
-        return (primer(count),)
-    if kind != "neighbours":
-        return {"none": (None,), "both": (PRIMER, None)}[kind]
+    if kind == "none":
+        return (None,)
+    if kind in ("primer", "both"):
+        return (primer(count), None) if kind == "both" else (primer(count),)
     if index is None or embedder is None:
         raise ConfigError(
             f"context {text!r} needs the whole index for each chunk, and the workers of a cluster "
@@ -66,11 +66,11 @@ def contexts(
 def _parsed(text: str) -> tuple[str, int]:
     """The kind of context and, of neighbours or primers, their number."""
     kind, _, number = text.partition(":")
-    count = int(number) if number.isdecimal() else int(text == "primer")
-    most = {"neighbours": count, "primer": MOST_PRIMERS}.get(kind, 0)
-    if not 1 <= count <= most and text not in ("none", "both"):
+    count = int(number) if number.isdecimal() else int(text in ("primer", "both"))
+    most = {"neighbours": count, "primer": MOST_PRIMERS, "both": MOST_PRIMERS}.get(kind, 0)
+    if not 1 <= count <= most and text != "none":
         raise ConfigError(
-            f"context {text!r} is not one of none, primer, primer:2, primer:{MOST_PRIMERS}, both, "
-            "neighbours:n"
+            f"context {text!r} is not one of none, primer, both, primer:n, both:n (n from 1 to "
+            f"{MOST_PRIMERS}), neighbours:n"
         )
     return kind, count

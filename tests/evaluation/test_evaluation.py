@@ -249,7 +249,7 @@ def test_trials():
     assert found[:4] == [("full", 1.0), ("reuse", 0.0), ("epic", 0.1), ("epic", 0.2)]
     assert found[4][0] == "epic:anchor_tokens=8"
     assert [name for name, _ in found[5:]] == ["auto", "mapreduce"]
-    numbered = [["auto@both:3"], ["auto@half:2"], ["auto@reversed:1"], ["auto@asked:0"]]
+    numbered = [["auto@both:0"], ["auto@half:2"], ["auto@reversed:1"], ["auto@asked:0"]]
     for bad in (["nope"], ["reuse@nowhere"], ["epic:no=1"], ["auto@primer:"], *numbered):
         with pytest.raises(ConfigError):
             make_trials(bad, [0.1])
@@ -275,6 +275,8 @@ def test_primers_have_the_names_that_an_index_has(data, encoding, count):
     encodings = Encodings(tiny_model("llama"), load_examples(data), long=False)
     (behind,) = encodings.engine(encoding, CHUNKS).library.encoded_after()
     assert behind.context == primer(count).name
+    both = encodings.engine(f"both:{count}", CHUNKS).library.encoded_after()
+    assert {behind.context for behind in both} == {"", primer(count).name}
 
 
 def test_harvested_is_cut_out_of_full_prefill_of_another_prompt(data):

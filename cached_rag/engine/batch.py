@@ -1,0 +1,207 @@
+"""The requests whose answers are being made: their KV, and what of them the next pass computes.
+
+Knows requests and bounds; knows no text, no queue and no thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+from cached_rag.backends.base import Backend
+from cached_rag.config import BatchConfig
+from cached_rag.engine import prefill
+from cached_rag.engine.request import PAGE, Request, Status
+from cached_rag.engine.room import Room
+from cached_rag.engine.sharing import Beginning, Sharing
+
+# Requests, each with the number of its pending tokens that a pass computes.
+Work: TypeAlias = list[tuple[Request, int]]
+_SET_BACK = (
+    "The answer was interrupted, as the KV of all running answers reached BatchConfig.max_bytes; "
+    "its own was computed again."
+)
+
+
+class Batch:
+    """Requests that were admitted and are not over, in that order. Used during turns only."""
+
+    def __init__(
+        self, model: Backend, config: BatchConfig, put_back: Callable[[Request], object]
+    ) -> None:
+        """Run nothing yet.
+
+        Args:
+            put_back: takes a request that has to wait again.
+        """
+        self._config, self._put_back = config, put_back
+        self._can_append, self._can_share = model.can_append, model.can_share
+        self._requests: list[Request] = []
+        self._sharing = Sharing(model.shapes, shares=config.shares and model.can_share)
+        self._room = Room(config.max_bytes, model.shapes.bytes_per_token, self._sharing)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Those of now; some may be over before they are reached."""
+        return iter(list(self._requests))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of their KV; KV that they share counts once."""
+        return self._sharing.nbytes
+
+    # Admitting -------------------------------------------------------------------------------
+
+    def beginning(self, request: Request) -> Beginning:
+        """The KV that finished and running prompts have of this prompt's beginning."""
+        assert request.plan is not None
+        # Slots alone do not say where the tokens of a prompt with gaps stand.
+        is_alone = request.plan.positions is not None or request.is_beyond_switch
+        limit = 0 if is_alone else request.exact_length
+        finished = request.kept_beginning()
+        return self._sharing.beginning(finished, request.namespace, request.ids, limit)
+
+    def has_room(self, request: Request, beginning: Beginning) -> bool:
+        """Whether a prompt's answer may begin now. It always may if nothing else runs.
+
+        Raises:
+            ContextOverflowError: there is no room even then.
+        """
+        self._room.check(request)
+        if not self._requests:
+            return True
+        return self._room.admits(request, beginning, shares=self._follows(request, beginning))
+
+    def _follows(self, request: Request, beginning: Beginning) -> bool:
+        """Whether the batch computes all of a prompt that has no KV: there is none to repair."""
+        assert request.plan is not None
+        is_covered = all(place.end <= len(beginning) for place in request.plan.placements)
+        is_shared = bool(beginning.runs or self._requests)
+        return is_covered and is_shared and self._can_append
+
+    def begin(self, request: Request, beginning: Beginning, *, others_wait: bool) -> int:
+        """Let a request run; returns how many prompt tokens that computed.
+
+        A prompt is prefilled in the batch, in pieces, if others run or wait, so that it holds up no
+        running answer, and several prompts are repaired in one pass. If there are none, there is
+        nobody to hold up, and one pass is the fastest. Methods that choose layer by layer always
+        need one.
+        """
+        plan, goes_on = request.plan, bool(request.decoding.token_ids)
+        assert plan is not None
+        if self._follows(request, beginning):
+            prefill.follow(request, beginning)
+            request.sequence = self._sharing.begin(
+                request.as_sequence(), beginning, plan.positions, request.room
+            )
+            request.note_sharing()
+            self._requests.append(request)
+            return 0
+        is_crowded = (others_wait or bool(self._requests)) and not goes_on
+        is_repaired = any(place.end > len(beginning) for place in plan.placements)
+        is_in_pieces = is_crowded and is_repaired and self._can_share
+        computed = prefill.compute(request, beginning, in_pieces=is_in_pieces)
+        assert request.buffer is not None
+        request.sequence = self._sharing.hold(
+            request.as_sequence(), request.buffer, request.beginning, request.num_final
+        )
+        self._requests.append(request)
+        return computed
+
+    # Running ---------------------------------------------------------------------------------
+
+    def share(self, request: Request) -> None:
+        """Share the KV of a prompt with others once it is prefilled, if it was not from the first.
+
+        Called before each of its tokens is taken.
+        """
+        sequence = request.sequence
+        if request.is_adopted or request.buffer is None or sequence is None:
+            return
+        if request.is_following:  # what is repaired next must lie in one buffer
+            return
+        request.is_adopted = True
+        unrepaired = prefill.unrepaired(request)
+        self._sharing.adopt(sequence, request.beginning, unrepaired, request.room)
+        request.note_sharing()
+
+    def work(self, computed: int) -> Work:
+        """What the next pass computes; there is memory for it.
+
+        An answer computes its last token, and those that are drafted behind it; one that is
+        followed does so alone, and is not here. Prompts share what is left of `prefill_tokens`: the
+        one that was admitted first takes as much as it can, and what it leaves goes to the next. So
+        that each pass gets on, the first takes its least piece even if that is more: one token, or
+        the rows of a chunk that must not be cut.
+
+        Args:
+            computed: prompt tokens that were computed in this turn already.
+        """
+        found = self._answers()
+        left = max(1, self._config.prefill_tokens - computed)
+        is_first = True
+        for request in self._requests:
+            if request.status is Status.ANSWERING:
+                continue
+            count = request.next_piece(left, at_least=is_first)
+            if count:
+                found.append((request, count))
+                is_first, left = False, max(0, left - count)
+        # Scattered tokens last: attention over what is appended to need not look at them then.
+        return sorted(found, key=lambda one: one[0].repair_left is not None)
+
+    def _answers(self) -> Work:
+        """One token of each answer, with room for it and its draft."""
+        answering = [one for one in self._requests if one.status is Status.ANSWERING]
+        for request in answering:
+            if request.status is Status.ANSWERING:  # making room for another may set one back
+                request.make_draft(len(answering))
+                self._make_room(request)
+        return [
+            (request, 1)
+            for request in answering
+            if request.status is Status.ANSWERING and not request.is_following
+        ]
+
+    def _make_room(self, request: Request) -> None:
+        """Add a page to an answer that needs one, or set the youngest request back for it."""
+        count = request.missing_room
+        if not count:
+            return
+        if not self._room.has(count):
+            count = min(count, PAGE)
+        while len(self._requests) > 1 and not self._room.has(count):
+            youngest = self._requests[-1]
+            self.set_back(youngest)
+            if youngest is request:
+                return
+        assert request.sequence is not None
+        self._sharing.extend(request.sequence, count)
+
+    def set_back(self, request: Request) -> None:
+        """Let a request wait again, without its memory, until there is enough."""
+        request.set_back(is_free=self._leave(request))
+        assert request.plan is not None
+        request.exact_length = prefill.exact_length(request, request.plan)
+        if _SET_BACK not in request.report.notes:
+            request.report.notes.append(_SET_BACK)
+        self._put_back(request)
+
+    # Leaving ---------------------------------------------------------------------------------
+
+    def drop(self, request: Request) -> None:
+        """Let go of a request that is over, whether it ran or not, and keep what it leaves."""
+        request.release(is_free=self._leave(request))
+
+    def _leave(self, request: Request) -> bool:
+        """Take a request out, if it is here; returns whether nobody else reads its buffer."""
+        if request in self._requests:
+            self._requests.remove(request)
+        sequence = request.sequence
+        return sequence is None or self._sharing.leave(sequence, request.buffer)
+
+    def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> None:
+        """Share no more KV of a tenant's prompts that contain a text, see `Sequences.forget`."""
+        self._sharing.forget(namespace, text_digest, token_ids)
