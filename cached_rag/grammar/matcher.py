@@ -90,7 +90,14 @@ def _form_of(tokenizer: Any, vocab_size: int, eos_ids: Iterable[int]) -> Any:
         known = _TOKENIZERS.get(tokenizer)
         if known is None or known[0] != facts:
             text = _deaf(tokenizer.backend_tokenizer.to_str())
-            made = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(facts[1:]))
+            try:
+                made = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(facts[1:]))
+            except ValueError as error:
+                raise ConfigError(
+                    f"answers cannot be held to a form with this model's tokenizer ({error}); ask "
+                    "without a grammar, a schema and tools that have to be called, or take another "
+                    "model"
+                ) from error
             _TOKENIZERS[tokenizer] = known = (facts, made)
         return known[1]
 
@@ -103,6 +110,7 @@ def _deaf(tokenizer: str) -> str:
     """
     facts = json.loads(tokenizer)
     facts["padding"] = facts["truncation"] = facts["post_processor"] = None
+    facts["decoder"] = _known(facts["decoder"])
     model = facts["model"]
     special = [token for token in facts["added_tokens"] if token["special"]]
     # Names of two noncharacters, which Unicode keeps out of texts.
@@ -120,6 +128,14 @@ def _deaf(tokenizer: str) -> str:
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     return json.dumps(facts)
+
+
+def _known(decoder: Any) -> Any:
+    """A decoder of SentencePiece's spaces, as the steps in which the library knows it."""
+    if not decoder or decoder["type"] != "Metaspace":
+        return decoder
+    spaces = {"type": "Replace", "pattern": {"String": decoder["replacement"]}, "content": " "}
+    return {"type": "Sequence", "decoders": [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]}
 
 
 def _numbered(grammar: str, tokenizer: Any) -> str:

@@ -16,7 +16,7 @@ from conftest import CHUNKS, NEW_PROMPTS, smollm2, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import SecretStr, create_model
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cached_rag import ConfigError, Engine, GenerationConfig, Grammar
@@ -99,7 +99,13 @@ def wordlike():
     return made
 
 
-@pytest.mark.parametrize("make", [unigram, wordlike])
+def metaspaced():
+    made = unigram()
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return made
+
+
+@pytest.mark.parametrize("make", [unigram, wordlike, metaspaced])
 def test_control_tokens_of_other_kinds_of_tokenizers_are_not_read_in_text(make):
     backend = make()
     backend.add_special_tokens(["<unk>", "<s>"])
@@ -114,6 +120,24 @@ def test_control_tokens_of_other_kinds_of_tokenizers_are_not_read_in_text(make):
         ids.pop()
     assert 1 not in ids
     assert "".join(backend.id_to_token(one) for one in ids) == "a<s>b"
+
+
+def test_spaces_of_sentencepiece_are_spaces():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=metaspaced(), eos_token="<s>")
+    spelled = Matcher(Grammar.choice(["a b"]), tokenizer, len(tokenizer), [1])
+    ids = []
+    while not spelled.is_complete and len(ids) < 9:
+        ids.append(int(spelled.masked(torch.arange(len(tokenizer))[None].float()).argmax()))
+        spelled.take(ids[-1])
+    assert tokenizer.convert_ids_to_tokens(ids)[:3] == ["a", "\u2581", "b"]
+
+
+def test_a_tokenizer_that_no_grammar_can_be_held_with_is_an_error_of_ours():
+    strange = unigram()
+    strange.decoder = decoders.CTC()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=strange, eos_token="<s>")
+    with pytest.raises(ConfigError, match="tokenizer"):
+        Matcher(Grammar.choice(["a"]), tokenizer, len(tokenizer), [1])
 
 
 def test_drafts_and_neighbours_change_no_answer(engine):
