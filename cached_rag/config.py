@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.grammar import Grammar
-from cached_rag.methods import SELECTORS, Selector, name_of, parse_method
+from cached_rag.methods import SELECTORS, Selector, Union, name_of, parse_method
 
 METHODS = tuple(SELECTORS)
 # Small, but good enough to see what the library does. A wheel has it, so no hub is needed (README).
@@ -111,7 +111,8 @@ class GenerationConfig:
         )
         chosen = self.selector()
         if self.adaptive:
-            has_ratio = getattr(chosen, "recompute_ratio", None) is not None
+            ratio = getattr(chosen, "recompute_ratio", None)
+            has_ratio = ratio is not None and not isinstance(chosen, Union)
             _require(has_ratio, f"{self.method} has no recompute_ratio to be adaptive")
 
     @property

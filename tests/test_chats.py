@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from itertools import pairwise
 
 import pytest
@@ -231,3 +232,16 @@ def test_a_reranker_decides_among_the_candidates(rag, opened):  # noqa: F811
     other._reranker = lambda question, texts: [1.0]
     with pytest.raises(ConfigError, match="1 scores for 3 texts"):
         other.search(FIRST, 1)
+
+
+def test_a_turn_that_was_interrupted_keeps_what_there_is_of_it(rag):
+    chat = rag.chat(k=1, condense=False, max_tokens=40, ignore_eos=True)
+    stream = chat.stream(FIRST)
+    first = next(stream)
+    begun, stream._stream = stream._stream, iter(lambda: signal.raise_signal(signal.SIGINT), 0)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    stream._stream = begun
+    stream.close()
+    assert [answer.question for answer in chat.history] == [FIRST]
+    assert chat.history[0].text.startswith(first)

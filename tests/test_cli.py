@@ -272,6 +272,12 @@ def bench(*arguments):
     return json.loads(result.stdout)["rows"]
 
 
+def test_options_before_a_command_that_does_not_have_them_are_refused(model_folder):
+    done = run(cli.app, ["bench", "--model", model_folder, "kernels"])
+    assert done.exit_code
+    assert "model stand before kernels" in str(done.exception)
+
+
 def test_bench_serving_prints_a_row_for_each_way(model_folder):
     sizes = ["--shared-tokens", 600, "--private-tokens", 20, "--new-tokens", 4, "--repeats", 1]
     rows = bench("serving", "--model", model_folder, *sizes, "--requests", "3,5")

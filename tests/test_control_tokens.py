@@ -274,3 +274,16 @@ def test_what_a_tokenizer_adds_behind_a_text_stays_there():
         assert begin not in tokens.ids[1:]
         assert end not in tokens.ids[:-1]
         assert tokens.starts == sorted(tokens.starts)
+
+
+def test_a_document_that_begins_with_the_spelled_bos_leaves_the_prompt_its_own():
+    tokenizer = made(added=[AddedToken("<s>", special=True)])
+    bos = tokenizer.convert_tokens_to_ids("<s>")
+    tokenizer.bos_token = "<s>"
+    single = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    tokenizer.backend_tokenizer.post_processor = single
+    text = "<s> is how old pages strike out a word"
+    ids = Tokenization(tokenizer).tokenize(Rendered(text, ((0, len(text)),))).ids
+    assert (ids[0], ids.count(bos)) == (bos, 1)
+    obeyed = Tokenization(tokenizer).tokenize(Rendered(text)).ids
+    assert (obeyed[0], obeyed.count(bos)) == (bos, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from conftest import CHUNKS, tiny_model
@@ -10,6 +11,7 @@ from test_engine import ask
 from cached_rag import ConfigError, Engine, StoreConfig
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.library.matching import HARVESTED
+from cached_rag.library.sequences import where
 
 
 def opened(**settings):
@@ -157,3 +159,18 @@ def test_harvest_needs_prompts_that_are_kept():
     for settings in ({"sequence_bytes": 0}, {"keeps_repaired": False}):
         with pytest.raises(ConfigError, match="harvest"):
             StoreConfig(harvest=True, **settings)
+
+
+def test_a_phrase_of_another_prompt_is_not_taken_for_a_text():
+    text = "The keeper lit the lamp each evening."
+    with opened() as engine:
+        record = engine.tokenization.literal(text)
+        engine.register([text])
+        count = len(record.ids)
+        other = f"{CHUNKS[1]} A lamp each. Why?"
+        inner = np.asarray(record.ids[4 : count - 4])
+        assert where(np.asarray(engine.tokenization.literal(other).ids), inner)
+        prefilled(engine, other, method="full")
+        report = prefilled(engine, f"Now: {text} Who?").report
+        assert 8 < count <= 32
+        assert (report.modules_hit, report.modules_missed) == (0, 1)

@@ -11,12 +11,12 @@ import torch
 from conftest import CHUNKS, plain_logits, tiny_model
 from test_engine import ask
 
-from cached_rag import Engine, StoreConfig
+from cached_rag import ConfigError, Engine, StoreConfig
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.rows import RowKV
 from cached_rag.library.background import Activity, WriteBack
-from cached_rag.library.sequences import PromptKV, Sequences
+from cached_rag.library.sequences import PromptKV, Sequences, where
 
 
 @pytest.fixture
@@ -139,6 +139,36 @@ def test_order_follows_the_longest_known_sequence(engine):
     assert order(1, 2, 0) == [0, 1, 2]
     engine.forget(CHUNKS[:1])
     assert order(2, 1, 0) == [2, 1, 0]
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_short_texts_are_forgotten_though_their_borders_merged(engine, running):
+    text = "the keeper lit the lamp the keeper"
+    ids = tuple(engine.tokenization.literal(text).ids)
+    asked = f"So {text}, {CHUNKS[0]} {CHUNKS[1]}"
+    engine.register([text] if running else [])
+    first = engine.stream(f"{asked} Why?", max_tokens=40, ignore_eos=True, method="full")
+    for _ in first:
+        if running:
+            break
+    assert len(ids) <= 8
+    assert not where(np.asarray(engine.tokenization.literal(asked).ids), np.asarray(ids))
+    if not running:
+        assert engine.generate(f"{asked} Who?", max_tokens=1, method="full").report.kept_tokens
+        engine.encode([text], context=None)
+    engine.forget([text])
+    after = engine.generate(f"{asked} Who?", max_tokens=1, method="full").report
+    assert after.kept_tokens < 8
+    first.close()
+
+
+def test_a_single_text_is_refused_and_an_odd_one_costs_the_others_nothing(engine):
+    for ask_for in (engine.forget, engine.register, engine.encode):
+        with pytest.raises(ConfigError, match=r"\[text\]"):
+            ask_for(CHUNKS[0])
+    odd = "half of a pair, \ud83d, stands in this text, which is long enough"
+    assert engine.forget([odd, CHUNKS[0]]) > 0
+    assert engine.library.table.get(CHUNKS[0]) is None
 
 
 def test_what_was_forgotten_meanwhile_does_not_come_back(engine):

@@ -243,10 +243,10 @@ class Tokenization:
     def tokenize(self, rendered: Rendered) -> Tokens:
         """The prompt's tokens: plain tokenisation, but control tokens in literal spans are text."""
         bos = self.tokenizer.bos_token
-        begins = bool(bos) and rendered.text.startswith(bos)
+        literal = Spans(rendered.literal)
+        begins = bool(bos) and rendered.text.startswith(bos) and not literal.touch(0, len(bos))
         adds_special = not (rendered.is_chat or begins)
         plain = self._encode(rendered.text, adds_special=adds_special)
-        literal = Spans(rendered.literal)
         if not self._obeys(plain, rendered.text, literal):
             return plain
         before, behind = self._around if adds_special else ((), ())

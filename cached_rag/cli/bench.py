@@ -80,6 +80,7 @@ def ttft(
     if remote is not None and not loading:
         raise ConfigError("--remote belongs to --loading")
     if context.invoked_subcommand is not None:
+        _refuse_options(context)
         return
     from cached_rag import Engine
     from cached_rag.benchmarks import (
@@ -134,6 +135,17 @@ def _cells(row: TtftRow) -> dict[str, object]:
         "charged": f"{row.charged_recompute:.3f}",
         "overhead ms": f"{row.overhead_ms:.1f}",
     }
+
+
+def _refuse_options(context: typer.Context) -> None:
+    """Refuse options of this command that stand before another one, which would not have them."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, at in sources.items() if at is not None and at.name == "COMMANDLINE"]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)} stand before {context.invoked_subcommand}, which has options of "
+            "its own; put them behind it"
+        )
 
 
 @bench_app.command()

@@ -198,7 +198,8 @@ def serve_command(
                 gib = (disk_bytes or 0) / 2**30
                 err.print(f"at most {gib:.1f} GiB of KV on disk (--disk-bytes)", highlight=False)
             at = f"{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
-            err.print(f"serving {service.name} at http://{at}/v1", highlight=False, soft_wrap=True)
+            said = f"serving {service.name} at http://{at}/v1"
+            err.print(said, markup=False, highlight=False, soft_wrap=True)
 
         app = create_app(
             service,

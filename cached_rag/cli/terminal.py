@@ -33,7 +33,8 @@ class _Terminal(Console):
         super().print(*(visible(o) if isinstance(o, str) else o for o in objects), **options)
 
 
-out, err = _Terminal(width=_WIDTH), _Terminal(stderr=True)
+# Texts and names are printed as they are: ":key:" is no picture of a key.
+out, err = _Terminal(width=_WIDTH, emoji=False), _Terminal(stderr=True, emoji=False)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

@@ -164,7 +164,8 @@ class BaseEngine:
             token_total: called before the first batch with the number of tokens in all of them.
 
         Raises:
-            ConfigError: `context` is an empty sequence, or an unknown word.
+            ConfigError: `context` is an empty sequence, or an unknown word; `texts` is a single
+                string.
             ContextOverflowError: a text exceeds the model's context.
             StoreError: the files of the store could not be opened.
             StoreFullError: no room is left; what was encoded before is kept.
@@ -226,6 +227,9 @@ class BaseEngine:
 
         Returns:
             The number of tokens in the texts.
+
+        Raises:
+            ConfigError: `texts` is a single string.
         """
         self.check_open()
         return self._encoder.register(texts)
@@ -253,14 +257,15 @@ class BaseEngine:
             How many KVs were deleted; a chunk that was encoded behind two prefixes has two.
 
         Raises:
+            ConfigError: `texts` is a single string.
             StoreError: the files cannot be opened or written, so KV would stay there.
         """
         self.check_open()
+        records = self._encoder.records_of(texts)
         if self._resources.learning.recurring is not None:
             self._resources.learning.recurring.clear()
         self.library.refresh()
-        digests = {digest(text.strip()) for text in texts}
-        return self.library.remove(digests, self._encoder.records_of(texts))
+        return self.library.remove({digest(text.strip()) for text in texts}, records)
 
     def _let_go(self, chunks: Sequence[ChunkRecord]) -> None:
         """Drop all KV of removed chunks that is outside the library: in what prompts left."""

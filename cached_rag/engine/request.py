@@ -193,7 +193,7 @@ class Request:
         """The prompt as others may share it; `Sharing` adds its KV."""
         matches = self.plan.matches if self.plan else ()
         private = self.is_private or self.is_beyond_switch
-        parts = frozenset(match.chunk.text_digest for match in matches if match.is_part)
+        parts = frozenset(match.chunk.text_digest for match in matches)
         return RunningSequence(
             self.namespace, self.ids, self.exact_length, parts, is_private=private
         )
@@ -267,7 +267,9 @@ class Request:
     def next_piece(self, most: int, *, at_least: bool) -> int:
         """How many pending tokens of the prompt the next pass computes; see `Pieces.count`."""
         if self.repair_left is None:
-            return min(most, len(self.pending))
+            # The answer of a request that was set back; such a model takes one token a step.
+            each = most if self.resources.model.can_append else min(1, most)
+            return min(each, len(self.pending))
         return self.repair_left.count(most, at_least=at_least)
 
     def step_input(self, count: int) -> StepInput:

@@ -66,7 +66,7 @@ class RunningSequence:
         ids: (seq_len,) int64, the prompt's tokens.
         exact_length: number of tokens, from the first, whose KV is, or will be, what full prefill
             computes.
-        parts: digests of texts of which it has a part.
+        parts: digests of the texts that it has, or parts of.
         kv: the KV of the prompt and of its answer. While the prompt is prefilled, `kv.length` is
             the number of tokens, from the first, whose KV is final.
         chunks: (first slot, slot after the last) of each chunk that is not repaired, by the name

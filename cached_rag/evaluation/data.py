@@ -77,7 +77,7 @@ def load_examples(path: Path, limit: int | None = None) -> list[Example]:
             is not an example.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # strings may hold other line ends
     except (OSError, UnicodeDecodeError) as error:
         raise EvaluationError(f"cannot read {path}: {error}") from error
     found: list[Example] = []

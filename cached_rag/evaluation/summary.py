@@ -27,9 +27,9 @@ def summarise(measurements: Iterable[Row], wanted: Iterable[tuple[str, float]]) 
     groups: dict[tuple[str, str, float], dict[str, Row]] = {}
     kept = list(measurements)
     if len({row["data"] for row in kept}) > 1:
-        kept += [row | {"data": POOLED, "id": (row["data"], row["id"])} for row in kept]
+        kept += [row | {"data": POOLED, "example": (row["data"], _name(row))} for row in kept]
     for row in kept:
-        groups.setdefault((row["data"], row["method"], row["ratio"]), {})[row["id"]] = row
+        groups.setdefault((row["data"], row["method"], row["ratio"]), {})[_name(row)] = row
     sets = dict.fromkeys(data for data, _, _ in groups)
     pairs = list(wanted)
     return [
@@ -38,6 +38,11 @@ def summarise(measurements: Iterable[Row], wanted: Iterable[tuple[str, float]]) 
         for method, ratio in pairs
         if (data, method, ratio) in groups and (data, "full", 1.0) in groups
     ]
+
+
+def _name(row: Row) -> Any:
+    """What tells a question from others: its digest, as several may have the same id."""
+    return row.get("example", row["id"])
 
 
 def _row(data: str, method: str, ratio: float, found: dict[str, Row], full: dict[str, Row]) -> Row:

@@ -14,7 +14,7 @@ from functools import cached_property
 from cached_rag.backends.base import Backend
 from cached_rag.backends.tokenizer import Rendered, Tokenization
 from cached_rag.config import MOST_PRIMERS
-from cached_rag.errors import ContextOverflowError
+from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import ChunkRecord
 from cached_rag.library.context import Context, primer
@@ -27,6 +27,7 @@ from cached_rag.library.encode import (
     encode_prefix,
     join,
 )
+from cached_rag.library.ledger import HALF_PAIR
 from cached_rag.library.library import Library
 from cached_rag.library.matching import ANCHOR, EncodedAfter, record_of
 
@@ -125,7 +126,9 @@ class Encoder:
 
     def records_of(self, texts: Sequence[str]) -> list[ChunkRecord]:
         """The records of texts, known or not; texts that cannot be chunks have none."""
-        return [record for record, _ in self._records(texts)[0]]
+        _check_several(texts)
+        whole = [text for text in texts if not HALF_PAIR.search(text)]
+        return [record for record, _ in self._records(whole)[0]]
 
     def let_go(self) -> None:
         """Drop the KV that is kept between batches, as a removed text may be in it.
@@ -192,6 +195,7 @@ class Encoder:
         self, texts: Sequence[str]
     ) -> tuple[list[tuple[ChunkRecord, str]], list[tuple[str, str]]]:
         """(record, text) of each text that can be a chunk, and (text, reason) of the others."""
+        _check_several(texts)
         records: dict[str, tuple[ChunkRecord, str]] = {}
         skipped = []
         for text in (text.strip() for text in texts):
@@ -325,3 +329,9 @@ def _fitting(passages: Sequence[Ids], room: int, between: int) -> Passages:
             break
         fitting.insert(0, ids)
     return tuple(fitting)
+
+
+def _check_several(texts: Sequence[str]) -> None:
+    """Refuse a string, which is a sequence of texts, too: of its letters."""
+    if isinstance(texts, str):
+        raise ConfigError("texts are several; give a single one as a list, [text]")

@@ -34,7 +34,8 @@ def harvested(
         The index of the first token that has KV, and the KV; None if there is none.
     """
     wanted = np.asarray(token_ids, dtype=np.int64)
-    trim = MAX_TRIM if len(wanted) > 2 * MAX_TRIM else 0
+    # What is left has to be most of the text, or else a phrase of any prompt would be taken for it.
+    trim = MAX_TRIM if len(wanted) > 8 * MAX_TRIM else 0
     inner = wanted[trim : len(wanted) - trim]
     found = kept.containing(namespace, inner)
     if found is None:

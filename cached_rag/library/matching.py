@@ -89,8 +89,13 @@ class Match:
 
 
 def inner_ids(chunk: ChunkRecord) -> tuple[int, ...]:
-    """The tokens of a chunk without its borders: every prompt that contains it has them."""
-    return chunk.token_ids[MAX_TRIM:-MAX_TRIM] or chunk.token_ids
+    """The tokens of a chunk without its borders: every prompt that contains it has them.
+
+    Of a short one a quarter is taken off at each end, as what is left must be told from others.
+    """
+    count = len(chunk.token_ids)
+    trim = MAX_TRIM if count > 2 * MAX_TRIM else max(1, count // 4)
+    return chunk.token_ids[trim : count - trim] or chunk.token_ids
 
 
 class ChunkTable:

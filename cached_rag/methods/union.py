@@ -17,10 +17,10 @@ class Union(QuestionSelector):
     """Union of methods' rows; at most one may ask the question, none may have check layers.
 
     Attributes:
-        members: the methods; each has its own ratio, `recompute_ratio` here is unused.
+        members: the methods; each has its own ratio, so there is none here.
 
     Raises:
-        ConfigError: methods that cannot be joined, or one that goes on with the answer.
+        ConfigError: methods that cannot be joined, one that goes on with the answer, or a ratio.
     """
 
     recompute_ratio: float = 0.0
@@ -29,6 +29,11 @@ class Union(QuestionSelector):
     def __post_init__(self) -> None:
         transfers = any(m.transfers_drift for m in self.members)
         object.__setattr__(self, "transfers_drift", transfers)
+        if self.recompute_ratio:
+            raise ConfigError(
+                "methods that are joined have ratios of their own, as in "
+                "epic+prophetkv:recompute_ratio=0.05, and none for all of them"
+            )
         asking = [m for m in self.members if isinstance(m, QuestionSelector)]
         if len(asking) > 1 or not all(isinstance(m, StaticSelector) for m in self.members):
             raise ConfigError(

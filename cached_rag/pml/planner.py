@@ -168,7 +168,8 @@ class SchemaPlanner:
     def _recipes(self, pieces: Sequence[Piece]) -> dict[Run, Recipe]:
         """The recipe of each run's KV: a scaffold's, if the prompt has all runs of the scaffold."""
         single = self.encoder.recipes.single
-        there = {piece.run for piece in pieces if piece.run is not None}
+        # A run without tokens, as some templates leave them around messages, has no recipe.
+        there = {piece.run for piece in pieces if piece.run is not None and piece.ids}
         chosen = {run: single[run] for run in there if run.is_cached}
         held: set[Run] = set()
         for scaffold in self.scaffolds:

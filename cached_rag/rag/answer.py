@@ -108,7 +108,7 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
         except StopIteration:
             self._end(is_whole=True)
             raise
-        except BaseException:
+        except Exception:  # an interruption is none: what there is of the answer is kept
             self._ended = None
             raise
         self._text.append(piece)

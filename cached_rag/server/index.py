@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cached_rag.backends.tokenizer import Message
@@ -35,7 +36,7 @@ class ServedIndex:
     def __init__(self, rag: CachedRAG) -> None:
         self._rag = rag
         self.name = f"{PREFIX}{rag.path.resolve().name}"
-        self.embedding = str(rag.settings["embedding"])
+        self.embedding = public_name(str(rag.settings["embedding"]))
 
     def stream(
         self,
@@ -122,3 +123,9 @@ def sources(hits: Sequence[Hit]) -> list[Json]:
         }
         for hit in hits
     ]
+
+
+def public_name(name: str) -> str:
+    """A model's name without the folders above it, if it is a path."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.exists() else name

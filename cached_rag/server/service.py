@@ -7,7 +7,6 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cached_rag.backends.tokenizer import Rendered
@@ -18,7 +17,7 @@ from cached_rag.engine.stream import Stream
 from cached_rag.engine.tools import Tools
 from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.server.answers import Envelope, Json, ended
-from cached_rag.server.index import ServedIndex, sources
+from cached_rag.server.index import ServedIndex, public_name, sources
 from cached_rag.server.metrics import Metrics
 from cached_rag.server.protocol import ChatRequest, CompletionRequest, DocumentsRequest
 from cached_rag.server.tenants import Tenants
@@ -70,7 +69,7 @@ class Service:
             max_spaces: most engines of tenants and salts that may be open.
         """
         self.engine = engine
-        self.name = name or _public(engine.model.name)
+        self.name = name or public_name(engine.model.name)
         self.index = index
         self.tenants = Tenants(engine, max_spaces)
         self.metrics = Metrics(engine)
@@ -306,12 +305,6 @@ class Service:
 def _nth(config: GenerationConfig, n: int) -> GenerationConfig:
     """The settings of the n-th answer to one prompt: with a seed, each has its own."""
     return config if config.seed is None or not n else config.replace(seed=config.seed + n)
-
-
-def _public(name: str) -> str:
-    """A model's name without the folders above it, if it is a path."""
-    path = Path(name).expanduser()
-    return path.resolve().name if path.exists() else name
 
 
 async def _whole(stream: Stream) -> Generation:

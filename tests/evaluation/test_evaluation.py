@@ -431,6 +431,17 @@ def test_several_sets_are_also_shown_together():
     rows = {r["data"]: r for r in summarise(found, [("auto", 1.0)])}
     assert {name: r["n"] for name, r in rows.items()} == {"a": 1, "b": 1, "all": 2}
     assert rows["all"]["nll_diff"] == pytest.approx(0.2)
+    doubled = [row | {"example": number} for number in (1, 2) for row in found[:2]]
+    assert summarise(doubled, [("auto", 1.0)])[0]["n"] == 2  # of one id, but two questions
+
+
+def test_a_string_of_an_example_may_hold_any_line_end(tmp_path):
+    question = "one\u2028two\u0085three\x0cfour"
+    row = {"id": "1", "question": question, "answers": [], "chunks": [{"title": "", "text": "t"}]}
+    path = tmp_path / "set.jsonl"
+    text = json.dumps(row, ensure_ascii=False)
+    path.write_bytes((text + "\r\n" + text + "\n").encode())
+    assert [one.question for one in load_examples(path)] == [question] * 2
 
 
 def test_speed_is_paired_and_what_is_kept_has_an_interval():

@@ -20,7 +20,7 @@ from llama_index.llms.cached_rag import CachedRAGLLM, module_text
 from llama_index.retrievers.cached_rag import CachedRetriever
 from llama_index.vector_stores.cached_rag import CachedVectorStore
 from llama_index.vector_stores.qdrant import QdrantVectorStore
-from qdrant_client import QdrantClient
+from qdrant_client import AsyncQdrantClient, QdrantClient
 from test_llama_index_engines import unclosed  # noqa: F401
 from test_llama_index_stores import has_kv
 
@@ -107,3 +107,28 @@ def test_what_a_filter_deletes_is_forgotten_where_the_store_can_name_it(llm, kin
     is_kept = "SimpleVectorStore cannot say which nodes filters meet" in caplog.text
     assert [has_kv(llm, module_text(node)) for node in nodes()] == [True, is_kept, True]
     assert is_kept is (kind == "simple")
+
+
+def test_a_store_that_works_asynchronously_only_is_wrapped(llm):
+    async def main():
+        inner = QdrantVectorStore("nodes", aclient=AsyncQdrantClient(":memory:"))
+        store = CachedVectorStore(inner, llm)
+        embedded = [node.model_copy(update={"embedding": [0.1] * 4}) for node in nodes()]
+        await store.async_add(embedded)
+        ids = [node.node_id for node in embedded]
+        assert {node.node_id for node in await store.aget_nodes(ids[:2])} == set(ids[:2])
+        await store.adelete_nodes(ids[:1])
+        await store.adelete_nodes(filters=some(one("kind", "metal")))
+        return pages(await store.aget_nodes(ids))
+
+    assert asyncio.run(main()) == [2]
+    assert [has_kv(llm, module_text(node)) for node in nodes()] == [False, False, True]
+
+
+def test_asynchronously_too_a_store_that_cannot_name_nodes_keeps_their_kv(llm, caplog):
+    store = CachedVectorStore(SimpleVectorStore(), llm)
+    index = make_index(store)
+    asyncio.run(store.adelete_nodes(filters=some(one("kind", "metal"))))
+    assert set(pages(index.as_retriever(similarity_top_k=3).retrieve("Why?"))) == {0, 2}
+    assert "SimpleVectorStore cannot say which nodes filters meet" in caplog.text
+    assert has_kv(llm, module_text(nodes()[1]))

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from typing import ClassVar
 
 import pytest
-from conftest import CHUNKS, NEW_PROMPTS, count_at_rest, tiny_model
+from conftest import CHUNKS, NEW_PROMPTS, count_at_rest, tiny_model, tiny_tokenizer
 from doubles import Recording, slow
+from llama_index.core import Document
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler, TokenCountingHandler
+from llama_index.core.extractors import DocumentContextExtractor
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.prompts import PromptTemplate
+from llama_index.core.schema import TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.llms.cached_rag import CachedRAGLLM, CacheReportHandler
 
-from cached_rag import CachedRAG, ConfigError, Engine
+from cached_rag import CachedRAG, ConfigError, Engine, wrap_model
 
 QUESTION = "Why is copper green, and the lamp lit?"
 MESSAGES = [ChatMessage(role="system", content="Be brief."), ChatMessage(content=QUESTION)]
@@ -200,6 +205,41 @@ def test_settings_reach_the_engine_and_bad_ones_are_refused(llm):
         llm.chat([image])
 
 
+def test_options_of_hosted_models_are_passed_over_in_calls(llm):
+    """LlamaIndex's own `DocumentContextExtractor` gives extra_headers to any model."""
+    hosted = {"extra_headers": {"anthropic-beta": "x"}, "extra_query": {}, "timeout": 3}
+    assert llm.complete(QUESTION, **hosted).text == llm.complete(QUESTION).text
+    with pytest.raises(ConfigError, match="unknown setting 'extra_body'"):  # it asks for another
+        llm.complete(QUESTION, extra_body={"top_k": 3})
+    context = DocumentContextExtractor(SimpleDocumentStore(), llm)._agenerate_node_context
+    node, document = TextNode(text=CHUNKS[0]), Document(text=" ".join(CHUNKS))
+    found = asyncio.run(context(node, {}, document, "Say what it is about.", "context"))
+    assert found["context"]
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ({"completion_to_prompt": lambda text: f"Q: {text}\nA:"}, "Q: Why?\nA:"),
+        ({"system_prompt": "Be brief."}, "Be brief.\n\nWhy?"),
+        ({"query_wrapper_prompt": PromptTemplate("Q: {query_str}\nA:")}, "Q: Why?\nA:"),
+    ],
+)
+def test_a_model_without_chat_template_is_asked_alike_by_complete_and_predict(options, asked):
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = None
+    model = wrap_model(tiny_model("llama").decoder.model, tokenizer, name="base", revision="base")
+    with Engine(model, NEW_PROMPTS) as engine:
+        llm = CachedRAGLLM(engine=engine, max_tokens=4, **options)
+        assert llm.complete("Why?").raw["usage"]["prompt_tokens"] == engine.count_tokens(asked)
+        assert llm.complete("Why?").text == llm.complete(asked, formatted=True).text
+        assert llm.predict(PromptTemplate("{x}"), x="Why?") == llm.complete("Why?").text
+        assert llm.metadata.context_window < engine.model.context_length  # what stands around it
+        llm.encode(CHUNKS, prompt=PromptTemplate("Read {context_str}"))
+        (behind,) = engine.library.encoded_after()
+        assert tokenizer.decode(behind.prefix_ids).startswith(asked.split("Why?")[0])
+
+
 def test_drafts_are_a_setting(llm):
     plain = CachedRAGLLM(engine=llm.loaded_engine(), drafts=False)
     found = [one.chat(MESSAGES, max_tokens=60) for one in (plain, llm)]
@@ -237,6 +277,20 @@ def test_a_prompt_gives_its_head_to_what_is_encoded(llm):
         llm.encode(CHUNKS, prompt=template, variable="documents")
     with pytest.raises(ValueError, match=r"\{context_str\} stands before \{query_str\}"):
         llm.encode(CHUNKS, prompt=template, variable="query_str")
+
+
+def test_what_a_prompt_was_filled_with_belongs_to_its_head(llm):
+    template = PromptTemplate(
+        "You are a {role}.\n{context_str}\n{query_str}", template_var_mappings={"who": "role"}
+    )
+    for values in ({"role": "pirate"}, {"who": "pirate"}):
+        filled = template.partial_format(**values)
+        llm.encode(CHUNKS, prompt=filled)
+        llm.predict(filled, context_str=CHUNKS[1], query_str=QUESTION)
+    (behind,) = llm.loaded_engine().library.encoded_after()
+    assert "pirate" in llm.loaded_engine().model.tokenizer.decode(behind.prefix_ids)
+    with pytest.raises(ValueError, match=r"\{role\} stands before"):
+        llm.encode(CHUNKS, prompt=template)
 
 
 @pytest.mark.parametrize("streams", [True, False])

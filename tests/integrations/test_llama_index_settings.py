@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 
@@ -68,6 +69,30 @@ def test_settings_of_an_engine_that_was_given_are_its_own(engine, tmp_path):
         of_index = CachedRAGLLM(engine=rag, max_tokens=1)
         assert of_index.metadata.model_name == rag.settings["model"] == "llama"
         assert of_index.loaded_engine() is engine
+
+
+def test_a_given_engine_is_of_its_own_namespace(engine, tmp_path):
+    with CachedRAG.open(tmp_path, engine=engine) as rag:
+        for given in (engine, rag):
+            bob = CachedRAGLLM(engine=given, namespace="bob", max_tokens=1)
+            with pytest.raises(ConfigError, match=r"give engine.tenant\('bob'\)"):
+                bob.complete("x")
+    with engine.tenant("bob") as tenant:
+        for llm in (CachedRAGLLM(engine=tenant), CachedRAGLLM(engine=tenant, namespace="bob")):
+            assert llm.loaded_engine() is tenant
+            assert llm.to_dict()["namespace"] == pickle.loads(pickle.dumps(llm)).namespace == "bob"
+
+
+def test_deep_copies_share_the_engine(loads, engine):
+    llm = CachedRAGLLM(model="a", max_tokens=1, model_kwargs={"a": [1]})
+    llm.complete("x")
+    for one in (copy.deepcopy(llm), llm.model_copy(deep=True)):
+        assert one.loaded_engine() is llm.loaded_engine()
+        assert one.model_kwargs is not llm.model_kwargs
+        assert one.messages_to_prompt.llm is one
+    other = llm.model_copy(update={"model": "b"}, deep=True)
+    assert other.complete("x").raw["model"] == other.messages_to_prompt.llm.model == "b"
+    assert copy.deepcopy(CachedRAGLLM(engine=engine)).loaded_engine() is engine
 
 
 def test_pickling_leaves_an_llm_as_it_was(loads, caplog):

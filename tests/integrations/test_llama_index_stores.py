@@ -75,6 +75,17 @@ def test_a_retriever_returns_what_the_one_inside_returns(llm):
         CachedRetriever(inner, llm, encode="sometimes")
 
 
+class Late(Everything):
+    def __init__(self):  # as retrievers do that LlamaIndex gives a callback manager when asked
+        self.late = True
+
+
+def test_a_retriever_that_does_not_call_its_bases_constructor_is_wrapped(llm):
+    cached = CachedRetriever(Late(), llm)
+    assert len(cached.retrieve("copper")) == len(CHUNKS)
+    assert cached.callback_manager is Settings.callback_manager
+
+
 @pytest.mark.parametrize(
     ("encode", "known", "held"),
     [

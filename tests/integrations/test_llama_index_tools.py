@@ -17,10 +17,11 @@ from llama_index.core.base.llms.types import ChatMessage, ToolCallBlock
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.cached_rag import CachedRAGLLM
+from llama_index.llms.cached_rag.tools import offered
 from pydantic import BaseModel, Field
 from test_llama_index_engines import unclosed  # noqa: F401
 
-from cached_rag import ConfigError, Engine
+from cached_rag import ConfigError, Engine, Tools
 
 pytestmark = pytest.mark.filterwarnings("ignore:<aiosqlite:ResourceWarning")
 
@@ -118,6 +119,22 @@ def test_a_call_that_is_cut_off_is_an_error_and_no_call(llm):
             llm.get_tool_calls_from_response(cut)
     assert parts[-1].raw["finish_reason"] is None
     assert llm.get_tool_calls_from_response(parts[-1])[0].tool_name == "echo"
+
+
+def test_a_call_that_a_stop_string_cut_off_is_an_error_and_no_call(llm):
+    tools = [FunctionTool.from_defaults(echo)]
+    offered_tools = offered(tools, "echo", parallel=False)["tools"]
+    # A random model calls nothing of its own accord; stop strings end calls that are not forced.
+    form = Tools(llm.loaded_engine().tokenization, offered_tools, "echo").grammar
+    whole = llm.chat_with_tools(tools, "Is it warm?", grammar=form, max_tokens=60)
+    said = next(b.tool_kwargs for b in whole.message.blocks if isinstance(b, ToolCallBlock))
+    stop = [said.partition(":")[2].strip(' "')[2:5]]
+    answer = llm.chat_with_tools(tools, "Is it warm?", grammar=form, stop=stop)
+    *_, last = llm.stream_chat_with_tools(tools, "Is it warm?", grammar=form, stop=stop)
+    for cut in (answer, last):
+        assert cut.raw["finish_reason"] == "stop"
+        with pytest.raises(ConfigError, match="within its call of 'echo'; leave out the stop"):
+            llm.get_tool_calls_from_response(cut)
 
 
 class Pay(BaseModel):

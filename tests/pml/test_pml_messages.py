@@ -179,3 +179,21 @@ def test_markup_that_depends_on_the_messages_beside_it_is_refused(template, wron
     alone = tokenization.render([{"role": "system", "content": "x"}], open_answer=False).text
     assert alone == f"{begin}x{end}"
     answer_header(tokenization)
+
+
+def test_a_template_may_put_nothing_beside_a_message():
+    """As DeepSeek's does: a run of a module then has no token."""
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}"
+        "{% elif m['role'] == 'user' %}<|im_start|>User: {{ m['content'] }}"
+        "{% else %}<|im_start|>Assistant: {{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>Assistant: {% endif %}"
+    )
+    made = tiny_model("llama").decoder.model
+    engine = Engine(wrap_model(made, tokenizer, name="plain", revision="plain"), NEW_PROMPTS)
+    prompt = whole()
+    full = engine.generate(prompt, method="full", max_tokens=4)
+    exact = {"method": "cacheblend", "recompute_ratio": 1.0, "max_tokens": 4}
+    assert engine.generate(prompt, **exact).token_ids == full.token_ids
+    assert engine.generate(prompt, method="reuse", max_tokens=4).report.modules_hit > 0

@@ -129,6 +129,20 @@ def check_replaceable(path: Path, secret: bytes = b"") -> None:
             raise SigningError(_SIGNED)
 
 
+def fits_signing(path: Path, secret: bytes = b"") -> bool | None:
+    """Whether a file is signed where there is a secret, and is not where there is none.
+
+    By its header alone. None if there is no file; True of one that cannot be judged, which a
+    reader will.
+    """
+    try:
+        return _is_signed(TensorFile.at(path).header) == bool(secret)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError):
+        return True
+
+
 def _is_signed(header: Mapping[str, str]) -> bool:
     return len(header["layers"].partition(",")[0]) == _SIGNED_DIGITS
 

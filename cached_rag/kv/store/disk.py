@@ -22,6 +22,7 @@ from cached_rag.kv.store.blob import (
     SigningError,
     StoredKV,
     check_replaceable,
+    fits_signing,
     open_blob,
     read_blob,
     write_blob,
@@ -58,7 +59,9 @@ class DiskStore:
         self._secret = (secret or "").encode()
         self.codec = codec_by_name(codec)
         self.max_bytes = max_bytes
-        self._unusable: set[str] = set()  # names of files that are signed otherwise
+        # Names of files that are signed as they have to be, and of those that are not.
+        self._usable: set[str] = set()
+        self._unusable: set[str] = set()
         self._entries = Entries(self.path / _INDEX)
         self._drafts = Drafts(self.path / "blobs" / _DRAFTS, self.path / "drafts.lock")
 
@@ -78,7 +81,12 @@ class DiskStore:
         entry = self._entry(key)
         if entry is None or entry.name in self._unusable:
             return False
-        return self._file(entry).is_file()
+        if entry.name in self._usable:
+            return self._file(entry).is_file()
+        found = fits_signing(self._file(entry), self._secret)
+        if found is not None:
+            (self._usable if found else self._unusable).add(entry.name)
+        return bool(found)
 
     def keys(self) -> Iterator[str]:
         """All keys that have a file of this codec, least recently used first."""

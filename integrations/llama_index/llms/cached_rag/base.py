@@ -78,6 +78,8 @@ class CachedRAGLLM(PromptingLLM):
             data.setdefault("model", engine.settings["model"])
         elif engine is not None:
             data.setdefault("model", engine.model.name)
+            # Saved and pickled, too: who loads by these settings is no other tenant.
+            data["namespace"] = data.get("namespace") or engine.library.namespace
         super().__init__(**data)
         if engine is not None:
             self._give(engine)
@@ -112,9 +114,9 @@ class CachedRAGLLM(PromptingLLM):
         engine = self.loaded_engine()
         if prompt is None:
             return engine.encode(list(texts))
-        head = template_head(
-            engine, prompt.template_vars, variable, lambda values: self._filled(prompt, values)
-        )
+        given = prompt._map_template_vars(prompt.kwargs)  # by partial_format: no variables now
+        names = [name for name in prompt.template_vars if name not in given]
+        head = template_head(engine, names, variable, lambda values: self._filled(prompt, values))
         return engine.encode(list(texts), head)
 
     def encode_nodes(self, nodes: Iterable[BaseNode], **kwargs: Any) -> EncodeSummary:
@@ -251,7 +253,7 @@ class CachedRAGLLM(PromptingLLM):
         """The calls in an answer; while it grows, with the arguments so far.
 
         Raises:
-            ValueError: there are none, or `max_tokens` cut one off (a `ConfigError`).
+            ValueError: there are none, or the answer ended within one (a `ConfigError`).
         """
         check_whole(response, must_call=error_on_no_tool_call)
         return selections(response.message)

@@ -59,6 +59,10 @@ class OwnTemplate:
 
     llm: EngineSettings
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnTemplate:
+        """The copy's, where the LLM is copied, too."""
+        return OwnTemplate(memo.get(id(self.llm), self.llm))
+
     def __call__(self, messages: Sequence[ChatMessage]) -> str:
         """The prompt."""
         return self.llm.loaded_engine().tokenization.render(plain(messages)).text

@@ -65,7 +65,7 @@ class PromptingLLM(EngineSettings, FunctionCallingLLM):
         prompt = (
             self.chat_prompt(self._extend_messages([ChatMessage(content="x")]))
             if self._is_chat
-            else self._extend_prompt("x")
+            else self.completion_prompt("x", formatted=False)
         )
         counted = sum(len(self.token_ids(text)) for text in ("x", self.system_prompt or ""))
         return max(0, self.loaded_engine().count_tokens(prompt) - counted)
@@ -79,10 +79,15 @@ class PromptingLLM(EngineSettings, FunctionCallingLLM):
         return plain(messages)
 
     def completion_prompt(self, prompt: str, formatted: bool) -> Prompt:
-        """A string as the engine takes it: as it is if formatted, else as a user's message."""
-        if formatted or not self._is_chat:
+        """A string as the engine takes it: as it is if formatted, else as a user's message.
+
+        A model without chat template gets it as `predict` would write it.
+        """
+        if formatted:
             return prompt
         assert self.completion_to_prompt is not None
+        if not self._is_chat:
+            return self._extend_prompt(self.completion_to_prompt(prompt))
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         content = str(self.completion_to_prompt(prompt))
         return [*system, {"role": "user", "content": content}]
@@ -90,6 +95,5 @@ class PromptingLLM(EngineSettings, FunctionCallingLLM):
     def _filled(self, template: BasePromptTemplate, values: Mapping[str, str]) -> Prompt:
         """A template's prompt, as `predict` would ask it."""
         if self._is_chat:
-            messages = template.format_messages(llm=self, **values)
-            return self.chat_prompt(self._extend_messages(messages))
-        return self._extend_prompt(template.format(llm=self, **values))
+            return self.chat_prompt(self._get_messages(template, **values))
+        return self._get_prompt(template, **values)

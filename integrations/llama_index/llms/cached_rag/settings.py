@@ -37,6 +37,8 @@ _GENERATION = (
     *("method", "recompute_ratio", "temperature", "top_p", "top_k", "max_tokens", "stop", "seed"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "drafts"),
 )
+# Options of a call that say how a hosted model is reached: a local one has no use for them.
+_REMOTE = frozenset({"extra_headers", "extra_query", "timeout"})
 _HIDDEN = "**********"
 
 
@@ -51,6 +53,10 @@ class _Held:
     engine: Engine | CachedRAG
     settings: tuple[object, ...]
     is_given: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
+        """Itself: copies of an LLM share its engine, which cannot be copied."""
+        return self
 
 
 class EngineSettings(BaseModel):
@@ -119,7 +125,8 @@ class EngineSettings(BaseModel):
 
         Raises:
             ModelNotFoundError, ModelError: see `cached_rag.load_model`.
-            ConfigError: settings were changed of an engine that was given.
+            ConfigError: settings were changed of an engine that was given, or it came with a
+                namespace that is not its own.
         """
         now, held = self._own_settings(), self._held
         if held is None or held.settings != now:
@@ -130,7 +137,15 @@ class EngineSettings(BaseModel):
                     "its own; give another one (engine=...), or leave engine= out"
                 )
             held = self._held = _Held(self._shared(), now)
-        return held.engine.engine if isinstance(held.engine, CachedRAG) else held.engine
+        engine = held.engine.engine if isinstance(held.engine, CachedRAG) else held.engine
+        theirs = engine.library.namespace
+        if self.namespace not in ("", theirs):  # a given one's: a CachedRAG's is known only now
+            raise ConfigError(
+                f"namespace={self.namespace!r} was set, and the engine that was given keeps KV of "
+                f"{theirs!r}; give engine.tenant({self.namespace!r}) as the engine, or leave "
+                "engine= out"
+            )
+        return engine
 
     def _give(self, engine: Engine | CachedRAG) -> None:
         self._held = _Held(engine, self._own_settings(), is_given=True)
@@ -153,7 +168,8 @@ class EngineSettings(BaseModel):
     def _config(self, options: dict[str, Any]) -> GenerationConfig:
         settings = {name: getattr(self, name) for name in _GENERATION}
         settings["stop"] = tuple(self.stop or ())
-        return GenerationConfig(**settings).replace(**options)
+        asked = {name: value for name, value in options.items() if name not in _REMOTE}
+        return GenerationConfig(**settings).replace(**asked)
 
     def token_ids(self, text: str) -> list[int]:
         """Token ids of a text: what `Settings.tokenizer` wants, so that limits are the model's."""

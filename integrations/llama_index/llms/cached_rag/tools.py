@@ -85,16 +85,16 @@ def check_whole(response: ChatResponse, *, must_call: bool) -> None:
         must_call: see also that there is one.
 
     Raises:
-        ConfigError: `max_tokens` cut one off.
+        ConfigError: `max_tokens` or a stop string cut one off.
         ValueError: there is none.
     """
     calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
-    is_cut = isinstance(response.raw, dict) and response.raw.get("finish_reason") == "length"
+    reason = response.raw.get("finish_reason") if isinstance(response.raw, dict) else None
+    is_cut = reason == "length"
     for block in calls:
-        if is_cut and isinstance(block.tool_kwargs, str):
-            raise ConfigError(
-                f"the answer ended within its call of {block.tool_name!r}; raise max_tokens"
-            )
+        if reason is not None and isinstance(block.tool_kwargs, str):
+            mend = "raise max_tokens" if is_cut else "leave out the stop string that ended it"
+            raise ConfigError(f"the answer ended within its call of {block.tool_name!r}; {mend}")
     if must_call and not calls:
         said = f"the answer calls no tool: {response.message.content!r}"
         raise (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from llama_index.core import Settings
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.llms.llm import LLM
 from llama_index.core.prompts import BasePromptTemplate
@@ -46,7 +47,9 @@ class CachedRetriever(BaseRetriever):
             cached_rag.ConfigError: there is no such `encode`, or `llm` is of another kind.
         """
         self._reader = Reader(unwrapped(llm), encode, {"prompt": prompt, "variable": variable})
-        super().__init__(**{"callback_manager": retriever.callback_manager, **kwargs})
+        # One that did not call its base's constructor has none before it is asked.
+        manager = getattr(retriever, "callback_manager", Settings.callback_manager)
+        super().__init__(**{"callback_manager": manager, **kwargs})
         self._retriever = retriever
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:

@@ -136,7 +136,9 @@ class CachedVectorStore(BasePydanticVectorStore):
         **delete_kwargs: Any,
     ) -> None:
         """As `delete_nodes`."""
-        await asyncio.to_thread(self.delete_nodes, node_ids, filters, **delete_kwargs)
+        gone = await self._aids(node_ids, filters)
+        await self.vector_store.adelete_nodes(node_ids, filters, **delete_kwargs)
+        await asyncio.to_thread(self._drop, gone)
 
     def clear(self) -> None:
         """Delete all nodes and their KV."""
@@ -152,11 +154,22 @@ class CachedVectorStore(BasePydanticVectorStore):
         if filters is None:
             return node_ids or []
         try:
-            return [node.node_id for node in self.vector_store.get_nodes(node_ids, filters)]
+            return [node.node_id for node in self.get_nodes(node_ids, filters)]
         except NotImplementedError:
-            kind = type(self.vector_store).__name__
-            _log.warning("%s cannot say which nodes filters meet; their KV is kept", kind)
-            return []
+            return self._unnamed()
+
+    async def _aids(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> list[str]:
+        if filters is None:
+            return node_ids or []
+        try:
+            return [node.node_id for node in await self.aget_nodes(node_ids, filters)]
+        except NotImplementedError:
+            return self._unnamed()
+
+    def _unnamed(self) -> list[str]:
+        kind = type(self.vector_store).__name__
+        _log.warning("%s cannot say which nodes filters meet; their KV is kept", kind)
+        return []
 
     def _learn(self, nodes: Sequence[BaseNode]) -> None:
         last = {node.node_id: node for node in nodes}.values()  # of the same id, as stores do
@@ -176,6 +189,12 @@ class CachedVectorStore(BasePydanticVectorStore):
     ) -> list[BaseNode]:
         """Nodes of the store inside."""
         return self.vector_store.get_nodes(node_ids, filters)
+
+    async def aget_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
+    ) -> list[BaseNode]:
+        """As `get_nodes`."""
+        return await self.vector_store.aget_nodes(node_ids, filters)
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """Ask the store inside; begin to bring what it finds into memory."""
