@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 # Halves of surrogate pairs (U+D800 to U+DFFF) are no characters, and cannot be encoded.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
+_CONTROL = re.compile(r"[\x00-\x08\x0e-\x1b\x7f\ud800-\udfff]")
+# Carriage returns, form feeds and other characters that end a line or a field, and part words.
+_BREAK = re.compile(r"\r\n|[\r\x0b\x0c\x1c-\x1f]")
 # Written without a repeated group, which would take a hundred bytes of memory for each line.
 _BLANK_LINES = re.compile(r"\n[ \t]*\n[ \t\n]*\n")
 _TITLE = re.compile(r"^Title: *(.+)$", re.MULTILINE)
@@ -87,7 +89,7 @@ def assembled(
 
 def with_line_feeds(text: str) -> str:
     """A text whose lines end with a line feed alone."""
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    return _BREAK.sub("\n", text)
 
 
 def _clean(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from fnmatch import fnmatchcase
 
 from cached_rag.errors import ConfigError
@@ -67,6 +68,8 @@ def described(metadata: Mapping[str, object]) -> Metadata:
 
 
 def _several(wanted: object) -> Collection[object]:
+    if isinstance(wanted, range):
+        return wanted[:1]  # it may be wide, and all are numbers
     if isinstance(wanted, Collection) and not isinstance(wanted, str | bytes | Mapping):
         return wanted
     return [wanted]
@@ -81,6 +84,10 @@ def _fits(found: object, wanted: object) -> bool:
         return False
     if isinstance(wanted, str):
         return str(found) == wanted or fnmatchcase(str(found), wanted)
+    if isinstance(wanted, range):
+        with suppress(ValueError):
+            return found in wanted or int(str(found)) in wanted
+        return False
     if isinstance(wanted, Collection):
         return any(_fits(found, one) for one in wanted)
     return found == wanted or str(found) == str(wanted)

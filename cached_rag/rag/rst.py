@@ -2,7 +2,8 @@
 
 Markup can name files in many ways, and docutils learns new ones. So only the directives that are
 listed here are run, those for pictures do not get the pictures' names, and pictures are left out
-of the HTML.
+of the HTML. Of directives that docutils does not have, such as Sphinx's, argument and content are
+text; what docutils cannot read stays as it is written.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import io
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import copy
 from typing import Any, ClassVar
 
 from docutils import nodes
 from docutils.core import publish_string
-from docutils.parsers.rst import Directive, Parser, states
+from docutils.parsers.rst import Directive, Parser, directives, states
 from docutils.parsers.rst.directives import (
     admonitions,
     body,
@@ -23,7 +25,9 @@ from docutils.parsers.rst.directives import (
     misc,
     parts,
     tables,
+    unchanged,
 )
+from docutils.utils import Reporter
 from docutils.writers import html5_polyglot
 
 _SETTINGS = {
@@ -87,6 +91,35 @@ def _spell_role(match: re.Match[str]) -> str:
     return f"{role.upper()} {text}" if role in ("pep", "rfc") else f"``{text}``"
 
 
+class _Any(dict[str, Any]):
+    """Options of a directive, among which any name is one."""
+
+    def __missing__(self, name: str) -> Any:
+        return unchanged
+
+
+class _Code(body.CodeBlock):
+    option_spec: ClassVar[dict[str, Any]] = _Any(body.CodeBlock.option_spec)  # Sphinx has more
+
+
+class _Unknown(Directive):
+    """A directive that docutils does not have: its name and argument, before its content."""
+
+    optional_arguments = 1
+    final_argument_whitespace = True
+    has_content = True
+    option_spec: ClassVar[dict[str, Any]] = _Any(name=unchanged)
+
+    def run(self) -> Sequence[nodes.Node]:
+        content = nodes.Element()
+        self.state.nested_parse(self.content, self.content_offset, content)
+        if not self.arguments:
+            return content.children
+        said = f"{self.name.rpartition(':')[2]}: {self.arguments[0]}"  # "deprecated: 3.5"
+        argument, messages = self.state.inline_text(said, self.lineno)
+        return [nodes.paragraph("", "", *argument), *messages, *content.children]
+
+
 class _Unseen(images.Image):
     """A picture's directive, run without its file's name and its options."""
 
@@ -127,7 +160,6 @@ _PLAIN: tuple[type[Directive], ...] = (
     admonitions.Note,
     admonitions.Tip,
     admonitions.Warning,
-    body.CodeBlock,
     body.Compound,
     body.Container,
     body.Epigraph,
@@ -153,6 +185,7 @@ _PLAIN: tuple[type[Directive], ...] = (
 )
 _DIRECTIVES: dict[type[Directive], type[Directive]] = {
     **{directive: directive for directive in _PLAIN},
+    body.CodeBlock: _Code,
     tables.CSVTable: _Table,
     parts.Contents: _Contents,
     images.Image: _Unseen,
@@ -161,7 +194,7 @@ _DIRECTIVES: dict[type[Directive], type[Directive]] = {
 
 
 class _Known(states.RSTState):
-    """A state of docutils' parser that takes directives that are not listed for unknown ones."""
+    """A state of docutils' parser; those of its directives that are not listed are nothing here."""
 
     nested_sm_cache: ClassVar[list[Any]] = []  # type: ignore[misc]  # apart from other parsers'
 
@@ -169,15 +202,22 @@ class _Known(states.RSTState):
         super().__init__(state_machine, debug)
         self.nested_sm_kwargs = {"state_classes": _STATES, "initial_state": "Body"}
 
-    def run_directive(self, directive: Any, match: Any, type_name: str, presets: Any) -> Any:
+    def directive(self, match: Any, **presets: Any) -> Any:
         this: Any = self  # docutils calls this of states that can parse directives
-        known = _DIRECTIVES.get(directive)
-        if known is None:
-            return this.unknown_directive(type_name)
-        run: Any = states.Body.run_directive
-        return run(this, known, match, type_name, presets)
+        name = match.group(1)
+        found, _ = directives.directive(name, this.memo.language, this.document)
+        known = _DIRECTIVES.get(found) if found else None
+        if known is None and found and found.__module__.startswith("docutils."):
+            return [], this.unknown_directive(name)[1]
+        return this.run_directive(known or _Unknown, match, name, presets)
 
 
+# docutils finds the directives' construct here, by the function.
+_Known.explicit = copy(states.Body.explicit)  # type: ignore[attr-defined]
+_Known.explicit.constructs = [  # type: ignore[attr-defined]
+    (_Known.directive if read is states.Body.directive else read, pattern)
+    for read, pattern in states.Body.explicit.constructs
+]
 _STATES = tuple(type(state.__name__, (_Known, state), {}) for state in states.state_classes)
 
 
@@ -205,7 +245,15 @@ class _Parser(Parser):
         self.state_classes = _STATES
         document.settings.line_length_limit = len(inputstring)
         super().parse(inputstring, document)
+        _spell_errors(document)
         _bound_substitutions(document, _MOST_GROWN + len(inputstring))
+
+
+def _spell_errors(document: nodes.document) -> None:
+    """Put in the place of an error, which nobody would see, the block that it is about."""
+    for message in list(document.findall(nodes.system_message)):
+        if message["level"] >= Reporter.ERROR_LEVEL:
+            message.replace_self(list(message.findall(nodes.literal_block)))
 
 
 def _bound_substitutions(document: nodes.document, most: int) -> None:

@@ -68,14 +68,17 @@ class Search:
         elif where is not None:
             fits = where
         hits: dict[str, Hit] = {}
-        seen = 0
-        while seen < total and len(hits) < k:
-            reach = min(total, max(2 * seen, 2 * k))
+        reach, seen = 0, set[int]()
+        while reach < total and len(hits) < k:
+            reach = min(total, max(2 * reach, 2 * k))
             scores, ids = index.search(vector[None].astype(np.float32), reach, **options)
-            for hit in self._hits(ids[0][seen:].tolist(), scores[0][seen:].tolist()):
+            # Those of one score stand in any order: a wider search may have others first.
+            found = dict(zip(ids[0].tolist(), scores[0].tolist(), strict=True))
+            new = {chunk: score for chunk, score in found.items() if chunk not in seen}
+            for hit in self._hits(list(new), list(new.values())):
                 if fits is None or fits(hit):
                     hits.setdefault(hit.text, hit)
-            seen = reach
+            seen.update(new)
         return list(hits.values())[:k]
 
     def _fields(self) -> set[str]:

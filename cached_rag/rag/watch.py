@@ -54,14 +54,18 @@ def watch(
         rust_timeout=_TIMEOUT_MS,
         yield_on_timeout=True,
     )
-    yield ingest(path, True)
-    targets = [path]  # what changed until the first batch, which may be empty, was not seen
+    summary = ingest(path, True)
+    yield summary
+    is_due = True  # what changed until the first batch, which may be empty, was not seen
     for batch in _explained(path, changes):
-        for target in targets or _changed(path, {Path(name) for _, name in batch}):
+        changed = _changed(path, {Path(name) for _, name in batch})
+        # The first documents of a folder are ingested with it, which gives them their names.
+        is_due |= bool(changed) and not summary.added + summary.unchanged
+        for target in [path] if is_due else changed:
             summary = _ingested(path, target, ingest)
             if summary.added or summary.deleted or summary.skipped:
                 yield summary
-        targets = []
+        is_due = False
 
 
 def _explained(path: Path, changes: Iterator[Batch]) -> Iterator[Batch]:

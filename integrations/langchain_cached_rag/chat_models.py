@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing, suppress
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -14,11 +14,13 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 
-from cached_rag import Engine, GrowingAnswer, SchemaPrompt, Stream, Tools
+from cached_rag import ConfigError, Engine, SchemaPrompt, Stream, Tools
+from langchain_cached_rag.errors import known_to_agents
+from langchain_cached_rag.fields import asked
 from langchain_cached_rag.messages import Prompt, handed_over, logprobs, metadata, plain, usage
 from langchain_cached_rag.settings import EngineSettings
 from langchain_cached_rag.structured import call_parser, parser, response_format
-from langchain_cached_rag.tools import as_calls, as_chunks, bound, taken
+from langchain_cached_rag.tools import GrowingChunks, as_calls, bound, taken
 
 
 class ChatCachedRAG(EngineSettings, BaseChatModel):
@@ -89,8 +91,10 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        stream, tools = self._start(messages, stop, kwargs)
-        return self._result("".join(stream), stream, tools, kwargs)
+        with known_to_agents():
+            stream, tools = self._start(messages, stop, kwargs)
+            text = "".join(stream)
+        return self._result(text, stream, tools, kwargs)
 
     async def _agenerate(
         self,
@@ -99,8 +103,10 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        stream, tools = await asyncio.to_thread(self._start, messages, stop, kwargs)
-        return self._result(await stream.atext(), stream, tools, kwargs)
+        with known_to_agents():
+            stream, tools = await asyncio.to_thread(self._start, messages, stop, kwargs)
+            text = await stream.atext()
+        return self._result(text, stream, tools, kwargs)
 
     def _stream(
         self,
@@ -109,16 +115,15 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        stream, tools = self._start(messages, stop, kwargs)
-        growing = tools.growing()
-        try:
-            for piece in stream:
-                if chunk := _chunk(growing, piece):
-                    if run_manager:
-                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
-        finally:
-            stream.close()
+        with known_to_agents():
+            stream, tools = self._start(messages, stop, kwargs)
+            growing = GrowingChunks(tools)
+            with closing(stream):
+                for piece in stream:
+                    if chunk := _chunk(growing, piece):
+                        if run_manager:
+                            run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                        yield chunk
         yield self._last_chunk(stream, growing, kwargs)
 
     async def _astream(
@@ -128,14 +133,15 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        stream, tools = await asyncio.to_thread(self._start, messages, stop, kwargs)
-        growing = tools.growing()
-        async with aclosing(stream.apieces()) as pieces:
-            async for piece in pieces:
-                if chunk := _chunk(growing, piece):
-                    if run_manager:
-                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
+        with known_to_agents():
+            stream, tools = await asyncio.to_thread(self._start, messages, stop, kwargs)
+            growing = GrowingChunks(tools)
+            async with aclosing(stream.apieces()) as pieces:
+                async for piece in pieces:
+                    if chunk := _chunk(growing, piece):
+                        if run_manager:
+                            await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                        yield chunk
         yield self._last_chunk(stream, growing, kwargs)
 
     def _result(
@@ -166,13 +172,13 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         return {"model_name": told[0]["model_name"], "token_usage": counts}
 
     def _last_chunk(
-        self, stream: Stream, growing: GrowingAnswer, options: dict[str, Any]
+        self, stream: Stream, growing: GrowingChunks, options: dict[str, Any]
     ) -> ChatGenerationChunk:
-        rest, parts = growing.push("", is_over=True)
-        about = self._about(stream, options, has_calls=growing.has_calls)
+        rest, chunks, has_calls = growing.end()
+        about = self._about(stream, options, has_calls=has_calls)
         message = AIMessageChunk(
             content=rest,
-            tool_call_chunks=as_chunks(parts),
+            tool_call_chunks=chunks,
             response_metadata=about,
             usage_metadata=usage(stream.report),
             chunk_position="last",
@@ -181,7 +187,7 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         return ChatGenerationChunk(message=message, generation_info=info)
 
     def _about(self, stream: Stream, options: dict[str, Any], *, has_calls: bool) -> dict[str, Any]:
-        model, reason = options.get("model", self._model), stream.finish_reason
+        model, reason = options.get("model") or self._model, stream.finish_reason
         if has_calls and reason == "stop":
             reason = "tool_calls"
         about = metadata(model, stream.report, reason)
@@ -205,11 +211,11 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         return known
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        config = {"temperature": self.temperature, "max_tokens": self.max_tokens} | kwargs
+        config = {"temperature": self.temperature, "max_tokens": self.max_tokens} | asked(kwargs)
         params = LangSmithParams(
             ls_provider="cached-rag",
             ls_model_type="chat",
-            ls_model_name=kwargs.get("model", self._model),
+            ls_model_name=kwargs.get("model") or self._model,
             ls_temperature=config["temperature"],
             ls_max_tokens=config["max_tokens"],
         )
@@ -220,12 +226,19 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
-        """Tokens of the messages, and of tools, in the model's own chat template; 0 of none."""
+        """Tokens of the messages, and of tools, in the model's own chat template; 0 of none.
+
+        Messages that the template refuses, as an answer without its question, are counted as
+        LangChain does it, one by one and without tools; so are all with `custom_get_token_ids`.
+        """
         if not messages:
             return 0
-        engine = self.loaded_engine()
-        offered = taken(engine, {"tools": tools})
-        return engine.count_tokens(offered.prompt(plain(messages)))
+        if self.custom_get_token_ids is None:
+            engine = self.loaded_engine()
+            offered = taken(engine, {"tools": tools})
+            with suppress(ConfigError):
+                return engine.count_tokens(offered.prompt(plain(messages)))
+        return super().get_num_tokens_from_messages(messages)
 
     # Tools and structured output -------------------------------------------------------------
 
@@ -300,11 +313,9 @@ def _parsed(
     return RunnableMap(raw=model) | fallback
 
 
-def _chunk(growing: GrowingAnswer, piece: str) -> ChatGenerationChunk | None:
+def _chunk(growing: GrowingChunks, piece: str) -> ChatGenerationChunk | None:
     """The chunk for a piece; None if nothing is certain yet."""
-    said, parts = growing.push(piece)
-    if not (said or parts):
+    said, chunks = growing.push(piece)
+    if not (said or chunks):
         return None
-    return ChatGenerationChunk(
-        message=AIMessageChunk(content=said, tool_call_chunks=as_chunks(parts))
-    )
+    return ChatGenerationChunk(message=AIMessageChunk(content=said, tool_call_chunks=chunks))

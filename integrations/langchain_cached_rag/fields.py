@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
@@ -12,12 +13,18 @@ from cached_rag import DEFAULT_MODEL, CachedRAG, Engine, GenerationConfig
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Settings of hosted models that applications pass to any model: a local one has no use for them.
+# Settings of hosted models that applications pass to any model, when it is made and when it is
+# called: a local one has no use for them.
 _REMOTE = frozenset({"api_key", "base_url", "timeout", "max_retries"})
+_REMOTE_CALL = frozenset({"extra_headers", "extra_query", "timeout"})
 GENERATION_SETTINGS = (
     *("method", "recompute_ratio", "temperature", "top_p", "top_k", "max_tokens", "stop", "seed"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "drafts"),
 )
+_OF_ANSWERS = fields(GenerationConfig)
+# What only a call can ask for.
+CALL_SETTINGS = {*(one.name for one in _OF_ANSWERS), "top_logprobs"} - {*GENERATION_SETTINGS}
+_NEVER_NONE = {one.name for one in _OF_ANSWERS if one.default is not None}
 
 
 class Fields(BaseModel):
@@ -110,10 +117,20 @@ class Fields(BaseModel):
 
         LangChain's own option "stream" says how the call is made, not what it computes.
         """
+        options = asked(options)
         settings = {name: getattr(self, name) for name in GENERATION_SETTINGS}
         settings["stop"] = stop or self.stop or ()
-        options = {name: value for name, value in options.items() if name != "stream"}
+        options.pop("stream", None)
         if "top_logprobs" in options or isinstance(options.get("logprobs"), bool):
             wanted, top = options.pop("logprobs", True), options.pop("top_logprobs", None)
             options["logprobs"] = (top or 0) if wanted else None
         return GenerationConfig(**settings).replace(**options)
+
+
+def asked(options: dict[str, Any]) -> dict[str, Any]:
+    """A call's options less those that change nothing: None for a setting that cannot be None."""
+    return {
+        name: value
+        for name, value in options.items()
+        if name not in _REMOTE_CALL and (value is not None or name not in _NEVER_NONE)
+    }

@@ -11,10 +11,11 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.language_models import LLM
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+from pydantic import PrivateAttr
 
 from cached_rag import Generation as Answer
 from cached_rag import Report, SchemaPrompt, Stream
-from langchain_cached_rag.fields import GENERATION_SETTINGS
+from langchain_cached_rag.fields import CALL_SETTINGS, GENERATION_SETTINGS, asked
 from langchain_cached_rag.messages import Prompt, logprobs, metadata, usage
 from langchain_cached_rag.settings import EngineSettings
 
@@ -31,6 +32,8 @@ class CachedRAGLLM(EngineSettings, LLM):
 
     as_chat: bool = False
     """Give each string to an instruction-tuned model as one user message, in its chat template."""
+    # What else the call asks for that this object is a copy for.
+    _further: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @property
     def _llm_type(self) -> str:
@@ -38,7 +41,7 @@ class CachedRAGLLM(EngineSettings, LLM):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        return {**super()._identifying_params, "as_chat": self.as_chat}
+        return {**super()._identifying_params, "as_chat": self.as_chat, **self._further}
 
     def _prompt(self, value: Any) -> Prompt:
         text = value if isinstance(value, str) else value.to_string()
@@ -61,12 +64,15 @@ class CachedRAGLLM(EngineSettings, LLM):
 
     def _settled(self, options: dict[str, Any]) -> tuple[CachedRAGLLM, dict[str, Any]]:
         """This model with a call's settings as its own, and what is left of them."""
+        options = asked(options)
         own = {n: v for n, v in options.items() if n in GENERATION_SETTINGS and n != "stop"}
         rest = {name: value for name, value in options.items() if name not in own}
         model = rest.pop("model", None)
         if model is not None and model != self._model:
             own |= {"model_name": model, "engine": None}
-        return (self.model_copy(update=own) if own else self), rest
+        settled = self.model_copy(update=own)
+        settled._further = {n: v for n, v in rest.items() if n in CALL_SETTINGS}
+        return settled, rest
 
     def _call(
         self,
@@ -166,7 +172,7 @@ class CachedRAGLLM(EngineSettings, LLM):
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
         params["ls_provider"] = "cached-rag"
-        params["ls_model_name"] = kwargs.get("model", self._model)
+        params["ls_model_name"] = kwargs.get("model") or self._model
         return params
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from langchain_core.prompts import BasePromptTemplate
 from pydantic import PrivateAttr
@@ -38,12 +39,25 @@ _LOADING = (
 _OWN = ("store", "namespace", *_LOADING)
 
 
+class _Engines(dict[str, Engine]):
+    """Engines by their models' names; no weak reference is possible to a dict itself."""
+
+
 @dataclass(frozen=True)
 class _Loaded:
-    """Engines that were loaded, by their models' names, and what they were loaded with."""
+    """Engines that were loaded, by their models' names, and what they were loaded with.
+
+    Attributes:
+        kept: those that objects with the same `engine_key` loaded, for `configurable_fields` makes
+            one for each call and drops it. The process forgets engines that nobody holds.
+    """
 
     settings: tuple[object, ...]
+    kept: _Engines
     engines: dict[str, Engine] = field(default_factory=dict)
+
+
+_KEPT: WeakValueDictionary[tuple[object, ...], _Engines] = WeakValueDictionary()
 
 
 class EngineSettings(Fields):
@@ -60,6 +74,7 @@ class EngineSettings(Fields):
         Written out, because pydantic's own for private attributes does not call LangChain's.
         """
         super().model_post_init(context)
+        self._held()
         if hasattr(self, "_add_version"):
             self._add_version("cached-rag", version("cached-rag"))
 
@@ -70,9 +85,14 @@ class EngineSettings(Fields):
         # LangChain overwrites "stop" with the call's.
         settings["default_stop"] = settings.pop("stop")
         if self.engine is not None:
-            loaded, namespace = self.loaded_engine().model, self.loaded_engine().library.namespace
-            given = {"model": loaded.name, "fingerprint": loaded.fingerprint}
-            return {**given, "namespace": namespace, **settings}
+            engine = self.loaded_engine()
+            return {
+                "model": engine.model.name,
+                "fingerprint": engine.model.fingerprint,
+                "chat_template_kwargs": engine.tokenization.template_kwargs,
+                "namespace": engine.library.namespace,
+                **settings,
+            }
         own = {name: getattr(self, name) for name in _OWN}
         return {"model": self.model_name, **own, **settings}
 
@@ -126,8 +146,8 @@ class EngineSettings(Fields):
         return self.model_copy(update={"model_name": model, "engine": None})
 
     def _shared(self, model: str) -> Engine:
-        engines = self._held()
-        if model not in engines:
+        loaded = self._held()
+        if model not in loaded.engines:
             store = StoreConfig(
                 path=self.store,
                 remote=self.remote,
@@ -136,17 +156,19 @@ class EngineSettings(Fields):
                 sequence_bytes=self.sequence_bytes,
             )
             options: Any = {name: getattr(self, name) for name in _LOADING}
-            engines[model] = Engine.shared(model, store=store, **options)
-        return engines[model]
+            engine = Engine.shared(model, store=store, **options)
+            loaded.engines[model] = loaded.kept[model] = engine
+        return loaded.engines[model]
 
-    def _held(self) -> dict[str, Engine]:
-        """Engines loaded with the settings as they are now; the process forgets what nobody holds.
+    def _held(self) -> _Loaded:
+        """Engines loaded with the settings as they are now.
 
         Copies hold them together as long as they have these settings.
         """
-        if self._loaded is None or self._loaded.settings != self._loading:
-            self._loaded = _Loaded(self._loading)
-        return self._loaded.engines
+        settings = self._loading
+        if self._loaded is None or self._loaded.settings != settings:
+            self._loaded = _Loaded(settings, _KEPT.setdefault(self.engine_key, _Engines()))
+        return self._loaded
 
     def __copy__(self) -> Self:
         """A copy that has the same engines, also those that either of the two loads later."""
@@ -227,5 +249,7 @@ class EngineSettings(Fields):
         """A LangChain prompt value as the engine takes it."""
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of a text, by the model's own tokenizer."""
+        """Token ids of a text, by the model's own tokenizer, or by `custom_get_token_ids`."""
+        if custom := getattr(self, "custom_get_token_ids", None):
+            return list(custom(text))
         return self.loaded_engine().tokenization.literal(text).ids

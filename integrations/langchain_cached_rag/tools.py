@@ -20,6 +20,9 @@ from cached_rag import ToolCall as Call
 _OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
 # LangChain notes here how a structured answer was asked for, for traces.
 _NOTES = ("strict", "ls_structured_output_format")
+# Quotes and brackets that no JSON goes on with, so that LangChain does not close arguments which an
+# answer's end cut off: within a string the first quote ends it, elsewhere the second.
+_CUT_OFF = ' (cut off)"{brackets} (cut off)"{brackets}'
 _CHOICES = {"any": "required", True: "required", False: "none", None: "auto"}
 
 
@@ -100,18 +103,41 @@ def as_calls(calls: Sequence[Call]) -> tuple[list[ToolCall], list[InvalidToolCal
     return good, bad
 
 
-def as_chunks(parts: Sequence[CallPart]) -> list[ToolCallChunk]:
-    """Parts of calls in LangChain's words; a call's first part has its id."""
-    return [
-        ToolCallChunk(
-            name=part.name,
-            args=part.arguments,
-            id=None if part.name is None else _new_id(),
-            index=part.index,
-            type="tool_call_chunk",
-        )
-        for part in parts
-    ]
+class GrowingChunks:
+    """An answer that comes in pieces: its text, and its calls as LangChain has them in chunks."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools, self._growing = tools, tools.growing()
+        self._text = ""
+
+    def push(self, piece: str) -> tuple[str, list[ToolCallChunk]]:
+        """What is new and certain: text, and parts of calls."""
+        self._text += piece
+        said, parts = self._growing.push(piece)
+        return said, [_as_chunk(part) for part in parts]
+
+    def end(self) -> tuple[str, list[ToolCallChunk], bool]:
+        """The rest, in which calls that were cut off are made invalid; whether any call is not."""
+        said, parts = self._growing.push("", is_over=True)
+        _, calls = self._tools.read(self._text)
+        parts += [_cut_off(at, call) for at, call in enumerate(calls) if not call.is_complete]
+        return said, [_as_chunk(part) for part in parts], any(call.is_complete for call in calls)
+
+
+def _cut_off(index: int, call: Call) -> CallPart:
+    brackets = "]" * (call.arguments.count("[") + 1)
+    return CallPart(index, None, _CUT_OFF.format(brackets=brackets))
+
+
+def _as_chunk(part: CallPart) -> ToolCallChunk:
+    """A part of a call in LangChain's words; a call's first part has its id."""
+    return ToolCallChunk(
+        name=part.name,
+        args=part.arguments,
+        id=None if part.name is None else _new_id(),
+        index=part.index,
+        type="tool_call_chunk",
+    )
 
 
 def _new_id() -> str:

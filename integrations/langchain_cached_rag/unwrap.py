@@ -64,11 +64,8 @@ def takes(runnable: Any, argument: str) -> bool:
         return takes(runnable.bound, argument)
     if isinstance(runnable, RunnableWithFallbacks):
         return all(takes(one, argument) for one in runnable.runnables)
-    if isinstance(runnable, RunnableBranch):
+    if isinstance(runnable, (RunnableBranch, DynamicRunnable)):
         return all(takes(one, argument) for one in _parts(runnable))
-    if isinstance(runnable, DynamicRunnable):
-        others = getattr(runnable, "alternatives", {}).values()
-        return all(takes(one, argument) for one in (runnable.default, *others))
     return False
 
 
@@ -115,5 +112,5 @@ def _parts(runnable: Any) -> Iterable[Runnable[Any, Any]]:
     if isinstance(runnable, RunnableEachBase):
         return [runnable.bound]
     if isinstance(runnable, DynamicRunnable):
-        return [runnable.default]
+        return [runnable.default, *getattr(runnable, "alternatives", {}).values()]
     return runnable.deps if isinstance(runnable, RunnableLambda) else []

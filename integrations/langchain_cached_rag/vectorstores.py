@@ -21,6 +21,10 @@ from langchain_cached_rag.settings import EngineSettings
 from langchain_cached_rag.unwrap import unwrapped
 
 _log = logging.getLogger(__name__)
+# Ids of documents, of which some may have none yet, or of all documents; and texts by id, or None
+# where a store cannot say.
+Ids = Sequence[str | None] | None
+Held = dict[str, str] | None
 
 
 def _search(name: str) -> Callable[..., Any]:
@@ -123,7 +127,7 @@ class CachedRAGVectorStore(VectorStore):
         options = store_options or {}
         inner = vector_store.from_texts(texts, embedding, metadatas, ids=names, **options)
         store = cls(inner, **kwargs)
-        store._learn(names, texts, [])
+        store._learn(names, texts, {})
         return store
 
     def close(self) -> None:
@@ -140,17 +144,19 @@ class CachedRAGVectorStore(VectorStore):
         Args:
             kwargs: what the store inside takes, `ids` among it.
         """
-        before = self._recall(kwargs.get("ids") or [document.id for document in documents])
+        given = kwargs.get("ids") or [document.id for document in documents]
+        before = self._recall(given, self._held(self._unknown(given)))
         ids = self.vector_store.add_documents(documents, **kwargs)
-        self._learn(ids, _texts(documents), before)
+        self._learn(ids, _texts(documents), self._held(before))
         return ids
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """As `add_documents`, off the event loop."""
         given = kwargs.get("ids") or [document.id for document in documents]
-        before = await asyncio.to_thread(self._recall, given)
+        before = await self._arecall(given)
         ids = await self.vector_store.aadd_documents(documents, **kwargs)
-        await asyncio.to_thread(self._learn, ids, _texts(documents), before)
+        held = await self._aheld(before)
+        await asyncio.to_thread(self._learn, ids, _texts(documents), held)
         return ids
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
@@ -159,37 +165,47 @@ class CachedRAGVectorStore(VectorStore):
         Without ids, what that store deletes is found out by `get_by_ids`; where it has none, KV
         stays until it is the least recently used, and a warning says so.
         """
-        before = self._recall(ids)
+        before = self._recall(ids, self._held(self._unknown(ids)))
         done = self.vector_store.delete(ids, **kwargs)
-        self._drop(ids, before)
+        self._drop(ids, before, self._held(before))
         return done
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """As `delete`, off the event loop."""
-        before = await asyncio.to_thread(self._recall, ids)
+        before = await self._arecall(ids)
         done = await self.vector_store.adelete(ids, **kwargs)
-        await asyncio.to_thread(self._drop, ids, before)
+        held = await self._aheld(before)
+        await asyncio.to_thread(self._drop, ids, before, held)
         return done
 
-    def _recall(self, ids: Sequence[str | None] | None) -> list[str]:
+    def _unknown(self, ids: Ids) -> list[str]:
+        """Those of these ids whose texts the ledger does not have."""
+        known = self._ledger.texts(_named(ids))
+        return [name for name in _named(ids) if name not in known]
+
+    def _recall(self, ids: Ids, held: Held) -> list[str]:
         """Documents with the texts that these ids have now, None for all that are known.
 
         An id may have two spellings, as UUIDs do: so more documents may change than are named.
+
+        Args:
+            held: what the store inside says of `_unknown` ones.
         """
         if ids is None:
             return self._ledger.ids()
-        named = [name for name in ids if name]
-        known = self._ledger.texts(named)
-        self._write(self._held([name for name in named if name not in known]) or {})
-        return self._ledger.alike(named)
+        self._write(held or {})
+        return self._ledger.alike(_named(ids))
 
-    def _learn(self, ids: list[str], texts: list[str], before: list[str]) -> None:
+    async def _arecall(self, ids: Ids) -> list[str]:
+        held = await self._aheld(await asyncio.to_thread(self._unknown, ids))
+        return await asyncio.to_thread(self._recall, ids, held)
+
+    def _learn(self, ids: list[str], texts: list[str], held: Held) -> None:
         last = dict(zip(ids, texts, strict=True))  # an id may be there twice: the last one stays
-        self._write((self._held(before) or {}) | last)
+        self._write((held or {}) | last)
         self._learner.learn(list(last.values()))
 
-    def _drop(self, ids: list[str] | None, before: list[str]) -> None:
-        held = self._held(before)
+    def _drop(self, ids: list[str] | None, before: list[str], held: Held) -> None:
         if held is not None:
             ids = [name for name in before if name not in held]
         elif ids is None:
@@ -200,15 +216,28 @@ class CachedRAGVectorStore(VectorStore):
     def _write(self, texts: dict[str, str]) -> None:
         self._ledger.put(((name, name, text) for name, text in texts.items()), self._llm.forget)
 
-    def _held(self, ids: list[str]) -> dict[str, str] | None:
+    def _held(self, ids: list[str]) -> Held:
         """Texts that the store inside has now, by id; None if it cannot say."""
         if not ids:
             return {}
         get = self.vector_store.get_by_ids
         try:
             found = get(ids)
-            if {document.id for document in found} - set(ids):  # some stores leave it out
+            if _lacks_ids(found, ids):
                 return {name: found[0].page_content for name in ids if (found := get([name]))}
+        except NotImplementedError:
+            return None
+        return {str(document.id): document.page_content for document in found}
+
+    async def _aheld(self, ids: list[str]) -> Held:
+        """As `_held`, by the client that an asynchronous store may have alone."""
+        if not ids:
+            return {}
+        get = self.vector_store.aget_by_ids
+        try:
+            found = await get(ids)
+            if _lacks_ids(found, ids):
+                return {name: found[0].page_content for name in ids if (found := await get([name]))}
         except NotImplementedError:
             return None
         return {str(document.id): document.page_content for document in found}
@@ -241,6 +270,15 @@ class CachedRAGVectorStore(VectorStore):
         found = [result[0] if isinstance(result, tuple) else result for result in results]
         self._llm.prefetch(_texts(found))
         return results
+
+
+def _named(ids: Ids) -> list[str]:
+    return [name for name in ids or () if name]
+
+
+def _lacks_ids(found: Sequence[Document], ids: Sequence[str]) -> bool:
+    """Whether documents came without their ids, which some stores leave out."""
+    return bool({document.id for document in found} - set(ids))
 
 
 def _texts(documents: Iterable[Document]) -> list[str]:

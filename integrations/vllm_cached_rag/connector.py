@@ -110,6 +110,8 @@ class CachedRAGConnector(KVConnectorBase_V1):
     def _ticket(self, request: Request) -> Ticket | None:
         """The request's ticket, if there is one and its KV is there."""
         ticket = ticket_of(request.kv_transfer_params, request.cache_salt)
+        if ticket is not None and request.lora_request is not None:
+            ticket = "it is for a LoRA adapter, and the KV is that of the model without one"
         if isinstance(ticket, str):
             self._refuse(request, ticket)
             return None

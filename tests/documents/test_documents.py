@@ -219,6 +219,15 @@ def test_search_finds_the_nearest_and_other_connections_see_it(index, tmp_path):
     other.close()
 
 
+def test_of_chunks_that_are_equally_near_a_filter_misses_none(index):
+    """FAISS may have others of one score first when it is asked for more."""
+    many = [str(number) for number in range(300)]
+    index.replace("a", "1", chunks("a", *many), vectors(*[0] * 300))
+    for last in range(0, 300, 7):
+        hits = index.search(vectors(0)[0], 1, where=lambda hit, name=str(last): hit.text == name)
+        assert [hit.text for hit in hits] == [str(last)]
+
+
 def test_replacing_gives_back_texts_that_nobody_has(index):
     assert index.replace("a", "1", chunks("a", "x", "y"), vectors(0, 1)) == []
     assert index.replace("b", "1", chunks("b", "y"), vectors(1)) == []

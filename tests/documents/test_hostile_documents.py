@@ -92,7 +92,7 @@ def test_an_application_s_own_directives_are_unknown_to_documents(tmp_path, secr
         text, opened = read(tmp_path / "a.rst", f"harmless\n\n.. reading:: {secret}\n")
     finally:
         del directives._directives["reading"]
-    assert text == "harmless"
+    assert text.split() == ["harmless", "reading:", str(secret)]
     assert opened == []
 
 
@@ -224,6 +224,23 @@ def test_text_that_docutils_refuses_is_there_with_its_markup(tmp_path):
     assert load_document(tmp_path / "deep.rst").text == deep
 
 
+def test_what_docutils_does_not_know_is_text(tmp_path):
+    lines = [
+        ".. py:function:: spam(eggs, *ham*)\n   :noindex:\n\n   Spam the *eggs*.\n",
+        "   .. deprecated:: 3.5\n      Use :func:`eat`.\n",
+        "   .. code-block:: python\n      :caption: ex.py\n\n      x = 1\n",
+        "====  ====\nbad   table\n===\n",
+        ".. note::\n   :wrong: x\n\n   kept\n",
+        ".. raw:: html\n\n   <b>gone</b>\n",
+        ".. include:: gone.txt\n",
+    ]
+    (tmp_path / "a.rst").write_text("\n".join(lines))
+    text = load_document(tmp_path / "a.rst").text
+    known = "function: spam(eggs, ham) Spam the eggs. deprecated: 3.5 Use eat . x = 1"
+    left = "==== ==== bad table === .. note:: :wrong: x kept"
+    assert " ".join(text.split()) == f"{known} {left}"
+
+
 def test_substitutions_and_contents_do_not_multiply(tmp_path):
     many = "text " + "|a| " * 20_000 + "\n\n.. |a| replace:: " + "more " * 1_000
     contents = "text\n\n" + ".. contents::\n\n" * 500 + "Title\n=====\n\n" * 500
@@ -261,6 +278,11 @@ def test_styles_move_text_by_little(tmp_path):
     style = "padding-left: 90000em; margin-top: 90000em; margin-bottom: 90000em"
     (tmp_path / "a.html").write_text(f"<p style='{style}'>a<p style='{style}'>b" * 100)
     assert len(load_document(tmp_path / "a.html").text) < 10_000
+
+
+def test_what_ends_a_line_or_a_page_parts_words(tmp_path):
+    (tmp_path / "a.txt").write_text("last\fFirst\vnext\x1done\x1f\r\ntwo")
+    assert load_document(tmp_path / "a.txt").text == "last\nFirst\nnext\none\n\ntwo"
 
 
 def test_half_characters_are_dropped(tmp_path, monkeypatch):

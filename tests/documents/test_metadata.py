@@ -91,6 +91,8 @@ def rag(opened):  # noqa: F811
         ({"year": 2001}, {"iron"}),
         ({"year": "2001"}, {"iron"}),
         ({"year": range(2001, 2009)}, {"iron", "zinc"}),
+        ({"year": range(2002, 10**18)}, {"zinc"}),
+        ({"source": range(9)}, set()),
         ({"year": [2000, 2002], "source": ["metals/zinc", "metals/iron"]}, {"zinc"}),
         (lambda hit: "red" in hit.text, {"iron"}),
         ({"year": 1999}, set()),

@@ -44,6 +44,22 @@ def test_an_index_keeps_in_step_with_a_folder(watched, docs):  # noqa: F811
     assert sources(rag) == ["docs/c.txt", "docs/d.txt", "docs/e.txt"]
 
 
+def test_the_first_files_of_an_empty_folder_are_named_by_it(opened, tmp_path):  # noqa: F811
+    folder, stop = tmp_path / "notes", Event()
+    (folder / "sub").mkdir(parents=True)
+    rag = opened()
+    changes = rag.watch(folder, stop=stop)
+    assert next(changes).added == 0
+    (folder / "late.txt").write_text("Tin is soft, and melts in a fire of wood")
+    assert next(changes).added == 1  # by the look through all of it behind the first batch
+    (folder / "late.txt").unlink()
+    assert next(changes).deleted == 1
+    (folder / "sub" / "a.txt").write_text("Silver turns black where there is sulphur in the air")
+    assert next(changes).added == 1
+    assert sources(rag) == ["notes/sub/a.txt"]
+    stop.set()
+
+
 def test_a_bad_file_is_said_and_the_watch_goes_on(watched, docs):  # noqa: F811
     _, changes = watched
     next(changes)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 import threading
 
 import pytest
-from conftest import CHUNKS, NEW_PROMPTS, count_at_rest, tiny_model
+from conftest import CHUNKS, NEW_PROMPTS, TEMPLATE, count_at_rest, tiny_model, tiny_tokenizer
 from doubles import Recording, slow
 from langchain_cached_rag import ChatCachedRAG
+from langchain_core import exceptions
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import (
     AIMessage,
@@ -17,11 +20,19 @@ from langchain_core.messages import (
     RemoveMessage,
     SystemMessage,
     ToolMessage,
+    trim_messages,
 )
 from langchain_core.prompts import ChatPromptTemplate
 from pydantic import ValidationError
 
-from cached_rag import CachedRAG, ConfigError, Engine
+from cached_rag import (
+    BusyError,
+    CachedRAG,
+    ConfigError,
+    ContextOverflowError,
+    Engine,
+    wrap_model,
+)
 
 QUESTION = f"{CHUNKS[0]}\n\nWhy?"
 
@@ -166,6 +177,20 @@ def test_settings_reach_the_engine_and_can_be_bound(llm):
     assert llm.bind(stop=absent).invoke(QUESTION).content == text
 
 
+def test_options_that_change_nothing_are_passed_over(llm):
+    llm = llm.model_copy(update={"temperature": 2.0, "seed": 3})
+    text = llm.invoke(QUESTION).content
+    options = {"timeout": 3, "extra_headers": {"x": "y"}, "extra_query": {}, "temperature": None}
+    bound = llm.bind(**options, max_tokens=None, model=None)
+    answer = bound.invoke(QUESTION)
+    assert (answer.content, answer.response_metadata["model_name"]) == (text, "llama")
+    assert "".join(chunk.content for chunk in bound.stream(QUESTION)) == text
+    assert llm._get_ls_params(temperature=None, model=None)["ls_temperature"] == 2.0
+    assert llm.invoke(QUESTION, seed=None).content  # which is a setting: a new one each time
+    with pytest.raises(ConfigError, match="unknown setting"):
+        llm.invoke(QUESTION, no_such_option=None)
+
+
 def test_an_empty_prompt_is_refused_with_a_reason(llm):
     with pytest.raises(ConfigError, match="message"):
         llm.invoke([])
@@ -211,6 +236,7 @@ def test_a_response_cache_never_mixes_settings(engine):
         *({"top_k": 3}, {"max_tokens": 5}, {"stop": ["x"]}, {"seed": 1}),
         {"repetition_penalty": 1.2},
         {"engine": Engine(tiny_model("qwen3"))},
+        {"engine": Engine(engine.model, chat_template_kwargs={"enable_thinking": False})},
     )
     for count, variant in enumerate(variants, 2):
         ChatCachedRAG(**(base | variant)).invoke(QUESTION)
@@ -364,6 +390,61 @@ def test_one_failure_in_a_batch_is_its_own(llm):
     good, bad = llm.batch(["Hello there", "word " * 2000], return_exceptions=True)
     assert isinstance(good, AIMessage)
     assert "exceed the model's context" in str(bad)
+
+
+def asked_in_all_ways(llm, prompt):
+    async def streamed():
+        return [chunk async for chunk in llm.astream(prompt)]
+
+    yield lambda: llm.invoke(prompt)
+    yield lambda: list(llm.stream(prompt))
+    yield lambda: asyncio.run(llm.ainvoke(prompt))
+    yield lambda: asyncio.run(streamed())
+
+
+def test_errors_are_those_that_agents_know(llm, monkeypatch):
+    """Where langchain-core has them."""
+    theirs = getattr(exceptions, "ContextOverflowError", Exception)
+    for ask in asked_in_all_ways(llm, "word " * 2000):
+        with pytest.raises(ContextOverflowError, match="exceed the model's context") as caught:
+            ask()
+        assert isinstance(caught.value, theirs)
+    monkeypatch.setattr(llm.engine.scheduler, "submit", busy)
+    theirs = getattr(exceptions, "ModelRateLimitError", Exception)
+    for ask in asked_in_all_ways(llm, QUESTION):
+        with pytest.raises(BusyError, match="too many") as caught:
+            ask()
+        assert isinstance(caught.value, theirs)
+        assert pickle.loads(pickle.dumps(caught.value)).retry_after == 7
+
+
+def busy(_):
+    raise BusyError("too many wait", 7)
+
+
+def test_messages_that_a_template_refuses_are_counted_all_the_same(engine):
+    tokenizer = copy.copy(tiny_tokenizer())
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] != 'user' %}{{ raise_exception('no question') }}{% endif %}"
+        + TEMPLATE
+    )
+    model = wrap_model(engine.model.decoder.model, tokenizer, name="strict", revision="1")
+    llm = ChatCachedRAG(engine=Engine(model))
+    question, answer = HumanMessage("Why is copper green?"), AIMessage("Because of the air.")
+    assert llm.get_num_tokens_from_messages([answer]) == len(
+        llm.get_token_ids("AI: Because of the air.")
+    )
+    asked = llm.get_num_tokens_from_messages([question])
+    assert llm.get_num_tokens_from_messages([question, answer]) > asked > 5
+    room = llm.get_num_tokens_from_messages([answer])
+    assert trim_messages([question, answer], max_tokens=room, token_counter=llm) == [answer]
+
+
+def test_an_applications_own_counter_counts(engine):
+    llm = ChatCachedRAG(engine=engine, custom_get_token_ids=lambda text: [*range(len(text))])
+    assert llm.get_token_ids("copper") == [0, 1, 2, 3, 4, 5]
+    assert llm.get_num_tokens("copper") == 6
+    assert llm.get_num_tokens_from_messages([HumanMessage("copper")]) == len("Human: copper")
 
 
 def test_what_langchain_asks_of_a_model(llm):

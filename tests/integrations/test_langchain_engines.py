@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 
 import pytest
 from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 from langchain_cached_rag import CachedRAGLLM, ChatCachedRAG
+from langchain_core.runnables import ConfigurableField
 
 from cached_rag import ConfigError, Engine
 
@@ -60,6 +62,25 @@ def test_copies_with_the_same_settings_load_once(loads):
     llm.invoke("Hello", seed=1)
     assert copy.copy(llm).loaded_engine() is llm.loaded_engine()
     assert loads == ["tiny"]
+
+
+@pytest.mark.parametrize("kind", [ChatCachedRAG, CachedRAGLLM])
+def test_calls_with_configured_fields_load_once(loads, kind):
+    name = f"configured {kind.__name__}"  # an engine of another test may not be collected yet
+    llm = kind(model=name, max_tokens=2)
+    asked = llm.configurable_fields(temperature=ConfigurableField(id="heat"))
+    for heat in (0.1, 0.2):
+        asked.invoke("Hello", {"configurable": {"heat": heat}})
+        gc.collect()
+    assert loads == [name]
+    llm.loaded_engine().close()
+    again = kind(model=name, max_tokens=2)
+    assert again.loaded_engine() is not llm.loaded_engine()
+    assert again.invoke("Hello")
+    del llm, asked, again
+    gc.collect()
+    assert kind(model=name).loaded_engine()
+    assert loads == [name] * 3  # nothing holds what nobody has
 
 
 def test_a_given_engine_is_of_its_own_namespace(engine):

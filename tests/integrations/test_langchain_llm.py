@@ -11,7 +11,7 @@ from langchain_cached_rag import CachedRAGLLM
 from langchain_core.caches import InMemoryCache
 from langchain_core.prompts import PromptTemplate
 
-from cached_rag import Engine
+from cached_rag import Engine, Grammar
 
 PROMPTS = [f"{chunk}\n\nQ: why?\nA:" for chunk in CHUNKS * 2]
 TEMPLATE = PromptTemplate.from_template("Read this.\n\n{context}\n\nQ: {question}\nA:")
@@ -73,13 +73,28 @@ def test_a_batch_is_one_call(llm, monkeypatch):
 def test_a_response_cache_never_mixes_settings(engine, is_async):
     cache = InMemoryCache()
     llm = CachedRAGLLM(engine=engine, max_tokens=4, cache=cache)
-    variants = ({}, {"method": "full"}, {"temperature": 0.5}, {"seed": 1}, {"max_tokens": 5})
+    variants = (
+        *({}, {"method": "full"}, {"temperature": 0.5}, {"seed": 1}, {"max_tokens": 5}),
+        *({"grammar": Grammar.choice(["a"])}, {"grammar": Grammar.choice(["b"])}),
+        *({"logprobs": 1}, {"logprobs": True, "top_logprobs": 2}, {"ignore_eos": True}),
+    )
     for count, variant in enumerate(variants, 1):
         bound = llm.bind(**variant)
         asyncio.run(bound.ainvoke("Why?")) if is_async else bound.invoke("Why?")
         assert len(cache._cache) == count, variant
         assert llm.bind(**variant).invoke("Why?") is not None
         assert len(cache._cache) == count
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_options_that_change_nothing_are_passed_over(llm, is_async):
+    llm = llm.model_copy(update={"cache": InMemoryCache(), "temperature": 2.0, "seed": 3})
+    text = llm.invoke("Why?")
+    options = {"timeout": 3, "extra_headers": {"x": "y"}, "extra_query": {}, "temperature": None}
+    bound = llm.bind(**options, max_tokens=None, model=None)
+    assert (asyncio.run(bound.ainvoke("Why?")) if is_async else bound.invoke("Why?")) == text
+    assert "".join(bound.stream("Why?")) == text
+    assert len(llm.cache._cache) == 1
 
 
 def test_a_result_carries_usage_and_report(llm):

@@ -10,12 +10,14 @@ from conftest import NEW_PROMPTS, smollm2, tiny_model
 from langchain.agents import create_agent
 from langchain.agents.structured_output import ToolStrategy
 from langchain_cached_rag import CachedRAGLLM, ChatCachedRAG
+from langchain_cached_rag.tools import GrowingChunks
 from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
+from langchain_core.utils.json import parse_partial_json
 from pydantic import BaseModel, Field
 
-from cached_rag import ConfigError, Engine, Grammar
+from cached_rag import ConfigError, Engine, Grammar, Tools
 
 
 class Keeper(BaseModel):
@@ -127,6 +129,49 @@ def test_a_call_that_was_cut_off_is_said(llm):
         llm.with_structured_output(Keeper, method="magic")
 
 
+def merged(chunks):
+    first, *others = chunks
+    return sum(others, first)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_streamed_call_that_was_cut_off_is_no_call(llm, is_async):
+    """LangChain closes the strings and braces of what a stream's chunks add up to."""
+
+    async def streamed(bound):
+        return [chunk async for chunk in bound.astream("Who?")]
+
+    bound = llm.bind_tools([Note], tool_choice="Note", parallel_tool_calls=False)
+    for max_tokens in range(36, 48):
+        cut = bound.bind(max_tokens=max_tokens)
+        whole = cut.invoke("Who?")
+        found = merged(asyncio.run(streamed(cut)) if is_async else cut.stream("Who?"))
+        assert found.tool_calls == whole.tool_calls == []
+        assert len(found.invalid_tool_calls) == len(whole.invalid_tool_calls)
+        for one, other in zip(found.invalid_tool_calls, whole.invalid_tool_calls, strict=True):
+            assert one["name"] == other["name"] == "Note"
+            assert one["args"].startswith(other["args"])
+        assert found.response_metadata["finish_reason"] == "length"
+    assert found.invalid_tool_calls
+
+
+def test_a_call_may_be_cut_off_anywhere(llm):
+    """Only the call that is not whole gets more arguments, which no closing makes an object."""
+    tools = Tools(llm.engine.tokenization, llm.bind_tools([weather, Note]).kwargs["tools"])
+    form = tools.tokenization.call_form
+    whole = '{"city": "R\\"o\\\\", "a": [[1, {"b": [2, "]"], "c": []}]]}'
+    begin = form.opening + form.begin
+    assert form.separator is not None
+    first = begin + "weather" + form.middle + '{"city": "Rome"}' + form.end
+    for end in range(len(whole)):
+        growing = GrowingChunks(tools)
+        growing.push(first + form.separator + form.begin + "Note" + form.middle + whole[:end])
+        _, (tail,), is_called = growing.end()
+        assert is_called
+        assert tail["index"] == 1
+        assert not isinstance(parse_partial_json(whole[:end] + tail["args"]), dict)
+
+
 def test_any_object_in_json_mode(llm):
     bound = llm.bind(response_format={"type": "json_object"})
     assert bound.invoke("x").text.startswith("{")
@@ -188,6 +233,29 @@ def test_an_agent_calls_a_tool_and_gives_an_object(llm):
     found = agent.invoke({"messages": [("human", "Is it warm?")]}, {"recursion_limit": 40})
     assert isinstance(found["structured_response"], Keeper)
     assert seen
+
+
+def test_an_agent_makes_no_call_that_was_cut_off(llm):
+    written = []
+
+    @tool
+    def write(text: str) -> str:
+        """Write a text down."""
+        written.append(text)
+        return "done"
+
+    class Forced(ChatCachedRAG):
+        def bind_tools(self, tools, **kwargs):
+            kwargs |= {"tool_choice": "write", "parallel_tool_calls": False}
+            return super().bind_tools(tools, **kwargs)
+
+    agent = create_agent(Forced(engine=llm.engine, max_tokens=60), [write])
+    asked = {"messages": [("human", "Write it down.")]}
+    list(agent.stream(asked, {"recursion_limit": 6}, stream_mode="messages"))
+    assert written == []
+    # Only streams were affected, and this one had the call.
+    *_, last = agent.invoke(asked, {"recursion_limit": 6})["messages"]
+    assert [bad["name"] for bad in last.invalid_tool_calls] == ["write"]
 
 
 def test_prompts_are_counted_with_their_tools(llm):

@@ -163,3 +163,20 @@ def test_two_models_are_one_too_many(llm):
         CachedRetriever(retriever=retriever(), llm=chain)
     first = llm.with_fallbacks([other])
     assert CachedRetriever(retriever=retriever(), llm=first).llm is llm
+
+
+def test_alternative_models_each_have_a_retriever(llm):
+    """One around all of them would let one model learn what another is asked."""
+    other = ChatCachedRAG(engine=Engine(tiny_model("qwen2"), NEW_PROMPTS))
+    field = ConfigurableField(id="model")
+    with pytest.raises(ValueError, match="has 2 models in it"):
+        CachedRetriever(
+            retriever=retriever(), llm=llm.configurable_alternatives(field, other=other)
+        )
+    only = OTHER.configurable_alternatives(field, other=other)
+    assert CachedRetriever(retriever=retriever(), llm=only).llm is other
+    both = CachedRetriever(retriever=retriever(), llm=llm).configurable_alternatives(
+        field, other=CachedRetriever(retriever=retriever(), llm=other)
+    )
+    both.invoke("Who lit the lamp?", {"configurable": {"model": "other"}})
+    assert [knows(model.engine) for model in (llm, other)] == [False, True]

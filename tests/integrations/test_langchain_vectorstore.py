@@ -197,6 +197,47 @@ def test_documents_change_asynchronously(store, llm):
     assert has_kv(llm, CHANGED)
 
 
+class Asynchronous(InMemoryVectorStore):
+    """A store whose client is an asynchronous one."""
+
+    is_open = has_ids = True
+
+    async def aget_by_ids(self, ids, /):
+        if not self.is_open:
+            raise NotImplementedError
+        found = [self.store[name] for name in ids if name in self.store]
+        kept = {"id": None} if not self.has_ids else {}
+        return [Document(**{"page_content": one["text"], "id": one["id"], **kept}) for one in found]
+
+    async def adelete(self, ids=None, **kwargs):
+        InMemoryVectorStore.delete(self, ids)
+
+    def get_by_ids(self, ids, /):
+        raise AssertionError("the client is asynchronous")
+
+    delete = add_documents = get_by_ids
+
+
+@pytest.mark.parametrize("kept", [{}, {"has_ids": False}, {"is_open": False}], ids=str)
+def test_a_store_with_an_asynchronous_client_is_asked_by_it(llm, kept):
+    inner = Asynchronous(FAKE)
+    vars(inner).update(kept)
+
+    async def main():
+        store = CachedRAGVectorStore(inner, llm)
+        await store.aadd_documents(documents())
+        if inner.is_open:  # a later process asks it
+            store.close()
+            store = CachedRAGVectorStore(inner, llm)
+        await store.aadd_texts([CHANGED], ids=IDS[:1])
+        await store.adelete(IDS[1:2])
+        store.close()
+
+    asyncio.run(main())
+    assert held(llm) == [False, False, True]
+    assert has_kv(llm, CHANGED)
+
+
 def test_an_id_in_its_other_spelling_means_the_same_document(llm):
     store = CachedRAGVectorStore(qdrant(), llm)
     store.add_documents(

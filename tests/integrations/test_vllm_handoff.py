@@ -110,6 +110,7 @@ def request_of(handed, **changes):
         prompt_token_ids=handed.token_ids,
         kv_transfer_params=changes.get("params", fields["kv_transfer_params"]),
         cache_salt=changes.get("salt", fields["cache_salt"]),
+        lora_request=changes.get("lora"),
     )
 
 
@@ -163,6 +164,19 @@ def test_vllm_keeps_what_it_has(connector_class, node):
 def test_without_salt_or_ticket_vllm_computes_all(connector_class, node, changes):
     vllm = Vllm(connector_class, node.settings)
     assert vllm.step(request_of(prefilled(node), **changes))[0] == 0
+
+
+def test_a_request_for_a_lora_adapter_gets_no_kv_of_the_model_without_it(
+    connector_class, node, caplog
+):
+    vllm = Vllm(connector_class, node.settings)
+    asked = request_of(prefilled(node), lora=SimpleNamespace(lora_name="poems"))
+    for _ in range(2):  # vLLM may ask several times
+        count, _, kv = vllm.step(asked)
+        assert count == 0
+        assert not kv.any()
+    assert caplog.text.count("LoRA adapter") == 1
+    assert vllm.step(request_of(prefilled(node)))[0] > 0
 
 
 def test_other_tokens_and_other_models_find_nothing(connector_class, node):
