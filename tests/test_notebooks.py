@@ -12,8 +12,12 @@ from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
-# Times, rates and scores differ from machine to machine; whole numbers are counts and do not.
-MEASURED = re.compile(r"_(?:ms|bytes)'?[:=] ?[\d.]+|\d+\.\d+|\b\d+(?= ?(?:ms|s|%)(?!\w))")
+# Times, rates and scores differ from machine to machine; whole numbers are counts and do not, but
+# for those of drafts, which follow the answers' words.
+MEASURED = re.compile(
+    r"(?:_(?:ms|bytes)|(?:drafted|accepted)_tokens)'?[:=] ?[\d.]+"
+    r"|\d+\.\d+|\b\d+(?= ?(?:ms|s|%)(?!\w))"
+)
 # What stays of a cell that prints answers, or what else a rounding may turn: how much was reused.
 COUNTED = re.compile(r"\d+(?: of \d+)? prompt tokens(?: from cache)?|\d+ chunks hit, \d+ missed")
 

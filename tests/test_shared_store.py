@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -271,7 +272,12 @@ def test_the_settings_of_both_integrations_reach_the_store(monkeypatch):
     from llama_index.llms.cached_rag import CachedRAGLLM
 
     given = []
-    monkeypatch.setattr(Engine, "shared", lambda *_, store, **__: given.append(store))
+
+    def shared(*_, store, **__):
+        given.append(store)
+        return SimpleNamespace(library=SimpleNamespace(namespace=""))
+
+    monkeypatch.setattr(Engine, "shared", shared)
     address, secret = "redis://u:password@h", "0123456789abcdef"
     models = [
         ChatCachedRAG(model="none", remote=address, signing_key=secret),
