@@ -278,6 +278,13 @@ def test_options_before_a_command_that_does_not_have_them_are_refused(model_fold
     assert "model stand before kernels" in str(done.exception)
 
 
+def test_files_for_results_are_looked_at_before_anything_is_measured(tmp_path):
+    for path in (tmp_path, tmp_path / "nowhere" / "rows.csv"):
+        for option in ("--csv", "--plot"):
+            done = run(cli.app, ["eval", "--data", "no.jsonl", "--model", "none", option, path])
+            assert "name a file in a folder that is there" in str(done.exception)
+
+
 def test_bench_serving_prints_a_row_for_each_way(model_folder):
     sizes = ["--shared-tokens", 600, "--private-tokens", 20, "--new-tokens", 4, "--repeats", 1]
     rows = bench("serving", "--model", model_folder, *sizes, "--requests", "3,5")

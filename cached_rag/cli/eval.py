@@ -18,6 +18,7 @@ from cached_rag.cli.options import (
     Weights,
     names,
     numbers,
+    to_write,
 )
 from cached_rag.cli.terminal import Json, err, out, print_json, print_table
 from cached_rag.config import DEFAULT_MODEL
@@ -66,7 +67,8 @@ def evaluate_command(
         ),
     ] = None,
     csv_file: Annotated[
-        Path | None, typer.Option("--csv", help="Write the rows to this file, too.")
+        Path | None,
+        typer.Option("--csv", callback=to_write, help="Write the rows to this file, too."),
     ] = None,
     plot: Plot = None,
     dtype: Dtype = None,

@@ -32,6 +32,18 @@ def at_home(path: Path | None) -> Path | None:
         raise ConfigError(f"{path}: {error}; write the whole path") from error
 
 
+def to_write(path: Path | None) -> Path | None:
+    """A file for results, of which it is known before they are measured that it can be written.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    path = at_home(path)
+    if path and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise ConfigError(f"{path} cannot be written; name a file in a folder that is there")
+    return path
+
+
 Index = Annotated[Path, typer.Option("--index", callback=at_home, help="Folder of the index.")]
 Model = Annotated[str, typer.Option(help=_MODEL)]
 IndexModel = Annotated[
@@ -95,7 +107,10 @@ Seed = Annotated[int | None, typer.Option(help="Makes random answers repeatable.
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
 NewTokens = Annotated[int, typer.Option(help="Tokens of an answer.")]
 Repeats = Annotated[int, typer.Option(help="Rounds that are measured, after a round to warm up.")]
-Plot = Annotated[Path | None, typer.Option(help="Draw the figures to this file (.png, .svg, ...).")]
+Plot = Annotated[
+    Path | None,
+    typer.Option(callback=to_write, help="Draw the figures to this file (.png, .svg, ...)."),
+]
 
 
 def require_index(index: Path) -> None:
