@@ -252,8 +252,9 @@ class _Parser(Parser):
 def _spell_errors(document: nodes.document) -> None:
     """Put in the place of an error, which nobody would see, the block that it is about."""
     for message in list(document.findall(nodes.system_message)):
-        if message["level"] >= Reporter.ERROR_LEVEL:
-            message.replace_self(list(message.findall(nodes.literal_block)))
+        blocks = list(message.findall(nodes.literal_block))  # of what is inline the text stays
+        if blocks and message["level"] >= Reporter.ERROR_LEVEL:
+            message.replace_self(blocks)
 
 
 def _bound_substitutions(document: nodes.document, most: int) -> None:

@@ -231,13 +231,14 @@ def test_what_docutils_does_not_know_is_text(tmp_path):
         "   .. code-block:: python\n      :caption: ex.py\n\n      x = 1\n",
         "====  ====\nbad   table\n===\n",
         ".. note::\n   :wrong: x\n\n   kept\n",
+        "A :No-Role:`x`, *that* is |nothing|.\n",
         ".. raw:: html\n\n   <b>gone</b>\n",
         ".. include:: gone.txt\n",
     ]
     (tmp_path / "a.rst").write_text("\n".join(lines))
     text = load_document(tmp_path / "a.rst").text
     known = "function: spam(eggs, ham) Spam the eggs. deprecated: 3.5 Use eat . x = 1"
-    left = "==== ==== bad table === .. note:: :wrong: x kept"
+    left = "==== ==== bad table === .. note:: :wrong: x kept A :No-Role:`x`, that is |nothing|."
     assert " ".join(text.split()) == f"{known} {left}"
 
 
