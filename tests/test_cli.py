@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 from test_rag import WordEmbedding
 from typer.testing import CliRunner
 
-from cached_rag import CachedRAG, ConfigError, DocumentError, StoreError
+from cached_rag import CachedRAG, CachedRAGError, ConfigError, DocumentError, StoreError
 from cached_rag.cli import demo
 from cached_rag.cli import main as cli
 from cached_rag.cli.terminal import plain, print_json, sooner
@@ -111,6 +111,13 @@ def test_demo_names_its_folder_as_it_is_called(tmp_path, monkeypatch, model_fold
     shown = run(cli.app, ["demo", "--index", str(odd), "--model", model_folder])
     assert shown.exit_code == 0, shown.exception
     assert f"The index is in {odd};" in shown.stdout
+
+
+def test_demo_refuses_a_file_where_its_folder_would_be(tmp_path, model_folder):
+    (tmp_path / "file").write_text("")
+    refused = run(cli.app, ["demo", "--index", str(tmp_path / "file"), "--model", model_folder])
+    assert isinstance(refused.exception, CachedRAGError)
+    assert "cannot be written" in str(refused.exception)
 
 
 def test_explain_says_before_it_answers_that_it_cannot_write(index, tmp_path, monkeypatch):
@@ -531,6 +538,9 @@ def test_eval_prints_rows_and_writes_files(model_folder, tmp_path):
         (["doctor", "--model", "./no-model"], "there is no model folder"),
         (["eval", "--data", "x.jsonl", "--methods", "nope"], "method 'nope' is not one of"),
         (["eval", "--data", "x.jsonl", "--ratio", "much"], "a ratio is a number"),
+        (["bench", "answers", "--prompt-tokens", "0"], "prompt tokens are whole numbers, 1 or"),
+        (["bench", "traffic", "x.jsonl", "--clients", "4,-1"], "clients are whole numbers, 1 or"),
+        (["bench", "traffic", "x.jsonl", "--clients", ","], "clients are whole numbers, 1 or"),
         (["doctor", "--model", "x.gguf"], "there is no GGUF file"),
         (["doctor", "--model", "smollm2-135m", "--dtype", "int7"], "dtype 'int7' is not one of"),
     ],
@@ -560,6 +570,10 @@ def test_errors_are_one_line_and_exit_1(arguments, message, monkeypatch, capsys,
         "bench kernels",
         "bench traffic",
         "bench answers",
+        "bench peers",
+        "bench mixing",
+        "bench stored",
+        "bench weights",
         "serve",
         "store stats",
         "store verify",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,20 +12,17 @@ from cached_rag.cli.bench_answers import answers, chat, memory, weights_formats
 from cached_rag.cli.bench_peers import peers_command
 from cached_rag.cli.bench_quality import mixing, signals
 from cached_rag.cli.bench_scale import scale
+from cached_rag.cli.bench_serving import attention, kernels, serving, traffic
 from cached_rag.cli.bench_stored import stored
 from cached_rag.cli.options import (
     BackendName,
     Device,
-    Drafts,
     Dtype,
     Methods,
     Model,
-    NewTokens,
-    Plot,
     Repeats,
     Weights,
     names,
-    numbers,
 )
 from cached_rag.cli.terminal import (
     Json,
@@ -36,7 +31,6 @@ from cached_rag.cli.terminal import (
     print_json,
     print_machine,
     print_markdown,
-    print_rows,
     print_table,
 )
 from cached_rag.config import DEFAULT_MODEL
@@ -56,11 +50,13 @@ bench_app = typer.Typer(
 def ttft(
     context: typer.Context,
     model: Model = DEFAULT_MODEL,
-    chunks: Annotated[int, typer.Option("--chunks", "--modules", help="Chunks in the prompt.")] = 8,
+    chunks: Annotated[
+        int, typer.Option("--chunks", "--modules", min=1, help="Chunks in the prompt.")
+    ] = 8,
     chunk_tokens: Annotated[
-        int, typer.Option("--chunk-tokens", "--module-tokens", help="Tokens of each chunk.")
+        int, typer.Option("--chunk-tokens", "--module-tokens", min=1, help="Tokens of each chunk.")
     ] = 512,
-    question_tokens: Annotated[int, typer.Option(help="Tokens of the question.")] = 32,
+    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 32,
     methods: Methods = "reuse,cacheblend",
     ratio: Annotated[float, typer.Option(help="Share of cached tokens to recompute.")] = 0.15,
     repeats: Repeats = 5,
@@ -148,171 +144,6 @@ def _refuse_options(context: typer.Context) -> None:
         )
 
 
-@bench_app.command()
-def serving(
-    model: Model = DEFAULT_MODEL,
-    shared_tokens: Annotated[int, typer.Option(help="Tokens that all prompts begin with.")] = 2048,
-    private_tokens: Annotated[int, typer.Option(help="Tokens of each prompt's own.")] = 128,
-    requests: Annotated[
-        str, typer.Option(help="Requests at the same time, comma-separated.")
-    ] = "16",
-    new_tokens: NewTokens = 32,
-    methods: Annotated[
-        str, typer.Option(help="Ways to serve, comma-separated.")
-    ] = "relay,copied,recomputed,sequential",
-    rates: Annotated[
-        str,
-        typer.Option(
-            help="Send requests at random times instead: requests a second, comma-separated."
-        ),
-    ] = "",
-    repeats: Repeats = 3,
-    dtype: Dtype = None,
-    device: Device = None,
-    weights: Weights = "as stored",
-    as_json: Json = False,
-) -> None:
-    """Many answers to prompts with one beginning: its KV shared, copied, recomputed, or in turn."""
-    from cached_rag import load_model
-    from cached_rag.backends.thread import submit
-    from cached_rag.benchmarks import bench_arrivals, bench_serving, machine
-
-    loaded = submit(lambda: load_model(model, dtype, device, weights)).result()
-    counts = numbers(requests, int, "requests are whole numbers")
-    options: dict[str, Any] = {
-        "shared_tokens": shared_tokens,
-        "private_tokens": private_tokens,
-        "new_tokens": new_tokens,
-        "methods": names(methods),
-    }
-    rows: list[Any] = []
-    if rates:
-        given = numbers(rates, float, "rates are numbers")
-        rows += bench_arrivals(loaded, given, requests=counts[0], **options)
-    else:
-        for count in counts:
-            timing = partial(bench_serving, loaded, requests=count, repeats=repeats, **options)
-            rows += submit(timing).result()
-    print_rows(rows, machine(loaded), as_json=as_json)
-
-
-@bench_app.command()
-def attention(
-    model: Model = DEFAULT_MODEL,
-    batches: Annotated[
-        str, typer.Option(help="Answers in a batch, comma-separated.")
-    ] = "1,4,8,16,32",
-    shared_tokens: Annotated[
-        str, typer.Option(help="Tokens that all answers share, comma-separated.")
-    ] = "512,1024,2048,4096",
-    private_tokens: Annotated[int, typer.Option(help="Tokens of each answer's own.")] = 128,
-    plot: Plot = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    weights: Weights = "as stored",
-    as_json: Json = False,
-) -> None:
-    """One layer's attention, shared KV read once or copied; beside it RelayAttention's theory."""
-    from cached_rag import load_model
-    from cached_rag.benchmarks import bench_attention, machine, plot_attention, query_heads
-
-    loaded = load_model(model, dtype, device, weights)
-    rows = bench_attention(
-        loaded.shapes,
-        query_heads(loaded),
-        batches=numbers(batches, int, "batches are whole numbers"),
-        lengths=numbers(shared_tokens, int, "shared tokens are whole numbers"),
-        private_tokens=private_tokens,
-    )
-    if plot is not None:
-        plot_attention(rows, plot)
-    print_rows(rows, machine(loaded), as_json=as_json)
-
-
-@bench_app.command()
-def kernels(
-    model: Model = DEFAULT_MODEL,
-    tokens: Annotated[
-        str, typer.Option(help="Tokens that attend, comma-separated.")
-    ] = "1,2,4,8,16,32,64,128",
-    keys: Annotated[
-        str, typer.Option(help="Keys that they attend to, comma-separated.")
-    ] = "256,512,1024,1536,2048,3072,4096,8192",
-    repeats: Repeats = 15,
-    dtype: Dtype = None,
-    device: Device = None,
-    weights: Weights = "as stored",
-    as_json: Json = False,
-) -> None:
-    """Attention over keys that all tokens see: torch's flash kernel against matrix products."""
-    from cached_rag import load_model
-    from cached_rag.benchmarks import bench_kernels, machine, query_heads
-
-    loaded = load_model(model, dtype, device, weights)
-    rows = bench_kernels(
-        loaded.shapes,
-        query_heads(loaded),
-        tokens=numbers(tokens, int, "tokens are whole numbers"),
-        keys=numbers(keys, int, "keys are whole numbers"),
-        repeats=repeats,
-    )
-    print_rows(rows, machine(loaded), as_json=as_json)
-
-
-@bench_app.command()
-def traffic(
-    data: Annotated[list[Path], typer.Argument(help="Question sets (.jsonl).")],
-    model: Model = DEFAULT_MODEL,
-    methods: Methods = "full,prefix,auto",
-    limit: Annotated[int, typer.Option(help="Questions of each set.")] = 24,
-    clients: Annotated[
-        str, typer.Option(help="How many ask at the same time, comma-separated.")
-    ] = "4",
-    shared_chunks: Annotated[
-        int, typer.Option(help="Draw each question's chunks from the first so many of its set.")
-    ] = 0,
-    new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 32,
-    drafts: Drafts = True,
-    vllm: Annotated[
-        str | None, typer.Option(help="Address of a vLLM server, which is asked, too.")
-    ] = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    weights: Weights = "as stored",
-    backend: BackendName = "transformers",
-    as_json: Json = False,
-) -> None:
-    """Several clients with questions over shared chunks: requests a second, time to first token."""
-    from cached_rag import Engine
-    from cached_rag.benchmarks import NEW_PROMPTS, bench_traffic, drawn, machine
-    from cached_rag.benchmarks.peers.vllm import Vllm
-    from cached_rag.evaluation import load_examples
-
-    how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
-    how["backend"] = backend
-    counts = numbers(clients, int, "clients are whole numbers")
-    server = Vllm(vllm) if vllm else None
-    with Engine.load(model, store=NEW_PROMPTS, **how) as engine:
-        rows = []
-        for path in data:
-            loaded = load_examples(path, limit)
-            examples: list[tuple[Sequence[str], str]] = [(e.chunks, e.question) for e in loaded]
-            if shared_chunks:
-                examples = drawn(examples, shared_chunks)
-            rows += bench_traffic(
-                engine,
-                examples,
-                name=path.stem,
-                methods=names(methods),
-                clients=counts,
-                new_tokens=new_tokens,
-                drafts=drafts,
-                vllm=server,
-            )
-        facts = machine(engine.model)
-    print_rows(rows, facts, as_json=as_json)
-
-
 @bench_app.command("models")
 def models(
     models: Annotated[
@@ -340,12 +171,9 @@ def architectures(as_json: Json = False) -> None:
     print_markdown(bench_architectures(), machine(), as_json=as_json)
 
 
-bench_app.command()(answers)
+for command in (serving, attention, kernels, traffic, answers, mixing, signals, memory, chat):
+    bench_app.command()(command)
 bench_app.command("peers")(peers_command)
-bench_app.command()(mixing)
-bench_app.command()(signals)
-bench_app.command()(memory)
-bench_app.command()(chat)
 bench_app.command()(scale)
 bench_app.command()(stored)
 bench_app.command("weights")(weights_formats)

@@ -18,8 +18,8 @@ from cached_rag.cli.options import (
     NewTokens,
     Repeats,
     Weights,
+    counts,
     names,
-    numbers,
 )
 from cached_rag.cli.terminal import Json, err, print_rows
 from cached_rag.config import DEFAULT_MODEL
@@ -30,10 +30,10 @@ _ROOM = 128  # a prompt is some tokens longer than asked for if its chunks do no
 
 def chat(
     model: Model = DEFAULT_MODEL,
-    documents: Annotated[int, typer.Option(help="Documents in the system message.")] = 7,
-    document_tokens: Annotated[int, typer.Option(help="Tokens of each document.")] = 512,
-    turns: Annotated[int, typer.Option(help="Questions of the chat.")] = 7,
-    question_tokens: Annotated[int, typer.Option(help="Tokens of each question.")] = 32,
+    documents: Annotated[int, typer.Option(min=1, help="Documents in the system message.")] = 7,
+    document_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each document.")] = 512,
+    turns: Annotated[int, typer.Option(min=1, help="Questions of the chat.")] = 7,
+    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each question.")] = 32,
     new_tokens: NewTokens = 32,
     methods: Methods = "full,prefix,auto",
     repeats: Repeats = 3,
@@ -78,7 +78,9 @@ def answers(
     prompt_tokens: Annotated[
         str, typer.Option(help="Lengths of prompts, comma-separated.")
     ] = "1024,4096,8000",
-    chunk_tokens: Annotated[int, typer.Option(help="About how many tokens a chunk has.")] = 512,
+    chunk_tokens: Annotated[
+        int, typer.Option(min=1, help="About how many tokens a chunk has.")
+    ] = 512,
     new_tokens: NewTokens = 64,
     texts: Annotated[Path, typer.Option(help="Folder of plain texts to cut chunks from.")] = CORPUS,
     repeats: Repeats = 3,
@@ -93,7 +95,7 @@ def answers(
     from cached_rag.benchmarks import bench_answers, machine, make_questions
     from cached_rag.benchmarks.peers import Means, open_peers
 
-    lengths = numbers(prompt_tokens, int, "prompt tokens are whole numbers")
+    lengths = counts(prompt_tokens, "prompt tokens")
     corpus = _joined(texts)
     # Nothing is kept of finished prompts, and nothing is computed while another peer answers.
     store = StoreConfig(sequence_bytes=0, write_back=False, learn_prefixes=False)
@@ -134,8 +136,10 @@ def memory(
     gguf: Annotated[
         Path | None, typer.Option(help="File for llama.cpp; without it, the model's own.")
     ] = None,
-    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompts.")] = 4096,
-    chunk_tokens: Annotated[int, typer.Option(help="About how many tokens a chunk has.")] = 512,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompts.")] = 4096,
+    chunk_tokens: Annotated[
+        int, typer.Option(min=1, help="About how many tokens a chunk has.")
+    ] = 512,
     new_tokens: NewTokens = 64,
     texts: Annotated[Path, typer.Option(help="Folder of plain texts to cut chunks from.")] = CORPUS,
     repeats: Repeats = 3,
@@ -177,7 +181,7 @@ def weights_formats(
     ],
     model: Model = DEFAULT_MODEL,
     formats: Annotated[str, typer.Option(help="Formats to compare with bf16.")] = "as stored",
-    texts: Annotated[int, typer.Option(help="Texts that are read.")] = 40,
+    texts: Annotated[int, typer.Option(min=1, help="Texts that are read.")] = 40,
     dtype: Dtype = None,
     repeats: Repeats = 20,
     as_json: Json = False,

@@ -32,7 +32,9 @@ def peers_command(
     scenarios: Annotated[
         str, typer.Option(help="What is asked, comma-separated: cold, stream, document, chat.")
     ] = "cold,stream,document,chat",
-    questions: Annotated[int, typer.Option(help="Questions of each, after one to warm up.")] = 10,
+    questions: Annotated[
+        int, typer.Option(min=1, help="Questions of each, after one to warm up.")
+    ] = 10,
     gguf: Annotated[
         Path | None, typer.Option(help="File for llama.cpp; without it, the model's own.")
     ] = None,

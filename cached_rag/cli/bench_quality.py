@@ -14,7 +14,7 @@ from cached_rag.config import DEFAULT_MODEL
 Data = Annotated[
     list[Path], typer.Argument(help="Question sets (.jsonl), as `cached-rag eval` reads them.")
 ]
-Limit = Annotated[int | None, typer.Option(help="Most questions of a file.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Most questions of a file.")]
 
 
 def mixing(

@@ -33,15 +33,15 @@ def scale(
     chunks: Annotated[
         str, typer.Option(help="Numbers of chunks, comma-separated.")
     ] = "1e4,1e5,1e6,1e7,1e8",
-    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 256,
-    workers: Annotated[int, typer.Option(help="How many workers prefill.")] = 16,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 256,
+    workers: Annotated[int, typer.Option(min=1, help="How many workers prefill.")] = 16,
     worker_hour: Annotated[float, typer.Option(help="Dollars for a worker for an hour.")] = 0.1,
     memory: Annotated[float, typer.Option(help=f"{_PRICE} in memory.")] = 3.0,
     disk: Annotated[float, typer.Option(help=f"{_PRICE} on disk.")] = 0.08,
     objects: Annotated[float, typer.Option(help=f"{_PRICE} in an object store.")] = 0.023,
     read_gb_s: Annotated[float, typer.Option(help="GB a second at which KV is read back.")] = 1.0,
     answers: Annotated[float, typer.Option(help="Answers in a month.")] = 1e6,
-    per_answer: Annotated[int, typer.Option("-k", help="Chunks of an answer.")] = 6,
+    per_answer: Annotated[int, typer.Option("-k", min=1, help="Chunks of an answer.")] = 6,
     exponent: Annotated[
         float, typer.Option(help="Of Zipf's law: how much more often popular chunks are used.")
     ] = 1.0,

@@ -19,8 +19,8 @@ def stored(
     chunks: Annotated[
         str, typer.Option(help="Numbers of chunks, comma-separated, growing.")
     ] = "100,1000,10000",
-    per_prompt: Annotated[int, typer.Option("-k", help="Chunks of a prompt.")] = 16,
-    prompts: Annotated[int, typer.Option(help="Prompts of each, after one to warm up.")] = 9,
+    per_prompt: Annotated[int, typer.Option("-k", min=1, help="Chunks of a prompt.")] = 16,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each, after one to warm up.")] = 9,
     folder: Annotated[
         Path | None,
         typer.Option(help="An empty folder for the files, which stay; else a temporary one."),

@@ -36,9 +36,9 @@ def demo_command(
     """
     from cached_rag import CachedRAG
 
-    documents = _copied(index / "documents")
     # Each question is asked twice, and what the first left would serve the second.
     with CachedRAG.open(index, model or MODEL, codec=codec, sequence_bytes=0) as rag:
+        documents = _copied(index / "documents")
         out.print(f"Loading {rag.settings['model']} ...", markup=False, soft_wrap=True)
         summary = rag.ingest(documents)
         out.print(

@@ -44,11 +44,14 @@ def evaluate_command(
         ),
     ] = "0.15",
     model: Model = DEFAULT_MODEL,
-    limit: Annotated[int | None, typer.Option(help="Most questions of a file.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most questions of a file.")] = None,
     chunks: Annotated[
-        int | None, typer.Option(help="Most chunks of a question, those with its answer first.")
+        int | None,
+        typer.Option(min=1, help="Most chunks of a question; its answer's come first."),
     ] = None,
-    join: Annotated[int, typer.Option(help="Make one chunk of so many that are neighbours.")] = 1,
+    join: Annotated[
+        int, typer.Option(min=1, help="Make one chunk of so many that are neighbours.")
+    ] = 1,
     answer_in: Annotated[
         str,
         typer.Option(

@@ -105,8 +105,10 @@ Temperature = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option(help="Makes random answers repeatable.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
-NewTokens = Annotated[int, typer.Option(help="Tokens of an answer.")]
-Repeats = Annotated[int, typer.Option(help="Rounds that are measured, after a round to warm up.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="Tokens of an answer.")]
+Repeats = Annotated[
+    int, typer.Option(min=1, help="Rounds that are measured, after a round to warm up.")
+]
 Plot = Annotated[
     Path | None,
     typer.Option(callback=to_write, help="Draw the figures to this file (.png, .svg, ...)."),
@@ -183,3 +185,11 @@ def numbers(text: str, kind: Callable[[str], Number], what: str) -> list[Number]
         return [kind(part) for part in names(text)]
     except ValueError:
         raise ConfigError(f"{what}, comma-separated where several, not {text!r}") from None
+
+
+def counts(text: str, what: str) -> list[int]:
+    """Whole numbers between commas, each 1 or more; see `numbers`."""
+    found = numbers(text, int, f"{what} are whole numbers")
+    if not found or min(found) < 1:
+        raise ConfigError(f"{what} are whole numbers, 1 or more, not {text!r}")
+    return found

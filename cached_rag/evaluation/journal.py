@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,19 @@ class Journal:
             machine: where those that are added come from, see `benchmarks.machine`.
 
         Raises:
-            EvaluationError: the file is another run's, or damaged.
+            EvaluationError: the file is another run's, or damaged, or cannot be read and written.
         """
         facts = machine or {}
         self.path = path
         self._origin = {name: facts.get(name) for name in _ORIGIN}
         self._rows: dict[Key, dict[str, Any]] = {}
         head = json.dumps({"run": run}, sort_keys=True)
-        if path.exists():
-            self._load(head)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(head + "\n", encoding="utf-8")
+        with _reported(path):
+            if path.exists():
+                self._load(head)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(head + "\n", encoding="utf-8")
 
     def _load(self, head: str) -> None:
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -71,15 +73,30 @@ class Journal:
         return key in self._rows
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add one measurement with its origin, and write it to the file."""
+        """Add one measurement with its origin, and write it to the file.
+
+        Raises:
+            EvaluationError: the file cannot be written.
+        """
         row = {**row, "origin": self._origin}
-        with self.path.open("a", encoding="utf-8") as file:
+        with _reported(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         self._keep(row)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """All measurements, oldest first."""
         yield from self._rows.values()
+
+
+@contextmanager
+def _reported(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EvaluationError(
+            f"measurements cannot be kept in {path}: {error.strerror or error}; make room or give "
+            "this user the right to write it, or name another file with --journal"
+        ) from error
 
 
 def origins(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -73,9 +73,8 @@ class SchemaTemplate:
         for name in self.variables:
             if name not in values:
                 raise PMLError(f"no value for {{{name}}}{nearest(name, values)}")
-        parts = tuple(_filled(part, values) for part in self.parts)
         arguments = {name: text.format(**values) for name, text in self.arguments.items()}
-        return self.schema.prompt(*(p for p in parts if p != ""), **arguments)
+        return self.schema.prompt(*_filled(self.parts, values), **arguments)
 
 
 def _texts(parts: Sequence[Part]) -> Iterator[str]:
@@ -87,11 +86,17 @@ def _texts(parts: Sequence[Part]) -> Iterator[str]:
             yield part.text if isinstance(part, Said) else part
 
 
-def _filled(part: Part, values: Mapping[str, object]) -> Part:
+def _filled(parts: Sequence[Part], values: Mapping[str, object]) -> list[Part]:
+    """The parts with their values; of a text whose values are empty nothing is left."""
+    filled = (_fill(part, values) for part in parts)
+    return [part for part in filled if part != ""]
+
+
+def _fill(part: Part, values: Mapping[str, object]) -> Part:
     if isinstance(part, str):
         return part.format(**values)
     if isinstance(part, Said):
         return replace(part, text=part.text.format(**values))
-    inside = [_filled(inner, values) for inner in part.parts]
+    inside = _filled(part.parts, values)
     arguments = {name: text.format(**values) for name, text in part.arguments.items()}
     return Import(part.name, *inside, **arguments).at(part.where)  # type: ignore[arg-type]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import statistics
 from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -173,6 +176,16 @@ def test_a_journal_of_another_run_is_refused(tmp_path):
         file.write("nonsense\n")
     with pytest.raises(EvaluationError, match="line 2"):
         Journal(tmp_path / "j.jsonl", {"model": "one"})
+
+
+def test_a_journal_that_cannot_be_kept_says_so(tmp_path, monkeypatch):
+    with pytest.raises(EvaluationError, match=r"cannot be kept in .*--journal"):
+        Journal(tmp_path, {})  # a folder
+    journal = Journal(tmp_path / "j.jsonl", {})
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(Path, "open", Mock(side_effect=full))
+    with pytest.raises(EvaluationError, match=r"No space left .* make room"):
+        journal.add({"data": "d", "method": "full", "ratio": 1.0})
 
 
 def test_measurements_say_where_they_come_from(tmp_path):

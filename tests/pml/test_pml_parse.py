@@ -310,3 +310,13 @@ def test_long_schemas_are_read_in_time(tmp_path, kind):
     command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "s.xml")]
     done = subprocess.run(command, capture_output=True, timeout=30, check=True)
     assert done.stdout.strip()
+
+
+def test_of_a_variable_without_words_nothing_is_left():
+    schema = Schema.from_string(
+        '<schema name="s"><module name="a">One. <module name="b">Two.</module></module></schema>'
+    )
+    for parts in ("{note}<b/>", "<b/>{note}"):
+        template = SchemaTemplate.from_string(schema, f"<prompt><a>{parts}</a> {{q}}</prompt>")
+        assert template.fill(note="", q="x").plain() == "One. Two. x"
+        assert "!" in template.fill(note="!", q="x").plain()
