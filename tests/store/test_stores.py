@@ -8,6 +8,7 @@ import os
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,17 @@ def test_the_least_recently_used_leave_first(kind, tmp_path):
         store.put(key(9), module(9, 1000))
     assert key(4) in store
     close(store)
+
+
+def test_what_fits_as_int8_is_kept_as_such(tmp_path):
+    kv = ModuleKV(tuple(range(100)), 0, torch.randn(3, 2, 100, 64), torch.randn(3, 2, 100, 64))
+    bound = int(kv.nbytes * 0.35)
+    with closing(DiskStore(tmp_path / "int8", codec="int8", max_bytes=bound)) as store:
+        store.put(key(0), kv)
+        assert key(0) in store
+    raw = closing(DiskStore(tmp_path / "raw", max_bytes=bound))
+    with raw as store, pytest.raises(StoreFullError, match="smaller chunks"):
+        store.put(key(0), kv)
 
 
 def test_threads_may_share_a_store(store):

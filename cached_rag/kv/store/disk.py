@@ -134,8 +134,8 @@ class DiskStore:
         Raises:
             SigningError: it would replace what another process has signed, and this one cannot.
         """
-        if self.max_bytes is not None and kv.nbytes > 2 * self.max_bytes:
-            raise self._too_large(kv.nbytes)  # no codec makes it fit
+        if self.max_bytes is not None and kv.nbytes > 4 * self.max_bytes:
+            raise self._too_large(kv.nbytes)  # not even int8 makes it fit
         with self._drafts.open() as draft:
             info = write_blob(draft, key, kv, self.codec, self._secret)
             if self.max_bytes is not None and info.nbytes > self.max_bytes:
