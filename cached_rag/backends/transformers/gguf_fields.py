@@ -9,6 +9,8 @@ from transformers import modeling_gguf_pytorch_utils as loader
 
 from cached_rag.errors import ModelError
 
+_GEMMA_27B = (("gemma2", 46), ("gemma3", 62))
+
 
 def refuse_split(reader: Any, source: Path) -> None:
     """Refuse a file with a part of the tensors only.
@@ -34,3 +36,14 @@ def end_ids(reader: Any, config: Any) -> int | list[int] | None:
         ids += map(int, loader.read_field(reader, f"tokenizer.ggml.{name}_token_id"))
     different = list(dict.fromkeys(ids))
     return different if len(different) > 1 else next(iter(different), None)
+
+
+def set_attention_scale(config: Any, kind: str) -> None:
+    """Set what Gemma divides its scores by, of which a file says nothing.
+
+    Of most models it is the root of a head's width, as transformers takes it. The largest have
+    another, by which llama.cpp, too, knows them from the number of layers.
+    """
+    text = config.get_text_config()
+    if (kind, text.num_hidden_layers) in _GEMMA_27B:
+        text.query_pre_attn_scalar = text.hidden_size // text.num_attention_heads

@@ -32,7 +32,7 @@ _NEUTRAL = {
     "yarn_log_multiplier": 0.0,
     "yarn_attn_factor": 1.0,
 }
-_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+ROTATIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # Frequencies divided by more than this do not rotate: how a GGUF has heads that rotate in part.
 _NEVER = 1e20
 
@@ -93,7 +93,7 @@ class _Given:
         self.tensors = {
             tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
             for tensor in reader.tensors
-            if tensor.name in _TENSORS
+            if tensor.name in ROTATIONS
         }
         # Old files have "scale_linear". As llama.cpp reads them, no type means linear, 0 means 1.
         self.factor = self.number("scaling.factor", self.number("scale_linear", 1.0)) or 1.0

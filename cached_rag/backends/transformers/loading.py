@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
-from cached_rag.backends.resolve import ModelSource, cache_dir, resolve
+from cached_rag.backends.resolve import ModelSource, cache_dir, resolve, swept, writing_cache
 from cached_rag.backends.transformers.adapter import merge_adapter
 from cached_rag.backends.transformers.complete import load_complete
 from cached_rag.backends.transformers.gguf import convert, put_together
@@ -48,7 +48,7 @@ from cached_rag.kv import fingerprint
 # Part of the fingerprint: raised when the same tokens would get other KV than before.
 _KV_VERSION = 1
 # Part of the names of converted folders: raised when their content changes.
-_FOLDER_VERSION = 3
+_FOLDER_VERSION = 4
 
 
 def load_model(
@@ -271,19 +271,19 @@ def _converted(source: ModelSource) -> str:
     folder = cache_dir() / "models" / f"{source.digest}-{_FOLDER_VERSION}"
     if (folder / "config.json").is_file():
         return str(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = tempfile.mkdtemp(dir=folder.parent)
-    try:
-        path = Path(source.path)
-        if source.pieces:
-            path = put_together(source.pieces, Path(temporary, "whole.gguf"), source.digest)
-        convert(path, Path(temporary))
-        if source.pieces:
-            path.unlink()
-        os.replace(temporary, folder)
-    except OSError:
-        if not (folder / "config.json").is_file():  # another process has converted it meanwhile
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with writing_cache():
+        temporary = tempfile.mkdtemp(dir=swept(folder.parent))
+        try:
+            path = Path(source.path)
+            if source.pieces:
+                path = put_together(source.pieces, Path(temporary, "whole.gguf"), source.digest)
+            convert(path, Path(temporary))
+            if source.pieces:
+                path.unlink()
+            os.replace(temporary, folder)
+        except OSError:
+            if not (folder / "config.json").is_file():  # another process has converted it meanwhile
+                raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
     return str(folder)

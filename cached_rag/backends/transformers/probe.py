@@ -290,7 +290,7 @@ def find_rule(model: Any, seen: Recording, delta: int, tolerance: float) -> Posi
             return PositionRule(reason=f"values of layer {layer} change with position")
         if _share(outputs[1] - outputs[0], outputs[0], added) > max(_PLACE_TOLERANCE, tolerance):
             return PositionRule(reason=f"layer {layer} depends on absolute positions")
-        rule = match_rule(keys[0], keys[1], delta, candidates, tolerance)
+        rule = match_rule(keys[0], {delta: keys[1]}, candidates, tolerance)
         if rule is None:
             return PositionRule(reason=f"no known rotation explains the keys of layer {layer}")
         rules.append(rule)
