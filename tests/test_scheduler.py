@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -119,6 +121,20 @@ def test_scheduler_refuses_too_many_requests():
     answers = [stream.result() for stream in streams]
     assert [a.finish_reason for a in answers] == ["length"] * 3
     assert engine.generate(ASKED[3], **GREEDY).token_ids
+
+
+def test_who_fills_the_queue_leaves_others_their_share():
+    waiting = Waiting(6)
+    for _ in range(6):
+        waiting.add(queued("a", object()))
+    for tenant in "bbbccdd":  # of six each of two tenants has three, of three two, of four one
+        with suppress(BusyError):
+            waiting.add(queued(tenant, object()))
+    lengths = Counter(request.tenant for request in waiting)
+    assert lengths == {"a": 6, "b": 3, "c": 2, "d": 1}
+    for tenant in "abcde":  # twelve, which is all
+        with pytest.raises(BusyError, match="12 requests wait already"):
+            waiting.add(queued(tenant, object()))
 
 
 def test_scheduler_keeps_to_its_memory_and_answers_everyone(model):

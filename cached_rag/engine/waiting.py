@@ -62,7 +62,7 @@ class Waiting:
         own = len(self._tenants.get(tenant, ()))
         ahead = sum(min(len(line), own + 1) for line in self._tenants.values())
         seconds = self._pace.seconds(min(count, ahead))
-        if self._bound is not None and count >= self._bound:
+        if self._bound is not None and self._is_full(self._bound, count, own, tenant):
             raise BusyError(
                 f"{count} requests wait already, and no more may; ask again later, or raise "
                 "BatchConfig.max_waiting",
@@ -75,6 +75,15 @@ class Waiting:
                 "BatchConfig.max_wait_seconds",
                 seconds - self._max_seconds,
             )
+
+    def _is_full(self, bound: int, count: int, own: int, tenant: str) -> bool:
+        """Whether no more may wait, or not of this tenant.
+
+        Whoever fills the queue leaves the others their share of it. These are let in beyond the
+        bound, which bounds what each of them has, and twice of which bounds all of them.
+        """
+        share = bound // len(self._tenants.keys() | {tenant})
+        return count >= 2 * bound or (count >= bound and own >= share)
 
     def put_back(self, request: Request) -> None:
         """Queue a request that was admitted again, before all others."""

@@ -47,6 +47,7 @@ class Matcher:
         except ImportError as error:
             raise MissingPackageError("answers in a given form", "tools", error) from error
         self._size = vocab_size
+        self._forced: list[int] = []  # found before, and not taken yet
         text = _numbered(grammar.text, tokenizer)
         self._matcher = LLMatcher(_form_of(tokenizer, vocab_size, eos_ids), text)
         self._check("cannot be read")
@@ -64,6 +65,8 @@ class Matcher:
 
     def take(self, token: int) -> None:
         """Go on behind a token."""
+        # A forced text may also be spelled with other tokens than those that were found for it.
+        self._forced = self._forced[1:] if self._forced[:1] == [token] else []
         self._matcher.consume_token(token)
         self._check(f"does not allow token {token}")
 
@@ -74,7 +77,9 @@ class Matcher:
 
     def forced(self, most: int) -> list[int]:
         """Tokens that come next whatever the model says, `most` at most; often none."""
-        return list(self._matcher.compute_ff_tokens()[:most])
+        if not self._forced:  # all of what is forced is tokenised each time, however long it is
+            self._forced = list(self._matcher.compute_ff_tokens())
+        return self._forced[:most]
 
     def _check(self, what: str) -> None:
         if self._matcher.is_error():

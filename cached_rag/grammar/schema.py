@@ -31,6 +31,9 @@ _VALUES = {"enum", "const"}
 # The least common multiple, counted in last digits, of what a schema's numbers are multiples of. A
 # grammar has a state for each remainder: 5000 take hundredths of a second, a million take minutes.
 _MOST_REMAINDERS = 5000
+# Characters of a value that answers are held to. The step before it takes some milliseconds for
+# each thousand, and nobody is answered meanwhile.
+_LONGEST = 1 << 15
 # What expressions without memory lack: look-around, word boundaries, back references. An escaped
 # character is read as a whole, so that r"\\b" is a backslash and a letter.
 _ESCAPE_OR_LOOK = re.compile(r"\\(.)|\(\?<?[=!]", re.DOTALL)
@@ -41,7 +44,8 @@ def prepared(schema: Json) -> Json:
     """The schema, closed, with its layout, and without what would fail or take long.
 
     Raises:
-        ConfigError: its `enum` or `const` has what would take long, if it were read as a schema.
+        ConfigError: its `enum` or `const` has what would take long, if it were read as a schema, or
+            a value or a name in it is too long.
     """
     has_all_of = '"allOf"' in json.dumps(schema)
     own = schema.get("x-guidance")
@@ -95,6 +99,7 @@ class _Simplifier:
             return schema
         found = {}
         for key, part in schema.items():
+            _check_length(key)
             if key in _VALUES and not is_map:
                 _check_value(part)
                 found[key] = part
@@ -138,7 +143,9 @@ def _looks_around(pattern: str) -> bool:
 
 def _check_value(value: Any) -> None:
     """See that a value has no `multipleOf`: a reference could have it read as a schema."""
-    if isinstance(value, list):
+    if isinstance(value, str):
+        _check_length(value)
+    elif isinstance(value, list):
         for part in value:
             _check_value(part)
     elif isinstance(value, Mapping):
@@ -146,3 +153,11 @@ def _check_value(value: Any) -> None:
             raise ConfigError("a value in a JSON schema's enum or const has a multipleOf")
         for part in value.values():
             _check_value(part)
+
+
+def _check_length(text: str) -> None:
+    if len(text) > _LONGEST:
+        raise ConfigError(
+            f"a value or a name in a JSON schema has {len(text)} characters, and may have "
+            f"{_LONGEST}"
+        )

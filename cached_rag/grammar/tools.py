@@ -51,9 +51,9 @@ def tool_grammar(
         schema: JSON schema of an answer without calls; None for any text.
 
     Raises:
-        ConfigError: no such tool, or one without a name.
+        ConfigError: no such tool, or one without a name, or whose parameters are no object.
     """
-    wanted = {_name(tool): tool["function"].get("parameters") or _NO_PARAMETERS for tool in tools}
+    wanted = {_name(tool): _parameters(tool) for tool in tools}
     if choice not in ("auto", "required"):
         if choice not in wanted:
             raise ConfigError(f"there is no tool {choice!r}; there are {', '.join(wanted)}")
@@ -65,7 +65,7 @@ def tool_grammar(
         return _literal(literal, controls)
 
     named = " | ".join(
-        f"{quoted(name)} {text(form.middle)} {json_rule({'type': 'object', **schema})}"
+        f"{quoted(name)} {text(form.middle)} {json_rule(schema)}"
         for name, schema in wanted.items()
     )
     rules = [f"call: ({named}) {text(form.end)}"]
@@ -97,6 +97,17 @@ def _name(tool: Tool) -> str:
         )
     name: str = function["name"]
     return name
+
+
+def _parameters(tool: Tool) -> Json:
+    schema = tool["function"].get("parameters") or _NO_PARAMETERS
+    kinds = schema.get("type", "object") if isinstance(schema, Mapping) else None
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        raise ConfigError(
+            f"the parameters of tool {_name(tool)!r} are no object; models write calls with one: "
+            '{"type": "object", "properties": ...}'
+        )
+    return {**schema, "type": "object"}
 
 
 def _literal(text: str, controls: Mapping[str, int]) -> str:

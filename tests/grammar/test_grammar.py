@@ -8,6 +8,7 @@ import re
 from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Literal
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
@@ -165,6 +166,41 @@ def test_the_mask_is_what_the_grammar_says(engine):
     assert matcher.is_complete
     with pytest.raises(ConfigError, match="does not allow"):
         matcher.take(tokenizer.convert_tokens_to_ids("c"))
+
+
+def test_what_is_forced_is_tokenised_once_and_is_what_is_forced_at_each_token(engine):
+    model = engine.model
+    grammar = Grammar.json({"const": " ".join(CHUNKS)})
+    one, other = (
+        Matcher(grammar, model.tokenizer, model.vocab_size, model.eos_ids) for _ in range(2)
+    )
+    one._matcher = asked = Mock(wraps=one._matcher)
+    taken = 0
+    while not one.is_complete:
+        forced = one.forced(8)
+        assert forced == list(other._matcher.compute_ff_tokens()[:8])
+        allowed = (one.masked(torch.zeros(1, model.vocab_size))[0] == 0).nonzero().flatten()
+        # Once the model spells it otherwise.
+        token = int(allowed[0]) if taken == 20 or not forced else forced[0]
+        for matcher in (one, other):
+            matcher.take(token)
+        taken += 1
+    assert taken > 60
+    assert asked.compute_ff_tokens.call_count < 10
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": "a" * 40_000},
+        {"enum": ["b", {"c": ["a" * 40_000]}]},
+        {"properties": {"a" * 40_000: {}}, "required": ["a" * 40_000]},
+    ],
+)
+def test_what_would_hold_up_all_answers_is_refused(schema):
+    with pytest.raises(ConfigError, match="has 40000 characters, and may have 32768"):
+        Grammar.json(schema)
+    assert Grammar.json({"description": "a" * 40_000, "type": "integer"})
 
 
 def test_what_the_tokenizer_cannot_spell_is_an_error_and_the_next_answer_is_made(engine):

@@ -283,12 +283,18 @@ def test_json_that_begins_like_a_call_comes_as_it_is_made():
     assert unmarked.has_calls
 
 
+def typed(kind):
+    return {"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}
+
+
 @pytest.mark.parametrize(
     ("tools", "choice", "says"),
     [
         ([], "required", "there is none"),
         (TOOLS, "rain", "no tool 'rain'"),
         ([{"name": "weather"}], "auto", "a tool is"),
+        ([typed("array")], "required", "parameters of tool 'f' are no object"),
+        ([typed(["string", "null"])], "f", "parameters of tool 'f' are no object"),
         ([{"type": "function", "function": {"parameters": {}}}], "auto", "a tool is"),
     ],
 )
