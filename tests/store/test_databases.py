@@ -18,7 +18,7 @@ from test_catalog import record
 from test_stores import key, module, same
 
 from cached_rag import CachedRAGError, CorruptBlobError, StoreConfig, StoreError
-from cached_rag.kv.store import Catalog, DiskStore, Maker, database
+from cached_rag.kv.store import Catalog, ChunkRecord, DiskStore, Maker, database
 from cached_rag.kv.store.database import Database
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
@@ -368,3 +368,30 @@ def test_nothing_of_deleted_rows_is_left_where_they_once_were(tmp_path, monkeypa
             made.scrub()
             found += mark.encode() in subprocess.check_output(["cat", tmp_path / "a.sqlite"])
     assert (found == 0) == compacts
+
+
+def test_who_may_only_read_sees_what_the_owner_writes(tmp_path, monkeypatch):
+    def text(number):
+        return ChunkRecord(f"d{number}", "anchor", 40, tuple(range(500)), tuple(range(500)))
+
+    def owner():
+        return closing(Catalog(tmp_path / "catalog.sqlite", "model"))
+
+    with owner() as catalog:
+        catalog.add_chunks([text(number) for number in range(500)])
+    with monkeypatch.context() as patched:
+        patched.setattr(database.os, "access", lambda _, mode: mode != os.W_OK)
+        reader = Catalog(tmp_path / "catalog.sqlite", "model")
+    with closing(reader):
+        assert len(reader.text_digests()) == 500
+        assert not reader.changed()
+        with owner() as catalog:
+            catalog.add_chunks([text(500)])
+            assert reader.changed()  # the owner has a log now
+            assert len(reader.text_digests()) == 501
+        with owner() as catalog:
+            catalog.removals.remove(lambda _: True, {f"d{number}" for number in range(490)})
+        assert reader.changed()
+        assert len(list(reader.modules())) == 11
+        with pytest.raises(StoreError, match="read-only for this user"):
+            reader.add_chunks([text(1)])

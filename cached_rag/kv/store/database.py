@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import quote
 
 from cached_rag.errors import ClosedError, StoreError, StoreFullError
@@ -28,6 +28,15 @@ _T = TypeVar("_T")
 
 # No file: what it holds is gone with it.
 IN_MEMORY = Path(":memory:")
+
+
+class _State(NamedTuple):
+    """What changes when somebody writes a file."""
+
+    has_log: bool
+    inode: int
+    nbytes: int
+    changed_ns: int
 
 
 class Database:
@@ -60,10 +69,10 @@ class Database:
             self.is_read_only = path.is_file() and not is_writable
         except OSError as error:
             raise self._forbidden(str(error)) from error
+        self._reopened = 0
+        self._frozen: _State | None = None
         with self._explained():
             self._connection = self._connected()
-            # Text that is no UTF-8 is no error here: that it is damaged is for checksums to tell.
-            self._connection.text_factory = lambda data: data.decode(errors="replace")
             if not self.is_read_only:
                 try:
                     self._when_free(lambda: self._set_up(schema), PATIENCE_S)
@@ -75,11 +84,35 @@ class Database:
     def _connected(self) -> sqlite3.Connection:
         # No timeout: `_when_free` waits for other processes, and lets go of the lock meanwhile.
         if not self.is_read_only:
-            return sqlite3.connect(self.path, timeout=0, check_same_thread=False)
-        # Whoever writes the file keeps a log beside it; without a log the file does not change.
+            found = sqlite3.connect(self.path, timeout=0, check_same_thread=False)
+        else:
+            # Whoever writes the file keeps a log beside it; without a log it does not change.
+            state = self._state()
+            self._frozen = None if state.has_log else state
+            uri = f"file:{quote(str(self.path))}?{'mode=ro' if state.has_log else 'immutable=1'}"
+            found = sqlite3.connect(uri, timeout=0, check_same_thread=False, uri=True)
+        # Text that is no UTF-8 is no error here: that it is damaged is for checksums to tell.
+        found.text_factory = lambda data: data.decode(errors="replace")
+        return found
+
+    def _state(self) -> _State:
         has_log = self.path.with_name(self.path.name + "-wal").exists()
-        uri = f"file:{quote(str(self.path))}?{'mode=ro' if has_log else 'immutable=1'}"
-        return sqlite3.connect(uri, timeout=0, check_same_thread=False, uri=True)
+        try:
+            stat = self.path.stat()
+        except OSError:  # which SQLite will say when it opens the file
+            return _State(has_log, 0, 0, 0)
+        return _State(has_log, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+    def _is_outdated(self) -> bool:
+        """Whether a file that was taken for unchanging is written by its owner after all."""
+        return self._frozen is not None and self._state() != self._frozen
+
+    def _current(self) -> sqlite3.Connection:
+        """The connection; the caller holds the lock."""
+        if self._is_outdated():
+            self._connection.close()
+            self._connection, self._reopened = self._connected(), self._reopened + 1
+        return self._connection
 
     def _set_up(self, schema: str) -> None:
         self._connection.execute("PRAGMA user_version")  # makes the file, if there is none
@@ -120,7 +153,7 @@ class Database:
         """All rows of one query."""
         with self._explained():
             return self._when_free(
-                lambda: self._connection.execute(query, parameters).fetchall(), PATIENCE_S
+                lambda: self._current().execute(query, parameters).fetchall(), PATIENCE_S
             )
 
     def read(self, make: Callable[..., _T], query: str, *parameters: object) -> list[_T]:
@@ -134,7 +167,7 @@ class Database:
     def version(self) -> int:
         """A number that changes whenever another connection writes."""
         (version,) = self.read(int, "PRAGMA data_version")
-        return version
+        return version + (self._reopened << 32)
 
     def problems(self) -> list[str]:
         """What SQLite finds wrong with the file, in words."""
@@ -197,8 +230,11 @@ class Database:
                     )
                 try:
                     return act()
-                except sqlite3.OperationalError as error:
-                    if "locked" not in str(error) or time.monotonic() > deadline:
+                except sqlite3.DatabaseError as error:
+                    is_locked = isinstance(error, sqlite3.OperationalError) and "locked" in str(
+                        error
+                    )
+                    if not (is_locked or self._is_outdated()) or time.monotonic() > deadline:
                         raise
             time.sleep(_POLL_S)
 
@@ -227,8 +263,9 @@ class Database:
             raise self._unusable(error) from error
 
     def _unusable(self, error: Exception) -> StoreError:
+        who = "its owner has to delete it" if self.is_read_only else "delete it"
         return StoreError(
-            f"{self.path} is not a usable index ({error}); delete it and ingest again, or choose "
+            f"{self.path} is not a usable index ({error}); {who} and ingest again, or choose "
             "another folder"
         )
 
