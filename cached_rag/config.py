@@ -157,8 +157,8 @@ class BatchConfig:
         max_bytes: most bytes of KV that these prompts and their answers have; None for no bound.
             Answers take memory as they grow. If it ends, the youngest waits without its own, and
             goes on later. The memory of the store has its own bounds, in `StoreConfig`.
-        max_waiting: most requests that may wait; one more is refused with `BusyError`. A tenant with
-            less than its share of them is refused at twice the number only. None for no bound.
+        max_waiting: most requests that may wait; one more is refused with `BusyError`. A tenant who
+            has less than its share is refused at twice the number only. None for no bound.
         max_wait_seconds: a request that would wait longer before its answer is begun, by the pace
             at which the last ones were admitted, is refused with `BusyError`. None for no bound.
         prefill_tokens: about how many prompt tokens, new or repaired, are computed between two

@@ -181,13 +181,23 @@ def test_a_history_of_something_else_is_refused(rag):
     for turn in ({"role": "system", "content": "x"}, {"role": "user", "content": ["x"]}):
         with pytest.raises(ConfigError, match="a turn of the history"):
             rag.ask(QUESTION, history=[turn])
+    with pytest.raises(ConfigError, match="a turn of the history"):
+        rag.ask(QUESTION, history=["What was asked?"])
+    for alone in (rag.ask(QUESTION, **GREEDY), "What was asked?", {"role": "user"}):
+        with pytest.raises(ConfigError, match=r"such as \[answer\]"):
+            rag.ask(QUESTION, history=alone)
+
+
+def test_long_titles_are_cut_where_hits_are_printed():
+    for title, shown in (("a" * 60, "a" * 60), ("\u6f22" * 61, "\u6f22" * 60 + " ...")):
+        assert str(Hit("text", "s", title, 0, 0.5)) == f"0.50  s #0  {shown}"
 
 
 def test_what_is_printed_is_short_and_hides_nothing(rag):
     answer = rag.ask(QUESTION, **GREEDY)
     best = answer.sources[0]
-    assert str(best) == f"{best.score:.2f}  b.txt #0  {best.title}"
-    assert repr(answer.sources[:1]) == f"(<Hit {best.score:.2f} b.txt #0 {best.title!r}>,)"
+    assert str(best) == f"{best.score:.2f}  docs/b.txt #0  {best.title}"
+    assert repr(answer.sources[:1]) == f"(<Hit {best.score:.2f} docs/b.txt #0 {best.title!r}>,)"
     assert CHUNKS[1] in best.text
     assert str(answer) == answer.text
     assert repr(answer) == f"<Answer {answer.text!r}, 2 sources>"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sqlite3
 import sys
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 from conftest import CHUNKS
@@ -15,7 +17,7 @@ from fastapi.testclient import TestClient
 from test_rag import WordEmbedding
 from typer.testing import CliRunner
 
-from cached_rag import CachedRAG, CachedRAGError, ConfigError, DocumentError, StoreError
+from cached_rag import CachedRAG, ConfigError, DocumentError, Engine, StoreError
 from cached_rag.cli import demo
 from cached_rag.cli import main as cli
 from cached_rag.cli.terminal import plain, print_json, sooner
@@ -116,8 +118,29 @@ def test_demo_names_its_folder_as_it_is_called(tmp_path, monkeypatch, model_fold
 def test_demo_refuses_a_file_where_its_folder_would_be(tmp_path, model_folder):
     (tmp_path / "file").write_text("")
     refused = run(cli.app, ["demo", "--index", str(tmp_path / "file"), "--model", model_folder])
-    assert isinstance(refused.exception, CachedRAGError)
-    assert "cannot be written" in str(refused.exception)
+    assert isinstance(refused.exception, ConfigError)
+    assert "is a file, and an index is a folder" in str(refused.exception)
+
+
+def test_who_interrupts_an_ingestion_is_told_how_it_goes_on(index, tmp_path, monkeypatch):
+    (tmp_path / "docs" / "new.txt").write_text(CHUNKS[0][::-1])
+    monkeypatch.setattr(CachedRAG, "ingest", Mock(side_effect=KeyboardInterrupt))
+    stopped = run(cli.app, ["ingest", str(tmp_path / "docs"), "--index", str(index)])
+    assert stopped.exit_code == 130
+    assert "the same command goes on from there" in " ".join(stopped.stderr.split())
+
+
+def test_ingest_says_what_it_made_and_what_it_did_not_find(index, tmp_path, monkeypatch):
+    options = ["--index", str(index), "--dtype", "float32"]
+    shown = " ".join(run(cli.app, ["ingest", str(tmp_path / "docs"), *options]).stdout.split())
+    assert "3 unchanged" in shown
+    assert re.search(r"the index has \d+ MiB of KV", shown)
+    (tmp_path / "empty").mkdir()
+    nothing = run(cli.app, ["ingest", str(tmp_path / "empty"), *options])
+    assert "there is no file of a known kind" in nothing.stderr
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    missing = run(cli.app, ["ingest", str(tmp_path / "nowhere"), *options])
+    assert isinstance(missing.exception, DocumentError)
 
 
 def test_explain_says_before_it_answers_that_it_cannot_write(index, tmp_path, monkeypatch):
@@ -594,8 +617,9 @@ def test_chat_answers_turn_by_turn_and_shows_what_it_used(index):
     assert result.output.count("prompt tokens from cache") == 2
     said = " ".join(result.output.split()) + " "  # without the breaks of narrow terminals
     _, first, shown, _, new, none, _ = said.split("> ")
-    assert CHUNKS[1] in first
-    assert shown.count(CHUNKS[1]) == 2  # as a title, and as a text
+    assert CHUNKS[1][:40] in first
+    assert shown.count(CHUNKS[1][:40]) == 2  # as a title, and as a text
+    assert shown.count(CHUNKS[1]) == 1  # titles are cut
     assert new == none == ""
 
 

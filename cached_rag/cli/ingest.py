@@ -29,6 +29,9 @@ from cached_rag.rag.limits import DocumentLimits
 if TYPE_CHECKING:
     from cached_rag import CachedRAG, IngestSummary, IngestWorkers
 
+# What a shell knows a command by that was interrupted.
+_INTERRUPTED = 130
+
 
 class IngestCommand(TyperCommand):
     """Takes `--ray` without an address, too."""
@@ -114,8 +117,12 @@ def ingest_command(
             _keep_in_step(rag, path, as_json=as_json)
             return
         how: dict[str, Any] = {"name": name, "delete_missing": delete_missing, "ray": workers}
-        summary = rag.ingest(path, **how, progress=not as_json)
-    _print(summary, as_json=as_json)
+        try:
+            summary = rag.ingest(path, **how, progress=not as_json)
+        except KeyboardInterrupt:
+            err.print("interrupted; what is done is kept, and the same command goes on from there")
+            raise typer.Exit(_INTERRUPTED) from None
+        _print(summary, as_json=as_json)
 
 
 def _workers(address: str, workers: int | None, cpus: float, gpus: float) -> IngestWorkers:
@@ -139,7 +146,8 @@ def _print(summary: IngestSummary, *, as_json: bool) -> None:
     out.print(
         f"{summary.added} documents added, {summary.unchanged} unchanged, "
         f"{summary.deleted} deleted; {summary.chunks} chunks, "
-        f"{summary.encoded} prefilled now ({summary.tokens} tokens{rate})"
+        f"{summary.encoded} prefilled now ({summary.tokens} tokens in all passes{rate}); "
+        f"the index has {summary.stored_bytes / 2**20:.0f} MiB of KV"
     )
     if summary.unsent:
         line = (
@@ -153,6 +161,8 @@ def _print_left_out(summary: IngestSummary) -> None:
     """Print which files could not be read, and which are of no known kind."""
     from cached_rag.rag import READERS
 
+    if not (summary.added or summary.unchanged or summary.skipped):
+        err.print("there is no file of a known kind", style="yellow")
     for _, reason in summary.skipped:
         err.print(f"skipped {reason}", style="yellow", markup=False)
     if summary.passed_over:

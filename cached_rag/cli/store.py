@@ -52,7 +52,8 @@ def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
     else:
         gib = int(str(facts["bytes"])) / 2**30
         out.print(
-            f"{facts['texts']} texts, {gib:.2f} GiB, codec {facts['codec']}, in {facts['path']}",
+            f"{facts['texts']} texts, each encoding counted, {gib:.2f} GiB, "
+            f"codec {facts['codec']}, in {facts['path']}",
             markup=False,
             soft_wrap=True,
         )

@@ -18,6 +18,8 @@ from rich.text import Text
 
 # A pipe or a file has no width: tables are written as on a wide screen, and nothing is cut off.
 _WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200
+# Tokens of a prompt that reuse need not make faster.
+_SHORT = 1000
 # Control characters, halves of surrogate pairs, and what changes the direction of writing.
 _HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
@@ -124,6 +126,8 @@ def print_reports(rows: Sequence[tuple[str, Any]]) -> None:
     if len(rows) == 2:
         ratio = rows[1][1].ttft_ms / rows[0][1].ttft_ms
         out.print(f"first token {sooner(ratio)} than full prefill")
+        if ratio < 1 and rows[0][1].prompt_tokens < _SHORT:
+            out.print("of a prompt this short, question and repair are the larger part")
 
 
 def sooner(ratio: float) -> str:

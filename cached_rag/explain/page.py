@@ -12,7 +12,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from cached_rag.engine.trace import Kind
-from cached_rag.explain.view import MEANING, View, stages
+from cached_rag.explain.view import MEANING, NOT_KNOWN, View, stages
 from cached_rag.explain.visible import visible
 
 _HERE = Path(__file__).parent
@@ -29,6 +29,7 @@ def page(view: View, *, is_whole: bool) -> str:
         is_whole=is_whole,
         style=Markup((_HERE / "page.css").read_text(encoding="utf-8")),
         meaning=MEANING,
+        not_known=NOT_KNOWN,
         kinds=list(Kind),
         compared=compared,
         longest=longest,

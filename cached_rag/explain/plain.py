@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cached_rag.explain.view import MEANING, Stage, View
+from cached_rag.explain.view import MEANING, NOT_KNOWN, Stage, View
 from cached_rag.explain.visible import visible
 
 _WIDTH = 40
@@ -18,7 +18,7 @@ def plain(view: View) -> str:
     lines += ["", "parts of the prompt"]
     for row in view.rows:
         lines += [f"  {row.name}", f"      {row.said}"]
-    lines += [f"  {name}\n      not found in the prompt" for name in view.unseen]
+    lines += [f"  {name}\n      {NOT_KNOWN}" for name in view.unseen]
     lines += ["", "time", *_bars(view.stages)]
     if view.comparison:
         lines += ["", view.comparison]

@@ -19,6 +19,8 @@ MEANING = {
     Kind.REPAIRED: "had KV; computed again in every layer",
     Kind.COMPUTED: "had no KV that this method uses; computed",
 }
+# Of chunks that were found in the index, and in the prompt by no known text.
+NOT_KNOWN = "read as ordinary text: shorter than 32 characters, or without KV when it was asked"
 _TIERS = {
     "ahead": "disk, read ahead",
     "remote": "another machine",

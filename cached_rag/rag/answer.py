@@ -8,6 +8,7 @@ from collections.abc import (
     AsyncIterator,
     Callable,
     Iterator,
+    Mapping,
     Sequence,
 )
 from contextlib import aclosing
@@ -17,6 +18,7 @@ from cached_rag.backends.tokenizer import Message
 from cached_rag.engine.report import Report
 from cached_rag.engine.stream import Stream
 from cached_rag.engine.trace import Trace, TraceSource
+from cached_rag.errors import ConfigError
 from cached_rag.explain import Explanation
 from cached_rag.kv.fingerprint import digest
 from cached_rag.rag.hit import Hit
@@ -151,6 +153,8 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
 
 def conversation(history: Sequence[Answer | Message]) -> list[Turn]:
     """Earlier turns as messages of the user and the assistant; an answer stands for two."""
+    if isinstance(history, Answer | Mapping | str):
+        raise ConfigError("a history is a list of answers or messages, such as [answer]")
     said: list[Turn] = []
     for turn in history:
         if isinstance(turn, Answer):

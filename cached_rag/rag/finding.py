@@ -46,15 +46,22 @@ def look_at(path: Path | str) -> Found:
         DocumentError: nothing is there.
     """
     root = Path(path).expanduser()
+    return _Look(root, root.resolve()).found() if is_folder(root) else Found((root,))
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is there, or else a file.
+
+    Raises:
+        DocumentError: neither is.
+    """
     try:
-        is_file, is_folder = root.is_file(), root.is_dir()
+        is_file, is_one = path.is_file(), path.is_dir()
     except OSError as error:  # as for a name that is too long
-        raise DocumentError(f"{root} cannot be looked at ({error})") from error
-    if is_file:
-        return Found((root,))
-    if not is_folder:
-        raise _missing(root)
-    return _Look(root, root.resolve()).found()
+        raise DocumentError(f"{path} cannot be looked at ({error})") from error
+    if not (is_file or is_one):
+        raise _missing(path)
+    return is_one
 
 
 def find_documents(path: Path | str) -> list[Path]:

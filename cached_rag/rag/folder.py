@@ -15,13 +15,14 @@ from typing import Any
 
 from cached_rag.config import StoreConfig
 from cached_rag.engine.engine import Engine
-from cached_rag.errors import DocumentError, IndexMismatchError, StoreError
+from cached_rag.errors import ConfigError, DocumentError, IndexMismatchError, StoreError
 from cached_rag.kv.store.holdings import forget
 from cached_rag.kv.store.remote import open_remote
 from cached_rag.library.context import Context
 from cached_rag.rag.document import assembled
 from cached_rag.rag.embedding import Embedder, Embeddings
 from cached_rag.rag.filters import described
+from cached_rag.rag.finding import is_folder
 from cached_rag.rag.index import DocumentIndex, IndexedDocument
 from cached_rag.rag.ingest import Ingestion, IngestSummary
 from cached_rag.rag.limits import DocumentLimits
@@ -139,6 +140,8 @@ class IndexFolder:
             ConfigError: metadata that is no string or number.
             IndexMismatchError, StoreFullError: see `ingest`.
         """
+        if not isinstance(texts, Mapping):
+            raise ConfigError('texts are given by name: {"faq/12": "How is ..."}')
         known = described(metadata or {})
         documents = [assembled(name, [(text, known)]) for name, text in texts.items()]
         for one in documents:
@@ -185,7 +188,9 @@ class IndexFolder:
             ConfigError: workers cannot do it by the settings of this index.
             MissingPackageError: Ray is not installed.
         """
-        ingestion, place = self._ingestion(), absolute(path)
+        place = absolute(path)
+        is_folder(place)  # before models are loaded
+        ingestion = self._ingestion()
         hired: AbstractContextManager[Prepare | None] = nullcontext()
         if ray is not None:
             own = (ingestion.preparation, self.settings, self._engine_options)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from cached_rag.rag.document import Metadata
+
+# Characters of a title: that of a text without one is its first paragraph.
+_TITLE = 60
 
 
 @dataclass(frozen=True, repr=False)
 class Hit:
-    """A chunk that a search found. `str` and `repr` leave out its text.
+    """A chunk that a search found. `str` and `repr` leave out its text, and the end of long titles.
 
     Attributes:
         text: the chunk's text.
@@ -31,12 +33,17 @@ class Hit:
     metadata: Metadata = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
-        return f"{self.score:.2f}  {self._name}  {self.title}"
+        return f"{self.score:.2f}  {self._name}  {self._title}"
 
     def __repr__(self) -> str:
-        return f"<Hit {self.score:.2f} {self._name} {self.title!r}>"
+        return f"<Hit {self.score:.2f} {self._name} {self._title!r}>"
 
     @property
     def _name(self) -> str:
         page = f" p. {self.metadata['page']}" if "page" in self.metadata else ""
-        return f"{Path(self.source).name} #{self.ordinal}{page}"
+        return f"{self.source} #{self.ordinal}{page}"
+
+    @property
+    def _title(self) -> str:
+        is_long = len(self.title) > _TITLE
+        return f"{self.title[:_TITLE].rstrip()} ..." if is_long else self.title

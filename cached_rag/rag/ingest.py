@@ -40,6 +40,7 @@ class IngestSummary:
         passed_over: (suffix, count) of files without a reader, most frequent first.
         unsent: number of KVs that could not be sent to the remote store; ingesting the same again
             sends them.
+        stored_bytes: bytes of KV that the index has on disk now.
     """
 
     added: int
@@ -52,6 +53,7 @@ class IngestSummary:
     skipped: tuple[tuple[str, str], ...] = ()
     passed_over: tuple[tuple[str, int], ...] = ()
     unsent: int = 0
+    stored_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,7 @@ class Ingestion:
             seconds=time.perf_counter() - started,
             skipped=tuple(skipped),
             unsent=unsent,
+            stored_bytes=self.preparation.engine.library.store_bytes(),
         )
 
     def _take(self, made: PreparedDocument) -> bool:
@@ -236,6 +239,7 @@ class Ingestion:
             tokens=done.tokens,
             seconds=done.seconds,
             unsent=done.unsent,
+            stored_bytes=self.preparation.engine.library.store_bytes(),
         )
 
     def _finish(

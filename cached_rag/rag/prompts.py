@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cached_rag.backends.tokenizer import Message, Rendered
@@ -23,7 +23,8 @@ def checked(turn: Message) -> Turn:
     Raises:
         ConfigError: its role is neither "user" nor "assistant", or its content is no string.
     """
-    role, content = turn.get("role"), turn.get("content")
+    known = turn if isinstance(turn, Mapping) else {}
+    role, content = known.get("role"), known.get("content")
     if role not in ("user", "assistant") or not isinstance(content, str):
         raise ConfigError(
             "a turn of the history is an Answer, or a message whose role is 'user' or "

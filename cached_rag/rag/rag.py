@@ -132,6 +132,8 @@ class CachedRAG(IndexFolder):
         if not is_path(Path(path).expanduser()):
             raise ConfigError(f"{str(path)!r} cannot be the name of an index; give another one")
         root = absolute(path)  # the process may change its folder, and the index stays
+        if root.is_file():
+            raise ConfigError(f"{root} is a file, and an index is a folder; give another path")
         store = StoreConfig(
             path=str(root / "kv"),
             codec=codec or "raw",

