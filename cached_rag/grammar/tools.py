@@ -65,8 +65,7 @@ def tool_grammar(
         return _literal(literal, controls)
 
     named = " | ".join(
-        f"{quoted(name)} {text(form.middle)} {json_rule(schema)}"
-        for name, schema in wanted.items()
+        f"{quoted(name)} {text(form.middle)} {json_rule(schema)}" for name, schema in wanted.items()
     )
     rules = [f"call: ({named}) {text(form.end)}"]
     several = ""
