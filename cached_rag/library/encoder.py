@@ -227,7 +227,7 @@ class Encoder:
         self, behind: EncodedAfter, records: Sequence[tuple[ChunkRecord, str]]
     ) -> dict[Ids, tuple[ChunkRecord, str]]:
         """The records that have no KV behind `behind`, by token ids."""
-        held = self.library.present(behind, [record.token_ids for record, _ in records])
+        held = self.library.present(behind, [record for record, _ in records])
         return {r.token_ids: (r, text) for r, text in records if r.token_ids not in held}
 
     def _ensure_prefix(self, behind: EncodedAfter) -> ModuleKV | None:

@@ -115,6 +115,8 @@ class Library(Shelf):
         super().close()
         self.known.users -= 1
         if self._catalog is not None:
+            if self.remote is not None:
+                self.remote.settle(self.namespace)
             self._catalog.close()
         elif self._shares_memory and not self.known.users:
             self._drop_from_memory(self.table)
@@ -187,22 +189,22 @@ class Library(Shelf):
         """Take over what other machines encode chunks behind, see `KnownHeads.refresh`."""
         return self._heads.refresh()
 
-    def present(
-        self, behind: EncodedAfter, all_ids: Sequence[tuple[int, ...]]
-    ) -> set[tuple[int, ...]]:
-        """Those of these texts, by their tokens, whose KV is kept, here or in the remote tier.
+    def present(self, behind: EncodedAfter, chunks: Sequence[ChunkRecord]) -> set[tuple[int, ...]]:
+        """The tokens of those of these texts whose KV is kept, here or in the remote tier.
 
         What is only here is sent there.
         """
-        here = {ids for ids in all_ids if self.holds(behind, ids)}
+        texts = {chunk.token_ids: chunk.text_digest for chunk in chunks}
+        here = {ids for ids in texts if self.holds(behind, ids)}
         if self.remote is None:
             return here
-        keys = {ids: self.key(behind, ids) for ids in all_ids}
+        keys = {ids: self.key(behind, ids) for ids in texts}
         with self.spared():
             held = self.remote.holds(self.namespace, keys.values())
             for ids in here:
                 if keys[ids] not in held and (kv := self.fetch(behind, ids)) is not None:
-                    self.remote.offer(self.namespace, keys[ids], kv)
+                    wanted = partial(self.knows, texts[ids])
+                    self.remote.offer(self.namespace, keys[ids], kv, wanted)
             return here | {ids for ids, key in keys.items() if key in held}
         return here
 
@@ -294,15 +296,18 @@ class Library(Shelf):
             self.table.discard(chunks)
         try:
             if self._catalog is not None:
-                gone = self._catalog.removals.remove(self.delete, text_digests)
-                if self.remote is not None:
-                    self._catalog.removals.finish_far(self.delete_far)
-            else:
-                gone = self._remove_keys(self._keys(chunks))
-            return gone
+                return self._remove_kept(self._catalog, text_digests)
+            return self._remove_keys(self._keys(chunks))
         finally:
             self.refresh(force=True)
             self._let_go(chunks)
+
+    def _remove_kept(self, catalog: Catalog, text_digests: Collection[str]) -> int:
+        try:
+            return catalog.removals.remove(self.delete, text_digests)
+        finally:
+            if self.remote is not None:
+                catalog.removals.finish_far(self.delete_far)
 
     def _remove_keys(self, keys: Sequence[str]) -> int:
         """Delete KV where no catalog says what has to go."""
@@ -364,9 +369,6 @@ class Library(Shelf):
         if text_digest is None and behind.context and self._catalog is not None:
             self._catalog.add_other(kv.token_ids, behind.context)
         self.keep(key, kv, wanted)
-        if not wanted():
-            with self.spared():
-                self.delete_far([key])
 
     def prefetch(self, texts: Iterable[str]) -> None:
         """Begin to read the KV of texts into memory, in the encoding with the longest prefix.

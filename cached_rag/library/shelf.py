@@ -116,14 +116,14 @@ class Shelf:
         """Put KV into all tiers; into the remote one in the background.
 
         Args:
-            wanted: see `KVStore.put`.
+            wanted: see `KVStore.put` and `RemoteTier.offer`.
 
         Raises:
             StoreFullError: there is no room on this machine.
         """
         self.store.put(key, kv, wanted)
         if self.remote is not None:
-            self.remote.offer(self.namespace, key, kv)
+            self.remote.offer(self.namespace, key, kv, wanted)
 
     @property
     def deletions(self) -> object:
@@ -138,24 +138,27 @@ class Shelf:
             deletions: as it was before the remote tier was asked. If it has changed since then, the
                 KV may have been deleted meanwhile, and is not kept.
         """
+
+        def wanted() -> bool:
+            return deletions == self.deletions
+
         for key, kv in found.items():
             for tier in self.memory:
                 with suppress(StoreFullError):  # too large for a fast tier is no error
                     tier.put(key, kv)
             self._came_from(key, "remote")
             if self.disk is not None:
-                self._to_disk.add(key, kv)
-        if deletions != self.deletions:
+                self._to_disk.add(key, kv, wanted)
+        if not wanted():
             self._to_disk.drop(found)
             for key in found:
                 self.store.delete(key)
 
-    def _write(self, key: str, kv: ModuleKV) -> bool:
+    def _write(self, key: str, kv: ModuleKV, wanted: IsWanted) -> bool:
         assert self.disk is not None
-        deletions = self.deletions
         with self.spared():
             if any(key in tier for tier in self.memory):  # else it was deleted, or is too large
-                self.disk.put(key, kv, lambda: deletions == self.deletions)
+                self.disk.put(key, kv, wanted)
         return True
 
     def delete(self, key: str) -> bool:

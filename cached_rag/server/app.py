@@ -180,16 +180,22 @@ def _add_documents(app: FastAPI, service: Service) -> None:
     @app.delete("/v1/documents")
     async def forget(body: DocumentsRequest, tenant: Tenant) -> dict[str, Any]:
         """Drop texts and their KV."""
-        return await asyncio.to_thread(service.forget, body, tenant)
+        return await service.forget(body, tenant)  # to its end, whether the client waits or not
+
+
+async def _owning(tenant: Tenant) -> None:
+    """To tenants, what is the index's is not there at all."""
+    if tenant:
+        raise HTTPException(404)
 
 
 def _add_embeddings(app: FastAPI, index: ServedIndex) -> None:
-    @app.post("/v1/embeddings")
-    async def embed(body: EmbeddingsRequest) -> dict[str, Any]:
+    @app.post("/v1/embeddings", dependencies=[Depends(_owning)])
+    async def embed(request: Request, body: EmbeddingsRequest) -> Response:
         """OpenAI's embeddings, by the index's embedding model."""
         if body.model not in (index.embedding, index.name):
             raise HTTPException(404, f"no model {body.model!r} here; it is {index.embedding!r}")
-        return await asyncio.to_thread(index.embed, body)
+        return JSONResponse(await _while_waited_for(request, index.embed(body)))
 
 
 def _about(service: Service, name: str) -> dict[str, Any]:

@@ -117,6 +117,13 @@ class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _Schema | None = None
 
+    @model_validator(mode="after")
+    def _has_what_it_says(self) -> ResponseFormat:
+        """Refuses a schema that is missing, or that would be passed over."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is for the type 'json_schema', which needs one")
+        return self
+
     def schema_wanted(self) -> dict[str, Any] | bool | None:
         """The JSON schema; True for any object, None for text."""
         if self.type == "text":

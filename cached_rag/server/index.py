@@ -5,14 +5,16 @@ Knows an index and JSON; knows no socket.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cached_rag.backends.tokenizer import Message
+from cached_rag.backends.tokenizer import Message, Rendered
 from cached_rag.config import GenerationConfig
-from cached_rag.errors import ConfigError
+from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.server.protocol import EmbeddingsRequest
 
 if TYPE_CHECKING:  # their packages are another extra's
@@ -22,6 +24,7 @@ if TYPE_CHECKING:  # their packages are another extra's
 
 Json = dict[str, Any]
 PREFIX = "index:"
+# Texts that are embedded at once: answers are made in between, by the same thread.
 _AT_ONCE = 8
 
 
@@ -37,6 +40,9 @@ class ServedIndex:
         self._rag = rag
         self.name = f"{PREFIX}{rag.path.resolve().name}"
         self.embedding = public_name(str(rag.settings["embedding"]))
+        # A thread of their own, or texts that wait to be embedded would hold those that begin
+        # answers; and only one, as they are embedded one part after the other.
+        self._thread = ThreadPoolExecutor(1, "embed")
 
     def stream(
         self,
@@ -50,6 +56,7 @@ class ServedIndex:
 
         Raises:
             ConfigError: the last message is no user's; or see `CachedRAG.stream`.
+            ContextOverflowError: the conversation alone does not fit the model's context.
         """
         question, history = self._asked(messages)
         return self._rag.stream(question, history=history, where=where, config=config)
@@ -67,47 +74,68 @@ class ServedIndex:
         Raises:
             ContextOverflowError: not even one token fits.
         """
-        from cached_rag.rag.answer import conversation  # an index is open, so its packages are here
-        from cached_rag.rag.prompts import Prompts
-
         question, history = self._asked(messages)
         least = config.replace(max_tokens=1)
         found = self._rag.stream(question, k=1, history=history, where=where, config=least)
         engine = self._rag.engine
-        prompts = Prompts(engine, self._rag.settings["system"])
-        texts = [hit.text for hit in found.sources]
-        prompt = prompts.rendered(prompts.messages(question, texts, conversation(history)))
+        prompt = self._prompt(question, [hit.text for hit in found.sources], history)
         room = engine.model.context_length - engine.count_tokens(prompt)
         return config.replace(max_tokens=min(config.max_tokens, room))
 
     def _asked(self, messages: Sequence[Message]) -> tuple[str, list[Message]]:
-        """The question, and what was said before it."""
+        """The question, and what was said before it.
+
+        Raises:
+            ConfigError: the last message is no user's.
+            ContextOverflowError: they are surely too long. So they are neither embedded nor
+                tokenised, which takes time for each character.
+        """
         said = [message for message in messages if message["role"] != "system"]
         if not said or said[-1]["role"] != "user":
             raise ConfigError(f"{self.name} answers the user's last message, and there is none")
-        return str(said[-1]["content"]), said[:-1]
+        question, history = str(said[-1]["content"]), said[:-1]
+        engine, prompt = self._rag.engine, self._prompt(question, [], history)
+        context = engine.model.context_length
+        if (least := engine.tokenization.least_tokens(prompt.text, context)) is not None:
+            raise ContextOverflowError(
+                f"the question and what was said before it have {least} tokens at least and "
+                f"exceed the model's context of {context}; ask a shorter question, or give less "
+                "history"
+            )
+        return question, history
 
-    def embed(self, request: EmbeddingsRequest) -> Json:
-        """OpenAI's embeddings."""
+    def _prompt(self, question: str, texts: Sequence[str], history: Sequence[Message]) -> Rendered:
+        """What the model is asked, with these chunks."""
+        from cached_rag.rag.answer import conversation  # an index is open, so its packages are here
+        from cached_rag.rag.prompts import Prompts
+
+        prompts = Prompts(self._rag.engine, self._rag.settings["system"])
+        return prompts.rendered(prompts.messages(question, texts, conversation(history)))
+
+    async def embed(self, request: EmbeddingsRequest) -> Json:
+        """OpenAI's embeddings. A task that is cancelled embeds no more than the part under way."""
         texts = [request.input] if isinstance(request.input, str) else request.input
-        embedder = self._rag.embedder
-        # A few at a time: answers are made in between, by the same thread.
-        parts = [texts[at : at + _AT_ONCE] for at in range(0, len(texts), _AT_ONCE)]
-        vectors = [vector for part in parts for vector in embedder.embed(part)]
         as_text = request.encoding_format == "base64"
+        run = asyncio.get_running_loop().run_in_executor
+        vectors: list[str | list[float]] = []
+        for at in range(0, len(texts), _AT_ONCE):
+            part = texts[at : at + _AT_ONCE]
+            vectors += await run(self._thread, self._embedded, part, as_text)
         data = [
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": base64.b64encode(vector.tobytes()).decode()
-                if as_text
-                else vector.tolist(),
-            }
+            {"object": "embedding", "index": index, "embedding": vector}
             for index, vector in enumerate(vectors)
         ]
         # Its tokens are not counted: the embedding model's are not the language model's.
         usage = {"prompt_tokens": 0, "total_tokens": 0}
         return {"object": "list", "data": data, "model": self.embedding, "usage": usage}
+
+    def _embedded(self, texts: Sequence[str], as_text: bool) -> list[str | list[float]]:
+        """A vector for each text, as base64 or as numbers."""
+        vectors = self._rag.embedder.embed(texts)
+        return [
+            base64.b64encode(vector.tobytes()).decode() if as_text else vector.tolist()
+            for vector in vectors
+        ]
 
 
 def sources(hits: Sequence[Hit]) -> list[Json]:

@@ -66,8 +66,12 @@ class Metrics:
         """Count a response, when it begins."""
         self._requests.labels(path, str(status)).inc()
 
-    def answered(self, report: Report) -> None:
-        """Count an answer, when it is complete or given up."""
+    def answered(self, report: Report, *, is_whole: bool) -> None:
+        """Count an answer, when it is complete or given up.
+
+        Args:
+            is_whole: it was not given up, so that its time is that of an answer.
+        """
         counts = {
             "prompt": report.prompt_tokens,
             "cached": report.cached_tokens,
@@ -80,8 +84,9 @@ class Metrics:
             self._tokens.labels(kind).inc(count)
         self._modules.labels("hit").inc(report.modules_hit)
         self._modules.labels("missed").inc(report.modules_missed)
-        if report.output_tokens:
+        if report.output_tokens and report.ttft_ms:
             self._first.labels(_root(report.method)).observe(report.ttft_ms / 1000)
+        if report.output_tokens and is_whole:
             self._whole.observe(report.total_ms / 1000)
 
     def text(self) -> bytes:

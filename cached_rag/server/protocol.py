@@ -114,13 +114,15 @@ class ChatMessage(Strict):
             found["tool_calls"] = calls
         if self.role == "tool":
             found |= {"tool_call_id": self.tool_call_id or "", "name": self.name or ""}
+        elif self.name is not None:
+            found["name"] = self.name
         return found
 
 
 class StreamOptions(Strict):
     """OpenAI's `stream_options`."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     # Random padding that hides how long pieces are. It is no part of the answer, and we add none.
     include_obfuscation: bool | None = None
 
@@ -211,6 +213,12 @@ class ChatRequest(_Settings):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     where: Annotated[dict[Name, Value | list[Value]], Field(max_length=16)] | None = None
+
+    @model_validator(mode="after")
+    def _shows_what_is_asked_for(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs is shown with logprobs only; send logprobs=true, too")
+        return self
 
     @property
     def wanted_tokens(self) -> int | None:

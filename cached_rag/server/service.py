@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cached_rag.backends.tokenizer import Rendered
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 _PLACE = "{documents}"
 # Most chunks of a response that wait for the client to read them.
 _AHEAD = 16
+# Threads on which texts are encoded and forgotten; those that begin answers are never held.
+_DOCUMENT_THREADS = 4
 
 
 @dataclass(eq=False)
@@ -75,6 +78,7 @@ class Service:
         self.metrics = Metrics(engine)
         self._defaults = GenerationConfig(method=method)
         self._asked: set[Asked] = set()
+        self._threads = ThreadPoolExecutor(_DOCUMENT_THREADS, "documents")
 
     @property
     def num_open(self) -> int:
@@ -130,7 +134,8 @@ class Service:
             request.n or 1,
             None if hits is None else sources(hits),
         )
-        counts = request.stream_options is not None and request.stream_options.include_usage
+        options = request.stream_options
+        counts = bool(options and options.include_usage)
         asked = Asked(streams, tools, envelope, counts, lease)
         self._asked.add(asked)
         return asked
@@ -161,6 +166,8 @@ class Service:
         if tools.is_offered or request.cache_salt:
             raise ConfigError(f"{index.name} takes neither tools nor a cache_salt")
         [messages] = request.prompts()
+        if request.temperature is None and (request.n or 1) == 1:
+            config = config.replace(temperature=0.0)  # as `CachedRAG.ask`
 
         def begun(config: GenerationConfig) -> list[AnswerStream]:
             numbers = range(request.n or 1)
@@ -239,7 +246,10 @@ class Service:
             self._asked.remove(asked)
             for stream in asked.streams:
                 stream.cancel()
-                self.metrics.answered(stream.report)
+                # The report of one that is given up has no numbers before the pass under way ends.
+                report = replace(stream.report, output_tokens=len(stream.token_ids))
+                is_whole = report.total_ms > 0 and stream.finish_reason != "cancelled"
+                self.metrics.answered(report, is_whole=is_whole)
             asked.lease.close()
 
     def _fitting(
@@ -269,17 +279,22 @@ class Service:
         Returns:
             Numbers of texts that were encoded now and that were known, tokens computed, and by
             index the texts that were skipped and why.
+
+        Raises:
+            ConfigError: the messages do not say where the texts will stand.
+            ContextOverflowError: what stands before the texts fills the model's context.
         """
         skipped: list[Json] = []
         encoded = tokens = 0
         with ExitStack() as lease:
             using = self.tenants.using(tenant, request.cache_salt)
-            engine = await asyncio.to_thread(lease.enter_context, using)
-            prefix = self._head(engine, request)
+            run = asyncio.get_running_loop().run_in_executor
+            engine = await run(self._threads, lease.enter_context, using)
+            prefix = await run(self._threads, self._head, engine, request)
             for index, text in enumerate(request.texts):
                 reason = ""
                 try:  # one by one, so that answers go on in between
-                    done = await asyncio.to_thread(engine.encode, [text], prefix)
+                    done = await run(self._threads, engine.encode, [text], prefix)
                 except (ConfigError, ContextOverflowError) as error:
                     reason = str(error)
                 else:
@@ -291,20 +306,39 @@ class Service:
         known = len(request.texts) - len(skipped) - encoded
         return {"encoded": encoded, "known": known, "tokens": tokens, "skipped": skipped}
 
-    def forget(self, request: DocumentsRequest, tenant: str) -> Json:
+    async def forget(self, request: DocumentsRequest, tenant: str) -> Json:
         """Delete texts and their KV; returns how many KVs went."""
-        with self.tenants.using(tenant, request.cache_salt) as engine:
-            return {"deleted": engine.forget(request.texts)}
+
+        def forget() -> Json:
+            with self.tenants.using(tenant, request.cache_salt) as engine:
+                return {"deleted": engine.forget(request.texts)}
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, forget)
 
     def _head(self, engine: Engine, request: DocumentsRequest) -> Rendered | None:
+        """What stands before the texts; see `encode`.
+
+        Its length is checked here, once: with each text it is tokenised again.
+        """
         if request.messages is None:
             return None
-        return engine.head([message.plain() for message in request.messages], _PLACE)
+        head = engine.head([message.plain() for message in request.messages], _PLACE)
+        context = engine.model.context_length
+        too_long = engine.tokenization.least_tokens(head.text, context) is not None
+        if too_long or engine.count_tokens(head) >= context:
+            raise ContextOverflowError(
+                f"what the messages say before {_PLACE} fills the model's context of {context} "
+                "tokens, so no text fits behind it; give shorter messages"
+            )
+        return head
 
 
 def _nth(config: GenerationConfig, n: int) -> GenerationConfig:
     """The settings of the n-th answer to one prompt: with a seed, each has its own."""
-    return config if config.seed is None or not n else config.replace(seed=config.seed + n)
+    if config.seed is None or not n:
+        return config
+    most = (1 << 63) - 1  # behind the largest seed comes the smallest
+    return config.replace(seed=(config.seed + n + most) % (2 * most + 1) - most)
 
 
 async def _whole(stream: Stream) -> Generation:

@@ -11,6 +11,7 @@ import time
 
 from conftest import CHUNKS
 
+from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.server.app import create_app
 from cached_rag.server.run import Server, bind
 from cached_rag.server.service import Service
@@ -55,6 +56,20 @@ def until(condition, seconds=20):
     deadline = time.monotonic() + seconds
     while not (found := condition()) and time.monotonic() < deadline:
         time.sleep(0.01)
+    return found
+
+
+def reads(monkeypatch, most=100_000):
+    """Texts that are tokenised from now on; longer ones than `most` are known not to fit."""
+    tokenize, found = Tokenization.tokenize, []
+
+    def recording(tokenization, rendered):
+        found.append(rendered.text)
+        return tokenize(tokenization, rendered)
+
+    monkeypatch.setattr(Tokenization, "tokenize", recording)
+    bound = staticmethod(lambda text, room: len(text) if len(text) > most else None)
+    monkeypatch.setattr(Tokenization, "least_tokens", bound)
     return found
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import base64
 import contextlib
 import inspect
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
 import openai
 import pytest
 from conftest import CHUNKS, tiny_model
-from served import NAME, serving
+from served import GREEDY, NAME, reads, running, serving, until
 from starlette.middleware.cors import CORSMiddleware
 
 from cached_rag import CachedRAG, ContextOverflowError, Engine
+from cached_rag.rag import Embedder
 from cached_rag.server.index import ServedIndex
 
 PAGE = "https://chat.example"
@@ -92,6 +96,16 @@ def test_questions_are_answered_from_the_documents(client, rag):
     assert not hasattr(plain, "sources")
 
 
+def test_an_index_answers_as_ask_does_unless_several_answers_are_wanted(client, rag):
+    options = {"model": "index:manual", "messages": QUESTION, "max_tokens": 12}
+    asked = rag.ask(QUESTION[0]["content"], max_tokens=12).text
+    for more in ({}, {"top_p": 0.9}):
+        (made,) = client.chat.completions.create(**options, **more).choices
+        assert made.message.content == asked
+    several = client.chat.completions.create(**options, n=3, seed=5).choices
+    assert len({choice.message.content for choice in several}) > 1
+
+
 def test_an_empty_answer_has_its_sources_when_it_is_streamed(client):
     options = {"model": "index:manual", "temperature": 0, "max_tokens": 8}
     done = client.chat.completions.create(messages=QUESTION, **options)
@@ -140,6 +154,86 @@ def test_the_default_length_is_cut_to_what_a_long_conversation_leaves(client, ra
             client.chat.completions.create(**asked | refused)
 
 
+def test_a_question_that_is_surely_too_long_is_not_searched_for(client, rag, monkeypatch):
+    """Neither what embeds it nor what tokenises it looks at its length first."""
+    read, embed = reads(monkeypatch), Letters.embed
+    monkeypatch.setattr(Letters, "embed", lambda me, texts: read.extend(texts) or embed(me, texts))
+    said = [{"role": "user", "content": "word " * 100_000}, {"role": "assistant", "content": "y"}]
+    for messages in (said[:1], [*said, *QUESTION]):
+        for length in ({}, {"max_tokens": 4}):
+            with pytest.raises(openai.BadRequestError, match="exceed the model's context"):
+                client.chat.completions.create(model="index:manual", messages=messages, **length)
+    assert not read
+    client.chat.completions.create(model="index:manual", messages=QUESTION, max_tokens=4)
+    assert QUESTION[0]["content"] in read
+
+
+@pytest.mark.real
+def test_an_embedding_model_reads_no_more_of_a_text_than_it_sees(monkeypatch):
+    embedder, given = Embedder(), []
+    embedder.load()
+    model = embedder._model
+    encode, options = model.encode, {"normalize_embeddings": True, "show_progress_bar": False}
+
+    def recorded(texts, **options):
+        given.extend(texts)
+        return encode(texts, **options)
+
+    monkeypatch.setattr(model, "encode", recorded)
+    texts = [f"{chunk} " * 300 for chunk in CHUNKS] + ["    indented\n" * 9000, "copper"]
+    found = embedder.embed(texts)
+    assert max(map(len, texts)) > 40_000
+    assert max(map(len, given)) < 20_000
+    np.testing.assert_array_equal(found, encode(texts, **options))
+    monkeypatch.setattr(type(model), "max_seq_length", None)  # as of models that see all of a text
+    given.clear()
+    embedder.embed(texts)
+    assert given == texts
+
+
+def test_who_leaves_has_no_more_texts_embedded(rag, monkeypatch):
+    calls, embed = [], Letters.embed
+
+    def slow(self, texts):
+        calls.extend(texts)
+        time.sleep(0.05)
+        return embed(self, texts)
+
+    monkeypatch.setattr(Letters, "embed", slow)
+    body = {"model": "letters", "input": ["copper"] * 2048}  # 13 seconds
+    with running(rag.engine, index=ServedIndex(rag)) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.address}/v1/embeddings", json=body, timeout=0.5)
+        assert until(lambda: calls and not server.server_state.tasks)
+    assert len(calls) < 2048
+
+
+def test_texts_that_are_embedded_hold_no_answer(rag, monkeypatch):
+    goes_on, embed = threading.Event(), Letters.embed
+
+    def held(self, texts):
+        goes_on.wait(60)
+        return embed(self, texts)
+
+    monkeypatch.setattr(Letters, "embed", held)
+    clients = 40  # more than asyncio has threads
+    with (
+        ThreadPoolExecutor(clients) as threads,
+        running(rag.engine, index=ServedIndex(rag)) as server,
+    ):
+        body = {"model": "letters", "input": ["copper"] * 9}
+        url = f"{server.address}/v1/embeddings"
+        asked = [threads.submit(httpx.post, url, json=body, timeout=90) for _ in range(clients)]
+        try:
+            assert until(lambda: len(server.server_state.tasks) == clients)
+            body = GREEDY | {"messages": QUESTION}
+            chat = httpx.post(f"{server.address}/v1/chat/completions", json=body, timeout=20)
+            assert chat.status_code == 200
+        finally:
+            goes_on.set()
+        assert {one.result().status_code for one in asked} == {200}
+
+
 def test_texts_are_embedded_as_the_index_embeds_them(client):
     texts = ["Copper", "a lamp"]
     expected = Letters().embed(texts)
@@ -175,6 +269,15 @@ def test_models_are_listed_with_their_context(client, address):
         assert [one.id for one in other.models.list()] == [NAME]
         with pytest.raises(openai.NotFoundError):
             other.chat.completions.create(model="index:manual", messages=QUESTION)
+
+
+def test_tenants_do_not_learn_that_there_are_embeddings(address):
+    for body in ({"model": "letters", "input": "x"}, {"model": "any", "input": "x"}, {}):
+        headers = {"Authorization": "Bearer theirs"}
+        refused = httpx.post(f"{address}/v1/embeddings", json=body, headers=headers)
+        assert refused.status_code == 404
+        nowhere = httpx.post(f"{address}/v1/nothing", json=body, headers=headers)
+        assert refused.json() == nowhere.json()
 
 
 def test_a_web_page_may_ask_if_it_was_allowed(address):

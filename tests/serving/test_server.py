@@ -15,7 +15,7 @@ from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 from doubles import Recording, slow
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
-from served import GREEDY, MESSAGES, NAME, serving, until
+from served import GREEDY, MESSAGES, NAME, reads, serving, until
 
 from cached_rag import BatchConfig, Engine, StoreConfig
 from cached_rag.server.tenants import Tenants, namespace
@@ -151,6 +151,34 @@ def test_documents_are_cached_and_forgotten(client, server):
     assert usage.prompt_tokens_details.cached_tokens < 0.5 * usage.prompt_tokens
 
 
+def test_a_beginning_that_fills_the_context_is_refused_before_any_text_is_read(
+    server, engine, monkeypatch
+):
+    texts = reads(monkeypatch)
+    for words, times in ((1030, 1), (100_000, 0)):  # so many surely do not fit
+        texts.clear()
+        messages = [{"role": "user", "content": "word " * words + "{documents}"}]
+        body = {"texts": list(CHUNKS), "messages": messages}
+        refused = httpx.post(f"{server[0]}/v1/documents", json=body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        assert "before {documents}" in refused.text
+        assert len(texts) == times
+
+
+def test_a_name_reaches_the_model_where_its_template_has_a_place(client, engine, monkeypatch):
+    monkeypatch.setattr(
+        engine.model.tokenizer,
+        "chat_template",
+        "{% for m in messages %}{{ m.name or m.role }} says: {{ m.content }}\n{% endfor %}",
+    )
+    for role in ("system", "user", "assistant"):
+        said = {"role": role, "content": "Why?", "name": "ann_of_the_north"}
+        done = client.chat.completions.create(messages=[said], **GREEDY)
+        expected = engine.count_tokens("ann_of_the_north says: Why?\n")
+        assert done.usage.prompt_tokens == expected
+
+
 def test_settings_reach_the_engine(client, engine):
     options = {"temperature": 2.0, "seed": 7, "max_tokens": 12, "top_p": 0.9, "stop": ["e", "zz"]}
     done = client.chat.completions.create(model=NAME, messages=MESSAGES, **options)
@@ -192,6 +220,11 @@ def test_an_answer_without_a_length_has_what_there_is_room_for(client, engine):
         ({"tool_choice": "required"}, "there is none"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"top_logprobs": 3}, "logprobs=true"),
+        ({"logprobs": False, "top_logprobs": 3}, "logprobs=true"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema"),
+        ({"response_format": {"type": "json_object", "json_schema": {}}}, "json_schema"),
+        ({"response_format": {"type": "text", "json_schema": {}}}, "json_schema"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"min_p": 0.1}, "min_p"),
         ({"colour": "blue"}, "colour"),
@@ -219,12 +252,25 @@ def test_what_cannot_be_done_is_said(client, changed, says, stream):
 
 def test_neutral_settings_are_no_errors(client):
     body = {"n": 1, "logprobs": False, "presence_penalty": 0, "user": "me", "store": False}
+    body |= {"top_logprobs": 0, "response_format": {"type": "text"}}
     plain = client.chat.completions.create(messages=MESSAGES, **GREEDY, **body).choices
     cold = GREEDY | body | {"temperature": 1e-8}  # as Ragas sends it
     done = client.chat.completions.create(messages=MESSAGES, **cold).choices
     assert done[0].message.content == plain[0].message.content
     padded = {"stream": True, "stream_options": {"include_obfuscation": False}}
     assert list(client.chat.completions.create(messages=MESSAGES, **GREEDY, **padded))
+    padded["stream_options"] = {"include_usage": None}
+    pieces = list(client.chat.completions.create(messages=MESSAGES, **GREEDY, **padded))
+    assert not any(piece.usage for piece in pieces)
+
+
+def test_the_largest_seed_has_others_behind_it(client):
+    most = 2**63 - 1
+    asked = {"model": NAME, "messages": MESSAGES, "temperature": 2, "max_tokens": 8}
+    both = client.chat.completions.create(**asked, seed=most, n=2).choices
+    for choice, seed in zip(both, (most, -most), strict=True):
+        alone = client.chat.completions.create(**asked, seed=seed).choices[0]
+        assert choice.message.content == alone.message.content
 
 
 def test_what_there_is_not(client, server):
@@ -266,6 +312,26 @@ def test_metrics_count_drafts_which_a_request_may_switch_off(client, server):
     assert found.choices[0].message.content == plain.choices[0].message.content
     drafted, accepted = counted()
     assert drafted - before[0] >= accepted - before[1] > 0
+
+
+def test_metrics_count_what_was_made_of_an_answer_that_was_given_up():
+    engine = slow_engine()
+    with serving(engine) as (address, service):
+        body = GREEDY | {"messages": MESSAGES, "max_tokens": 600, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/chat/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            for _ in range(40):  # of which every other one is empty
+                next(lines)
+        assert until(lambda: service.num_open == 0)
+        text = httpx.get(f"{address}/metrics").text
+    engine.close()
+    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(found['cached_rag_tokens_total{kind="answer"}']) >= 15
+    first = [
+        v for k, v in found.items() if k.startswith("cached_rag_time_to_first_token_seconds_c")
+    ]
+    assert "1.0" in first
+    assert float(found["cached_rag_answer_seconds_count"]) == 0  # it has no end
 
 
 def test_langchains_client_works_against_it(server, engine):

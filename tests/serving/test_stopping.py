@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -85,3 +86,47 @@ def test_who_leaves_has_no_more_texts_encoded(engine, monkeypatch):
             httpx.post(f"{server.address}/v1/documents", json={"texts": texts}, timeout=0.5)
         assert until(lambda: calls and not server.server_state.tasks)
     assert len(calls) < 400
+
+
+def test_a_deletion_is_carried_out_when_its_client_has_left(engine, monkeypatch):
+    forget, done = type(engine).forget, []
+
+    def slow(self, texts):
+        time.sleep(1)
+        done.append(forget(self, texts))
+        return done[-1]
+
+    engine.encode([CHUNKS[0]])
+    monkeypatch.setattr(type(engine), "forget", slow)
+    with running(engine) as server:
+        url = f"{server.address}/v1/documents"
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.request("DELETE", url, json={"texts": [CHUNKS[0]]}, timeout=0.3)
+        assert until(lambda: done)
+    assert done == [1]
+
+
+@pytest.mark.parametrize("method", ["POST", "DELETE"])
+def test_documents_hold_no_answer(engine, monkeypatch, method):
+    goes_on = threading.Event()
+
+    def held(*_, **__):
+        goes_on.wait(60)
+        return 0 if method == "DELETE" else EncodeSummary(1, 0, (), 1, 0.0)
+
+    monkeypatch.setattr(type(engine), "forget" if method == "DELETE" else "encode", held)
+    clients = 40  # more than asyncio has threads
+    with ThreadPoolExecutor(clients) as threads, running(engine) as server:
+        url, body = f"{server.address}/v1/documents", {"texts": ["some text"]}
+        asked = [
+            threads.submit(httpx.request, method, url, json=body, timeout=90)
+            for _ in range(clients)
+        ]
+        try:
+            assert until(lambda: len(server.server_state.tasks) == clients)
+            answered = GREEDY | {"messages": MESSAGES}
+            url = f"{server.address}/v1/chat/completions"
+            assert httpx.post(url, json=answered, timeout=20).status_code == 200
+        finally:
+            goes_on.set()
+        assert {one.result().status_code for one in asked} == {200}

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from traceback import format_exception
 
 import pytest
 import redis
 import torch
 from safetensors.torch import save
-from servers import Proxy, Server, redis_server, s3_server
+from servers import Proxy, Server, free_port, redis_server, s3_server
 
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreError
 from cached_rag.kv.buffer import KVShapes
@@ -145,8 +149,15 @@ def test_heads_are_merged(url, tiers):
     here, there = tiers(url), tiers(url)
     here.add_heads("t", "model", [((1, 2), "primer")])
     there.add_heads("t", "model", [((), "")])
-    assert here.heads("t", "model") == {((1, 2), "primer"), ((), "")}
-    assert here.heads("", "model") == set()
+    assert here.heads("t", "model") == [((1, 2), "primer"), ((), "")]
+    assert here.heads("", "model") == []
+
+
+def test_of_many_heads_the_latest_are_known(url, tiers):
+    days = [((1, 2, 1000 - day), "primer") for day in range(wire._MOST_HEADS + 6)]
+    for day in days:
+        tiers(url).add_heads("days", "model", [day])
+    assert tiers(url).heads("days", "model") == days[6:]
 
 
 def test_a_prompt_costs_one_round_trip(redis_at, tiers):
@@ -267,7 +278,7 @@ def test_the_way_there_is_measured(redis_at, tiers):
 
 def test_what_waits_to_be_sent_is_bounded():
     kv, sent = module(70), []
-    uploads = Outbox(lambda name, _: sent.append(name) or time.sleep(0.2) or True, 2 * kv.nbytes)
+    uploads = Outbox(lambda name, *_: sent.append(name) or time.sleep(0.2) or True, 2 * kv.nbytes)
     for name in "abcde":
         uploads.add(name, kv)
     assert len(sent) <= 2
@@ -288,6 +299,31 @@ def test_what_is_deleted_is_not_sent_afterwards(redis_at, tiers):
     tier.delete("", [key(n) for n in range(80, 90)])
     assert tier.drain() == 0
     assert tier.holds("", [key(n) for n in range(80, 90)]) == set()
+
+
+def _unknown() -> bool:
+    raise StoreError("the catalog is locked")
+
+
+@pytest.mark.parametrize("later", [lambda: False, _unknown])
+def test_what_is_deleted_elsewhere_while_it_is_sent_is_taken_back(url, tiers, later):
+    tier, kv, asked = tiers(url), module(92), []
+
+    def wanted() -> bool:
+        asked.append(len(fetch(tiers(url), kv)))
+        return later() if len(asked) > 1 else True
+
+    tier.offer("", key(92), kv, wanted)
+    tier.drain()
+    assert asked == [0, 1]  # it was there
+    assert not fetch(tiers(url), kv)
+
+
+def test_what_is_deleted_elsewhere_before_it_is_sent_is_not(url, tiers):
+    tier, kv = tiers(url), module(93)
+    tier._transport.put = lambda *_: pytest.fail("sent")
+    tier.offer("", key(93), kv, lambda: False)
+    assert tier.drain() == 0
 
 
 def test_the_breaker_lets_one_ask_at_a_time(monkeypatch):
@@ -318,6 +354,32 @@ def test_addresses():
         open_transport("redis://host:port/x", 1.0)
     assert label_of("redis://user:secret@host:1/0?x=y") == "redis://host:1/0"
     assert label_of("redis://user:sec/r@et@host:1/0") == "redis://host:1/0"
+    assert "secret" not in label_of("redis://host/0?password=x@secret")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:secret/second@host",
+        "redis://:[secret@host",
+        "redis://:secret\u2100@host",
+        "s3://user:secret/second@bucket/x",
+        "abfs://user:secret@x",
+        "s3://user:secret@?",
+    ],
+)
+def test_addresses_are_refused_without_their_passwords(url):
+    with pytest.raises(ConfigError, match="percent-encode") as caught:
+        open_transport(url, 1.0)
+    assert "secret" not in str(caught.value)
+    assert caught.value.__suppress_context__  # a traceback shows nothing of urllib's error
+
+
+def test_what_fails_later_shows_no_password_either(tiers):
+    tier = tiers(f"http://user:secret@127.0.0.1:{free_port()}/x?sig=secret")
+    with pytest.raises(StoreError, match=r"cannot be used now: .*GET http://127.0.0.1") as caught:
+        fetch(tier, module(1))
+    assert "secret" not in "".join(format_exception(caught.value))
 
 
 def sizes(context_length=100) -> Sizes:
@@ -403,7 +465,7 @@ def test_headers_that_would_take_memory_or_time_are_refused():
 def test_heads_that_are_not_the_models_are_not_taken_over(heads):
     data = wire._sealed("name", heads.encode(), b"")
     with suppress(CorruptBlobError):
-        assert unpack_heads("name", data, b"", sizes()) == set()
+        assert unpack_heads("name", data, b"", sizes()) == []
 
 
 def test_one_bad_value_does_not_cost_its_neighbours(redis_at, tiers):
@@ -432,6 +494,27 @@ def test_closing_does_not_wait_for_a_server_that_is_gone(tmp_path, tiers):
     with pytest.raises(StoreError, match="closed"):
         fetch(tier, module(1))
     tier.offer("", key(1), module(1))  # nothing is sent, nothing raises
+
+
+_SENDS_AND_ENDS = """
+import time, torch
+from cached_rag import StoreConfig
+from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.store.remote import open_remote
+tier = open_remote(StoreConfig(remote="s3://bucket/x"))
+tier.offer("", "k" * 40, ModuleKV((1,), 0, torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)))
+time.sleep(0.5)
+tier.close(0.1)
+"""
+
+
+def test_a_process_ends_though_an_object_store_is_silent():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        keys = {f"AWS_{name}": "x" for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "REGION")}
+        given = os.environ | keys | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+        ended = subprocess.run([sys.executable, "-c", _SENDS_AND_ENDS], env=given, timeout=50)
+    assert ended.returncode == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

@@ -15,8 +15,8 @@ from cached_rag.kv.store.base import Problem
 from cached_rag.kv.store.database import PATIENCE_S, Database
 from cached_rag.kv.store.records import ChunkRecord, Maker, pack, unpack
 from cached_rag.kv.store.removals import Removals
-from cached_rag.kv.store.signed import check, row_sum, sound
-from cached_rag.kv.store.tables import DOOMED, SCHEMA, SIGNED, upgrade
+from cached_rag.kv.store.signed import check, is_sound, row_sum, sound
+from cached_rag.kv.store.tables import DOOMED, DROP_NEEDLESS, SCHEMA, SIGNED, upgrade
 
 _MODULES = f"SELECT {SIGNED['modules']}, checksum FROM modules WHERE model = ? AND namespace = ?"
 _PREFIXES = f"SELECT {SIGNED['encodings']}, checksum FROM encodings"
@@ -41,7 +41,7 @@ class Catalog:
         self.namespace = namespace
         self._scope = (self.maker.model, namespace)
         self._database = Database(Path(path), SCHEMA, upgrade)
-        self.removals = Removals(self._database, namespace, self._behinds)
+        self.removals = Removals(self._database, namespace, self._behinds, self.damage)
         if self.maker.name and not self._database.is_read_only:
             self._sign()
         self._version = self._database.version()
@@ -65,6 +65,23 @@ class Catalog:
         """What is damaged: the file, or rows of any model and tenant."""
         queries = {t: f"SELECT {columns}, checksum FROM {t}" for t, columns in SIGNED.items()}
         return check(self._database, queries)
+
+    def damage(self, model: str | None = None) -> str:
+        """Why not all keys can be named that KV of a model and this tenant has; empty if they can.
+
+        Args:
+            model: its fingerprint; None for this one's.
+        """
+        rows = self._prefix_rows(self.maker.model if model is None else model)
+        damaged = next((row for row in rows if not is_sound(row)), None)
+        if damaged is None:
+            return ""
+        path = self._database.path
+        return (
+            f"row {damaged[0]} of encodings in {path} is damaged, so KV of texts that stand behind "
+            "it cannot be found; ingest the documents again, which mends it, and do this again. If "
+            f"that does not help, delete {path.parent} and ingest"
+        )
 
     def makers(self) -> list[Maker]:
         """All models whose KV may be in the store, in the order in which they came to use it."""
@@ -90,10 +107,16 @@ class Catalog:
         return self._database.read(str, query, *[self.maker.model] * len(tables))
 
     def clear(self) -> None:
-        """Forget this model, for all tenants."""
+        """Forget this model, for all tenants, but for KV of it that still has to go."""
+        model = self.maker.model
         with self._database.transaction() as connection:
-            for table in ("modules", "encodings", "others", "learned", *DOOMED, "makers"):
-                connection.execute(f"DELETE FROM {table} WHERE model = ?", (self.maker.model,))
+            for table in ("modules", "others", "learned", "makers"):
+                connection.execute(f"DELETE FROM {table} WHERE model = ?", (model,))
+            # Nobody will use the model again, and so mend these; see `damage`.
+            rows = self._database.rows(f"{_PREFIXES} WHERE model = ?", model)
+            damaged = [(row[0],) for row in rows if not is_sound(row)]
+            connection.executemany("DELETE FROM encodings WHERE rowid = ?", damaged)
+            connection.execute(DROP_NEEDLESS)
             connection.execute("UPDATE removals SET count = count + 1")
 
     def add_chunks(
@@ -162,7 +185,7 @@ class Catalog:
         return set(self._database.read(str, query, *self._scope))
 
     def keys(self) -> Iterator[str]:
-        """All keys that KV of this model and tenant may have."""
+        """All keys that KV of this model and tenant may have; see `damage`, too."""
         model = self.maker.model
         behinds = self._behinds(model)
         for _, module in self.modules():
@@ -197,9 +220,12 @@ class Catalog:
         return self._prefixes(self.maker.model)
 
     def _prefixes(self, model: str) -> list[tuple[tuple[int, ...], str]]:
-        query = f"{_PREFIXES} WHERE model = ? AND namespace = ?"
-        rows = sound(self._database, self._database.rows(query, model, self.namespace))
+        rows = sound(self._database, self._prefix_rows(model))
         return [(unpack(ids), str(context)) for _, ids, context, _ in rows]
+
+    def _prefix_rows(self, model: str) -> list[tuple[object, ...]]:
+        query = f"{_PREFIXES} WHERE model = ? AND namespace = ?"
+        return self._database.rows(query, model, self.namespace)
 
     def generation(self) -> int:
         """A number that grows with each removal."""

@@ -7,13 +7,13 @@ folder is opened with. Knows no model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from cached_rag.errors import ConfigError
+from cached_rag.errors import ConfigError, StoreError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.store.catalog import Catalog
 from cached_rag.kv.store.disk import DiskStore
@@ -49,7 +49,8 @@ def forget(folder: Path, codec: str, texts: Iterable[str], remote: RemoteTier | 
         remote: the remote store that has KV of them, too.
 
     Raises:
-        StoreError: the remote store does not answer; call it again when it does.
+        StoreError: the remote store does not answer; call it again when it does. Or not all KV can
+            be found, as the catalog is damaged.
     """
     return forget_digests(folder, codec, {digest(text.strip()) for text in texts}, remote)
 
@@ -65,11 +66,13 @@ def forget_digests(
         closing(DiskStore(folder, codec)) as disk,
     ):
         learned = catalog.learned() if text_digests else []
-        gone = catalog.removals.remove(disk.delete, {*text_digests, *learned})
         if remote is not None:
             catalog.removals.note_remote(remote.label)
-            catalog.removals.finish_far(partial(remote.delete, ""))
-        return gone
+        try:
+            return catalog.removals.remove(disk.delete, {*text_digests, *learned})
+        finally:
+            if remote is not None:
+                catalog.removals.finish_far(partial(remote.delete, ""))
 
 
 def unused(folder: Path, codec: str, name: str, dtypes: Sequence[str]) -> list[Holding]:
@@ -103,17 +106,26 @@ def unused(folder: Path, codec: str, name: str, dtypes: Sequence[str]) -> list[H
 
 
 def strays(folder: Path, codec: str) -> list[str]:
-    """Keys of KV that no model of the catalog has: it learns of KV before the store has it."""
+    """Keys of KV that no model of the catalog has: it learns of KV before the store has it.
+
+    Raises:
+        StoreError: that is not known, as the catalog is damaged.
+    """
     with closing(DiskStore(folder, codec)) as disk:
         held = disk.sizes()
     if not (folder / CATALOG).is_file():
         return []
-    needed = {key for maker in makers(folder) for key in _all_keys(folder, maker)}
+    needed: set[str] = set()
+    for maker in makers(folder):
+        for catalog in _catalogs(folder, maker):
+            if reason := catalog.damage():
+                raise StoreError(f"what KV nothing needs is not known, so all stays: {reason}")
+            needed.update(catalog.keys())
     return [key for key in held if key not in needed]
 
 
 def drop_strays(folder: Path, codec: str) -> int:
-    """Delete the KV of `strays`; says how many KVs went."""
+    """Delete the KV of `strays`; says how many KVs went. Raises as that."""
     keys = strays(folder, codec)
     with closing(DiskStore(folder, codec)) as disk:
         return sum(map(disk.delete, keys))
@@ -145,12 +157,18 @@ def drop(folder: Path, codec: str, holding: Holding) -> None:
 def _all_keys(folder: Path, maker: Maker) -> set[str]:
     """All keys that KV of a model may have, of all tenants."""
     keys: set[str] = set()
+    for catalog in _catalogs(folder, maker):
+        keys.update(catalog.keys())
+    return keys
+
+
+def _catalogs(folder: Path, maker: Maker) -> Iterator[Catalog]:
+    """What all tenants have by a model."""
     with closing(_catalog(folder, maker.model)) as catalog:
         namespaces = catalog.namespaces()
     for namespace in namespaces:
         with closing(_catalog(folder, maker.model, namespace)) as catalog:
-            keys.update(catalog.keys())
-    return keys
+            yield catalog
 
 
 def _catalog(folder: Path, model: str = "", namespace: str = "") -> Catalog:

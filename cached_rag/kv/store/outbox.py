@@ -10,12 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.store.base import IsWanted
 
 _log = logging.getLogger(__name__)
 _THREADS = 2
 # How long `drop` waits for what is under way already.
 _UNDER_WAY_S = 60.0
-Work = Callable[[str, ModuleKV], bool]
+Work = Callable[[str, ModuleKV, IsWanted], bool]
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Outbox:
         """Start with nothing.
 
         Args:
-            work: does it for a key and its module, and says whether that worked.
+            work: does it for a key and its module, unless that is not wanted any more, and says
+                whether that worked.
             max_bytes: most bytes of KV that wait.
             patience_s: how long `add` waits for room, all of its calls between two of `drain`
                 together.
@@ -44,11 +46,12 @@ class Outbox:
         self._threads: ThreadPoolExecutor | None = None
         self._changed = threading.Condition()
 
-    def add(self, name: str, kv: ModuleKV) -> None:
+    def add(self, name: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
         """Do it for a module when its turn comes. If there is no room, it counts as failed.
 
         Args:
             name: the same name is not added twice.
+            wanted: says whether it still is to be done; it may have to wait long.
         """
         with self._changed:
             self._wait_for_room(kv.nbytes)
@@ -59,7 +62,7 @@ class Outbox:
                 return
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(_THREADS, "outbox")
-            future = self._threads.submit(self._work, name, kv)
+            future = self._threads.submit(self._work, name, kv, wanted)
             self._items[name] = _Item(future, kv.nbytes)
 
     def _wait_for_room(self, nbytes: int) -> None:
@@ -71,10 +74,10 @@ class Outbox:
         waiting = sum(item.nbytes for item in self._items.values())
         return not waiting or waiting + nbytes <= self._max_bytes
 
-    def _work(self, name: str, kv: ModuleKV) -> None:
+    def _work(self, name: str, kv: ModuleKV, wanted: IsWanted) -> None:
         is_done = False
         try:
-            is_done = self._do(name, kv)
+            is_done = self._do(name, kv, wanted)
         except Exception as error:  # such as no memory; the others still have their turn
             _log.warning("KV %s stays where it is: %s", name, error)
         finally:
@@ -87,6 +90,15 @@ class Outbox:
         """Return when a module's turn is over; at once if it has none. Waits for no other."""
         if (item := self._items.get(name)) is not None:
             wait([item.future], _UNDER_WAY_S)
+
+    def settle_all(self, begin: str, patience_s: float) -> None:
+        """Return when nothing waits whose name begins so, or after so many seconds."""
+
+        def is_over() -> bool:
+            return self._is_closed or not any(name.startswith(begin) for name in self._items)
+
+        with self._changed:
+            self._changed.wait_for(is_over, patience_s)
 
     def drop(self, names: Iterable[str]) -> None:
         """Do it for none of these; returns when it is done for those whose turn it was."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
+from cached_rag.errors import StoreError
 from cached_rag.kv.fingerprint import module_key
 from cached_rag.kv.store.database import Database
 from cached_rag.kv.store.records import unpack
+from cached_rag.kv.store.tables import DROP_NEEDLESS
 
 # Not if one came back and is doomed anew meanwhile: it may have new KV.
 _DONE = "WHERE model = ? AND namespace = ? AND text_digest = ? AND (SELECT count FROM revivals) = ?"
@@ -35,14 +37,17 @@ class Removals:
         database: Database,
         namespace: str,
         behinds: Callable[[str], Collection[tuple[tuple[int, ...], str]]],
+        damage: Callable[[str], str],
     ) -> None:
         """Make it for a catalog's file.
 
         Args:
             behinds: given a model, all that its texts may have been encoded behind: the tokens of
                 a prefix, and the name of a context.
+            damage: given a model, why these are not all; empty if they are.
         """
-        self._database, self._namespace, self._behinds = database, namespace, behinds
+        self._database, self._namespace = database, namespace
+        self._behinds, self._damage = behinds, damage
 
     def remove(self, delete: Delete, text_digests: Collection[str]) -> int:
         """Remove this tenant's texts, and their KV by all models; says how many KVs went.
@@ -53,6 +58,9 @@ class Removals:
         that the texts are no modules any more and that their KV has to go; then the KV goes; then
         the catalog forgets that it had to. Whoever puts KV into the store looks into the catalog
         when this deletion is over or has yet to come, so KV that comes too late is not kept.
+
+        Raises:
+            StoreError: see `finish`.
         """
         self.doom(text_digests)
         return self.finish(delete, text_digests)
@@ -75,16 +83,23 @@ class Removals:
 
         Args:
             delete: deletes the KV of a key from this machine, and says whether there was any.
+
+        Raises:
+            StoreError: not all of it can be found, as the catalog is damaged. What can be is
+                deleted, and the rest has to go as before.
         """
         gone = 0
         while doomed := self._doomed("doomed", text_digests):
+            done = self._done(doomed)
             gone += sum(map(delete, self._keys(doomed)))
             with self._database.transaction() as connection:
                 if self._database.read(int, "SELECT count(*) FROM remotes") != [0]:
                     far = f"INSERT OR IGNORE INTO doomed_far SELECT * FROM doomed {_DONE}"
-                    connection.executemany(far, self._done(doomed))
-                connection.executemany(f"DELETE FROM doomed {_DONE}", self._done(doomed))
+                    connection.executemany(far, done)
+                connection.executemany(f"DELETE FROM doomed {_DONE}", done)
+                connection.execute(DROP_NEEDLESS)
             self._database.scrub()
+            self._check(doomed)
         return gone
 
     def finish_far(self, delete: Callable[[Sequence[str]], object]) -> None:
@@ -92,12 +107,18 @@ class Removals:
 
         Args:
             delete: deletes the KV of keys there. If it fails, this is to be called again.
+
+        Raises:
+            StoreError: as `finish`.
         """
         while doomed := self._doomed("doomed_far"):
+            done = self._done(doomed)
             delete(self._keys(doomed))
             with self._database.transaction() as connection:
-                connection.executemany(f"DELETE FROM doomed_far {_DONE}", self._done(doomed))
+                connection.executemany(f"DELETE FROM doomed_far {_DONE}", done)
+                connection.execute(DROP_NEEDLESS)
             self._database.scrub()
+            self._check(doomed)
 
     def note_remote(self, label: str) -> None:
         """Remember that KV is in a remote store, too, so that removals are finished there."""
@@ -116,7 +137,18 @@ class Removals:
         return [one for one in found if text_digests is None or one.text_digest in text_digests]
 
     def _done(self, doomed: Sequence[_Doomed]) -> list[tuple[object, ...]]:
-        return [(one.model, self._namespace, one.text_digest, one.revivals) for one in doomed]
+        """Those of these texts, as `_DONE` takes them, whose KV can all be found."""
+        whole = {model for model in {one.model for one in doomed} if not self._damage(model)}
+        return [
+            (one.model, self._namespace, one.text_digest, one.revivals)
+            for one in doomed
+            if one.model in whole
+        ]
+
+    def _check(self, doomed: Sequence[_Doomed]) -> None:
+        for model in {one.model for one in doomed}:
+            if reason := self._damage(model):
+                raise StoreError(f"KV that was to be deleted may still be there: {reason}")
 
     def _keys(self, doomed: Sequence[_Doomed]) -> list[str]:
         """Every key that the KV of these texts may have."""

@@ -51,6 +51,11 @@ SIGNED = {
 }
 # Texts whose KV has to go, from this machine and from a remote store.
 DOOMED = ("doomed", "doomed_far")
+# Of a model that is forgotten, what texts were encoded behind is kept while KV of it has to go.
+_NEEDED = ("makers", "modules", *DOOMED)
+DROP_NEEDLESS = "DELETE FROM encodings WHERE " + " AND ".join(
+    f"NOT EXISTS (SELECT 1 FROM {table} t WHERE t.model = encodings.model)" for table in _NEEDED
+)
 
 
 def upgrade(database: Database) -> None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from cached_rag.errors import StoreError
 from cached_rag.kv.store.remote.breaker import Breaker
-from cached_rag.kv.store.remote.transport import Transport
+from cached_rag.kv.store.remote.transport import Transport, shown
 
 _T = TypeVar("_T")
 _THREADS = 4
@@ -79,7 +79,7 @@ class Calls:
             result = work()
         except self._transport.errors as error:
             self._breaker.failed(began)
-            raise self._failure(str(error)[:500]) from error
+            raise self._failure(shown(error)) from None  # its cause would show a password
         if time.monotonic() - began < self.timeout_s:  # later is as bad as never
             self._breaker.succeeded()
         return result

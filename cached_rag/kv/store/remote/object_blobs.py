@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from threading import Thread
 from typing import Any, TypeVar
 
 import obstore
@@ -12,7 +13,7 @@ from obstore.exceptions import BaseError
 from obstore.store import from_url
 
 from cached_rag.errors import ConfigError
-from cached_rag.kv.store.remote.transport import SENDING_S, label_of
+from cached_rag.kv.store.remote.transport import SENDING_S, label_of, why_unusable
 
 _T = TypeVar("_T")
 # Requests at the same time; an object store answers each in some tens of milliseconds.
@@ -32,11 +33,13 @@ class ObjectBlobs:
     def __init__(self, url: str, timeout_s: float) -> None:
         self.label = label_of(url)
         self._threads = ThreadPoolExecutor(_THREADS, "objects")
+        self._closed = Future[None]()
         try:
-            self._store: Any = from_url(url, **_options(url, timeout_s))
-            self._sender: Any = from_url(url, **_options(url, max(timeout_s, SENDING_S)))
+            self._store: Any = from_url(url, **_options(url, timeout_s, 1))
+            self._sender: Any = from_url(url, **_options(url, max(timeout_s, SENDING_S), 0))
         except (BaseError, ValueError) as error:
-            raise ConfigError(f"{self.label} cannot be used as an object store: {error}") from error
+            reason = why_unusable(url, error)
+            raise ConfigError(f"{self.label} cannot be used as an object store: {reason}") from None
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
         """See `Transport`."""
@@ -48,7 +51,16 @@ class ObjectBlobs:
 
     def put(self, name: str, data: bytes) -> None:
         """See `Transport`."""
-        obstore.put(self._sender, name, data)
+        sent = Future[None]()
+        args = (sent, lambda: obstore.put(self._sender, name, data))
+        try:  # the interpreter's end waits for threads of a pool, also when this was closed
+            Thread(target=_settle, args=args, name="sending", daemon=True).start()
+        except RuntimeError:  # it has come to its end, and starts no thread any more
+            _settle(*args)
+        wait((sent, self._closed), return_when=FIRST_COMPLETED)
+        if not sent.done():
+            raise OSError("it was closed in this process while it was sent to")
+        sent.result()
 
     def delete(self, names: Sequence[str]) -> None:
         """See `Transport`."""
@@ -60,6 +72,8 @@ class ObjectBlobs:
     def close(self) -> None:
         """See `Transport`."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if not self._closed.done():
+            self._closed.set_result(None)
 
     def _each(self, work: Callable[[str], _T], names: Iterable[str]) -> list[_T]:
         return list(self._threads.map(work, names))
@@ -82,11 +96,20 @@ class ObjectBlobs:
             obstore.delete(self._store, name)
 
 
-def _options(url: str, timeout_s: float) -> dict[str, Any]:
+def _settle(done: Future[None], work: Callable[[], object]) -> None:
+    try:
+        work()
+    except BaseException as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)
+
+
+def _options(url: str, timeout_s: float, retries: int) -> dict[str, Any]:
     if url.startswith("file:"):
         return {"mkdir": True}
     wait = f"{timeout_s:g}s"
     return {
         "client_options": {"timeout": wait, "connect_timeout": wait, "allow_http": True},
-        "retry_config": {"max_retries": 1},
+        "retry_config": {"max_retries": retries},
     }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
 from cached_rag.config import StoreConfig
 from cached_rag.errors import ConfigError, needs_extra
 from cached_rag.kv.store.remote.tier import RemoteTier
@@ -44,7 +42,7 @@ def open_transport(url: str, timeout_s: float) -> Transport:
         ConfigError: no such kind of URL.
         MissingPackageError: the extra that it needs is not installed.
     """
-    scheme = urlsplit(url).scheme
+    scheme = url.partition(":")[0].lower()
     if scheme in _REDIS:
         with needs_extra("redis", "a remote store in Redis"):
             from cached_rag.kv.store.remote.redis_blobs import RedisBlobs

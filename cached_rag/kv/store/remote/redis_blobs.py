@@ -10,7 +10,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cached_rag.errors import ConfigError
-from cached_rag.kv.store.remote.transport import SENDING_S, label_of
+from cached_rag.kv.store.remote.transport import SENDING_S, label_of, why_unusable
 
 # Names begin with this, as others may use the same server.
 _PREFIX = "cached-rag/"
@@ -66,7 +66,8 @@ def _client(url: str, timeout_s: float, label: str) -> Any:
             max_connections=_MOST_CONNECTIONS,
         )
     except ValueError as error:
-        raise ConfigError(f"{label} is no address of a Redis server: {error}") from error
+        reason = why_unusable(url, error)
+        raise ConfigError(f"{label} is no address of a Redis server: {reason}") from None
 
 
 def _prefixed(names: Sequence[str]) -> list[str]:

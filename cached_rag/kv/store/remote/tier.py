@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from urllib.parse import quote
@@ -20,6 +20,7 @@ from cachetools import LRUCache, TTLCache
 
 from cached_rag.errors import CorruptBlobError, StoreError
 from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.store.base import IsWanted
 from cached_rag.kv.store.codecs import CODEC_NAMES, codec_by_name
 from cached_rag.kv.store.outbox import Outbox
 from cached_rag.kv.store.remote.calls import Calls
@@ -34,6 +35,8 @@ BUFFER_BYTES, _HELD_UP_S = 256 << 20, 20.0
 _MISSING_S, _MOST_MISSING = 10.0, 1 << 16
 # Sending goes on after a failure, unless the pause that it asks for is longer than this.
 _PATIENCE_S = 4.0
+# How long a tenant that is closed waits for what it offered.
+_LEAVING_S = 10.0
 # What chunks stand behind is read anew after so many seconds.
 HEADS_S = 60.0
 
@@ -150,8 +153,8 @@ class RemoteTier:
         self._note(self._missing, [name for name, is_there in found.items() if not is_there])
         return {names[name] for name, is_there in found.items() if is_there}
 
-    def heads(self, namespace: str, model: str) -> set[Head]:
-        """What chunks of a model stand behind, as far as its users said so.
+    def heads(self, namespace: str, model: str) -> list[Head]:
+        """What chunks of a model stand behind, as far as its users said so lately; newest last.
 
         Raises:
             StoreError: as `fetch`.
@@ -161,13 +164,27 @@ class RemoteTier:
         began = time.perf_counter()
         (data,) = self._reading.ask(lambda: self._transport.get([name]))
         self.link.note(0, time.perf_counter() - began)
-        return set() if data is None else unpack_heads(name, data, self._secret, self._sizes)
+        return [] if data is None else unpack_heads(name, data, self._secret, self._sizes)
 
     # Writing ---------------------------------------------------------------------------------
 
-    def offer(self, namespace: str, key: str, kv: ModuleKV) -> None:
-        """Send a module in the background. May wait for room, if much waits already."""
-        self._uploads.add(self._name(namespace, key), kv)
+    def offer(
+        self, namespace: str, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True
+    ) -> None:
+        """Send a module in the background. May wait for room, if much waits already.
+
+        Args:
+            wanted: says whether it still is to be kept. It is asked on another thread, before it is
+                sent and afterwards: another process may have deleted its text meanwhile.
+        """
+        self._uploads.add(self._name(namespace, key), kv, wanted)
+
+    def settle(self, namespace: str) -> None:
+        """Wait for what a tenant offered, for a bounded time.
+
+        When its catalog is closed, nobody can say what is still wanted, and it is not sent.
+        """
+        self._uploads.settle_all(f"{_folder(namespace)}/", _LEAVING_S)
 
     def drain(self) -> int:
         """Wait until all that was offered is sent; says how many modules could not be."""
@@ -176,7 +193,8 @@ class RemoteTier:
     def add_heads(self, namespace: str, model: str, heads: Iterable[Head]) -> None:
         """Say what chunks of a model stand behind, so that other machines look for them.
 
-        What two processes say at the same moment may get lost; who encodes says it again.
+        What two processes say at the same moment may get lost; who encodes says it again. Of many
+        the latest are kept.
 
         Raises:
             StoreError: as `fetch`.
@@ -184,11 +202,11 @@ class RemoteTier:
         try:
             known = self.heads(namespace, model)
         except CorruptBlobError:
-            known = set()
-        wanted = known | set(heads)
-        if wanted != known:
+            known = []
+        new = [head for head in heads if head not in known]
+        if new:
             name = self._heads_name(namespace, model)
-            data = pack_heads(name, wanted, self._secret)
+            data = pack_heads(name, [*known, *new], self._secret)
             self._sending.ask(lambda: self._transport.put(name, data))
 
     def delete(self, namespace: str, keys: Collection[str]) -> None:
@@ -229,25 +247,43 @@ class RemoteTier:
         self._reading = self._sending = Calls(self._transport, self._reading.timeout_s)
         self._reading.close()
 
-    def _send(self, name: str, kv: ModuleKV) -> bool:
+    def _send(self, name: str, kv: ModuleKV, wanted: IsWanted) -> bool:
+        if not wanted():
+            return True
         key = name.rpartition("/")[2].partition(".")[0]
         data = pack(name, key, kv, self.codec, self._secret)
-        while not self._is_put(name, data):
+        is_sent = self._is_done(lambda: self._transport.put(name, data))
+        is_wanted = False
+        try:
+            is_wanted = wanted()
+        finally:  # also if that cannot be known
+            if not is_wanted:
+                is_sent = self._is_taken_back(name)
+        if is_sent:
+            with self._noting:
+                self._missing.pop(name, None)
+                self._bad.pop(name, None)
+        return is_sent
+
+    def _is_taken_back(self, name: str) -> bool:
+        """Delete what was deleted while it was sent. Who deleted it may have come too early."""
+        is_gone = self._is_done(lambda: self._transport.delete([name]))
+        if not is_gone:
+            _log.warning("KV that was deleted may still be in %s, as %s", self.label, name)
+        return is_gone
+
+    def _is_done(self, work: Callable[[], object]) -> bool:
+        """Do something with the transport, with some patience; says whether that worked."""
+        while True:
+            try:
+                self._sending.do(work)
+            except StoreError as error:
+                _log.info("KV is not sent yet: %s", error)
+            else:
+                return True
             pause = self._sending.pause_s
             if pause > _PATIENCE_S or self._sending.rest(pause):
                 return False
-        with self._noting:
-            self._missing.pop(name, None)
-            self._bad.pop(name, None)
-        return True
-
-    def _is_put(self, name: str, data: bytes) -> bool:
-        try:
-            self._sending.do(lambda: self._transport.put(name, data))
-        except StoreError as error:
-            _log.info("KV is not sent yet: %s", error)
-            return False
-        return True
 
     # Names -----------------------------------------------------------------------------------
 

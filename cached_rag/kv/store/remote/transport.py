@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
 # Seconds that sending a blob may take; nobody waits for it.
 SENDING_S = 60.0
+_SECRET = re.compile(r"(?<=://)\S*@|\?\S*")
 
 
 class Transport(Protocol):
@@ -46,4 +48,19 @@ class Transport(Protocol):
 def label_of(url: str) -> str:
     """A URL without user, password and query, to be shown."""
     scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"
+    secret, _, place = rest.rpartition("@")
+    if "?" in secret:  # a password has it, or a query has the "@": both may be secret
+        place = "..."
+    return f"{scheme}://{place.partition('?')[0]}"
+
+
+def why_unusable(url: str, error: Exception) -> str:
+    """Why a URL is no address, to be shown: an error's own words may have parts of a password."""
+    if label_of(url) == url:
+        return shown(error)
+    return "check it, and percent-encode : / # ? @ where a user or a password has them"
+
+
+def shown(error: Exception) -> str:
+    """An error's first line, without users, passwords and queries of the URLs in it."""
+    return _SECRET.sub("", str(error).partition("\n")[0])[:500]

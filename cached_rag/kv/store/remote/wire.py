@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -26,7 +26,8 @@ from cached_rag.kv.store.tensor_file import TensorFile
 
 _MARK = b"cachedrag1"
 _TAG_BYTES = 16
-# Bounds on what is read: a value's header, the name of a context, and the list of heads.
+# Bounds on what is read: a value's header, the name of a context, and the list of heads, of which
+# the latest count.
 _HEADER_BYTES, _LONGEST_NAME = 1 << 16, 100
 _HEADS_BYTES, _MOST_HEADS = 4 << 20, 64
 # What chunks stand behind, as plain data: (token ids of the prefix, name of the context).
@@ -105,13 +106,13 @@ def unpack(
     return kv
 
 
-def pack_heads(name: str, heads: Iterable[Head], secret: bytes) -> bytes:
-    """Heads as a value."""
-    return _sealed(name, json.dumps(sorted(heads)).encode(), secret)
+def pack_heads(name: str, heads: Sequence[Head], secret: bytes) -> bytes:
+    """Heads as a value: the last ones, if there are too many."""
+    return _sealed(name, json.dumps(heads[-_MOST_HEADS:]).encode(), secret)
 
 
-def unpack_heads(name: str, data: bytes, secret: bytes, sizes: Sizes | None) -> set[Head]:
-    """The heads again, but for those that cannot be this model's.
+def unpack_heads(name: str, data: bytes, secret: bytes, sizes: Sizes | None) -> list[Head]:
+    """The heads again, in the same order, but for those that cannot be this model's.
 
     Raises:
         CorruptBlobError: as `unpack`.
@@ -120,10 +121,10 @@ def unpack_heads(name: str, data: bytes, secret: bytes, sizes: Sizes | None) -> 
         raise _corrupt(name, f"a list of heads of {len(data)} bytes")
     try:
         found = json.loads(bytes(_unsealed(name, data, secret)))
-        heads = {(tuple(map(_index, ids)), _text(context)) for ids, context in found}
+        heads = [(tuple(map(_index, ids)), _text(context)) for ids, context in found]
     except (ValueError, TypeError, RecursionError) as error:
         raise _corrupt(name, f"it is no list of heads ({error!r:.100})") from error
-    return {head for head in sorted(heads)[:_MOST_HEADS] if sizes is None or sizes.has(head)}
+    return [head for head in heads[-_MOST_HEADS:] if sizes is None or sizes.has(head)]
 
 
 def _index(number: object) -> int:
