@@ -126,9 +126,12 @@ def _check_model(
     service: Service, name: str, tenant: str = "", *, may_be_index: bool = True
 ) -> None:
     """Only requests of no tenant see the index, as its documents are nobody else's."""
-    if name == service.name or (may_be_index and not tenant and service.is_index(name)):
-        return
-    raise HTTPException(404, f"no model {name!r} here; it is {service.name!r}")
+    names = [service.name]
+    if may_be_index and not tenant and service.index is not None:
+        names.append(service.index.name)
+    if name not in names:
+        known = " or ".join(map(repr, names))
+        raise HTTPException(404, f"no model {name!r} here; it is {known}")
 
 
 async def _streamed(request: Request, service: Service, asked: Asked) -> Response:

@@ -251,6 +251,15 @@ def test_texts_are_embedded_as_the_index_embeds_them(client):
         client.embeddings.create(model="letters", input=[])
 
 
+def test_who_asks_for_an_unknown_model_is_told_all_that_this_tenant_may_ask(client, address):
+    options = {"model": "gpt-4o", "messages": QUESTION}
+    with pytest.raises(openai.NotFoundError, match=f"it is '{NAME}' or 'index:manual'"):
+        client.chat.completions.create(**options)
+    with asking(address, "theirs") as other, pytest.raises(openai.NotFoundError) as caught:
+        other.chat.completions.create(**options)
+    assert "manual" not in str(caught.value)
+
+
 def test_lists_of_tokens_are_refused_with_one_sentence(client):
     for tokens in ([9906, 1917], [[9906, 1917]]):
         with pytest.raises(openai.BadRequestError) as caught:
