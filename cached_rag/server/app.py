@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from cached_rag import __version__
+from cached_rag.server.documents import Documents
 from cached_rag.server.failures import Endings, described, event, handle_errors
 from cached_rag.server.gate import Gate
 from cached_rag.server.index import ServedIndex
@@ -85,7 +86,7 @@ def create_app(
         )
     handle_errors(app)
     _add_answers(app, service)
-    _add_documents(app, service)
+    _add_documents(app, Documents(service.tenants))
     if service.index is not None:
         _add_embeddings(app, service.index)
     _add_status(app, service)
@@ -174,16 +175,16 @@ async def _while_waited_for(request: Request, answer: Awaitable[Any]) -> Any:
         task.cancel()
 
 
-def _add_documents(app: FastAPI, service: Service) -> None:
+def _add_documents(app: FastAPI, documents: Documents) -> None:
     @app.post("/v1/documents")
     async def encode(request: Request, body: DocumentsRequest, tenant: Tenant) -> Response:
         """Prefill texts as they will stand in prompts."""
-        return JSONResponse(await _while_waited_for(request, service.encode(body, tenant)))
+        return JSONResponse(await _while_waited_for(request, documents.encode(body, tenant)))
 
     @app.delete("/v1/documents")
     async def forget(body: DocumentsRequest, tenant: Tenant) -> dict[str, Any]:
         """Drop texts and their KV."""
-        return await service.forget(body, tenant)  # to its end, whether the client waits or not
+        return await documents.forget(body, tenant)  # to its end, whether the client waits or not
 
 
 async def _owning(tenant: Tenant) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.server.answers import Envelope, Json, ended
 from cached_rag.server.index import ServedIndex, public_name, sources
 from cached_rag.server.metrics import Metrics
-from cached_rag.server.protocol import ChatRequest, CompletionRequest, DocumentsRequest
+from cached_rag.server.protocol import ChatRequest, CompletionRequest
 from cached_rag.server.tenants import Tenants
 
 if TYPE_CHECKING:  # its packages are another extra's
@@ -28,11 +27,8 @@ if TYPE_CHECKING:  # its packages are another extra's
     from cached_rag.rag.hit import Hit
 
 _log = logging.getLogger(__name__)
-_PLACE = "{documents}"
 # Most chunks of a response that wait for the client to read them.
 _AHEAD = 16
-# Threads on which texts are encoded and forgotten; those that begin answers are never held.
-_DOCUMENT_THREADS = 4
 
 
 @dataclass(eq=False)
@@ -78,7 +74,6 @@ class Service:
         self.metrics = Metrics(engine)
         self._defaults = GenerationConfig(method=method)
         self._asked: set[Asked] = set()
-        self._threads = ThreadPoolExecutor(_DOCUMENT_THREADS, "documents")
 
     @property
     def num_open(self) -> int:
@@ -270,67 +265,6 @@ class Service:
         if room < 1:
             raise ContextOverflowError(f"the prompt fills the model's context of {context} tokens")
         return config.replace(max_tokens=min(config.max_tokens, room))
-
-    # Documents -------------------------------------------------------------------------------
-
-    async def encode(self, request: DocumentsRequest, tenant: str) -> Json:
-        """Prefill texts, so that prompts with them need not.
-
-        Returns:
-            Numbers of texts that were encoded now and that were known, tokens computed, and by
-            index the texts that were skipped and why.
-
-        Raises:
-            ConfigError: the messages do not say where the texts will stand.
-            ContextOverflowError: what stands before the texts fills the model's context.
-        """
-        skipped: list[Json] = []
-        encoded = tokens = 0
-        with ExitStack() as lease:
-            using = self.tenants.using(tenant, request.cache_salt)
-            run = asyncio.get_running_loop().run_in_executor
-            engine = await run(self._threads, lease.enter_context, using)
-            prefix = await run(self._threads, self._head, engine, request)
-            for index, text in enumerate(request.texts):
-                reason = ""
-                try:  # one by one, so that answers go on in between
-                    done = await run(self._threads, engine.encode, [text], prefix)
-                except (ConfigError, ContextOverflowError) as error:
-                    reason = str(error)
-                else:
-                    encoded, tokens = encoded + done.encoded, tokens + done.tokens
-                    if done.skipped:
-                        reason = "the text is empty, or too short to be worth keeping"
-                if reason:
-                    skipped.append({"index": index, "reason": reason})
-        known = len(request.texts) - len(skipped) - encoded
-        return {"encoded": encoded, "known": known, "tokens": tokens, "skipped": skipped}
-
-    async def forget(self, request: DocumentsRequest, tenant: str) -> Json:
-        """Delete texts and their KV; returns how many KVs went."""
-
-        def forget() -> Json:
-            with self.tenants.using(tenant, request.cache_salt) as engine:
-                return {"deleted": engine.forget(request.texts)}
-
-        return await asyncio.get_running_loop().run_in_executor(self._threads, forget)
-
-    def _head(self, engine: Engine, request: DocumentsRequest) -> Rendered | None:
-        """What stands before the texts; see `encode`.
-
-        Its length is checked here, once: with each text it is tokenised again.
-        """
-        if request.messages is None:
-            return None
-        head = engine.head([message.plain() for message in request.messages], _PLACE)
-        context = engine.model.context_length
-        too_long = engine.tokenization.least_tokens(head.text, context) is not None
-        if too_long or engine.count_tokens(head) >= context:
-            raise ContextOverflowError(
-                f"what the messages say before {_PLACE} fills the model's context of {context} "
-                "tokens, so no text fits behind it; give shorter messages"
-            )
-        return head
 
 
 def _nth(config: GenerationConfig, n: int) -> GenerationConfig:

@@ -17,6 +17,7 @@ from served import GREEDY, MESSAGES, connected, received, serving, until
 
 from cached_rag import ConfigError, Engine, GenerationConfig, StoreConfig, StoreFullError
 from cached_rag.errors import BusyError, StoreError
+from cached_rag.server.documents import Documents
 from cached_rag.server.gate import LOCAL_HOSTS
 from cached_rag.server.protocol import CompletionRequest
 from cached_rag.server.service import Service
@@ -95,7 +96,7 @@ def test_only_so_many_requests_are_under_way(engine, monkeypatch):
             await asyncio.sleep(0.01)
         return {}
 
-    monkeypatch.setattr(Service, "encode", answer)
+    monkeypatch.setattr(Documents, "encode", answer)
     with ThreadPoolExecutor(1) as threads, serving(engine, max_requests=1) as (address, _):
         url, body = f"{address}/v1/documents", {"texts": ["x"]}
         first = threads.submit(httpx.post, url, json=body, timeout=60)
@@ -178,7 +179,7 @@ def test_what_breaks_is_told_to_the_log_and_not_to_clients(
 
     monkeypatch.setattr(Service, "chunks", broken)
     monkeypatch.setattr(Service, "answer", answer)
-    monkeypatch.setattr(Service, "encode", answer)
+    monkeypatch.setattr(Documents, "encode", answer)
     with serving(engine) as (address, _):
         asked = GREEDY | {"messages": MESSAGES}
         for path, body in (
