@@ -6,7 +6,9 @@ Knows names and ranges; knows no model.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from cached_rag.errors import ConfigError
@@ -26,6 +28,12 @@ KeepsRepaired = bool | Literal["conversation"]
 MOST_PRIMERS = 3
 # What is learned from prompts; see `StoreConfig`.
 Learns = Literal["off", "recurring"]
+_OPTIONAL = ("seed", "logprobs", "repetition_penalty", "recompute_ratio")
+_NUMBERS = {
+    **dict.fromkeys(("max_tokens", "top_k", "seed", "logprobs"), Integral),
+    **dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty"), Real),
+    **dict.fromkeys(("repetition_penalty", "recompute_ratio"), Real),
+}
 _METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")
 
 
@@ -83,6 +91,11 @@ class GenerationConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _strings(self.stop))
+        for name, kind in _NUMBERS.items():
+            given = getattr(self, name)
+            is_one = isinstance(given, kind) and math.isfinite(given)
+            may_lack = given is None and name in _OPTIONAL
+            _require(is_one or may_lack, f"{name} is a number, not {given!r}")
         _require(self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
         _require(self.temperature >= 0, f"temperature cannot be negative: {self.temperature}")
         if self.temperature < _COLDEST:
@@ -92,6 +105,8 @@ class GenerationConfig:
         _require(self.seed is None or abs(self.seed) < 1 << 63, f"no 64-bit seed: {self.seed}")
         _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}")
         _require(self.top_k >= 0, f"top_k cannot be negative: {self.top_k}")
+        ratio = self.recompute_ratio
+        _require(ratio is None or 0 <= ratio <= 1, f"recompute_ratio must be 0 to 1, not {ratio}")
         penalty = self.repetition_penalty
         is_sane = penalty is None or _COLDEST <= penalty <= 1 / _COLDEST
         _require(
@@ -128,9 +143,11 @@ class GenerationConfig:
         Raises:
             ConfigError: the method is unknown, or does not have an option.
         """
-        if not isinstance(self.method, str):
-            return self.method
         given = {n: getattr(self, n) for n in _METHOD_OPTIONS if getattr(self, n) is not None}
+        if not isinstance(self.method, str):
+            options = ", ".join(given)
+            _require(not given, f"{options}: for methods by name; give {self.method} its own")
+            return self.method
         found = parse_method(self.method, SELECTORS, given)
         for name in given.keys() - {"recompute_ratio"}:  # a ratio is harmless to any method
             _require(hasattr(found, name), f"{self.method} has no option {name!r}")

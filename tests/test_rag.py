@@ -146,8 +146,27 @@ def test_bad_files_are_skipped_and_the_rest_ingested(opened, docs):
         ingest(opened(), docs / "nowhere")
     with pytest.raises(ConfigError, match="one at a time"):
         ingest(opened(), [docs / "a.txt"])
+    ingest(opened(), docs)
+    for bad in ({"k": "3"}, {"k": 0}, {"min_score": "0.2"}):
+        with pytest.raises(ConfigError, match=r"k, the number|min_score is a number"):
+            opened().search("copper", **bad)
+    with pytest.raises(ConfigError, match="needs some text"):
+        opened().ask(None)
+    with pytest.raises(ConfigError, match="max_tokens is a number, not None"):
+        opened().ask("copper", max_tokens=None)
     with pytest.raises(ConfigError, match="given by name"):
         opened().add_texts(["Copper turns green."])
+
+
+def test_what_was_emptied_answers_no_more_and_what_cannot_be_read_does(opened, docs):
+    rag = opened()
+    ingest(rag, docs)
+    (docs / "a.txt").write_text("")
+    (docs / "b.txt").write_bytes(b"\x00\x01" * 40)
+    summary = ingest(rag, docs)
+    assert len(summary.skipped) == 2
+    assert {one.source for one in rag.documents()} == {"docs/b.txt", "docs/c.txt"}
+    assert len(rag.engine.library.table) == 2
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, StoreFullError("the disk is full")])

@@ -232,6 +232,24 @@ def test_write_back_waits_for_requests_and_drops_what_is_too_much():
     work.close()
 
 
+def test_what_is_begun_is_finished_before_the_next_is_begun():
+    done, work = [], WriteBack(Activity())
+
+    def piece(name, left):
+        done.append(name)
+        if left:
+            work.offer((name, left), lambda: piece(name, left - 1), is_begun=True)
+
+    asked = threading.Event()
+    work._activity.begin(asked)
+    for name in "abc":
+        work.offer(name, lambda name=name: piece(name, 2))
+    work._activity.end(asked)
+    work.drain()
+    work.close()
+    assert "".join(done) == "aaabbbccc"
+
+
 def test_closing_does_not_wait_for_requests():
     activity, done = Activity(), []
     work = WriteBack(activity)

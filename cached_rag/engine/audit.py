@@ -7,6 +7,7 @@ logits; knows no text.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -104,4 +105,5 @@ def compare(model: Backend, ids: torch.Tensor, logits: torch.Tensor) -> tuple[fl
         full = model.prefill(buffer, ids).logits[-1].float().log_softmax(-1)
         own = logits.float().log_softmax(-1)
         kl = float((full.exp() * (full - own)).sum())
-        return max(0.0, kl), bool(full.argmax() == own.argmax())
+        # Logits that are no numbers are as far away as can be.
+        return math.inf if math.isnan(kl) else max(0.0, kl), bool(full.argmax() == own.argmax())

@@ -64,7 +64,7 @@ def _allowed(model: Backend, plan: Plan, config: GenerationConfig) -> Choice:
         method = Full() if switched else Prefix()
         plan = plan.taking(method.takes)
     if method.gives_way and not model.can_watch:
-        method = CacheBlend() if model.can_narrow else Epic(_ANCHORS)
+        method = _unwatched(model, config.recompute_ratio)
         notes.append(
             f"this model's attention cannot be watched, so {name_of(method)} is used instead"
         )
@@ -73,7 +73,20 @@ def _allowed(model: Backend, plan: Plan, config: GenerationConfig) -> Choice:
             "this model's attention cannot be watched, so repair cannot follow an answer; leave "
             "out follow_tokens"
         )
+    limit = model.rule.limit
+    if limit is not None and plan.length <= limit < plan.length + config.max_tokens:
+        notes.append(
+            f"this model's rotation changes at {limit} tokens; what an answer has beyond them is "
+            "not what transformers would say, which computes all before it anew"
+        )
     return Choice(plan, method, tuple(notes))
+
+
+def _unwatched(model: Backend, ratio: float | None) -> Selector:
+    """What replaces methods that give way, on models whose attention cannot be watched."""
+    if model.can_narrow:
+        return CacheBlend() if ratio is None else CacheBlend(ratio)
+    return Epic(_ANCHORS) if ratio is None else Epic(recompute_ratio=ratio)
 
 
 def _adapted(model: Backend, choice: Choice) -> Choice:

@@ -131,7 +131,8 @@ class TextPlanner:
         plan = make_plan(self.library, tokens, matches, sink_ids, lazy=lazy, kept=self.kept)
         report.load_ms = brought_ms + clock.lap()
         report.notes += [note for note in notes if note not in report.notes]
-        missed = {match.chunk.text_digest: match.chunk for match in plan.missed}
+        unused = () if takes is Takes.ALL else plan.harvested
+        missed = {match.chunk.text_digest: match.chunk for match in (*plan.missed, *unused)}
         report.modules_missed = len(missed)
         if plan.missed:
             self._explain(plan, report)

@@ -396,11 +396,21 @@ class Request:
         answer = np.asarray(self.decoding.token_ids, dtype=np.int64)
         ids = np.concatenate([self.ids, answer])[: kv.length]
         exact = len(ids) if self.exact_length == len(self.ids) else self.exact_length
-        least = max(0, len(self.ids) - _TEMPLATE_TAIL)
+        least = len(self.ids) - self._header_length()
         # What was made of harvested KV depends on texts that are not in this prompt, and it could
         # not be found when one of them is forgotten. So of that only the exact part is kept.
         repair = "" if plan.harvested else self.repair
         return PromptKV(self.namespace, ids, (), exact, repair, plan.chunks, least)
+
+    def _header_length(self) -> int:
+        """How many of the last tokens are the header of the answer: those from a control token on.
+
+        At least the last one, which every prompt computes, also if all was asked before.
+        """
+        controls = set(self.resources.tokenization.controls.values())
+        tail = self.ids[-_TEMPLATE_TAIL:].tolist()
+        begins = [at for at, token in enumerate(tail) if token in controls]
+        return len(tail) - begins[0] if begins else min(1, len(tail))
 
     def finish(self, status: Status, last: BaseException | None) -> None:
         """Set the final status, and deliver None or the error."""

@@ -93,7 +93,8 @@ class _Work:
         """Have the next piece computed when nobody asks."""
         assert self._learning.write_back is not None
         name = ("settle", self._namespace, self._ids.tobytes(), self._done)
-        self._learning.write_back.offer(name, self._go_on, lasts=False)
+        is_begun = self._buffer is not None
+        self._learning.write_back.offer(name, self._go_on, lasts=False, is_begun=is_begun)
 
     def _go_on(self) -> None:
         on_model_thread(self._compute)

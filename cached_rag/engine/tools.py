@@ -73,12 +73,12 @@ class Tools:
     def settings(self, config: GenerationConfig) -> GenerationConfig:
         """The settings of an answer in this form; a grammar of their own is kept.
 
-        Stop strings are left out where a tool must be called. They are meant for text, and would
-        end the answer within its markup, such as at a line break; the grammar ends it.
+        Stop strings are left out where a tool must be called, or the answer is JSON. They are meant
+        for text, and would end it in the midst, such as at a line break; the grammar ends it.
         """
         if config.grammar is not None:
             return config
-        stop = () if self.is_forced else config.stop
+        stop = () if self.is_forced or self.schema is not None else config.stop
         return config.replace(grammar=self.grammar, stop=stop)
 
     def prompt(self, messages: str | Sequence[Message]) -> Rendered:

@@ -173,16 +173,25 @@ class Workspace:
         """A buffer of at least `capacity` slots, with whatever content."""
         with suppress(IndexError):
             spare = self._spare.pop()
-            if spare.capacity >= capacity:
+            if capacity <= spare.capacity <= _most(capacity):
                 return spare.lay_out(None)
-        return KVBuffer.like(self._shapes, self.size(capacity))
+        return KVBuffer.like(self._shapes, _rounded(capacity))
 
     def size(self, capacity: int) -> int:
         """The capacity that a buffer of at least so many slots would have now."""
-        step = _SMALL_GROWTH if capacity < _GROWTH else _GROWTH
         spare = max((one.capacity for one in list(self._spare)), default=0)
-        return spare if spare >= capacity else -(-capacity // step) * step
+        return spare if capacity <= spare <= _most(capacity) else _rounded(capacity)
 
     def give(self, buffer: KVBuffer) -> None:
         """Take a buffer back that nobody reads any more."""
         self._spare[:] = [buffer]
+
+
+def _rounded(capacity: int) -> int:
+    step = _SMALL_GROWTH if capacity < _GROWTH else _GROWTH
+    return -(-capacity // step) * step
+
+
+def _most(capacity: int) -> int:
+    """The largest buffer for so many slots: else short prompts hold the memory of long ones."""
+    return 2 * _rounded(capacity)

@@ -85,7 +85,14 @@ class WriteBack:
         self._changed = threading.Condition(threading.RLock())
         _OPEN.add(self)
 
-    def offer(self, name: object, work: Callable[[], object], *, lasts: bool = True) -> None:
+    def offer(
+        self,
+        name: object,
+        work: Callable[[], object],
+        *,
+        lasts: bool = True,
+        is_begun: bool = False,
+    ) -> None:
         """Queue a task. If the queue is full, or closed, the task is dropped.
 
         Args:
@@ -93,6 +100,8 @@ class WriteBack:
             work: the task.
             lasts: its result outlives the process, so it is worth doing even when the engine is
                 being closed.
+            is_begun: it goes on with what another task has begun, and holds memory for it; so it
+                comes before all others.
         """
         with self._changed:
             if self._is_stopped or name in self._known:
@@ -101,7 +110,8 @@ class WriteBack:
                 self.dropped += 1
                 return
             self._known.add(name)
-            self._tasks.append(_Task(name, work, lasts))
+            place = self._tasks.appendleft if is_begun else self._tasks.append
+            place(_Task(name, work, lasts))
             self._changed.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="write-back", daemon=True)

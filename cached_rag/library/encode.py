@@ -114,14 +114,13 @@ def encode_mean(
         the first one gives it. The longest chunk first.
 
     Raises:
-        ContextOverflowError: prefix and chunk exceed the model's context.
-        RelocationError: they exceed the length at which the model switches to other frequencies; or
-            there are several prefixes, and the model's keys cannot be moved.
+        ContextOverflowError: see `check_fits`.
+        RelocationError: there are several prefixes, and the model's keys cannot be moved.
     """
     starts = [prefix.seq_len if prefix else 0 for prefix in prefixes]
     for batch in _batches(chunks):
         check_fits(model, max(starts), len(batch[0]))
-        model.rule.check(max(starts) - min(starts), max(starts) + len(batch[0]))
+        model.rule.check(max(starts) - min(starts), 0)
         found = [list(_encode_batch(model, prefix, batch)) for prefix in prefixes]
         yield from (_mean(kvs, model.rule) for kvs in zip(*found, strict=True))
         progress(len(batch), len(prefixes) * sum(map(len, batch)))
@@ -145,13 +144,19 @@ def check_fits(model: Backend, start: int, length: int) -> None:
     """Check that a chunk of `length` tokens fits behind a prefix of `start` tokens.
 
     Raises:
-        ContextOverflowError: they exceed the model's context.
+        ContextOverflowError: they exceed the model's context, or the length at which it switches to
+            other frequencies.
     """
     if start + length > model.context_length:
-        raise ContextOverflowError(
-            f"a chunk of {length} tokens behind a prefix of {start} exceeds the model's context "
-            f"of {model.context_length}; split it into smaller chunks"
-        )
+        room = f"the model's context of {model.context_length}"
+    elif model.rule.limit is not None and start + length > model.rule.limit:
+        room = f"{model.rule.limit} tokens, where this model's rotation changes"
+    else:
+        return
+    raise ContextOverflowError(
+        f"a chunk of {length} tokens behind a prefix of {start} exceeds {room}; split it into "
+        "smaller chunks"
+    )
 
 
 def _encode_batch(

@@ -83,7 +83,12 @@ class CacheBlend:
             return ()
         if self.gradual:
             return tuple(range(self._layers[0], layout.num_layers))
-        return tuple(layer for layer in self._layers if layer < layout.num_layers)
+        found = tuple(layer for layer in self._layers if layer < layout.num_layers)
+        if not found:
+            raise ConfigError(
+                f"check_layer {self.check_layer}: there are {layout.num_layers} layers"
+            )
+        return found
 
     def narrow(self, check: LayerCheck, layout: Layout) -> torch.Tensor:
         """The rows that deviate most, within this layer's share of all reused tokens."""

@@ -58,8 +58,8 @@ def _member(
     for option, value in given.items():
         _check_kind(option, value, str(known[option].type))
     wanted = {option: value for option, value in defaults.items() if option in known}
-    if "anchor_tokens" in given:  # says how many in its own way
-        wanted.pop("recompute_ratio", None)
+    if "anchor_tokens" in given and known["recompute_ratio"].default is None:
+        wanted.pop("recompute_ratio", None)  # such a method takes either
     try:
         return cls(**(wanted | given))
     except TypeError as error:

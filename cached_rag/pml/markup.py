@@ -33,7 +33,7 @@ class Chars:
     """Text between tags.
 
     Attributes:
-        is_code: some of it is CDATA, whose lines keep their indentation.
+        is_code: it is CDATA, whose lines keep their indentation.
     """
 
     text: str
@@ -127,6 +127,7 @@ class _Builder:
         return last
 
     def _set_code(self, is_code: bool) -> None:
+        self._end_chars()  # what stands beside CDATA loses its indentation, as other text does
         self._is_code = is_code
 
     def _where(self) -> Where:

@@ -105,7 +105,8 @@ def read_function(function: Callable[..., Any]) -> Program:
             file,
         ) from error
     lengths = {name: mark.length for name, hint in hints.items() for mark in _marks(hint)}
-    hidden = inspect.signature(function).parameters
+    code = function.__code__
+    hidden = {*code.co_varnames, *code.co_cellvars}  # parameters, and what is assigned to
     scope = {name: value for name, value in _scope(function).items() if name not in hidden}
     content = Reader(file, lengths, scope).block(tree.body)
     return Program(tree.name, file, where_of(tree), content, _compiled(function, tree, file))

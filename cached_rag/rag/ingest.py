@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -126,6 +127,7 @@ class Ingestion:
                     added += self._update(source, reader.load(file), say)
                 except DocumentError as error:
                     skipped.append((str(file), str(error)))
+                    self._drop_emptied(source, file)
                     continue
                 say("counting tokens", 1.0)
                 texts[source] = self.index.texts(source)
@@ -143,7 +145,9 @@ class Ingestion:
         added, unchanged, encoded, tokens, unsent, skipped = 0, 0, 0, 0, 0, []
         with preparing(len(tasks), is_shown=progress) as bar:
             for batch in prepare(tasks):
-                skipped += [(str(files[d.source]), d.skipped) for d in batch.documents if d.skipped]
+                for left_out in (document for document in batch.documents if document.skipped):
+                    skipped.append((str(files[left_out.source]), left_out.skipped))
+                    self._drop_emptied(left_out.source, files[left_out.source])
                 read = [document for document in batch.documents if not document.skipped]
                 new = sum(map(self._take, read))
                 added, unchanged = added + new, unchanged + len(read) - new
@@ -165,6 +169,15 @@ class Ingestion:
             unsent=unsent,
             stored_bytes=self.preparation.engine.library.store_bytes(),
         )
+
+    def _drop_emptied(self, source: str, file: Path) -> None:
+        """Delete a document whose file has been emptied; of others that cannot be read, all stays.
+
+        Whoever empties a file wants nothing of it any more.
+        """
+        with suppress(OSError):
+            if file.stat().st_size == 0:
+                self.forget(self.index.delete(source))
 
     def _take(self, made: PreparedDocument) -> bool:
         """Index what a worker made of a document; says whether the index had to change."""

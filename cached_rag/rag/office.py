@@ -17,9 +17,7 @@ from urllib.parse import unquote
 
 from cached_rag.errors import DocumentError, MissingPackageError
 
-# Lists of values: their text begins with a value, or with "[", and not with a title.
-TABLES = (".csv", ".tsv", ".json")
-_TEXTS = (*TABLES, ".ipynb")
+_TEXTS = (".json", ".ipynb")
 SUFFIXES = (".docx", ".pptx", ".xlsx", ".odt", ".ods", ".rtf", ".epub", *_TEXTS)
 # Most documents are archives, and a small one may hold a large document.
 _MOST_BYTES = 200 << 20
@@ -30,13 +28,20 @@ _MARKUP = str.maketrans({stand_in: character for character, stand_in in _STAND_I
 _REFERENCE = re.compile(
     rb"&(?:amp|lt|gt|quot|apos|#[0-9]{1,7}|#x[0-9A-Fa-f]{1,6});|\xef\xb7[\x90-\x94]"
 )
+# What Word has elements for within a line.
+_MARK = re.compile(rb"<w:(tab|cr|noBreakHyphen)\s*/>")
+_MARKS = {
+    b"tab": b'<w:t xml:space="preserve">\t</w:t>',
+    b"cr": b"<w:br/>",
+    b"noBreakHyphen": b"<w:t>-</w:t>",
+}
 _HREF = re.compile(rb"""(\bhref\s*=\s*)(["'])(.*?)\2""")
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _QUOTED = re.compile(rb"(?:%[0-9A-Fa-f]{2})+")
 
 
 def read_office(path: Path) -> str:
-    """A document's text; tables as lines of "column: value", sheets and slides one by one.
+    """A document's text; sheets and slides one by one.
 
     Raises:
         DocumentError: kreuzberg is not installed, or cannot read the file.
@@ -80,7 +85,7 @@ def _mended(path: Path) -> bytes | None:
     if suffix in _TEXTS:
         return _behind_mark(path)
     if suffix == ".docx" and zipfile.is_zipfile(path):
-        return _repacked(path, ".xml", _without_references)
+        return _repacked(path, ".xml", _spelled)
     if suffix == ".epub" and zipfile.is_zipfile(path):
         return _repacked(path, ".opf", _without_quoting)
     return None
@@ -104,8 +109,8 @@ def _repacked(
     return made.getvalue()
 
 
-def _without_references(data: bytes, *_: object) -> bytes:
-    """XML with characters for its references, which kreuzberg leaves out of text.
+def _spelled(data: bytes, *_: object) -> bytes:
+    """XML with characters for its references, tabs and hyphens, which kreuzberg leaves out of text.
 
     Those that are markup get their stand-ins, so that no text becomes a tag or ends an attribute.
     """
@@ -114,7 +119,10 @@ def _without_references(data: bytes, *_: object) -> bytes:
         text = unescape(found[0].decode()) if found[0].startswith(b"&") else ""
         return _STAND_INS.get(text, text).encode()
 
-    return data if data.startswith(_UTF16) else _REFERENCE.sub(character, data)
+    if data.startswith(_UTF16):
+        return data
+    data = _MARK.sub(lambda found: _MARKS[found[1]], data)
+    return _REFERENCE.sub(character, data)
 
 
 def _without_quoting(data: bytes, name: str, archive: zipfile.ZipFile) -> bytes:

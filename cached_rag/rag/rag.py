@@ -7,6 +7,7 @@ else's. Imports no framework.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ class CachedRAG(IndexFolder):
         if not is_path(Path(path).expanduser()):
             raise ConfigError(f"{str(path)!r} cannot be the name of an index; give another one")
         root = absolute(path)  # the process may change its folder, and the index stays
-        if root.is_file():
+        if os.path.isfile(root):  # unlike `is_file`, also of a name that is too long
             raise ConfigError(f"{root} is a file, and an index is a folder; give another path")
         store = StoreConfig(
             path=str(root / "kv"),

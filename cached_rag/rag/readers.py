@@ -7,6 +7,7 @@ reStructuredText become HTML, and HTML becomes text with its layout kept.
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,13 +15,20 @@ from cached_rag.errors import DocumentError, MissingPackageError, needs_extra
 from cached_rag.rag.code import LANGUAGES
 from cached_rag.rag.document import Document, Part, assembled, with_line_feeds
 from cached_rag.rag.limits import MAX_BYTES
-from cached_rag.rag.office import SUFFIXES, TABLES, read_office
+from cached_rag.rag.office import SUFFIXES, read_office
+from cached_rag.rag.tables import table_to_text
 
 # Deepest nesting of Markdown; what is deeper, the parser drops. By its default it does so with the
 # tenth list in each other.
 _NESTING = 100
 # Of UTF-16 and UTF-32, which alone have zeros in texts.
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
+# Lists of values: their text begins with a value, or with "[", and not with a title.
+_NAMELESS = (".csv", ".tsv", ".json")
+# What many tools write at the beginning of Markdown, between two lines of the same marks.
+_FRONT = re.compile(r"\A(---|\+\+\+)[ \t]*\n(\w[\w-]*[ \t]*[:=].*?)\n\1[ \t]*(?:\n|\Z)", re.DOTALL)
+_QUOTES = " \t'\""
+_FRONT_TITLE = re.compile(r"^title[ \t]*[:=][ \t]*(.+)$", re.MULTILINE | re.IGNORECASE)
 # A text is UTF-8 with damage in it if at least so many characters are whole for each that is not.
 # In texts of other encodings it is the other way round.
 _WHOLE = 4
@@ -50,7 +58,7 @@ def load_document(path: Path | str, max_bytes: int = MAX_BYTES) -> Document:
         found = reader(path)
         parts = [(found, {})] if isinstance(found, str) else found
         language = LANGUAGES.get(suffix, "")
-        is_nameless = reader is read_office and suffix in TABLES and not _is_titled(found)
+        is_nameless = suffix in _NAMELESS and not _is_titled(found)
         title = path.name if language or is_nameless else ""
         document = assembled(str(path), parts, title=title, language=language)
     except DocumentError:
@@ -112,7 +120,21 @@ def _read_markdown(path: Path) -> list[Part]:
     from markdown_it import MarkdownIt
 
     markdown = MarkdownIt("commonmark", {"maxNesting": _NESTING}).enable("table")
-    return _html_parts(markdown.render(_decode(path)))
+    source = with_line_feeds(_decode(path))
+    front = _FRONT.match(source)
+    if front is None:
+        return _html_parts(markdown.render(source))
+    parts, named = (
+        _html_parts(markdown.render(source[front.end() :])),
+        _FRONT_TITLE.search(front[2]),
+    )
+    if named is None:  # else what stands first would be taken for the title
+        return [*parts, (front[2], {})]
+    return [(f"Title: {named[1].strip(_QUOTES)}\n{front[2]}", {}), *parts]
+
+
+def _read_table(path: Path) -> str:
+    return table_to_text(_decode(path), "\t" if path.suffix.lower() == ".tsv" else None)
 
 
 def _read_rst(path: Path) -> str | list[Part]:
@@ -152,6 +174,8 @@ READERS: dict[str, Callable[[Path], str | Sequence[Part]]] = {
     ".html": _read_html,
     ".htm": _read_html,
     ".pdf": _read_pdf,
+    ".csv": _read_table,
+    ".tsv": _read_table,
     **dict.fromkeys(SUFFIXES, read_office),
     **dict.fromkeys(LANGUAGES, _read_code),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from cached_rag.errors import ConfigError
 from cached_rag.rag.embedding import Embeddings
@@ -23,7 +24,7 @@ class Wanted:
     """Which chunks are wanted; see `CachedRAG.ask`.
 
     Raises:
-        ConfigError: k < 1.
+        ConfigError: k is no number above 0, or `min_score` none.
     """
 
     k: int = 6
@@ -31,8 +32,10 @@ class Wanted:
     where: Where | None = None
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ConfigError(f"k, the number of chunks, must be at least 1, not {self.k}")
+        if not isinstance(self.k, Integral) or self.k < 1:
+            raise ConfigError(f"k, the number of chunks, must be at least 1, not {self.k!r}")
+        if not isinstance(self.min_score, Real | None):
+            raise ConfigError(f"min_score is a number or None, not {self.min_score!r}")
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def check_question(text: str) -> None:
     Raises:
         ConfigError: there is nothing but white space, or half a character.
     """
-    if not text.strip():
+    if not isinstance(text, str) or not text.strip():
         raise ConfigError("a question needs some text")
     try:
         text.encode()

@@ -243,3 +243,27 @@ def test_documents_are_pending_until_marked(index):
     assert index.pending() == ["a"]
     index.mark_encoded("a")
     assert index.pending() == []
+
+
+@pytest.mark.parametrize(
+    ("source", "title"),
+    [
+        ("---\ntitle: 'Install guide'\ntags: [a, b]\n---\n\n# Linux\n\nRun it.\n", "Install guide"),
+        ('+++\ntitle = "Install guide"\n+++\n# Linux\n\nRun it.\n', "Install guide"),
+        ("---\r\ndate: 2026-01-01\r\n---\r\n# Linux\r\n\r\nRun it.\r\n", "Linux"),
+    ],
+)
+def test_what_stands_before_markdown_is_no_heading(tmp_path, source, title):
+    (tmp_path / "a.md").write_bytes(source.encode())
+    document = load_document(tmp_path / "a.md")
+    assert document.title == title
+    assert "Run it." in document.text
+    assert "2026-01-01" in document.text or "Install guide" in document.text
+    headings = [str(known.get("heading", "")) for _, known in document.parts]
+    assert "Linux" in headings
+    assert not any("title" in heading or "date" in heading for heading in headings)
+
+
+def test_a_line_at_the_beginning_of_markdown_is_a_line(tmp_path):
+    (tmp_path / "a.md").write_text("---\nCopper turns green.\n\n---\n\nRun it.\n")
+    assert load_document(tmp_path / "a.md").text == "Copper turns green.\n\nRun it."

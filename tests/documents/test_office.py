@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import zipfile
 
@@ -157,11 +158,9 @@ WRITERS = {
     "a.docx": write_docx,
     "b.xlsx": write_xlsx,
     "c.epub": write_epub,
-    "d.csv": lambda path: path.write_text("metal,colour\ncopper,green\ntin,grey\n"),
     "e.json": lambda path: path.write_text(json.dumps({"copper": "turns green"})),
     "f.ipynb": lambda path: path.write_text(json.dumps(NOTEBOOK)),
     "g.rtf": lambda path: path.write_text(r"{\rtf1\ansi Copper turns green}"),
-    "h.tsv": lambda path: path.write_text("metal\tcolour\ncopper\tgreen\n"),
     "i.pptx": write_pptx,
     "j.odt": open_document(
         "text", "<office:text><text:p>Copper turns green</text:p></office:text>"
@@ -187,6 +186,13 @@ def test_each_kind_becomes_text(tmp_path, name):
     assert "copper" in text.lower()
     assert "green" in text
     assert find_documents(tmp_path) == [path]
+
+
+def test_tabs_breaks_and_hyphens_of_word_stand_between_words(tmp_path):
+    marks = "A<w:tab/>B<w:cr/>C<w:noBreakHyphen/>D"
+    text = re.sub(r"(<w:\w+/>)", r"</w:t>\1<w:t>", marks)
+    write_docx(tmp_path / "a.docx", text)
+    assert load_document(tmp_path / "a.docx").text.split() == ["A", "B", "C-D", "in", "the", "air."]
 
 
 @pytest.mark.parametrize("name", ["a.csv", "A.CSV", "b.json", "c.ipynb"])

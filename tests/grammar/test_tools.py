@@ -261,6 +261,8 @@ def test_stop_strings_do_not_cut_a_forced_call(engine):
     forced = Tools(engine.tokenization, TOOLS, "now")
     answer = engine.generate(forced.prompt(QUESTION), forced.settings(config))
     assert forced.read(answer.text) == ("", [ToolCall("now", "{}")])
+    for shaped in (Tools(engine.tokenization, schema={"type": "integer"}), forced):
+        assert shaped.settings(config).stop == ()
     for free in (Tools(engine.tokenization, TOOLS), Tools(engine.tokenization)):
         assert free.settings(config).stop == config.stop
         assert free.settings(config).grammar == free.grammar

@@ -154,6 +154,21 @@ def test_a_parameter_hides_a_constant_of_its_name():
         Schema.from_function(hidden)
 
 
+def test_a_local_variable_hides_a_constant_of_its_name():
+    def assigned():
+        STYLE = "casual"  # noqa: N806
+        yield f"{STYLE}"
+
+    def captured(given: str):
+        match given:
+            case STYLE:  # noqa: N806
+                yield f"{STYLE}"
+
+    for function in (assigned, captured):
+        with pytest.raises(PMLError):
+            Schema.from_function(function)
+
+
 def test_names_bound_later_are_seen_by_calls():
     @prompt_function
     def late(count: int):

@@ -320,3 +320,9 @@ def test_of_a_variable_without_words_nothing_is_left():
         template = SchemaTemplate.from_string(schema, f"<prompt><a>{parts}</a> {{q}}</prompt>")
         assert template.fill(note="", q="x").plain() == "One. Two. x"
         assert "!" in template.fill(note="!", q="x").plain()
+
+
+def test_text_beside_cdata_loses_its_indentation_and_cdata_does_not():
+    code = "def f():\n    return 1"
+    source = f'<module name="a">\n      Look:\n      <![CDATA[{code}]]>\n      Explain.\n</module>'
+    assert "".join(texts(schema(source))) == f"Look:\n{code}\nExplain."

@@ -6,7 +6,7 @@ Uses public names of `cached_rag` only; knows no message and no tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from llama_index.core.bridge.pydantic import (
@@ -39,6 +39,7 @@ _GENERATION = (
 )
 # Options of a call that say how a hosted model is reached: a local one has no use for them.
 _REMOTE = frozenset({"extra_headers", "extra_query", "timeout"})
+_NEVER_NONE = {one.name for one in fields(GenerationConfig) if one.default is not None}
 _HIDDEN = "**********"
 
 
@@ -168,7 +169,12 @@ class EngineSettings(BaseModel):
     def _config(self, options: dict[str, Any]) -> GenerationConfig:
         settings = {name: getattr(self, name) for name in _GENERATION}
         settings["stop"] = tuple(self.stop or ())
-        asked = {name: value for name, value in options.items() if name not in _REMOTE}
+        # None changes nothing, unless it is a value of that setting.
+        asked = {
+            name: value
+            for name, value in options.items()
+            if name not in _REMOTE and (value is not None or name not in _NEVER_NONE)
+        }
         return GenerationConfig(**settings).replace(**asked)
 
     def token_ids(self, text: str) -> list[int]:

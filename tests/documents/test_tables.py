@@ -1,0 +1,34 @@
+"""Tables in text: whatever has a value is read, with the name of its column if there is one."""
+
+from __future__ import annotations
+
+import pytest
+
+from cached_rag.rag import load_document
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "wanted"),
+    [
+        ("plain.csv", "a,b\n1,2\n3,4\n", "Row 1:\n  a: 1\n  b: 2\n\nRow 2:\n  a: 3\n  b: 4"),
+        ("index.csv", ",price\nvalve,10\npump,20", "Row 1:\n  valve\n  price: 10\n\nRow 2:"),
+        (
+            "titled.csv",
+            "Prices 2026,,\n\nname,price,\nvalve,10,",
+            "Prices 2026\n\nRow 1:\n  name: val",
+        ),
+        ("ragged.csv", 'a,b\n1,2,"with, lever"', "Row 1:\n  a: 1\n  b: 2\n  with, lever"),
+        ("semicolons.csv", "a;b\n1,5;2,5\n3,5;4,5\n", "Row 1:\n  a: 1,5\n  b: 2,5\n\nRow 2:"),
+        ("quoted.csv", 'a,b\n1,"say ""x"""\n', 'Row 1:\n  a: 1\n  b: say "x"'),
+        ("lines.csv", 'a,b\r\n1,"two\r\nlines"\r\n', "Row 1:\n  a: 1\n  b: two\nlines"),
+        ("one.csv", "metal\ncopper\ntin\n", "Row 1:\n  metal: copper\n\nRow 2:\n  metal: tin"),
+        ("names.csv", "metal,colour\n", "metal\ncolour"),
+        ("tabs.tsv", "a\tb\n1, 2\t3\n", "Row 1:\n  a: 1, 2\n  b: 3"),
+        ("large.csv", f"a,b\n1,{'x' * 200_000}\n", "Row 1:\n  a: 1\n  b: xxx"),
+    ],
+)
+def test_nothing_that_has_a_value_is_left_out(tmp_path, name, source, wanted):
+    (tmp_path / name).write_text(source, newline="")
+    found = load_document(tmp_path / name)
+    assert found.text.startswith(wanted)
+    assert found.title == name

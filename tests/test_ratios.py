@@ -1,0 +1,99 @@
+"""Ratios that are asked for are taken, wherever they are given, and nonsense is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import CHUNKS, NEW_PROMPTS, tiny_model
+
+from cached_rag import ConfigError, Engine, GenerationConfig
+from cached_rag.engine.audit import compare
+from cached_rag.kv.buffer import Workspace
+from cached_rag.methods import CacheBlend
+
+PROMPT = "\n\n".join((*CHUNKS, "Why is copper green?"))
+
+
+def prefilled(engine, **how):
+    done = engine.prefill(PROMPT, max_tokens=1, **how)
+    try:
+        return done.report.charged_recompute, done.logits.clone()
+    finally:
+        done.release()
+
+
+@pytest.mark.parametrize("family", ["falcon", "bloom"])
+def test_auto_takes_the_ratio_also_where_attention_cannot_be_watched(family):
+    with Engine(tiny_model(family), NEW_PROMPTS) as engine:
+        engine.encode(CHUNKS)
+        _, full = prefilled(engine, method="full")
+        charge, whole = prefilled(engine, recompute_ratio=1.0)
+        assert charge == 1.0
+        assert torch.allclose(whole, full, atol=1e-4)
+        some, control = prefilled(engine)
+        assert some < 1.0
+        assert not torch.allclose(control, full, atol=1e-4)
+
+
+def test_anchors_of_its_own_do_not_cost_anchorflow_its_ratio():
+    with Engine(tiny_model("llama"), NEW_PROMPTS) as engine:
+        engine.encode(CHUNKS)
+        _, full = prefilled(engine, method="full")
+        given = {"method": "anchorflow:anchor_tokens=4", "recompute_ratio": 1.0}
+        _, whole = prefilled(engine, **given)
+        assert torch.allclose(whole, full, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"method": CacheBlend(0.15), "recompute_ratio": 1.0}, "for methods by name"),
+        ({"method": "reuse", "recompute_ratio": -5.0}, "must be 0 to 1"),
+        ({"method": "prefix", "recompute_ratio": 7.0}, "must be 0 to 1"),
+        ({"max_tokens": 2.5}, "max_tokens is a number"),
+        ({"top_k": 1.5}, "top_k is a number"),
+        ({"logprobs": 1.5}, "logprobs is a number"),
+        ({"temperature": math.inf}, "temperature is a number"),
+        ({"temperature": None}, "temperature is a number, not None"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings, says):
+    with pytest.raises(ConfigError, match=says):
+        GenerationConfig(**settings)
+
+
+def test_a_check_layer_that_no_model_has_is_refused():
+    with Engine(tiny_model("llama"), NEW_PROMPTS) as engine:
+        engine.encode(CHUNKS)
+        with pytest.raises(ConfigError, match=r"check_layer .*: there are \d layers"):
+            engine.generate(PROMPT, method="cacheblend:check_layer=100", max_tokens=1)
+
+
+def test_logits_that_are_no_numbers_are_as_far_away_as_can_be():
+    model = tiny_model("llama")
+    ids = torch.arange(20, 40)[None]
+    kl, agrees = compare(model, ids, torch.full((model.vocab_size,), math.nan))
+    assert (kl, agrees) == (math.inf, False)
+
+
+def test_short_prompts_do_not_hold_the_buffer_of_a_long_one():
+    space = Workspace(tiny_model("llama").shapes)
+    long = space.take(4096)
+    space.give(long)
+    assert space.take(3000) is long
+    space.give(long)
+    assert space.size(100) < 1024
+    assert space.take(100).capacity == space.size(100)
+
+
+def test_another_question_does_not_take_what_was_repaired_for_the_last_words():
+    prompts = [f"{PROMPT} Of the {what}:" for what in ("lighthouse", "sledges")]
+    with Engine(tiny_model("llama")) as engine:
+        engine.encode(CHUNKS)
+        engine.generate(prompts[0], max_tokens=2)
+        again = engine.generate(prompts[0], max_tokens=2)  # control
+        assert again.report.kept_repaired_tokens > 0
+        other = engine.generate(prompts[1], max_tokens=2)
+        assert other.report.kept_repaired_tokens == 0
