@@ -93,7 +93,7 @@ class GenerationConfig:
         object.__setattr__(self, "stop", _strings(self.stop))
         for name, kind in _NUMBERS.items():
             given = getattr(self, name)
-            is_one = isinstance(given, kind) and math.isfinite(given)
+            is_one = isinstance(given, kind) and -math.inf < given < math.inf
             may_lack = given is None and name in _OPTIONAL
             _require(is_one or may_lack, f"{name} is a number, not {given!r}")
         _require(self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")

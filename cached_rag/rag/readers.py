@@ -124,10 +124,8 @@ def _read_markdown(path: Path) -> list[Part]:
     front = _FRONT.match(source)
     if front is None:
         return _html_parts(markdown.render(source))
-    parts, named = (
-        _html_parts(markdown.render(source[front.end() :])),
-        _FRONT_TITLE.search(front[2]),
-    )
+    parts = _html_parts(markdown.render(source[front.end() :]))
+    named = _FRONT_TITLE.search(front[2])
     if named is None:  # else what stands first would be taken for the title
         return [*parts, (front[2], {})]
     return [(f"Title: {named[1].strip(_QUOTES)}\n{front[2]}", {}), *parts]
