@@ -29,7 +29,7 @@ MOST_PRIMERS = 3
 # What is learned from prompts; see `StoreConfig`.
 Learns = Literal["off", "recurring"]
 _OPTIONAL = ("seed", "logprobs", "repetition_penalty", "recompute_ratio")
-_NUMBERS = {
+_NUMBERS: dict[str, type[Any]] = {
     **dict.fromkeys(("max_tokens", "top_k", "seed", "logprobs"), Integral),
     **dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty"), Real),
     **dict.fromkeys(("repetition_penalty", "recompute_ratio"), Real),
