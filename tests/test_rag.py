@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import PurePath
 
 import numpy as np
 import pytest
@@ -144,6 +145,7 @@ def test_bad_files_are_skipped_and_the_rest_ingested(opened, docs):
     ]
     with pytest.raises(DocumentError, match="no file or folder"):
         ingest(opened(), docs / "nowhere")
+    assert ingest(opened(), PurePath(docs)).unchanged == 3  # whatever is a path to Python
     with pytest.raises(ConfigError, match="one at a time"):
         ingest(opened(), [docs / "a.txt"])
     ingest(opened(), docs)

@@ -122,7 +122,7 @@ def ingest_command(
         except KeyboardInterrupt:
             err.print("interrupted; what is done is kept, and the same command goes on from there")
             raise typer.Exit(_INTERRUPTED) from None
-        _print(summary, as_json=as_json)
+    _print(summary, as_json=as_json)
 
 
 def _workers(address: str, workers: int | None, cpus: float, gpus: float) -> IngestWorkers:

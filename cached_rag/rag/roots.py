@@ -68,7 +68,7 @@ def absolute(path: Path | str) -> Path:
         DocumentError: it is empty, as by an unset variable, and does not mean all that is here.
         ConfigError: it is no path, such as a list of some.
     """
-    if not isinstance(path, str | Path):
+    if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"a path is a string or a Path, one at a time, not {path!r}")
     if path == "":
         raise DocumentError("the path is empty; name a file or folder, or . for this folder")

@@ -231,10 +231,8 @@ class Database:
                 try:
                     return act()
                 except sqlite3.DatabaseError as error:
-                    is_locked = isinstance(error, sqlite3.OperationalError) and "locked" in str(
-                        error
-                    )
-                    if not (is_locked or self._is_outdated()) or time.monotonic() > deadline:
+                    may_pass = "locked" in str(error) or self._is_outdated()
+                    if not may_pass or time.monotonic() > deadline:
                         raise
             time.sleep(_POLL_S)
 
