@@ -31,7 +31,7 @@ from cached_rag import (
 )
 from cached_rag.backends import resolve
 from cached_rag.backends.process import peak_bytes
-from cached_rag.backends.tokenizer import Rendered
+from cached_rag.backends.prompt_text import Rendered
 from cached_rag.benchmarks import bench_answers, make_questions, memory
 from cached_rag.benchmarks.peers import Means, Question, Sample, open_peers, vllm
 from cached_rag.benchmarks.peers.llama_cpp import LlamaCpp, gguf_file

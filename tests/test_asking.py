@@ -10,6 +10,7 @@ from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 from test_rag import WordEmbedding
 
 from cached_rag import AnswerStream, CachedRAG, ConfigError, Engine, Hit
+from cached_rag.backends.chat_template import ChatTemplate
 from cached_rag.backends.tokenizer import Tokenization
 
 
@@ -30,14 +31,14 @@ def rag(tmp_path):
 def calls(monkeypatch):
     """Names of tokenisation's methods as they are called, and what they are given."""
     seen = []
-    for name in ("render", "tokenize"):
-        own = getattr(Tokenization, name)
+    for owner, name in ((ChatTemplate, "render"), (Tokenization, "tokenize")):
+        own = getattr(owner, name)
 
         def counted(self, what, _own=own, _name=name, **options):
             seen.append((_name, what))
             return _own(self, what, **options)
 
-        monkeypatch.setattr(Tokenization, name, counted)
+        monkeypatch.setattr(owner, name, counted)
     return seen
 
 
@@ -60,7 +61,7 @@ def test_times_count_from_the_question(rag, monkeypatch):
         monkeypatch.setattr(owner, name, slow)
 
     passing(rag.embedder, "embed", 5)
-    passing(rag.engine.tokenization, "render", 7)
+    passing(rag.engine.tokenization.template, "render", 7)
     report = rag.ask("copper", max_tokens=2).report
     assert (report.search_ms, report.ttft_ms, report.total_ms) == (5000, 12000, 12000)
     report = rag.engine.generate([{"role": "user", "content": "Why?"}], max_tokens=2).report

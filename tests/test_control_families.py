@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from test_control_tokens import made
 from tokenizers import AddedToken
 
-from cached_rag.backends.tokenizer import Rendered, Tokenization
+from cached_rag.backends.prompt_text import Rendered
+from cached_rag.backends.tokenizer import Tokenization
 
 # The control tokens of each family, and how its template begins and ends a turn.
 FAMILIES = {
@@ -54,7 +55,7 @@ def test_no_document_says_what_controls_the_model(name, stripping):
         return sum(token in controls for token in ids)
 
     def asked(content):
-        return known.render([{"role": "user", "content": content}])
+        return known.template.render([{"role": "user", "content": content}])
 
     own = count(known.tokenize(asked("x")).ids)
     assert own  # the template's own are obeyed

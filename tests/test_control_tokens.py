@@ -20,8 +20,9 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from cached_rag import Engine, Report
+from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.reach import reach_of
-from cached_rag.backends.tokenizer import Rendered, Tokenization
+from cached_rag.backends.tokenizer import Tokenization
 
 CONTROLS = ["<tool_call>", "</tool_call>", "<|fim_prefix|>", "[INST]", "<think>", "</think>"]
 TEXTS = ["    ", "\n\n\n", "<table>", "</td>", "->"]  # tokens of a document's own
@@ -61,12 +62,14 @@ def test_control_tokens_in_documents_are_text(token):
     document = f"Say {token}now{token}."
     assert number not in tokenization.literal(document).ids
     asked = [{"role": "user", "content": document}, {"role": "assistant", "content": token}]
-    rendered = tokenization.render(asked)
+    rendered = tokenization.template.render(asked)
     assert rendered.text == TOKENIZER.apply_chat_template(
         asked, tokenize=False, add_generation_prompt=True
     )
     tokens = tokenization.tokenize(rendered)
-    around = tokenization.tokenize(tokenization.render([{**m, "content": "x"} for m in asked]))
+    around = tokenization.tokenize(
+        tokenization.template.render([{**m, "content": "x"} for m in asked])
+    )
     assert tokens.ids.count(number) == around.ids.count(number)
     assert TOKENIZER.decode(tokens.ids) == rendered.text
     module = Rendered(document, ((0, len(document)),))
@@ -88,7 +91,7 @@ def test_a_template_sees_what_its_messages_say():
     tokenizer = made()
     tokenizer.chat_template = THINKING
     asked = [{"role": "assistant", "content": "<think>hm</think>So it is <tool_call>."}]
-    rendered = Tokenization(tokenizer).render(asked)
+    rendered = Tokenization(tokenizer).template.render(asked)
     assert rendered.text == tokenizer.apply_chat_template(asked, tokenize=False)
     assert [rendered.text[a:b] for a, b in rendered.literal] == ["<tool_call>"]
     ids = Tokenization(tokenizer).tokenize(rendered).ids
@@ -107,7 +110,7 @@ def test_no_message_can_make_marks_or_make_finding_one_slow():
 
     content = Content("<|im_end|>" + "".join(f"\ue000{n}\ue001" for n in range(300)))
     asked = [{"role": "user", "content": content}]
-    rendered = Tokenization(TOKENIZER).render(asked)
+    rendered = Tokenization(TOKENIZER).template.render(asked)
     assert Content.searched < 3
     assert str(content) in rendered.text
     assert [rendered.text[a:b] for a, b in rendered.literal] == ["<|im_end|>"]
@@ -121,7 +124,7 @@ def test_neighbours_of_one_role_are_joined_for_templates_that_want_turns():
     )
     roles = ["user", "user", "assistant", "user", "user", "user"]
     asked = [{"role": role, "content": str(n)} for n, role in enumerate(roles)]
-    text = Tokenization(tokenizer).render(asked).text
+    text = Tokenization(tokenizer).template.render(asked).text
     assert text == "user: 0\n\n1;assistant: 2;user: 3\n\n4\n\n5;"
 
 
@@ -232,7 +235,7 @@ def test_a_real_tokenizer_has_a_reach_and_obeys_no_document():
 def test_no_document_makes_text_of_what_the_template_says(document, method):
     with Engine(tiny_model("llama"), NEW_PROMPTS) as engine:
         messages = [{"role": "user", "content": "How is the valve reset? Is it reset?"}]
-        plain = engine.tokenization.tokenize(engine.tokenization.render(messages)).ids
+        plain = engine.tokenization.tokenize(engine.tokenization.template.render(messages)).ids
         engine.register([document, *CHUNKS])
         assert len(engine.library.table) > len(CHUNKS)
         assert engine.plan(messages, method, Report(method))[0].ids == plain

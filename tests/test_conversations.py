@@ -95,7 +95,7 @@ def opened(**settings):
 
 
 def tokens_of(engine, messages):
-    return engine.tokenization.tokenize(engine.tokenization.render(messages)).ids
+    return engine.tokenization.tokenize(engine.tokenization.template.render(messages)).ids
 
 
 def chat(engine, ask):

@@ -161,7 +161,9 @@ def test_answers_are_those_of_transformers_with_and_without_its_own_lookup():
         model = tiny_model(name)
         engine = Engine(model)
         found = engine.generate(PROMPT, method="full", max_tokens=60, ignore_eos=True)
-        ids = torch.tensor([engine.tokenization.tokenize(engine.tokenization.render(PROMPT)).ids])
+        ids = torch.tensor(
+            [engine.tokenization.tokenize(engine.tokenization.template.render(PROMPT)).ids]
+        )
         for lookup in ({}, {"prompt_lookup_num_tokens": 5}):
             own = model.decoder.model.generate(
                 ids, max_new_tokens=60, do_sample=False, eos_token_id=-1, pad_token_id=0, **lookup
@@ -216,7 +218,7 @@ def scripted(said, **settings):
 
 
 def ids_of(engine, prompt):
-    return engine.tokenization.tokenize(engine.tokenization.render(prompt)).ids
+    return engine.tokenization.tokenize(engine.tokenization.template.render(prompt)).ids
 
 
 def test_an_answer_that_copies_takes_a_pass_for_nine_tokens():

@@ -16,7 +16,8 @@ from cached_rag import (
     RelocationError,
     StoreConfig,
 )
-from cached_rag.backends.tokenizer import Rendered, Tokenization
+from cached_rag.backends.prompt_text import Rendered
+from cached_rag.backends.tokenizer import Tokenization
 
 QUESTION = "What happened?"
 

@@ -66,7 +66,7 @@ def test_registered_texts_are_computed_once_and_then_behind_what_recurs(engine):
     assert (second.modules_hit, second.modules_missed, second.missed_tokens) == (2, 0, 0)
     (learned,) = [b for b in engine.library.encoded_after() if len(b.prefix_ids) > 5]
     assert learned.context == PRIMER.name
-    rendered = engine.tokenization.render(chat(CHUNKS[0])).text
+    rendered = engine.tokenization.template.render(chat(CHUNKS[0])).text
     head = engine.tokenization.tokenizer.decode(learned.prefix_ids)
     assert rendered.startswith(head)
     assert len(head) >= rendered.index(CHUNKS[0]) - 4

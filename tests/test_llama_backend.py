@@ -30,7 +30,7 @@ from cached_rag.backends.llama_cpp.facts import Outline
 from cached_rag.backends.llama_cpp.loading import load_llama_cpp
 from cached_rag.backends.llama_cpp.prompt import neighbours
 from cached_rag.backends.llama_cpp.state import StateFormat
-from cached_rag.backends.tokenizer import Rendered
+from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.transformers.loading import load_model
 from cached_rag.cli.main import app
 from cached_rag.engine.drafts import DEAREST

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from cached_rag.backends.tokenizer import Tokens
+from cached_rag.backends.prompt_text import Tokens
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library import matching as match
 from cached_rag.library.matching import ANCHOR, ChunkTable, record_of

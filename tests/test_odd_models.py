@@ -68,7 +68,9 @@ def test_answers_are_those_of_the_model_itself(kind):
     model, backend = made(kind)
     with Engine(backend, NEW_PROMPTS) as engine:
         prompt = f"Some facts. {CHUNKS[1]} {CHUNKS[0]} Who?"
-        ids = torch.tensor([engine.tokenization.tokenize(engine.tokenization.render(prompt)).ids])
+        ids = torch.tensor(
+            [engine.tokenization.tokenize(engine.tokenization.template.render(prompt)).ids]
+        )
         with torch.inference_mode():
             plain = model.generate(ids, max_new_tokens=12, do_sample=False, num_beams=1)
         expected = plain[0, ids.shape[1] :].tolist()

@@ -11,7 +11,7 @@ from conftest import CHUNKS, NEW_PROMPTS
 from typer.testing import CliRunner
 
 from cached_rag import ConfigError, Engine
-from cached_rag.backends.tokenizer import Rendered
+from cached_rag.backends.prompt_text import Rendered
 from cached_rag.benchmarks import Scenarios, bench_scenario
 from cached_rag.benchmarks.peers import EVERYBODY, Means, Question, Sample, open_peers
 from cached_rag.benchmarks.peers.base import Peer

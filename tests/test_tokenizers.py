@@ -10,8 +10,9 @@ import pytest
 from conftest import smollm2
 from transformers import AutoTokenizer, LlamaTokenizerFast
 
+from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.resolve import wheel_file
-from cached_rag.backends.tokenizer import Rendered, Tokenization
+from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.cli.demo import CORPUS
 from cached_rag.library.matching import ChunkTable, align, record_of
 from cached_rag.rag import find_documents, load_document

@@ -66,7 +66,7 @@ def filled(engine):
 @pytest.mark.parametrize("method", [*METHODS, *MORE])
 def test_kinds_add_up_to_the_report_and_spans_to_the_prompt(filled, method):
     trace = checked(filled.generate(ask(*CHUNKS), method=method, max_tokens=2))
-    assert trace.text == filled.tokenization.render(ask(*CHUNKS)).text
+    assert trace.text == filled.tokenization.template.render(ask(*CHUNKS)).text
     for part in trace.parts:
         if part.digest:
             (chunk,) = (one for one in CHUNKS if digest(one) == part.digest)
@@ -165,7 +165,7 @@ def test_harvested_chunks_say_so():
 def test_prompts_that_are_answered_together_have_their_own(filled):
     prompts = [ask(*CHUNKS), ask(*CHUNKS[::-1]), ask(), ask(*CHUNKS), ask(CHUNKS[2])]
     for made, prompt in zip(filled.generate_batch(prompts, max_tokens=8), prompts, strict=True):
-        assert checked(made).text == filled.tokenization.render(prompt).text
+        assert checked(made).text == filled.tokenization.template.render(prompt).text
 
 
 @pytest.mark.parametrize("layout", ["schema", "compact"])
@@ -224,7 +224,7 @@ def test_an_answer_nobody_asks_about_has_no_trace_made_and_no_profile_read(fille
     assert "".join(asked) == asked.answer.text
     answer = asked.answer
     assert not made
-    assert answer.trace.text == filled.tokenization.render(ask(*CHUNKS)).text
+    assert answer.trace.text == filled.tokenization.template.render(ask(*CHUNKS)).text
     assert generation.trace is generation.trace
     assert made == ["trace", "kept_profile"] * 2
 
@@ -240,7 +240,7 @@ def test_a_trace_is_made_behind_the_engine_without_what_it_held(monkeypatch):
     held.append(weakref.ref(model))
     with Engine(model, StoreConfig()) as engine:
         generation = engine.generate(ask(*CHUNKS), max_tokens=2)
-        text = engine.tokenization.render(ask(*CHUNKS)).text
+        text = engine.tokenization.template.render(ask(*CHUNKS)).text
     del model, engine
     gc.collect()
     assert len(held) > 1

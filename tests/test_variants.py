@@ -69,7 +69,7 @@ def test_an_adapter_is_merged_into_the_weights(model_folder, adapter):
         Engine.load(model_folder, adapter=adapter, **CPU) as engine,
         Engine.load(model_folder, **CPU) as plain,
     ):
-        ids = engine.tokenization.tokenize(engine.tokenization.render(ASK)).ids
+        ids = engine.tokenization.tokenize(engine.tokenization.template.render(ASK)).ids
         with torch.inference_mode():
             expected = twin(torch.tensor([ids])).logits[0, -1]
         assert torch.allclose(logits(engine), expected, atol=1e-4)
@@ -195,13 +195,13 @@ def test_what_cannot_be_had_is_refused(model_folder, options, said):
 def test_the_template_is_given_what_it_wants(thinking_folder, tmp_path):
     quiet = {"chat_template_kwargs": {"enable_thinking": False}}
     with Engine.load(thinking_folder, **CPU) as plain:
-        assert "<t>" not in plain.tokenization.render(ASK).text
+        assert "<t>" not in plain.tokenization.template.render(ASK).text
     with Engine.load(thinking_folder, **quiet, **CPU) as engine:
-        assert engine.tokenization.render(ASK).text.endswith("<t></t>")
-        assert engine.tenant("other").tokenization.render(ASK).text.endswith("<t></t>")
+        assert engine.tokenization.template.render(ASK).text.endswith("<t></t>")
+        assert engine.tenant("other").tokenization.template.render(ASK).text.endswith("<t></t>")
         assert engine.model.fingerprint == plain.model.fingerprint
     with CachedRAG.open(tmp_path / "index", thinking_folder, **quiet, **CPU) as rag:
-        assert rag.engine.tokenization.render(ASK).text.endswith("<t></t>")
+        assert rag.engine.tokenization.template.render(ASK).text.endswith("<t></t>")
 
 
 @pytest.mark.parametrize("kind", [ChatCachedRAG, CachedRAGLLM])
@@ -221,7 +221,7 @@ def test_the_frameworks_have_them_all(thinking_folder, adapter, kind):
     if kind is ChatCachedRAG:
         assert len({str(llm._identifying_params) for llm in made}) == 3
     assert engines[1].model.context_length == 512
-    ends = [engine.tokenization.render(ASK).text.endswith("<t></t>") for engine in engines]
+    ends = [engine.tokenization.template.render(ASK).text.endswith("<t></t>") for engine in engines]
     assert ends == [False, True, True, False]
     assert Path(adapter).is_dir()
     for engine in engines:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from cached_rag.backends.tokenizer import Rendered
+from cached_rag.backends.prompt_text import Rendered
 from cached_rag.benchmarks.answers import agreement
 from cached_rag.benchmarks.loop import take_turns
 from cached_rag.benchmarks.peers.base import Peer, Question, Sample

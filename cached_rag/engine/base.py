@@ -12,8 +12,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
 from cached_rag.backends.base import Backend
+from cached_rag.backends.prompt_text import Message, Rendered
 from cached_rag.backends.thread import on_model_thread
-from cached_rag.backends.tokenizer import Message, Rendered, Tokenization
+from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.config import BatchConfig, StoreConfig
 from cached_rag.engine.audit import Audits
 from cached_rag.engine.planner import Planner
@@ -285,7 +286,7 @@ class BaseEngine:
         Raises:
             ConfigError: `before` does not occur in the rendered messages.
         """
-        rendered = self.tokenization.render(messages)
+        rendered = self.tokenization.template.render(messages)
         at = rendered.text.find(before)
         if at < 0:
             raise ConfigError(f"the rendered messages do not contain {before!r}")
@@ -294,4 +295,4 @@ class BaseEngine:
     def _rendered(self, prompt: Prompt) -> Rendered:
         if isinstance(prompt, Planned):
             prompt = prompt.plain()
-        return prompt if isinstance(prompt, Rendered) else self.tokenization.render(prompt)
+        return prompt if isinstance(prompt, Rendered) else self.tokenization.template.render(prompt)

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from cached_rag.backends.base import Backend, StepInput
-from cached_rag.backends.tokenizer import Tokens
+from cached_rag.backends.prompt_text import Tokens
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.sampling import Detokenizer, Sampler

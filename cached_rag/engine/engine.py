@@ -18,8 +18,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from cached_rag.backends.load import load_backend
+from cached_rag.backends.prompt_text import Tokens
 from cached_rag.backends.thread import on_model_thread, submit
-from cached_rag.backends.tokenizer import Tokens
 from cached_rag.backends.variant import Variant, plain_json
 from cached_rag.config import DEFAULT_MODEL, BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.engine import prefill
@@ -122,7 +122,7 @@ class Engine(BaseEngine):
                 disk it goes with the last of them that is closed.
         """
         settings = replace(self.settings, namespace=namespace)
-        given = self.tokenization.template_kwargs
+        given = self.tokenization.template.kwargs
         return Engine(self.model, settings, chat_template_kwargs=given, beside=self)
 
     def close(self, finish_seconds: float | None = None) -> None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from cached_rag.backends.tokenizer import Rendered, Spans, Tokenization, Tokens
+from cached_rag.backends.prompt_text import Rendered, Spans, Tokens
+from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.engine.report import Clock, Report
 from cached_rag.library.bringing import wanted
 from cached_rag.library.encodings import Encodings

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from cached_rag.backends.base import StepInput
+from cached_rag.backends.prompt_text import Tokens
 from cached_rag.backends.thread import on_model_thread
-from cached_rag.backends.tokenizer import Tokens
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.audit import compare
 from cached_rag.engine.decoding import Decoding

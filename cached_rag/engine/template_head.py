@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from cached_rag.backends.tokenizer import Message, Rendered
+from cached_rag.backends.prompt_text import Message, Rendered
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from cached_rag.backends.tokenizer import Message, Rendered, Tokenization
+from cached_rag.backends.prompt_text import Message, Rendered
+from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.config import GenerationConfig
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.grammar import Grammar
@@ -83,7 +84,9 @@ class Tools:
 
     def prompt(self, messages: str | Sequence[Message]) -> Rendered:
         """The prompt, in which the tools are listed as the model's template does it."""
-        return self.tokenization.render(messages, tools=self.tools if self.is_offered else ())
+        return self.tokenization.template.render(
+            messages, tools=self.tools if self.is_offered else ()
+        )
 
     @cached_property
     def grammar(self) -> Grammar | None:
@@ -95,7 +98,7 @@ class Tools:
         return tool_grammar(
             self.tools,
             self.choice,
-            self.tokenization.call_form,
+            self.tokenization.template.call_form,
             self.tokenization.controls,
             parallel=self.choice == "auto" if self.parallel is None else self.parallel,
             schema=schema,
@@ -111,7 +114,7 @@ class Tools:
         if not self.is_offered:
             return text, []
         names = {tool["function"]["name"] for tool in self.tools}
-        form = self.tokenization.call_form
+        form = self.tokenization.template.call_form
         return read_answer(text, form, names, is_over=is_over, is_forced=self.is_forced)
 
     def growing(self) -> GrowingAnswer:

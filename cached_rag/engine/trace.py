@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cached_rag.backends.tokenizer import Tokenization, Tokens
+from cached_rag.backends.prompt_text import Tokens
+from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.engine.profile import ProfileKey, kept_profile
 from cached_rag.library.matching import Match
 from cached_rag.library.plan import Plan

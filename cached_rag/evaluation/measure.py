@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from cached_rag.backends.prompt_text import Message
 from cached_rag.backends.thread import on_model_thread
-from cached_rag.backends.tokenizer import Message
 from cached_rag.benchmarks.new_prompts import check_prompts_are_new
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.decoding import Prefilled, answer_alone

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cached_rag.backends.tokenizer import Message
+from cached_rag.backends.prompt_text import Message
 from cached_rag.evaluation.data import Example
 
 _BRIEF = "Answer the question with the help of the documents. Answer with a few words only."

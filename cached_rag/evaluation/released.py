@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cached_rag.backends.tokenizer import Message, Tokens
+from cached_rag.backends.prompt_text import Message, Tokens
 from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.backends.transformers.prefill import prefill_selected

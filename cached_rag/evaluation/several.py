@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
-from cached_rag.backends.tokenizer import Message
+from cached_rag.backends.prompt_text import Message
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.decoding import Generation
 from cached_rag.engine.engine import Engine

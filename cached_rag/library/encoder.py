@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from cached_rag.backends.base import Backend
-from cached_rag.backends.tokenizer import Rendered, Tokenization
+from cached_rag.backends.prompt_text import Rendered
+from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.config import MOST_PRIMERS
 from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.kv.module import ModuleKV

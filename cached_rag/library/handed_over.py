@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from cached_rag.backends.tokenizer import Tokens
+from cached_rag.backends.prompt_text import Tokens
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.matching import ANCHOR, ChunkTable, Match, align
 

@@ -13,8 +13,8 @@ from itertools import product
 
 import torch
 
+from cached_rag.backends.prompt_text import Tokens
 from cached_rag.backends.thread import on_model_thread
-from cached_rag.backends.tokenizer import Tokens
 from cached_rag.config import StoreConfig
 from cached_rag.kv.fingerprint import digest, ids_digest
 from cached_rag.kv.module import ModuleKV

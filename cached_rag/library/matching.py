@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from cached_rag.backends.tokenizer import Tokens
+from cached_rag.backends.prompt_text import Tokens
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.store.records import ChunkRecord
 from cached_rag.library.context import MEAN

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cached_rag.backends.tokenizer import Tokens
+from cached_rag.backends.prompt_text import Tokens
 from cached_rag.kv.module import LayerSource, ModuleKV
 from cached_rag.library.encodings import Encodings, shared
 from cached_rag.library.harvest import harvested

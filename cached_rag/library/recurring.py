@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from cached_rag.backends.tokenizer import Span, Tokens
+from cached_rag.backends.prompt_text import Span, Tokens
 
 # The shortest run that is learned, in tokens; and the longest, as a request may have to wait while
 # one is encoded. Longer runs are cut.

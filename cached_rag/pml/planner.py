@@ -14,8 +14,8 @@ from functools import partial
 import torch
 
 from cached_rag.backends.base import Backend
+from cached_rag.backends.prompt_text import Tokens
 from cached_rag.backends.thread import on_model_thread
-from cached_rag.backends.tokenizer import Tokens
 from cached_rag.engine.base import BaseEngine
 from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import RelocationError

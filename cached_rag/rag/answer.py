@@ -14,7 +14,7 @@ from collections.abc import (
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from cached_rag.backends.tokenizer import Message
+from cached_rag.backends.prompt_text import Message
 from cached_rag.engine.report import Report
 from cached_rag.engine.stream import Stream
 from cached_rag.engine.trace import Trace, TraceSource

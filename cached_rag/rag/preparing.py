@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cached_rag.backends.tokenizer import Rendered
+from cached_rag.backends.prompt_text import Rendered
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError
 from cached_rag.kv.fingerprint import digest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cached_rag.backends.tokenizer import Message, Rendered
+from cached_rag.backends.prompt_text import Message, Rendered
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.kv.fingerprint import digest
@@ -79,7 +79,7 @@ class Prompts:
         The page ends with "Answer:". Nothing on it becomes a control token, whatever it spells.
         """
         if self._has_template:
-            return self.engine.tokenization.render(messages)
+            return self.engine.tokenization.template.render(messages)
         said = [
             f"{_ANSWERS} {turn['content']}" if turn["role"] == "assistant" else turn["content"]
             for turn in messages

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cached_rag.backends.tokenizer import Message
+from cached_rag.backends.prompt_text import Message
 from cached_rag.config import BatchConfig, GenerationConfig, KeepsRepaired, Learns, StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import (

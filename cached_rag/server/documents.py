@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
-from cached_rag.backends.tokenizer import Rendered
+from cached_rag.backends.prompt_text import Rendered
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.server.answers import Json

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cached_rag.backends.tokenizer import Message, Rendered
+from cached_rag.backends.prompt_text import Message, Rendered
 from cached_rag.config import GenerationConfig
 from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.server.protocol import EmbeddingsRequest

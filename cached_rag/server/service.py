@@ -9,7 +9,7 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cached_rag.backends.tokenizer import Rendered
+from cached_rag.backends.prompt_text import Rendered
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.decoding import Generation
 from cached_rag.engine.engine import Engine

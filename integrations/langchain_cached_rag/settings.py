@@ -89,7 +89,7 @@ class EngineSettings(Fields):
             return {
                 "model": engine.model.name,
                 "fingerprint": engine.model.fingerprint,
-                "chat_template_kwargs": engine.tokenization.template_kwargs,
+                "chat_template_kwargs": engine.tokenization.template.kwargs,
                 "namespace": engine.library.namespace,
                 **settings,
             }

@@ -412,7 +412,7 @@ def test_log_probabilities_are_the_models_own(engine):
     assert answer.token_ids == plain.token_ids
     assert plain.logprobs == ()
     assert [at.token for at in answer.logprobs] == list(answer.token_ids)
-    ids = engine.tokenization.tokenize(engine.tokenization.render(PROMPT)).ids
+    ids = engine.tokenization.tokenize(engine.tokenization.template.render(PROMPT)).ids
     for number, at in enumerate(answer.logprobs):
         so_far = torch.tensor([[*ids, *answer.token_ids[:number]]])
         expected = engine.model.forward(so_far)[0].log_softmax(-1)

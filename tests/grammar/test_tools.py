@@ -106,7 +106,7 @@ def engine():
     ],
 )
 def test_the_form_of_calls_is_the_templates(template, form):
-    found = tokenization(template).call_form
+    found = tokenization(template).template.call_form
     parts = found.opening, found.begin, found.middle, found.end, found.separator, found.close
     assert parts == form
     assert found.is_native == (template not in ("none", "xml"))
@@ -241,7 +241,7 @@ def test_calls_behind_text_cut_off_and_without_their_mark_are_read():
 @pytest.mark.parametrize("choice", ["required", "now"])
 def test_a_forced_call_shows_no_markup_wherever_it_ends(template, choice):
     tools = Tools(tokenization(template), TOOLS, choice)
-    form = tools.tokenization.call_form
+    form = tools.tokenization.template.call_form
     whole = form.opening + form.begin + "now" + form.middle + "{}" + form.end + form.close
     for end in range(len(whole) + 1):
         said, calls = tools.read(whole[:end])
@@ -316,4 +316,4 @@ def test_tools_that_cannot_be_called_are_refused(tools, choice, says):
 )
 def test_malformed_messages_are_refused(message):
     with pytest.raises(ConfigError):
-        tokenization("hermes").render([*QUESTION, message])
+        tokenization("hermes").template.render([*QUESTION, message])

@@ -158,7 +158,7 @@ def test_a_streamed_call_that_was_cut_off_is_no_call(llm, is_async):
 def test_a_call_may_be_cut_off_anywhere(llm):
     """Only the call that is not whole gets more arguments, which no closing makes an object."""
     tools = Tools(llm.engine.tokenization, llm.bind_tools([weather, Note]).kwargs["tools"])
-    form = tools.tokenization.call_form
+    form = tools.tokenization.template.call_form
     whole = '{"city": "R\\"o\\\\", "a": [[1, {"b": [2, "]"], "c": []}]]}'
     begin = form.opening + form.begin
     assert form.separator is not None

@@ -80,7 +80,7 @@ def test_prompts_are_those_of_the_models_own_template(llm):
     assert (
         rendered
         == llm.loaded_engine()
-        .tokenization.render(
+        .tokenization.template.render(
             [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
         )
         .text

@@ -58,7 +58,7 @@ def test_modules_that_are_whole_messages_give_the_ids_of_the_chat_template(engin
         ["system", "user", "user", "user"],
     ]
     for prompt in (first, *others):
-        rendered = engine.tokenization.render(prompt.plain())
+        rendered = engine.tokenization.template.render(prompt.plain())
         assert ids_of(engine, prompt) == engine.tokenization.tokenize(rendered).ids
 
 
@@ -66,7 +66,7 @@ def test_empty_messages_are_there_for_other_models_too(engine):
     empty = "<user>Hi.</user><assistant></assistant>"
     schema = Schema.from_string(f'<schema name="s"><module name="m">{empty}</module></schema>')
     prompt = schema.prompt(Import("m"), Said("user", "Why?"))
-    rendered = engine.tokenization.render(prompt.plain())
+    rendered = engine.tokenization.template.render(prompt.plain())
     assert ids_of(engine, prompt) == engine.tokenization.tokenize(rendered).ids
 
 
@@ -80,7 +80,7 @@ def test_a_template_that_begins_with_bos_has_it_once():
     model = tiny_model("llama").decoder.model
     with Engine(wrap_model(model, tokenizer, name="bos", revision="bos")) as engine:
         for prompt in (whole(), whole().schema.prompt(Import("copper"))):
-            rendered = engine.tokenization.render(prompt.plain())
+            rendered = engine.tokenization.template.render(prompt.plain())
             ids = ids_of(engine, prompt)
             assert ids == engine.tokenization.tokenize(rendered).ids
             assert ids.count(tokenizer.bos_token_id) == 1
@@ -176,7 +176,9 @@ def test_markup_that_depends_on_the_messages_beside_it_is_refused(template, wron
             role_marks(tokenization, wrong)
         return
     begin, end = role_marks(tokenization, "system")
-    alone = tokenization.render([{"role": "system", "content": "x"}], open_answer=False).text
+    alone = tokenization.template.render(
+        [{"role": "system", "content": "x"}], open_answer=False
+    ).text
     assert alone == f"{begin}x{end}"
     answer_header(tokenization)
 

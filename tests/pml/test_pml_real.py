@@ -27,7 +27,7 @@ def test_ids_are_those_of_plain_tokenisation(engine, name):
     for prompt in EXAMPLES[name]().prompts:
         pieces = prompt.schema.planner(engine).assembler.pieces(prompt.bits)
         ids = [token for piece in pieces for token in piece.ids]
-        rendered = engine.tokenization.render(prompt.plain())
+        rendered = engine.tokenization.template.render(prompt.plain())
         assert ids == engine.tokenization.tokenize(rendered).ids
 
 

@@ -62,7 +62,7 @@ def test_assembled_ids_are_plain_tokenisation_of_the_text(engine):
     prompt = asked(house())
     for method in ("full", "reuse"):
         tokens, _ = engine.plan(prompt, method, Report(method))
-        plain = engine.tokenization.tokenize(engine.tokenization.render(prompt.plain()))
+        plain = engine.tokenization.tokenize(engine.tokenization.template.render(prompt.plain()))
         assert tokens.ids == plain.ids
     assert engine.count_tokens(prompt) == len(plain)
 

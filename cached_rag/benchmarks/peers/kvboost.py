@@ -10,8 +10,8 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
+from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.thread import on_model_thread
-from cached_rag.backends.tokenizer import Rendered
 from cached_rag.benchmarks.peers.base import Peer, Question, Sample, Stopwatch
 from cached_rag.benchmarks.peers.transformers import load_again
 from cached_rag.engine.engine import Engine

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cached_rag.backends.tokenizer import Rendered
+from cached_rag.backends.prompt_text import Rendered
 from cached_rag.benchmarks.peers.base import Peer, Question, Sample
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine

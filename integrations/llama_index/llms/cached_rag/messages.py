@@ -65,7 +65,7 @@ class OwnTemplate:
 
     def __call__(self, messages: Sequence[ChatMessage]) -> str:
         """The prompt."""
-        return self.llm.loaded_engine().tokenization.render(plain(messages)).text
+        return self.llm.loaded_engine().tokenization.template.render(plain(messages)).text
 
 
 def chat_response(
