@@ -18,7 +18,8 @@ The first line behind the name is the command, which is given `--json` (`python 
 each other line is a column, its title and how a row of the command's is written in it. Lines "only"
 leave rows out, lines "say" put words in a cell's place, and a line "from: NAME" takes another list
 of what the command prints than "rows". What it printed is kept in docs/figures/NAME.json, with the
-day; below the table stand command, day, commit and machine.
+day; below the table stand command, day, commit and machine. Several tables may have one name, and
+then one command.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
@@ -37,7 +39,7 @@ from typing import Any
 DOCS = Path(__file__).parent
 PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
 KEPT = DOCS / "figures"
-_BLOCK = re.compile(r"<!-- figures: (\S+)\n(.*?)-->\n(.*?)<!-- end -->", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- figures: (\S+)\n.*?-->\n)(.*?)<!-- end -->", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,19 @@ class Block:
     """A place in a page for figures.
 
     Attributes:
-        spec: the lines behind its name.
+        head: the comment.
         shown: what stands there now.
     """
 
     page: Path
     name: str
-    spec: tuple[str, ...]
+    head: str
     shown: str
+
+    @property
+    def spec(self) -> list[str]:
+        """The lines behind its name."""
+        return self.head.strip().splitlines()[1:-1]
 
     @property
     def command(self) -> str:
@@ -119,29 +126,32 @@ def _cell(how: str, row: dict[str, Any]) -> str:
 
 def blocks(page: Path) -> Iterator[Block]:
     """All places for figures in a page."""
-    for name, spec, shown in _BLOCK.findall(page.read_text()):
-        yield Block(page, name, tuple(spec.strip().splitlines()), shown)
+    for head, name, shown in _BLOCK.findall(page.read_text()):
+        yield Block(page, name, head, shown)
 
 
 def write(block: Block) -> None:
     """Put a block's table into its page."""
     text = block.page.read_text()
-    begin = text.index(f"<!-- figures: {block.name}\n")
-    head = text.index("-->\n", begin) + len("-->\n")
-    end = text.index("<!-- end -->", head)
-    block.page.write_text(text[:head] + block.drawn() + text[end:])
+    begin = text.index(block.head) + len(block.head)
+    end = text.index("<!-- end -->", begin)
+    block.page.write_text(text[:begin] + block.drawn() + text[end:])
 
 
 def main(names: list[str]) -> None:
     """Measure and write the blocks of these names, or draw all anew."""
-    found = {block.name: block for page in PAGES for block in blocks(page)}
+    found = defaultdict(list)
+    for page in PAGES:
+        for block in blocks(page):
+            found[block.name].append(block)
     draws_only = names == ["--draw"]
-    for name in found if draws_only else names:
+    for name in [*found] if draws_only else names:
         if name not in found:
             raise SystemExit(f"no page has figures {name!r}; there are {', '.join(found)}")
         if not draws_only:
-            found[name].measure()
-        write(found[name])
+            found[name][0].measure()
+        for block in found[name]:
+            write(block)
 
 
 if __name__ == "__main__":

@@ -77,10 +77,11 @@ def test_commits_that_are_named_exist():
     assert [line for line in found.splitlines() if " commit " not in line] == []
 
 
-def test_names_are_unique_and_nothing_is_kept_for_nothing():
-    names = [block.name for block in BLOCKS]
-    assert len(names) == len(set(names))
-    assert {path.stem for path in figures.KEPT.glob("*.json")} == set(names)
+def test_a_name_means_one_command_and_nothing_is_kept_for_nothing():
+    names = {block.name for block in BLOCKS}
+    assert len({(block.name, block.command) for block in BLOCKS}) == len(names)
+    assert {path.stem for path in figures.KEPT.glob("*.json")} == names
+    assert len({(block.page, block.head) for block in BLOCKS}) == len(BLOCKS)
 
 
 @pytest.mark.parametrize("page", figures.PAGES, ids=[page.name for page in figures.PAGES])
