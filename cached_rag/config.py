@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, Literal
 
 from cached_rag.errors import ConfigError
@@ -28,11 +30,12 @@ KeepsRepaired = bool | Literal["conversation"]
 MOST_PRIMERS = 3
 # What is learned from prompts; see `StoreConfig`.
 Learns = Literal["off", "recurring"]
-_OPTIONAL = ("seed", "logprobs", "repetition_penalty", "recompute_ratio")
-_NUMBERS: dict[str, type[Any]] = {
-    **dict.fromkeys(("max_tokens", "top_k", "seed", "logprobs"), Integral),
-    **dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty"), Real),
-    **dict.fromkeys(("repetition_penalty", "recompute_ratio"), Real),
+# What settings of Python's own types may be given as, and the words for it.
+_KINDS: dict[str, tuple[type[Any], str]] = {
+    "int": (Real, "a whole number"),
+    "float": (Real, "a number"),
+    "bool": (bool, "True or False"),
+    "str": (str, "a string"),
 }
 _METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")
 
@@ -91,13 +94,10 @@ class GenerationConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _strings(self.stop))
-        for name, kind in _NUMBERS.items():
-            given = getattr(self, name)
-            is_one = isinstance(given, kind) and -math.inf < given < math.inf
-            may_lack = given is None and name in _OPTIONAL
-            _require(is_one or may_lack, f"{name} is a number, not {given!r}")
+        _check_types(self)
         _require(self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
-        _require(self.temperature >= 0, f"temperature cannot be negative: {self.temperature}")
+        hot = self.temperature
+        _require(0 <= hot < math.inf, f"temperature is 0 or more, and finite, not {hot}")
         if self.temperature < _COLDEST:
             # Some clients send 1e-8 for "none". With that, the likeliest token is as good as
             # certain, and the logits divided by it would overflow.
@@ -120,8 +120,10 @@ class GenerationConfig:
         _require(
             shown is None or 0 <= shown <= _MOST_LOGPROBS, f"logprobs must be 0 to 20: {shown}"
         )
+        form = self.grammar
+        _require(form is None or isinstance(form, Grammar), f"this is no Grammar: {form!r}")
         _require(
-            self.grammar is None or not self.ignore_eos,
+            form is None or not self.ignore_eos,
             "an answer in a given form ends with it, so ignore_eos cannot be followed",
         )
         chosen = self.selector()
@@ -145,6 +147,7 @@ class GenerationConfig:
         """
         given = {n: getattr(self, n) for n in _METHOD_OPTIONS if getattr(self, n) is not None}
         if not isinstance(self.method, str):
+            _require(hasattr(self.method, "takes"), f"no method: {self.method!r}; give its name")
             options = ", ".join(given)
             _require(not given, f"{options}: for methods by name; give {self.method} its own")
             return self.method
@@ -195,6 +198,7 @@ class BatchConfig:
     shares: bool = True
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _require(self.max_rows >= 1, f"max_rows must be at least 1, not {self.max_rows}")
         _require(self.prefill_tokens >= 1, f"prefill_tokens must be at least 1: {self}")
         for name in ("max_bytes", "max_waiting", "max_wait_seconds"):
@@ -291,6 +295,9 @@ class StoreConfig:
     pipelined: bool | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.path, os.PathLike):
+            object.__setattr__(self, "path", os.fspath(self.path))
+        _check_types(self)
         kept = self.sequence_bytes
         _require(kept is None or kept >= 0, f"sequence_bytes is negative: {kept}")
         _require(
@@ -348,9 +355,34 @@ class StoreConfig:
 
 
 def _strings(stop: Any) -> tuple[str, ...]:
-    found = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    _require(all(isinstance(s, str) and s for s in found), "stop strings must not be empty")
-    return found
+    found = (stop,) if isinstance(stop, str) else stop or ()
+    is_several = isinstance(found, Iterable)
+    _require(is_several, f"stop is a string, or several, not {stop!r}")
+    strings = tuple(found)
+    _require(all(isinstance(s, str) and s for s in strings), "stop strings must not be empty")
+    return strings
+
+
+def _check_types(settings: Any) -> None:
+    """Check settings of Python's own types, and make numbers of other libraries such ones."""
+    for one in dataclasses.fields(settings):
+        kind, _, also = str(one.type).partition(" | ")
+        given = getattr(settings, one.name)
+        if kind not in _KINDS or also not in ("", "None") or (also and given is None):
+            continue
+        abstract, words = _KINDS[kind]
+        is_one = isinstance(given, abstract) and isinstance(given, bool) == (kind == "bool")
+        is_sane = is_one and given == given and (kind != "int" or given % 1 == 0)
+        _require(is_sane, f"{one.name} is {words}, not {given!r}")
+        if kind in ("int", "float"):
+            object.__setattr__(settings, one.name, _plain(given, kind))
+
+
+def _plain(number: Any, kind: str) -> int | float:
+    try:
+        return int(number) if kind == "int" else float(number)
+    except OverflowError:  # a whole number larger than any float
+        return math.inf if number > 0 else -math.inf
 
 
 def _require(condition: bool, message: str) -> None:

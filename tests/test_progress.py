@@ -9,7 +9,7 @@ from conftest import CHUNKS, tiny_model
 from test_rag import WordEmbedding
 from tqdm import tqdm
 
-from cached_rag import CachedRAG, Engine, StoreConfig
+from cached_rag import CachedRAG, Engine, LanguageModel, StoreConfig
 from cached_rag.rag import preparing, progress
 
 
@@ -90,6 +90,27 @@ def test_encoding_tells_modules_and_tokens(engine):
     )
     assert (sum(modules), sum(tokens)) == (3, done.tokens)
     assert engine.register(CHUNKS) == done.tokens
+
+
+def test_answers_go_on_between_batches_and_progress_may_ask(engine, monkeypatch):
+    monkeypatch.setattr("cached_rag.library.encode.BATCH_TOKENS", 1)
+    answers = []
+    engine.encode(CHUNKS, progress=lambda _: answers.append(engine.generate("Why?", max_tokens=1)))
+    assert [answer.report.output_tokens for answer in answers] == [1] * len(CHUNKS)
+
+
+def test_what_another_thread_encodes_meanwhile_is_not_encoded_again(engine, monkeypatch):
+    monkeypatch.setattr("cached_rag.library.encode.BATCH_TOKENS", 1)
+    passes = []
+    own = LanguageModel.prefill
+
+    def counted(self, *given, **options):
+        passes.append(given)
+        return own(self, *given, **options)
+
+    monkeypatch.setattr(LanguageModel, "prefill", counted)
+    engine.encode(CHUNKS, context=None, progress=lambda _: engine.encode(CHUNKS, context=None))
+    assert len(passes) <= len(CHUNKS) + 1  # the beginning of text, and each chunk once
 
 
 def test_an_encoding_shows_its_tokens(bars):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 
-from cached_rag import ConfigError, Engine, GenerationConfig
+from cached_rag import BatchConfig, ConfigError, Engine, GenerationConfig, StoreConfig
 from cached_rag.engine.audit import compare
 from cached_rag.kv.buffer import Workspace
 from cached_rag.methods import CacheBlend
@@ -52,16 +53,67 @@ def test_anchors_of_its_own_do_not_cost_anchorflow_its_ratio():
         ({"method": CacheBlend(0.15), "recompute_ratio": 1.0}, "for methods by name"),
         ({"method": "reuse", "recompute_ratio": -5.0}, "must be 0 to 1"),
         ({"method": "prefix", "recompute_ratio": 7.0}, "must be 0 to 1"),
-        ({"max_tokens": 2.5}, "max_tokens is a number"),
-        ({"top_k": 1.5}, "top_k is a number"),
-        ({"logprobs": 1.5}, "logprobs is a number"),
-        ({"temperature": math.inf}, "temperature is a number"),
+        ({"max_tokens": 2.5}, "max_tokens is a whole number"),
+        ({"top_k": 1.5}, "top_k is a whole number"),
+        ({"logprobs": 1.5}, "logprobs is a whole number"),
+        ({"logprobs": True}, "logprobs is a whole number, not True"),
+        ({"temperature": math.inf}, "temperature is 0 or more, and finite"),
+        ({"temperature": 10**400}, "temperature is 0 or more, and finite"),
+        ({"temperature": math.nan}, "temperature is a number, not nan"),
         ({"temperature": None}, "temperature is a number, not None"),
+        ({"ignore_eos": "no"}, "ignore_eos is True or False, not 'no'"),
+        ({"stop": 5}, "stop is a string, or several, not 5"),
+        ({"grammar": "x"}, "this is no Grammar: 'x'"),
+        ({"method": None}, "no method: None"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings, says):
     with pytest.raises(ConfigError, match=says):
         GenerationConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "says"),
+    [
+        (BatchConfig, {"max_rows": "4"}, "max_rows is a whole number, not '4'"),
+        (BatchConfig, {"max_rows": 2.5}, "max_rows is a whole number"),
+        (BatchConfig, {"max_bytes": "1GB"}, "max_bytes is a whole number"),
+        (StoreConfig, {"memory_bytes": "2GB"}, "memory_bytes is a whole number"),
+        (StoreConfig, {"primers": 1.5}, "primers is a whole number"),
+        (StoreConfig, {"finish_seconds": None}, "finish_seconds is a number"),
+        (StoreConfig, {"namespace": 5}, "namespace is a string"),
+        (StoreConfig, {"path": 5}, "path is a string"),
+    ],
+)
+def test_settings_of_other_types_are_refused(kind, settings, says):
+    with pytest.raises(ConfigError, match=says):
+        kind(**settings)
+
+
+def test_numbers_of_other_libraries_and_paths_are_settings_too(tmp_path):
+    given = {"temperature": 2, "top_k": np.int64(3), "top_p": np.float32(0.5), "seed": np.int64(5)}
+    config = GenerationConfig(**given, repetition_penalty=2, max_tokens=2)
+    kinds = {name: type(getattr(config, name)) for name in given}
+    assert kinds == {"temperature": float, "top_k": int, "top_p": float, "seed": int}
+    with Engine(tiny_model("llama"), NEW_PROMPTS) as engine:
+        assert engine.generate(PROMPT, config).report.output_tokens == 2
+    assert StoreConfig(memory_bytes=2e9).memory_bytes == 2_000_000_000
+    assert StoreConfig(path=tmp_path).path == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda engine: engine.generate(None), "a prompt is a string, or a list of messages"),
+        (lambda engine: engine.generate(["a", "b"]), "with a role and a content; 'a' is none"),
+        (lambda engine: engine.generate_batch("abc"), "prompts are several"),
+        (lambda engine: engine.encode([None]), "texts are strings, not None"),
+        (lambda engine: engine.prefetch("abc"), "texts are several"),
+    ],
+)
+def test_what_is_no_prompt_and_no_text_is_refused(engine, ask, says):
+    with pytest.raises(ConfigError, match=says):
+        ask(engine)
 
 
 def test_a_check_layer_that_no_model_has_is_refused():

@@ -80,6 +80,8 @@ class ChatTemplate:
             if tools:
                 raise ConfigError("tools are listed by the chat template: give messages, no string")
             return Rendered(prompt)
+        if not hasattr(prompt, "__iter__"):
+            raise ConfigError(f"a prompt is a string, or a list of messages, not {prompt!r}")
         messages = [checked(message) for message in prompt]
         # A mark is put before each control token, and the template sees the content otherwise
         # unchanged. The mark is random, so no document can contain it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -64,7 +65,7 @@ def chat_command(
         def begin() -> Chat:
             return rag.chat(k=k, where=chosen, config=config, condense=condense)
 
-        chat = begin()
+        chat, has_failed = begin(), False
         err.print(_HELP, style="dim")
         while question := _asked():
             if question == "/new":
@@ -72,7 +73,9 @@ def chat_command(
             elif question == "/sources":
                 _print_sources(chat)
             else:
-                _answer(chat, question)
+                has_failed = not _answer(chat, question)
+        if has_failed and not sys.stdin.isatty():
+            raise typer.Exit(1)
 
 
 def _asked() -> str:
@@ -83,18 +86,22 @@ def _asked() -> str:
         return ""
 
 
-def _answer(chat: Chat, question: str) -> None:
-    """Stream an answer; an interrupt or an error ends it, and the conversation goes on."""
+def _answer(chat: Chat, question: str) -> bool:
+    """Stream an answer; an interrupt or an error ends it, and the conversation goes on.
+
+    Returns:
+        Whether there was no error.
+    """
     try:
         stream = chat.stream(question)
         for piece in stream:
             out.print(piece, end="", markup=False, highlight=False)
     except KeyboardInterrupt:  # what there is of the answer is kept: the next question closes it
         out.print("\n")
-        return
+        return True
     except CachedRAGError as error:
         err.print(f"error: {error}", style="red", markup=False, highlight=False)
-        return
+        return False
     answer = stream.answer
     out.print("\n")
     for hit in answer.sources:
@@ -102,6 +109,7 @@ def _answer(chat: Chat, question: str) -> None:
     out.print(f"  {answer.report.to_line()}", style="dim", markup=False, highlight=False)
     for note in answer.report.notes:
         err.print(f"note: {note}", style="yellow", markup=False, highlight=False)
+    return True
 
 
 def _print_sources(chat: Chat) -> None:

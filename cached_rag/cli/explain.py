@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,9 +19,9 @@ from cached_rag.cli.options import (
     Retrieved,
     Weights,
     opened,
+    to_write,
 )
 from cached_rag.cli.terminal import Json, out, print_json
-from cached_rag.errors import ConfigError
 
 
 def explain_command(
@@ -35,7 +34,10 @@ def explain_command(
         bool, typer.Option(help="Answer with full prefill, too, to have its time.")
     ] = False,
     html: Annotated[
-        Path | None, typer.Option(help="Write a page to this file, the prompt coloured in it.")
+        Path | None,
+        typer.Option(
+            callback=to_write, help="Write a page to this file, the prompt coloured in it."
+        ),
     ] = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -45,12 +47,6 @@ def explain_command(
     as_json: Json = False,
 ) -> None:
     """Ask, and show what of the prompt was reused, moved, repaired and computed, and the times."""
-    # Before anything is computed; a missing folder is none that may be written.
-    if html is not None and (html.is_dir() or not os.access(html.parent, os.W_OK)):
-        raise ConfigError(
-            f"--html cannot write {html}: it is a folder, or {html.parent} is none that this user "
-            "may write; make that folder, or name another file"
-        )
     how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
     how["backend"] = backend
     asked: dict[str, Any] = {"k": k, "max_tokens": max_tokens}

@@ -92,8 +92,12 @@ def ingest_command(
     ray_workers: Annotated[
         int | None, typer.Option(help="Workers on the cluster; without it, as many as fit.")
     ] = None,
-    ray_cpus: Annotated[float, typer.Option(help="CPUs of each worker.")] = 1.0,
-    ray_gpus: Annotated[float, typer.Option(help="GPUs of each worker, such as 1 or 0.5.")] = 0.0,
+    ray_cpus: Annotated[
+        float | None, typer.Option(help="CPUs of each worker; without it, 1.")
+    ] = None,
+    ray_gpus: Annotated[
+        float | None, typer.Option(help="GPUs of each worker, such as 1 or 0.5; without it, none.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Read, split, embed, index and prefill documents; what the index has already is skipped."""
@@ -105,7 +109,7 @@ def ingest_command(
         )
     if watch and ray is not None:
         raise ConfigError("--watch goes on in one process; ingest with --ray before, or leave it")
-    workers = None if ray is None else _workers(ray, ray_workers, ray_cpus, ray_gpus)
+    workers = _workers(ray, workers=ray_workers, cpus_per_worker=ray_cpus, gpus_per_worker=ray_gpus)
 
     options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "codec": codec, "context": context}
     limits = DocumentLimits(max_document_bytes, parse_seconds or None, parse_memory or None)
@@ -123,11 +127,20 @@ def ingest_command(
             err.print("interrupted; what is done is kept, and the same command goes on from there")
             raise typer.Exit(_INTERRUPTED) from None
     _print(summary, as_json=as_json)
+    if summary.skipped and not (summary.added or summary.unchanged):
+        raise typer.Exit(1)  # of what was named nothing could be read
 
 
-def _workers(address: str, workers: int | None, cpus: float, gpus: float) -> IngestWorkers:
+def _workers(address: str | None, **options: float | None) -> IngestWorkers | None:
+    from cached_rag import ConfigError
+
+    given = {name: value for name, value in options.items() if value is not None}
+    if address is None:
+        if given:
+            raise ConfigError("--ray-workers, --ray-cpus and --ray-gpus go with --ray")
+        return None
     # by its name, as the core imports no framework
-    found: IngestWorkers = import_module("ray_cached_rag").RayConfig(address, workers, cpus, gpus)
+    found: IngestWorkers = import_module("ray_cached_rag").RayConfig(address, **given)
     return found
 
 

@@ -185,7 +185,7 @@ def evaluate(
     file: File,
     model: Model = DEFAULT_MODEL,
     methods: Methods = "reuse,auto",
-    prompts: Annotated[int, typer.Option(help="Random prompts.")] = 20,
+    prompts: Annotated[int, typer.Option(min=1, help="Random prompts.")] = 20,
     dtype: Dtype = None,
     device: Device = None,
     as_json: Json = False,

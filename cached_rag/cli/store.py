@@ -217,9 +217,5 @@ def _problems(path: Path, opened: Callable[[Path], Checked]) -> list[Problem]:
         return [Problem(path.name, str(error))]
 
 
-def _signed_store(path: Path) -> DiskStore:
-    return DiskStore(path.parent, secret=signing_key())
-
-
 def _disk_store(index: Path) -> closing[DiskStore]:
     return closing(DiskStore(index / "kv", _settings(index).get("codec", "raw")))

@@ -36,7 +36,8 @@ class _Terminal(Console):
 
 
 # Texts and names are printed as they are: ":key:" is no picture of a key.
-out, err = _Terminal(width=_WIDTH, emoji=False), _Terminal(stderr=True, emoji=False)
+out = _Terminal(width=_WIDTH, emoji=False)
+err = _Terminal(stderr=True, emoji=False, soft_wrap=True)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

@@ -27,7 +27,7 @@ from cached_rag.kv.store.remote import RemoteTier, open_remote
 from cached_rag.library.background import WriteBack
 from cached_rag.library.context import Context, primer
 from cached_rag.library.encode import EncodeSummary
-from cached_rag.library.encoder import Encoder
+from cached_rag.library.encoder import Encoder, check_several
 from cached_rag.library.known import Known
 from cached_rag.library.library import Library
 from cached_rag.library.matching import inner_ids
@@ -151,6 +151,8 @@ class BaseEngine:
     ) -> EncodeSummary:
         """Prefill texts and keep their KV. Texts whose KV is kept already cost nothing.
 
+        Answers go on meanwhile: they wait for a batch of texts, not for all.
+
         Args:
             texts: each becomes a chunk. It is found later in every prompt that contains it
                 verbatim, but for white space at its ends.
@@ -181,11 +183,14 @@ class BaseEngine:
             progress(chunks)
             token_progress(tokens)
 
-        def encode() -> EncodeSummary:
-            with self.lock:
-                return self._encoder.encode(order, done, token_total)
+        def exclusively(work: Callable[[], None]) -> None:
+            def locked() -> None:
+                with self.lock:
+                    work()
 
-        summary = on_model_thread(encode)
+            on_model_thread(locked)
+
+        summary = self._encoder.encode(order, exclusively, done, token_total)
         if self._remote is None:
             return summary
         return replace(summary, unsent=self._remote.drain())
@@ -245,6 +250,7 @@ class BaseEngine:
             in_parts: the prompt will have parts of them only, so that reports need not say it.
         """
         self.check_open()
+        check_several(texts)
         self.library.handed_over.add(texts, in_parts=in_parts)
         self.library.prefetch(texts)
 

@@ -4,7 +4,8 @@ Answers over retrieved texts copy from them. If the answer's last tokens stand i
 earlier in the answer, then what follows them there is a draft of what comes next (prompt lookup
 decoding). One pass of the model checks the draft: it gives the logits after each drafted token, and
 `Decoding.take_drafted` picks the tokens by them as ever. So drafts change how many passes an answer
-takes, never what it says. Knows token ids; knows no model.
+takes, and in float32 not what it says; in bf16, and with weights of few bits, near ties may fall
+otherwise (`drafts=False` is without). Knows token ids; knows no model.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from cached_rag.engine.planner import Planner, TextPlanner
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.request import Request
 from cached_rag.engine.stream import Stream
+from cached_rag.errors import ConfigError
 from cached_rag.kv.module import ModuleKV
 from cached_rag.library.plan import Plan
 
@@ -185,9 +186,14 @@ class Engine(BaseEngine):
     ) -> list[Generation]:
         """Answer several prompts together; each answer is the one that `generate` would give.
 
+        That is so in float32; in bf16, and with weights of few bits, near ties may fall otherwise.
+
         Raises:
+            ConfigError: `prompts` is a single string.
             As `generate`, for the first prompt that fails. The others are then stopped.
         """
+        if isinstance(prompts, str):
+            raise ConfigError("prompts are several; give a single one as a list, [prompt]")
         streams = [self.stream(prompt, config, **options) for prompt in prompts]
         try:
             for stream in streams:

@@ -14,6 +14,7 @@ from cached_rag.config import GenerationConfig
 from cached_rag.engine.decoding import Prefilled, answer_alone
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Clock
+from cached_rag.errors import EvaluationError
 from cached_rag.evaluation.metrics import exact_match, f1, rouge_l
 from cached_rag.pml import SchemaPrompt
 
@@ -182,11 +183,20 @@ def figures(reading: Reading, full: Reading, answers: Sequence[str]) -> dict[str
         "agreement": float(reading.log_probs.argmax() == full.log_probs.argmax()),
         "charged_recompute": reading.charged_recompute,
         "ttft_ms": reading.ttft_ms,
+        "full_ttft_ms": full.ttft_ms,
     }
 
 
 def _divergence(full: torch.Tensor | None, other: torch.Tensor | None) -> float | None:
-    """Mean divergence of (..., vocab_size) log probabilities from full prefill's, if both are."""
+    """Mean divergence of (..., vocab_size) log probabilities from full prefill's, if both are.
+
+    Raises:
+        EvaluationError: some are no numbers.
+    """
     if full is None or other is None:
         return None
-    return max(0.0, float((full.exp() * (full - other)).sum(-1).mean()))
+    if full.isnan().any() or other.isnan().any():
+        raise EvaluationError("the model's logits are no numbers; try another dtype")
+    terms = full.exp() * (full - other)
+    found = float(terms.masked_fill(full.isneginf(), 0.0).sum(-1).mean())
+    return max(0.0, found)

@@ -19,10 +19,11 @@ from cached_rag.errors import needs_extra
 
 with needs_extra("bench", "evaluation"):
     from rouge_score.rouge_scorer import RougeScorer
+    from rouge_score.tokenizers import DefaultTokenizer
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ROUGE = RougeScorer(["rougeL"], use_stemmer=True)
+_WORD = re.compile(r"[^\W_]+")
 _RESAMPLES = 10_000
 
 
@@ -44,8 +45,23 @@ def f1(answer: str, references: Sequence[str]) -> float:
 def _overlap(answer: list[str], reference: list[str]) -> float:
     common = sum((Counter(answer) & Counter(reference)).values())
     if not common:
-        return float(answer == reference)
+        return 0.0
     return 2 * common / (len(answer) + len(reference))
+
+
+class _Words:
+    """Words as ROUGE's own tokenizer has them, and those with other letters than a to z whole."""
+
+    def __init__(self) -> None:
+        self._own = DefaultTokenizer(use_stemmer=True)
+
+    def tokenize(self, text: str) -> list[str]:
+        """The words, those of ASCII stemmed."""
+        words = _WORD.findall(text.lower())
+        return [part for w in words for part in (self._own.tokenize(w) if w.isascii() else [w])]
+
+
+_ROUGE = RougeScorer(["rougeL"], tokenizer=_Words())
 
 
 def rouge_l(answer: str, references: Sequence[str]) -> float:

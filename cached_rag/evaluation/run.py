@@ -22,6 +22,7 @@ from cached_rag.evaluation.measure import Reading, figures, read
 from cached_rag.evaluation.prompts import is_long, messages
 from cached_rag.evaluation.released import read_released
 from cached_rag.evaluation.several import SEVERAL
+from cached_rag.evaluation.summary import POOLED
 from cached_rag.evaluation.trial import BASELINE, RELEASED, Trial
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.context import PRIMER
@@ -65,6 +66,8 @@ class Settings:
                 f"two sets have the same name ({', '.join(stems)}), by which they are told apart; "
                 "give each file once, and rename one of them"
             )
+        if POOLED in stems:
+            raise ConfigError(f"{POOLED!r} is the row of all sets together; rename that file")
         if min(self.joined, self.chunks or 1) < 1 or self.chunks == 0:
             raise ConfigError("a question has one chunk at least, and a chunk joins one at least")
 
@@ -137,7 +140,7 @@ def evaluate(
     """
     sets = {path: settings.asked(path) for path in settings.data}
     for path, examples in sets.items():
-        long = is_long(examples)
+        long = is_long(settings.examples(path))
         encodings = Encodings(engine.model, settings.examples(path), long=long)
         for done, example in enumerate(examples, 1):
             _evaluate_example(path.stem, example, settings, encodings, journal, long=long)

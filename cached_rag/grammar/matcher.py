@@ -83,7 +83,8 @@ class Matcher:
 
     def _check(self, what: str) -> None:
         if self._matcher.is_error():
-            why = self._matcher.get_error().strip().partition("\n<state>")[0]
+            error = self._matcher.get_error().strip().partition("\n<state>")[0]
+            why = error.partition("; following special tokens")[0]  # in names of `_deaf`
             raise ConfigError(f"the answer's grammar {what}: {why}")
 
 

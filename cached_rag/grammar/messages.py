@@ -18,6 +18,10 @@ def checked(message: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: it is malformed.
     """
+    if not isinstance(message, Mapping):
+        raise ConfigError(
+            f"a prompt is a string, or messages with a role and a content; {message!r} is none"
+        )
     found = dict(message)
     calls = found.get("tool_calls")
     if calls:

@@ -14,6 +14,7 @@ from decimal import Decimal
 from typing import Any
 
 from cached_rag.errors import ConfigError
+from cached_rag.grammar.closing import closed
 
 Json = Mapping[str, Any]
 # As most templates write JSON. White space of any length would be a loop that small models do not
@@ -22,10 +23,8 @@ _LAYOUT = {
     **{"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
     **{"lenient": True, "coerce_one_of": True},
 }
-# Where a schema has others: by name, and by themselves or in lists.
-_MAPS = {"properties", "$defs", "definitions"}
-_ALL_MAPS = _MAPS | {"patternProperties", "dependentSchemas"}
-_SCHEMAS = {"items", "prefixItems", "anyOf", "oneOf", "additionalProperties"}
+# Where a schema has others by name.
+_MAPS = {"properties", "$defs", "definitions", "patternProperties", "dependentSchemas"}
 # Where it has values that answers may have, and no schemas.
 _VALUES = {"enum", "const"}
 # The least common multiple, counted in last digits, of what a schema's numbers are multiples of. A
@@ -51,38 +50,7 @@ def prepared(schema: Json) -> Json:
     own = schema.get("x-guidance")
     layout = _LAYOUT | (dict(own) if isinstance(own, Mapping) else {})
     found = _Simplifier().simplified(schema)
-    return {**(found if has_all_of else _closed(found)), "x-guidance": layout}
-
-
-def _closed(schema: Any) -> Any:
-    """The schema, in which objects whose properties are listed have no others, unless it says so.
-
-    A model that may add properties does not know when to stop. Schemas in which several parts say
-    together what an object has (`allOf`, or others beside `properties`) are left as they are, and
-    those that require a property that they do not list.
-    """
-    if isinstance(schema, list):
-        return [_closed(part) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    found = dict(schema)
-    for name in _MAPS & schema.keys():
-        if isinstance(schema[name], Mapping):
-            found[name] = {key: _closed(part) for key, part in schema[name].items()}
-    for name in _SCHEMAS & schema.keys():
-        found[name] = _closed(schema[name])
-    is_alone = not ({"anyOf", "oneOf", "$ref", "if", "patternProperties"} & schema.keys())
-    if isinstance(schema.get("properties"), Mapping) and is_alone and _lists_required(schema):
-        found.setdefault("additionalProperties", False)
-    return found
-
-
-def _lists_required(schema: Json) -> bool:
-    required = schema.get("required", [])
-    listed = schema["properties"]
-    return isinstance(required, list) and all(
-        isinstance(name, str) and name in listed for name in required
-    )
+    return {**(found if has_all_of else closed(found)), "x-guidance": layout}
 
 
 class _Simplifier:
@@ -104,7 +72,7 @@ class _Simplifier:
                 _check_value(part)
                 found[key] = part
             elif not self._is_left_out(key, part):
-                found[key] = self.simplified(part, is_map=key in _ALL_MAPS and not is_map)
+                found[key] = self.simplified(part, is_map=key in _MAPS and not is_map)
         return found
 
     def _is_left_out(self, key: str, part: Any) -> bool:

@@ -118,7 +118,7 @@ def encode_mean(
         RelocationError: there are several prefixes, and the model's keys cannot be moved.
     """
     starts = [prefix.seq_len if prefix else 0 for prefix in prefixes]
-    for batch in _batches(chunks):
+    for batch in batches(chunks):
         check_fits(model, max(starts), len(batch[0]))
         model.rule.check(max(starts) - min(starts), 0)
         found = [list(_encode_batch(model, prefix, batch)) for prefix in prefixes]
@@ -179,7 +179,7 @@ def _encode_batch(
         yield buffer.read(start, start + len(ids), ids, row)
 
 
-def _batches(chunks: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+def batches(chunks: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
     """Batches of chunks of similar length, longest first."""
     batch: list[tuple[int, ...]] = []
     for ids in sorted(chunks, key=len, reverse=True):

@@ -1,7 +1,7 @@
 """Encodes texts into the library. Only texts without KV are prefilled.
 
 Knows prefixes and contexts; knows no request. Takes no lock: the engine holds the model's lock
-around `encode`, `learn` and `recover`.
+around each batch of `encode`, `learn` and `recover`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from cached_rag.backends.base import Backend
 from cached_rag.backends.prompt_text import Rendered
@@ -22,6 +22,7 @@ from cached_rag.library.context import Context, primer
 from cached_rag.library.encode import (
     EncodeSummary,
     OnBatch,
+    batches,
     check_fits,
     encode_chunks,
     encode_mean,
@@ -81,6 +82,7 @@ class Encoder:
         Raises:
             ContextOverflowError, StoreError: see `Engine.encode`.
         """
+        check_several(texts)
         if texts:
             self.library.check_kept()
         self.contexts.update({one.name: one for one in contexts if one is not None})
@@ -93,9 +95,17 @@ class Encoder:
         return Order(behinds, tuple(records), tuple(skipped))
 
     def encode(
-        self, order: Order, progress: OnBatch, total: Callable[[int], object]
+        self,
+        order: Order,
+        exclusively: Callable[[Callable[[], None]], None],
+        progress: OnBatch,
+        total: Callable[[int], object],
     ) -> EncodeSummary:
-        """Prefill the texts of an order that have no KV; see `Engine.encode`."""
+        """Prefill the texts of an order that have no KV; see `Engine.encode`.
+
+        Args:
+            exclusively: does a batch's work while nothing else computes.
+        """
         started = time.perf_counter()
         passes = {behind: self._wanted(behind, order.records) for behind in order.behinds}
         for behind, wanted in passes.items():
@@ -104,17 +114,33 @@ class Encoder:
         tokens = sum(sum(map(len, w)) * len(self._ways(behind)) for behind, w in passes.items())
         if tokens:
             total(tokens)
-        for behind, wanted in passes.items():
-            if wanted or behind not in self.library.encoded_after():
-                self._encode_wanted(behind, wanted, progress)
-        encoded = {ids for wanted in passes.values() for ids in wanted}
+        texts = {ids: item for wanted in passes.values() for ids, item in wanted.items()}
+        # Answers go on between batches, and progress is told there, so that it may ask, too.
+        for batch in list(batches([*texts])) or [[]]:
+            done: list[tuple[int, int]] = []
+            records = [texts[ids] for ids in batch]
+            exclusively(partial(self._encode, order.behinds, records, done))
+            for chunks, count in done:
+                progress(chunks, count)
         return EncodeSummary(
-            encoded=len(encoded),
-            present=sum(record.token_ids not in encoded for record, _ in order.records),
+            encoded=len(texts),
+            present=len(order.records) - len(texts),
             skipped=order.skipped,
             tokens=tokens,
             seconds=time.perf_counter() - started,
         )
+
+    def _encode(
+        self,
+        behinds: Sequence[EncodedAfter],
+        records: Sequence[tuple[ChunkRecord, str]],
+        done: list[tuple[int, int]],
+    ) -> None:
+        """Prefill those of a batch's texts that have no KV by now."""
+        for behind in behinds:
+            wanted = self._wanted(behind, records)
+            if wanted or behind not in self.library.encoded_after():
+                self._encode_wanted(behind, wanted, lambda *counts: done.append(counts))
 
     def register(self, texts: Sequence[str]) -> int:
         """See `Engine.register`."""
@@ -127,7 +153,7 @@ class Encoder:
 
     def records_of(self, texts: Sequence[str]) -> list[ChunkRecord]:
         """The records of texts, known or not; texts that cannot be chunks have none."""
-        _check_several(texts)
+        check_several(texts)
         whole = [text for text in texts if not HALF_PAIR.search(text)]
         return [record for record, _ in self._records(whole)[0]]
 
@@ -196,7 +222,7 @@ class Encoder:
         self, texts: Sequence[str]
     ) -> tuple[list[tuple[ChunkRecord, str]], list[tuple[str, str]]]:
         """(record, text) of each text that can be a chunk, and (text, reason) of the others."""
-        _check_several(texts)
+        check_several(texts)
         records: dict[str, tuple[ChunkRecord, str]] = {}
         skipped = []
         for text in (text.strip() for text in texts):
@@ -332,7 +358,13 @@ def _fitting(passages: Sequence[Ids], room: int, between: int) -> Passages:
     return tuple(fitting)
 
 
-def _check_several(texts: Sequence[str]) -> None:
-    """Refuse a string, which is a sequence of texts, too: of its letters."""
+def check_several(texts: Sequence[str]) -> None:
+    """Refuse what is no text, and a string, which is a sequence of texts, too: of its letters.
+
+    Raises:
+        ConfigError: it is one of these.
+    """
+    if bad := [text for text in texts if not isinstance(text, str)]:
+        raise ConfigError(f"texts are strings, not {bad[0]!r}")
     if isinstance(texts, str):
         raise ConfigError("texts are several; give a single one as a list, [text]")

@@ -5,7 +5,7 @@ Knows a model and a library; knows no prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -57,24 +57,24 @@ class RunEncoder:
     def encode(
         self,
         units: Iterable[Unit],
-        progress: Callable[[Unit], object] = lambda _: None,
         *,
         at_hand: bool = False,
+        done: Encoded | None = None,
     ) -> Encoded:
         """Compute the KV of units, and keep it.
 
         Args:
             at_hand: also return all the KV.
+            done: the result of earlier calls, to which this one adds its own.
 
         Raises:
             ContextOverflowError: a unit's positions exceed the model's context.
             RelocationError: a unit reaches positions at which the model's frequencies change.
         """
-        done = Encoded()
+        done = done or Encoded()
         for unit in units:
             if unit not in done.units:
                 self._encode(unit, done, at_hand=at_hand)
-            progress(unit)
         return done
 
     def _encode(self, unit: Unit, done: Encoded, *, at_hand: bool) -> None:

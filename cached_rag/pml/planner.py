@@ -56,18 +56,19 @@ class SchemaPlanner:
 
     def encode(self, progress: Callable[[str], object]) -> EncodeSummary:
         """See `Schema.encode`."""
-        started = time.perf_counter()
+        started, missing, done = time.perf_counter(), self.missing(), Encoded()
 
-        def encode() -> tuple[int, Encoded]:
+        def encode(unit: Unit) -> None:
             with self.model.lock, torch.inference_mode():
-                missing = self.missing()
-                return len(missing), self.encoder.encode(missing, lambda unit: progress(unit.name))
+                self.encoder.encode([unit], done=done)
 
-        count, done = on_model_thread(encode)
+        for unit in missing:  # answers go on between units
+            on_model_thread(partial(encode, unit))
+            progress(unit.name)
         if done.problem is not None:
             raise done.problem
-        present, seconds = len(self.units) - count, time.perf_counter() - started
-        return EncodeSummary(count, present, (), done.tokens, seconds)
+        present, seconds = len(self.units) - len(missing), time.perf_counter() - started
+        return EncodeSummary(len(missing), present, (), done.tokens, seconds)
 
     def count_tokens(self, bits: Sequence[Bit]) -> int:
         """The number of a prompt's tokens."""

@@ -171,8 +171,9 @@ class IndexFolder:
         the folder is moved. A path inside a folder that was ingested belongs to that folder.
 
         Args:
-            name: what to call the folder or file, instead of its own name. Documents that had
-                this name before are replaced, wherever they came from.
+            name: what to call the folder or file, instead of its own name. A document that had
+                the same source before (this name, and the same path below it) is replaced,
+                wherever it came from; other documents of this name stay.
             delete_missing: delete documents that were ingested from below `path` and are gone.
             ray: have the work done on a Ray cluster (extra `ray`, docs/scale.md): its address,
                 "local" for processes of this machine, or a `ray_cached_rag.RayConfig`.

@@ -6,13 +6,13 @@ reStructuredText become HTML, and HTML becomes text with its layout kept.
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cached_rag.errors import DocumentError, MissingPackageError, needs_extra
 from cached_rag.rag.code import LANGUAGES
+from cached_rag.rag.decoding import decoded
 from cached_rag.rag.document import Document, Part, assembled, with_line_feeds
 from cached_rag.rag.limits import MAX_BYTES
 from cached_rag.rag.office import SUFFIXES, read_office
@@ -21,17 +21,12 @@ from cached_rag.rag.tables import table_to_text
 # Deepest nesting of Markdown; what is deeper, the parser drops. By its default it does so with the
 # tenth list in each other.
 _NESTING = 100
-# Of UTF-16 and UTF-32, which alone have zeros in texts.
-_BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
 # Lists of values: their text begins with a value, or with "[", and not with a title.
 _NAMELESS = (".csv", ".tsv", ".json")
 # What many tools write at the beginning of Markdown, between two lines of the same marks.
 _FRONT = re.compile(r"\A(---|\+\+\+)[ \t]*\n(\w[\w-]*[ \t]*[:=].*?)\n\1[ \t]*(?:\n|\Z)", re.DOTALL)
 _QUOTES = " \t'\""
 _FRONT_TITLE = re.compile(r"^title[ \t]*[:=][ \t]*(.+)$", re.MULTILINE | re.IGNORECASE)
-# A text is UTF-8 with damage in it if at least so many characters are whole for each that is not.
-# In texts of other encodings it is the other way round.
-_WHOLE = 4
 
 
 def load_document(path: Path | str, max_bytes: int = MAX_BYTES) -> Document:
@@ -78,34 +73,6 @@ def _is_titled(found: str | Sequence[Part]) -> bool:
     return isinstance(found, str) and found.startswith("Title: ")
 
 
-def _decode(path: Path) -> str:
-    data = path.read_bytes()
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        if (damaged := _damaged_utf8(data)) is not None:
-            return damaged
-        from charset_normalizer import from_bytes
-
-        best = from_bytes(data).best()
-        if best is None or (b"\x00" in data[:4096] and not data.startswith(_BYTE_ORDER_MARKS)):
-            raise DocumentError(f"{path}: is not text in any known encoding") from None
-        return str(best)
-
-
-def _damaged_utf8(data: bytes) -> str | None:
-    """UTF-8 with U+FFFD for what is none, as where a file was cut; None if it is another encoding.
-
-    A guess would turn all its other characters into nonsense.
-    """
-    text = data.decode("utf-8-sig", errors="replace")
-    lost = text.count("\ufffd")
-    whole = sum(not character.isascii() for character in text) - lost
-    has_mark = data.startswith(codecs.BOM_UTF8)
-    is_utf8 = has_mark or (whole >= _WHOLE * lost and b"\x00" not in data[:4096])
-    return text if is_utf8 else None
-
-
 def _html_parts(html: str) -> list[Part]:
     from cached_rag.rag.html import html_parts
 
@@ -113,14 +80,14 @@ def _html_parts(html: str) -> list[Part]:
 
 
 def _read_html(path: Path) -> list[Part]:
-    return _html_parts(_decode(path))
+    return _html_parts(decoded(path))
 
 
 def _read_markdown(path: Path) -> list[Part]:
     from markdown_it import MarkdownIt
 
     markdown = MarkdownIt("commonmark", {"maxNesting": _NESTING}).enable("table")
-    source = with_line_feeds(_decode(path))
+    source = with_line_feeds(decoded(path))
     front = _FRONT.match(source)
     if front is None:
         return _html_parts(markdown.render(source))
@@ -132,13 +99,13 @@ def _read_markdown(path: Path) -> list[Part]:
 
 
 def _read_table(path: Path) -> str:
-    return table_to_text(_decode(path), "\t" if path.suffix.lower() == ".tsv" else None)
+    return table_to_text(decoded(path), "\t" if path.suffix.lower() == ".tsv" else None)
 
 
 def _read_rst(path: Path) -> str | list[Part]:
     from cached_rag.rag.rst import rst_to_html
 
-    source = with_line_feeds(_decode(path))
+    source = with_line_feeds(decoded(path))
     try:
         header, html = rst_to_html(source)
     except Exception:  # whatever docutils raises: text with its markup is better than none
@@ -158,14 +125,14 @@ def _read_pdf(path: Path) -> list[Part]:
 def _read_code(path: Path) -> str:
     try:
         with needs_extra("docs", "splitting source code", "langchain_text_splitters"):
-            return _decode(path)
+            return decoded(path)
     except MissingPackageError as error:
         raise DocumentError(f"{path}: {error}") from error
 
 
 READERS: dict[str, Callable[[Path], str | Sequence[Part]]] = {
-    ".txt": _decode,
-    ".text": _decode,
+    ".txt": decoded,
+    ".text": decoded,
     ".md": _read_markdown,
     ".markdown": _read_markdown,
     ".rst": _read_rst,

@@ -55,6 +55,34 @@ def test_old_encodings_are_recognised(tmp_path):
     assert load_document(tmp_path / "l.txt").text == text.strip()
 
 
+POLISH = (
+    "Spółka ogłosiła wczoraj wyniki: zyski spadły o trzy procent, a zarząd już wie, że sytuacja "
+    "jest trudna."
+)
+LITHUANIAN = (
+    "Įmonė vakar paskelbė rezultatus: pelnas sumažėjo trimis procentais, o vadovybė jau žino, kad "
+    "padėtis sunki."
+)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text"),
+    [
+        ("cp1252", "Où est la bibliothèque ? Près de l'hôtel de ville, au cœur du vieux Besançon."),
+        ("cp1252", "A reunião de ontem não correu bem: as ações caíram três por cento."),
+        ("cp1252", "På mødet blev det besluttet, at børnene får gratis frokost; lærerne tøver."),
+        ("cp1252", "På måndagen började mötet om åtgärder, och många ställde frågor om lönerna."),
+        ("cp1250", "Děkuji za zprávu, bohužel se k ní dostávám až dnes; přílohu jsem si přečetl."),
+        ("cp1250", "A társaság közölte az eredményeket: a dolgozók dühösek, de őszintén bíznak."),
+        ("cp1250", POLISH),
+        ("cp1257", LITHUANIAN),
+    ],
+)
+def test_languages_of_one_alphabet_are_told_apart(tmp_path, encoding, text):
+    (tmp_path / "l.txt").write_bytes(text.encode(encoding))
+    assert load_document(tmp_path / "l.txt").text == text
+
+
 GERMAN = "Die Prüfung der Ventile erfolgt jährlich. Für größere Anlagen gelten Übergangsregeln. "
 
 

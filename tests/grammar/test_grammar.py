@@ -360,6 +360,54 @@ def test_an_object_that_requires_what_it_does_not_list_stays_open(engine):
     assert closed["additionalProperties"] is False
 
 
+TYPES = {"type": {"enum": ["a", "b"]}, "payload": {"type": "integer", "maximum": 3}}
+BASE = {"type": "object", "properties": {"id": {"const": 1}}, "required": ["id"]}
+ONLY_A = [{"properties": {"type": {"const": "a"}}}]
+
+
+@pytest.mark.parametrize(
+    ("schema", "takes"),
+    [
+        (
+            {"properties": TYPES, "required": ["type", "payload"], "oneOf": ONLY_A},
+            {"type": "a", "payload": 1},
+        ),
+        ({"properties": TYPES, "required": ["type"], "anyOf": ONLY_A}, {"type": "a", "payload": 1}),
+        ({"required": ["type", "x"], "anyOf": ONLY_A}, {"type": "a", "x": 1}),
+        (
+            {"$defs": {"base": BASE}, "$ref": "#/$defs/base", "properties": {"x": {"const": 2}}},
+            {"id": 1, "x": 2},
+        ),
+        (
+            {
+                "$defs": {"base": BASE, "it": {"$ref": "#/$defs/base"}},
+                "properties": {"a": {"$ref": "#/$defs/it", "required": ["x"]}},
+            },
+            {"a": {"id": 1, "x": 2}},
+        ),
+    ],
+)
+def test_an_object_that_several_parts_describe_stays_open(engine, schema, takes):
+    matcher = reads(engine, {"type": "object"} | schema)
+    jsonschema.validate(takes, schema)
+    tokenizer = engine.model.tokenizer
+    for token in tokenizer(json.dumps(takes), add_special_tokens=False)["input_ids"]:
+        matcher.take(token)
+
+
+def test_what_one_part_describes_is_closed():
+    nested = {"$defs": {"base": BASE}, "anyOf": [{"$ref": "#/$defs/base"}, BASE]}
+    found = schemas.prepared(nested)
+    assert [one["additionalProperties"] for one in (found["$defs"]["base"], found["anyOf"][1])] == [
+        False,
+        False,
+    ]
+    inner = {"properties": {"x": BASE}, "required": ["x"]}
+    found = schemas.prepared({"properties": {"y": {}}, "oneOf": [inner]})["oneOf"][0]
+    assert "additionalProperties" not in found
+    assert found["properties"]["x"]["additionalProperties"] is False
+
+
 @pytest.mark.parametrize(
     ("pattern", "answer"), [(r"1\/2", "1/2"), ("1/2", "1/2"), (r"a\\/b", r"a\/b"), ("/", "/")]
 )
