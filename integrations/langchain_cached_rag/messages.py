@@ -55,6 +55,9 @@ def _plain(message: BaseMessage) -> dict[str, Any]:
             }
             for call in message.tool_calls
         ]
+    if isinstance(message, AIMessage):  # a template wants arguments that are whole
+        cut = [f"{c['name']}({c['args'] or ''}" for c in message.invalid_tool_calls if c["name"]]
+        found["content"] = "\n".join(filter(None, [found["content"], *cut]))
     if isinstance(message, ToolMessage):
         found |= {"tool_call_id": message.tool_call_id, "name": message.name or ""}
     return found

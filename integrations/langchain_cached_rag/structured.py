@@ -19,8 +19,10 @@ from langchain_core.output_parsers.openai_tools import (
     PydanticToolsParser,
 )
 from langchain_core.outputs import ChatGeneration, Generation
-from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
+
+from langchain_cached_rag.forms import json_schema
 
 Parser = BaseCumulativeTransformOutputParser[Any]
 
@@ -74,7 +76,7 @@ def _is_cut(message: Any) -> bool:
 
 def response_format(schema: Any) -> dict[str, Any]:
     """OpenAI's response format for a pydantic class, TypedDict or JSON schema."""
-    found = convert_to_json_schema(schema)
+    found = json_schema(schema)
     name = str(found.get("title", "answer"))
     return {"type": "json_schema", "json_schema": {"name": name, "schema": found}}
 

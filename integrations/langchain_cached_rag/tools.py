@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from langchain_core.messages import InvalidToolCall, ToolCall, ToolCallChunk
-from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from cached_rag import CallPart, ConfigError, Engine, Tools
 from cached_rag import ToolCall as Call
+from langchain_cached_rag.forms import json_schema
 
 # Options of a call that say what form its answer has.
 _OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
@@ -77,9 +78,7 @@ def _schema(wanted: Any) -> Any:
         return None
     if isinstance(wanted, Mapping) and wanted.get("type") == "json_object":
         return True
-    if isinstance(wanted, Mapping) and wanted.get("type") == "json_schema":
-        return wanted["json_schema"]["schema"]
-    return convert_to_json_schema(wanted)
+    return json_schema(wanted)
 
 
 def as_calls(calls: Sequence[Call]) -> tuple[list[ToolCall], list[InvalidToolCall]]:

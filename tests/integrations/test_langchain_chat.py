@@ -105,6 +105,15 @@ def test_text_blocks_without_a_text_are_left_out(llm):
     blocks = [{"type": "text", "text": None}, {"type": "text"}, {"type": "text", "text": "One."}]
     for message in (HumanMessage(blocks), AIMessage(blocks)):
         assert plain([message])[0]["content"] == message.text == "One."
+    bad = {
+        "name": "weather",
+        "args": '{"ci',
+        "id": "1",
+        "error": "cut",
+        "type": "invalid_tool_call",
+    }
+    cut = AIMessage("Well.", invalid_tool_calls=[bad])
+    assert plain([cut])[0]["content"] == 'Well.\nweather({"ci'
     elsewhere = {"type": "text-plain", "url": "http://x"}
     with pytest.raises(ValueError, match="text-plain"):
         plain([HumanMessage([elsewhere])])
@@ -212,7 +221,7 @@ def test_a_batch_says_what_it_used(llm, is_async):
 def test_bad_settings_are_refused_when_made():
     with pytest.raises(ValidationError, match="recompute_ration"):
         ChatCachedRAG(recompute_ration=0.5)
-    with pytest.raises(ValidationError, match="temperature cannot be negative"):
+    with pytest.raises(ValidationError, match="temperature is 0 or more"):
         ChatCachedRAG(temperature=-1)
     with pytest.raises(ValidationError, match="engine"):
         ChatCachedRAG(engine="smollm2")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal, TypedDict
+import json
+from typing import Annotated, Literal, TypedDict
 
 import pytest
 from conftest import NEW_PROMPTS, smollm2, tiny_model
 from langchain.agents import create_agent
 from langchain.agents.structured_output import ToolStrategy
 from langchain_cached_rag import CachedRAGLLM, ChatCachedRAG
+from langchain_cached_rag.structured import response_format
 from langchain_cached_rag.tools import GrowingChunks
 from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
@@ -96,6 +98,47 @@ def test_an_object_grows_while_it_is_streamed(llm, method):
     asked = llm.with_structured_output(Keeper.model_json_schema(), method=method)
     first, *_, last = asked.stream("Who?")
     assert first.keys() < last.keys() == {"name", "years", "kind"}
+
+
+class Tree(BaseModel):
+    """A tree, whose schema refers to itself."""
+
+    leaf: Literal[1, 2]
+    under: Annotated[list[Tree], Field(max_length=1)]
+
+
+AGE = {"type": "object", "properties": {"age": {"enum": [3, 4]}}, "required": ["age"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed"),
+    [
+        ({"title": "Colour", "enum": ["red", "green"]}, ["red", "green"]),
+        ({"title": "Either", "anyOf": [AGE, {"const": None}]}, [{"age": 3}, {"age": 4}, None]),
+        ({"name": "person", "strict": True, "schema": AGE}, [{"age": 3}, {"age": 4}]),
+        ({"type": "json_schema", "json_schema": {"schema": AGE}}, [{"age": 3}, {"age": 4}]),
+        ({"type": "json_schema", "schema": AGE}, [{"age": 3}, {"age": 4}]),
+        (AGE, [{"age": 3}, {"age": 4}]),
+        ({"name": "person", "parameters": AGE}, [{"age": 3}, {"age": 4}]),
+    ],
+)
+def test_schemas_of_every_form_are_held(llm, schema, allowed):
+    assert llm.with_structured_output(schema).invoke("Who?") in allowed
+    assert json.loads(llm.bind(response_format=schema).invoke("Who?").text) in allowed
+
+
+def test_a_schema_that_refers_to_itself_is_held(llm):
+    raw = llm.with_structured_output(Tree, include_raw=True).invoke("Which?")
+    cut = raw["raw"].response_metadata["finish_reason"] == "length"
+    assert raw["raw"].text.startswith('{"leaf": ')
+    assert cut or isinstance(raw["parsed"], Tree)
+    assert response_format(Tree)["json_schema"]["schema"]["$defs"].keys() == {"Tree"}
+
+
+def test_a_schema_that_says_nothing_is_refused(llm):
+    for schema in ({"title": "X", "description": "Y"}, {"type": "json_schema", "json_schema": {}}):
+        with pytest.raises(ConfigError, match="of what type or form"):
+            llm.bind(response_format=schema).invoke("Who?")
 
 
 @pytest.mark.parametrize(
