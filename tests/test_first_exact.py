@@ -124,3 +124,16 @@ def test_of_the_first_text_what_is_exact_is_read_ahead(twice, tmp_path):
         first, second = (ids_of(later, chunk) for chunk in CHUNKS[:2])
         prefix = len(later.library.encoded_after()[0].prefix_ids)
         assert lengths[first] == prefix < lengths[second]
+
+
+def test_memory_that_is_too_small_for_what_is_encoded_is_said(caplog):
+    model = tiny_model("llama")
+    room = 2 * max(len(model.tokenizer(text)["input_ids"]) for text in CHUNKS)
+    small = StoreConfig(memory_bytes=room * model.shapes.bytes_per_token)
+    with Engine(model, small) as engine:
+        engine.encode(CHUNKS, context=None)
+        assert f"of {len(CHUNKS)} texts, which were dropped again" in caplog.text
+    caplog.clear()
+    with Engine(model, StoreConfig()) as engine:
+        engine.encode(CHUNKS)
+    assert caplog.text == ""

@@ -7,10 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import FAMILIES, tiny_model, tiny_tokenizer
+from conftest import FAMILIES, NEW_PROMPTS, tiny_model, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cached_rag import ConfigError, ModelError, ModelNotFoundError, load_model, wrap_model
+from cached_rag import (
+    ConfigError,
+    Engine,
+    ModelError,
+    ModelNotFoundError,
+    load_model,
+    wrap_model,
+)
 from cached_rag.backends.resolve import file_digest, resolve
 from cached_rag.backends.transformers.hardware import parse_dtype
 
@@ -94,3 +101,24 @@ def test_other_weights_of_equal_size_and_time_have_another_digest(
         after = file.stat()
     assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     assert file_digest(file) != first
+
+
+def test_yarn_stretches_the_context_beyond_what_its_config_says():
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 600}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    rope["rope_theta"] = 10_000.0
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen2", **sizes, rope_parameters=rope)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = wrap_model(plain, tiny_tokenizer(), name="yarn", revision="1")
+    with Engine(model, NEW_PROMPTS) as engine:
+        assert engine.model.context_length == 256
+        long = "Why is copper green? " * 12
+        ids = engine.tokenization.tokenize(engine.tokenization.template.render(long)).ids
+        assert 64 < len(ids) < 240
+        answer = engine.generate(long, method="full", max_tokens=4, ignore_eos=True, drafts=False)
+        wanted = plain.generate(
+            torch.tensor([ids]), max_new_tokens=4, min_new_tokens=4, do_sample=False
+        )
+        assert list(answer.token_ids) == wanted[0, len(ids) :].tolist()

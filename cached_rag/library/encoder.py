@@ -6,6 +6,7 @@ around each batch of `encode`, `learn` and `recover`.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from cached_rag.library.ledger import HALF_PAIR
 from cached_rag.library.library import Library
 from cached_rag.library.matching import ANCHOR, EncodedAfter, record_of
 
+_log = logging.getLogger(__name__)
 # What stands between chunks in the prompts of `CachedRAG`, and of the frameworks' own templates.
 _BETWEEN = "\n\n"
 _PRIMERS = tuple(primer(count + 1) for count in range(MOST_PRIMERS))
@@ -122,6 +124,7 @@ class Encoder:
             exclusively(partial(self._encode, order.behinds, records, done))
             for chunks, count in done:
                 progress(chunks, count)
+        self._warn_of_lost(order)
         return EncodeSummary(
             encoded=len(texts),
             present=len(order.records) - len(texts),
@@ -129,6 +132,17 @@ class Encoder:
             tokens=tokens,
             seconds=time.perf_counter() - started,
         )
+
+    def _warn_of_lost(self, order: Order) -> None:
+        """Say if memory, where nothing is on disk, could not keep all that was asked for."""
+        lost = () if self.library.disk else self._wanted(order.behinds[0], order.records)
+        if lost:
+            _log.warning(
+                "memory_bytes is too small for the KV of %d of %d texts, which were dropped again "
+                "and will be computed when they are asked for; raise it, or give the store a path",
+                len(lost),
+                len(order.records),
+            )
 
     def _encode(
         self,

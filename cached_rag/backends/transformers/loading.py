@@ -258,11 +258,20 @@ def _config_facts(config: Any) -> dict[str, Any]:
 
 
 def _context_length(config: Any) -> int:
+    """Most tokens of a prompt. With YaRN, as far as it stretches what the model was trained with.
+
+    Qwen's own instructions add it and leave `max_position_embeddings` as it was.
+    """
     text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    stretched = 0
+    if rope.get("rope_type") == "yarn":
+        trained = rope.get("original_max_position_embeddings") or text.max_position_embeddings
+        stretched = int(rope["factor"] * trained)
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         value = getattr(text, name, None)
         if isinstance(value, int):
-            return value
+            return max(value, stretched)
     return 1 << 20  # ALiBi models name no bound
 
 
