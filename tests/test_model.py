@@ -122,3 +122,13 @@ def test_yarn_stretches_the_context_beyond_what_its_config_says():
             torch.tensor([ids]), max_new_tokens=4, min_new_tokens=4, do_sample=False
         )
         assert list(answer.token_ids) == wanted[0, len(ids) :].tolist()
+
+
+def test_defaults_of_a_model_that_are_not_followed_are_said(caplog):
+    config = AutoConfig.for_model("llama", **FAMILIES["llama"][1])
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    wrap_model(plain, tiny_tokenizer(), name="plain", revision="1")
+    assert caplog.text == ""
+    plain.generation_config.no_repeat_ngram_size = 2
+    wrap_model(plain, tiny_tokenizer(), name="plain", revision="1")
+    assert "plain asks for {'no_repeat_ngram_size': 2} in its generation_config" in caplog.text

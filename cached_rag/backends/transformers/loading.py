@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,13 @@ from cached_rag.backends.variant import Variant
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.kv import fingerprint
 
+_log = getLogger(__name__)
+# Of a model's `generation_config`, what has `generate` choose other tokens; sampling is the user's.
+_UNFOLLOWED = (
+    *("no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
+    *("min_length", "min_new_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+    *("sequence_bias", "exponential_decay_length_penalty"),
+)
 # Part of the fingerprint: raised when the same tokens would get other KV than before.
 _KV_VERSION = 1
 # Part of the names of converted folders: raised when their content changes.
@@ -211,6 +219,7 @@ def wrap_model(
     if not keeps_dense:
         pack(model, lean or model, weights, model.dtype, keeps_dense=False)
     found = examine(model, lean)
+    _warn_of_unfollowed(model.generation_config, name)
     if keeps_dense:
         pack(model, found.decoder.network, weights, model.dtype, keeps_dense=True)
     examined_s = time.perf_counter() - began
@@ -273,6 +282,13 @@ def _context_length(config: Any) -> int:
         if isinstance(value, int):
             return max(value, stretched)
     return 1 << 20  # ALiBi models name no bound
+
+
+def _warn_of_unfollowed(config: Any, name: str) -> None:
+    """Say what of a model's own defaults has `generate` answer otherwise."""
+    found = {key: value for key in _UNFOLLOWED if (value := getattr(config, key, None))}
+    if found:
+        _log.warning("%s asks for %s in its generation_config, which is not followed", name, found)
 
 
 def _eos_ids(model: Any) -> frozenset[int]:
