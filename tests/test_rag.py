@@ -154,7 +154,7 @@ def test_bad_files_are_skipped_and_the_rest_ingested(opened, docs):
             opened().search("copper", **bad)
     with pytest.raises(ConfigError, match="needs some text"):
         opened().ask(None)
-    with pytest.raises(ConfigError, match="max_tokens is a number, not None"):
+    with pytest.raises(ConfigError, match="max_tokens is a whole number, not None"):
         opened().ask("copper", max_tokens=None)
     with pytest.raises(ConfigError, match="given by name"):
         opened().add_texts(["Copper turns green."])

@@ -20,6 +20,7 @@ from cached_rag.kv.positions import PositionRule
 # stays in their caches.
 BATCH_TOKENS = 2048
 _IN_PLACE = PositionRule()
+_NAMING = 40
 OnBatch = Callable[[int, int], object]
 
 
@@ -140,7 +141,7 @@ def _mean(kvs: Sequence[ModuleKV], rule: PositionRule) -> ModuleKV:
     return ModuleKV(first.token_ids, first.start, *(side.to(first.keys.dtype) for side in whole))
 
 
-def check_fits(model: Backend, start: int, length: int) -> None:
+def check_fits(model: Backend, start: int, length: int, text: str = "") -> None:
     """Check that a chunk of `length` tokens fits behind a prefix of `start` tokens.
 
     Raises:
@@ -154,9 +155,14 @@ def check_fits(model: Backend, start: int, length: int) -> None:
     else:
         return
     raise ContextOverflowError(
-        f"a chunk of {length} tokens behind a prefix of {start} exceeds {room}; split it into "
-        "smaller chunks"
+        f"a chunk of {length} tokens{named(text)} behind a prefix of {start} exceeds {room}; split "
+        "it into smaller chunks"
     )
+
+
+def named(text: str) -> str:
+    """The beginning of a text, by which its owner finds it; nothing if it is not known."""
+    return f" ({text[:_NAMING]!r}...)" if text else ""
 
 
 def _encode_batch(

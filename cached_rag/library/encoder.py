@@ -29,6 +29,7 @@ from cached_rag.library.encode import (
     encode_mean,
     encode_prefix,
     join,
+    named,
 )
 from cached_rag.library.ledger import HALF_PAIR
 from cached_rag.library.library import Library
@@ -111,7 +112,9 @@ class Encoder:
         started = time.perf_counter()
         passes = {behind: self._wanted(behind, order.records) for behind in order.behinds}
         for behind, wanted in passes.items():
-            check_fits(self.model, len(behind.prefix_ids), max(map(len, wanted), default=0))
+            longest = max(wanted, key=len, default=())
+            text = wanted[longest][1] if longest else ""
+            check_fits(self.model, len(behind.prefix_ids), len(longest), text)
         self.library.add_chunks([record for record, _ in order.records])
         tokens = sum(sum(map(len, w)) * len(self._ways(behind)) for behind, w in passes.items())
         if tokens:
@@ -260,8 +263,8 @@ class Encoder:
         room = self.model.context_length
         if (least := self.tokenization.least_tokens(text, room)) is not None:
             raise ContextOverflowError(
-                f"a chunk of {len(text)} characters has {least} tokens at least and exceeds the "
-                f"model's context of {room}; split it into smaller chunks"
+                f"a chunk of {len(text)} characters{named(text)} has {least} tokens at least and "
+                f"exceeds the model's context of {room}; split it into smaller chunks"
             )
 
     def _wanted(
