@@ -5,13 +5,16 @@ Knows JSON; knows no engine.
 
 from __future__ import annotations
 
+import reprlib
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     ModelWrapValidatorHandler,
+    Tag,
     field_validator,
     model_validator,
 )
@@ -80,6 +83,31 @@ class NamedChoice(Strict):
     function: _Named
 
 
+class _Known(Strict):
+    name: str
+
+
+class _OfTheTools(Strict):
+    type: Literal["function"]
+    function: _Known
+
+
+class _Allowed(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[_OfTheTools], Field(max_length=_MOST_TOOLS)]
+
+
+class AllowedChoice(Strict):
+    """The choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: _Allowed
+
+    def names(self) -> set[str]:
+        """The names of those that may be called."""
+        return {tool.function.name for tool in self.allowed_tools.tools}
+
+
 class CalledFunction(Strict):
     """A function that was called."""
 
@@ -132,5 +160,34 @@ class ResponseFormat(Strict):
         return True if self.type == "json_object" or given is None else given
 
 
+def _kind_of_choice(data: Any) -> str:
+    """The class that a choice is read as, so that errors are those of this one only."""
+    given = data.get("type") if isinstance(data, dict) else getattr(data, "type", None)
+    return "AllowedChoice" if given == "allowed_tools" else "NamedChoice"
+
+
 Tools = Annotated[list[Tool], Field(max_length=_MOST_TOOLS)]
-Choice = _Word | NamedChoice
+Choice = (
+    _Word
+    | Annotated[
+        Annotated[NamedChoice, Tag("NamedChoice")] | Annotated[AllowedChoice, Tag("AllowedChoice")],
+        Discriminator(_kind_of_choice),
+    ]
+)
+
+
+def chosen(tools: list[Tool], choice: Choice) -> tuple[list[Tool], str]:
+    """The tools that may be called, and the choice among them as an engine's `Tools` takes it.
+
+    Raises:
+        ValueError: the choice allows a tool that there is not.
+    """
+    if isinstance(choice, str):
+        return tools, choice
+    if isinstance(choice, NamedChoice):
+        return tools, choice.function.name
+    names = choice.names()
+    if unknown := names - {tool.function.name for tool in tools}:
+        raise ValueError(f"allowed_tools names {reprlib.repr(min(unknown))}, which is no tool")
+    kept = [tool for tool in tools if tool.function.name in names]
+    return kept, choice.allowed_tools.mode

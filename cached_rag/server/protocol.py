@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from cached_rag.server.forms import CalledTool, Choice, ResponseFormat, Strict, Tools
+from cached_rag.server.forms import CalledTool, Choice, ResponseFormat, Strict, Tools, chosen
 
 _DEFAULT_TOKENS = 256
 # Most messages or texts of a request; each costs far more than its few bytes of JSON.
@@ -39,16 +39,22 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
 }
 # Settings that never change an answer: who asks, how it is billed, how long a model stays loaded;
-# how hard a model thinks that does not think.
+# how hard a model thinks that does not think; a guess at the answer, to make it sooner.
 _WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention", "keep_alive", "reasoning_effort", "verbosity"),
+    "prediction",
 )
 
 # Settings that others call otherwise: llama.cpp, Ollama, and Open WebUI for both.
 _OTHER_NAMES = {"repeat_penalty": "repetition_penalty"}
+# Roles that OpenAI had otherwise, before or after.
+_ROLES = {"developer": "system", "function": "tool"}
 # Fields that our answers, sent back as messages of a conversation, may have empty.
 _ANSWERED = ("refusal", "tool_calls", "function_call", "audio", "annotations")
+# Fields of an assistant's messages that no prompt has: its content once more, which OpenAI's
+# `parse()` adds, and what a model thought before it answered.
+_LEFT_OUT = ("parsed", "reasoning_content", "reasoning")
 
 
 def _whole(text: str) -> str:
@@ -72,11 +78,19 @@ class TextPart(Strict):
     type: Literal["text"]
     text: Text
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_marks_for_caches(cls, data: Any) -> Any:
+        """Leaves out where Anthropic's cache should end; ours finds that by itself."""
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if name != "cache_control"}
+
 
 class ChatMessage(Strict):
     """One message of a conversation; content in several parts is joined."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Text | Annotated[list[TextPart], Field(max_length=_MOST)] = ""
     name: Name | None = None
     tool_calls: Annotated[list[CalledTool], Field(max_length=_MOST)] | None = None
@@ -90,7 +104,7 @@ class ChatMessage(Strict):
             return data
         kept = {k: v for k, v in data.items() if k not in _ANSWERED or v not in (None, [])}
         if kept.get("role") == "assistant":
-            kept.pop("parsed", None)  # the content once more, which OpenAI's `parse()` adds
+            kept = {name: value for name, value in kept.items() if name not in _LEFT_OUT}
             if kept.get("content") is None:
                 kept["content"] = ""
         return kept
@@ -101,18 +115,20 @@ class ChatMessage(Strict):
             raise ValueError(f"a message of role {self.role} cannot have tool_calls")
         if "content" not in self.model_fields_set:
             raise ValueError(f"a message of role {self.role} needs a content")
+        if self.role == "function" and self.name is None:
+            raise ValueError("a message of role function needs a name")
         return self
 
     def plain(self) -> dict[str, Any]:
         """The message as chat templates take it."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        role = "system" if self.role == "developer" else self.role
+        role = _ROLES.get(self.role, self.role)
         found: dict[str, Any] = {"role": role, "content": text}
         if self.tool_calls:
             calls = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
             found["tool_calls"] = calls
-        if self.role == "tool":
+        if role == "tool":
             found |= {"tool_call_id": self.tool_call_id or "", "name": self.name or ""}
         elif self.name is not None:
             found["name"] = self.name
@@ -220,6 +236,11 @@ class ChatRequest(_Settings):
             raise ValueError("top_logprobs is shown with logprobs only; send logprobs=true, too")
         return self
 
+    @model_validator(mode="after")
+    def _allows_what_there_is(self) -> ChatRequest:
+        chosen(self.tools or [], self.tool_choice or "auto")
+        return self
+
     @property
     def wanted_tokens(self) -> int | None:
         """As above; OpenAI has two names for it."""
@@ -236,10 +257,10 @@ class ChatRequest(_Settings):
 
     def form(self) -> dict[str, Any]:
         """The form of the answer, as the settings of an engine's `Tools`."""
-        choice = self.tool_choice or "auto"
+        tools, choice = chosen(self.tools or [], self.tool_choice or "auto")
         return {
-            "tools": [tool.plain() for tool in self.tools or []],
-            "choice": choice if isinstance(choice, str) else choice.function.name,
+            "tools": [tool.plain() for tool in tools],
+            "choice": choice,
             "parallel": self.parallel_tool_calls,
             "schema": self.response_format.schema_wanted() if self.response_format else None,
         }

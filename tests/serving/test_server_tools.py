@@ -103,6 +103,54 @@ def test_a_forced_call_that_ends_early_shows_no_markup(client, choice, cut):
     assert bool(message.tool_calls) == ("stop" in cut)
 
 
+def allowing(mode, *names):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_of_the_tools_those_are_called_that_are_allowed(client):
+    tools = [*TOOLS, {"type": "function", "function": {"name": "auto"}}]
+    once = ASK | {"parallel_tool_calls": False}
+    for mode in ("auto", "required"):
+        alone, allowed = (
+            client.chat.completions.create(**once, tools=offered, tool_choice=choice)
+            for offered, choice in ((TOOLS, mode), (tools, allowing(mode, "weather")))
+        )
+        assert allowed.choices[0].message.content == alone.choices[0].message.content
+        assert allowed.usage == alone.usage
+    (call,) = allowed.choices[0].message.tool_calls
+    assert call.function.name == "weather"
+    other = allowing("required", "auto")
+    forced = client.chat.completions.create(**once, tools=tools, tool_choice=other)
+    assert forced.choices[0].message.tool_calls[0].function.name == "auto"
+
+
+@pytest.mark.parametrize(
+    ("choice", "says"),
+    [
+        (allowing("required", "weather", "tides"), "'tides', which is no tool"),
+        (allowing("required"), "there is none"),
+        (allowing("none", "weather"), "mode"),
+    ],
+)
+def test_what_cannot_be_allowed_is_said(client, choice, says):
+    with pytest.raises(openai.BadRequestError, match=says):
+        client.chat.completions.create(**ASK, tools=TOOLS, tool_choice=choice)
+
+
+def test_a_functions_result_is_a_tools(client):
+    result = {"role": "tool", "name": "weather", "content": "mild"}
+    said = []
+    for role in ("tool", "function"):
+        messages = [*QUESTION, result | {"role": role}]
+        said.append(client.chat.completions.create(**ASK | {"messages": messages}))
+    assert said[0].choices[0].message == said[1].choices[0].message
+    assert said[0].usage.prompt_tokens == said[1].usage.prompt_tokens
+    messages = [*QUESTION, {"role": "function", "content": "mild"}]
+    with pytest.raises(openai.BadRequestError, match="needs a name"):
+        client.chat.completions.create(**ASK | {"messages": messages})
+
+
 @pytest.mark.parametrize("name", ["none", "auto", "required"])
 def test_a_tool_that_is_called_like_a_choice_cannot_be_forced(client, name):
     tools = [{"type": "function", "function": {"name": name}}]
@@ -189,12 +237,29 @@ def test_the_bytes_of_a_character_of_several_tokens_are_its_own():
         {"tools": [], "tool_choice": "auto"},
         {"min_p": 0, "keep_alive": "5m", "reasoning_effort": "low", "chat_template_kwargs": {}},
         {"frequency_penalty": 0, "presence_penalty": 0, "n": 1, "logprobs": False},
+        {"prediction": {"type": "content", "content": "It is."}},
     ],
 )
 def test_what_clients_send_unasked_changes_nothing(client, unasked):
     plain = client.chat.completions.create(**ASK).choices[0].message.content
     done = client.chat.completions.create(**ASK, extra_body=unasked).choices[0].message
     assert done.content == plain
+
+
+def test_what_no_prompt_has_is_left_out_of_messages(client):
+    part = {"type": "text", "text": "Is it warm?"}
+    marked = part | {"cache_control": {"type": "ephemeral"}}
+    answer = {"role": "assistant", "content": "No."}
+    thought = answer | {"reasoning_content": "Hm.", "reasoning": "Hm."}
+    done = []
+    for one, said in ((part, answer), (marked, thought)):
+        messages = [{"role": "user", "content": [one]}, said, *QUESTION]
+        done.append(client.chat.completions.create(**ASK | {"messages": messages}))
+    assert done[0].choices[0].message == done[1].choices[0].message
+    assert done[0].usage.prompt_tokens == done[1].usage.prompt_tokens
+    messages = [QUESTION[0] | {"reasoning": "Hm."}]
+    with pytest.raises(openai.BadRequestError, match="reasoning"):
+        client.chat.completions.create(**ASK | {"messages": messages})
 
 
 def deep(levels):
