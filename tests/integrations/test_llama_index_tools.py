@@ -18,6 +18,8 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.cached_rag import CachedRAGLLM
 from llama_index.llms.cached_rag.tools import offered
+from ollama import Message
+from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from pydantic import BaseModel, Field
 from test_llama_index_engines import unclosed  # noqa: F401
 
@@ -81,6 +83,37 @@ def test_tools_are_called_streamed_and_their_results_read(llm):
     assert llm.get_tool_calls_from_response(none, error_on_no_tool_call=False) == []
     with pytest.raises(ValueError, match="calls no tool"):
         llm.get_tool_calls_from_response(none)
+
+
+OPENAI = {"name": "weather", "arguments": '{"north": true}'}
+SAVED = {
+    "openai": {"id": "1", "type": "function", "function": OPENAI},
+    "openai's object": ChatCompletionMessageFunctionToolCall(
+        id="1", type="function", function=OPENAI
+    ),
+    "ollama": {"function": {"name": "weather", "arguments": {"north": True}}},
+    "ollama's object": Message.ToolCall(function={"name": "weather", "arguments": {"north": True}}),
+}
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_calls_that_were_saved_beside_the_blocks_are_read(llm, kind):
+    beside = {"tool_calls": [SAVED[kind]]}
+    said = ChatMessage(role="assistant", content="", additional_kwargs=beside)
+    number = "1" if kind.startswith("openai") else ""
+    block = ToolCallBlock(tool_call_id=number, tool_name="weather", tool_kwargs={"north": True})
+    now = ChatMessage(role="assistant", blocks=[block])
+    assert llm.chat_prompt([said]) == llm.chat_prompt([now])
+    assert llm.chat_prompt([said])[0]["tool_calls"][0]["function"]["name"] == "weather"
+    both = ChatMessage(role="assistant", blocks=[block], additional_kwargs=beside)
+    assert llm.chat_prompt([both]) == llm.chat_prompt([now])
+
+
+@pytest.mark.parametrize("call", ["weather", {}, {"function": {"arguments": "{}"}}])
+def test_a_saved_call_of_nothing_is_an_error(llm, call):
+    said = ChatMessage(role="assistant", additional_kwargs={"tool_calls": [call]})
+    with pytest.raises(ValueError, match="names no function"):
+        llm.chat([said])
 
 
 def test_a_forced_call_shows_no_markup_and_no_stop_string_cuts_it(llm):

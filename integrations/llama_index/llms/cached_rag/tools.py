@@ -103,15 +103,36 @@ def check_whole(response: ChatResponse, *, must_call: bool) -> None:
 
 
 def called(message: ChatMessage) -> list[dict[str, Any]]:
-    """The calls in a message of the conversation, in OpenAI's form."""
+    """The calls in a message of the conversation, in OpenAI's form.
+
+    Messages that were saved by earlier LlamaIndex have them beside their blocks.
+    """
+    beside = message.additional_kwargs.get("tool_calls") or ()
     return [
         {
             "type": "function",
             "id": one.tool_id,
             "function": {"name": one.tool_name, "arguments": one.tool_kwargs},
         }
-        for one in selections(message)
+        for one in selections(message) or map(_selection, beside)
     ]
+
+
+def _selection(call: Any) -> ToolSelection:
+    """A call as OpenAI's or Ollama's package has it, or as JSON has that.
+
+    Raises:
+        ValueError: it names no function.
+    """
+    plain = call.model_dump() if hasattr(call, "model_dump") else call
+    function = plain.get("function") if isinstance(plain, Mapping) else None
+    if not isinstance(function, Mapping) or not function.get("name"):
+        raise ValueError(f"a message's tool_calls has {call!r}, which names no function")
+    return ToolSelection(
+        tool_id=plain.get("id") or "",
+        tool_name=function["name"],
+        tool_kwargs=_arguments(function.get("arguments") or {}),
+    )
 
 
 def _arguments(given: dict[str, Any] | str) -> dict[str, Any]:
