@@ -11,7 +11,9 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
+from cached_rag.errors import ConfigError
 from cached_rag.kv.store.database import IN_MEMORY, Database
 
 _SCHEMA = """
@@ -34,7 +36,8 @@ class Ledger:
 
     White space around a text is not kept, as its KV is found without it; a text with half of a
     surrogate pair, which has no KV, is not kept at all. `forget` is called before the ledger's own
-    entry is deleted, so a removal that fails half-way can be repeated.
+    entry is deleted, so a removal that fails half-way can be repeated. Copies are the ledger
+    itself.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -47,6 +50,28 @@ class Ledger:
             StoreError: the file is damaged or cannot be opened. All methods may raise it, too.
         """
         self._database = Database(Path(path or IN_MEMORY), _SCHEMA)
+
+    def __copy__(self) -> Ledger:
+        """Itself, as it is there to be shared."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
+        """Itself, as above."""
+        return self
+
+    def __reduce__(self) -> tuple[type[Ledger], tuple[Path]]:
+        """For pickling: the path, by which whoever unpickles it opens the same file.
+
+        Raises:
+            ConfigError: it is in memory.
+        """
+        path = self._database.path
+        if path == IN_MEMORY:
+            raise ConfigError(
+                "a ledger in memory cannot be pickled, as another process would find it empty; "
+                "give the vector store ledger=, a file"
+            )
+        return type(self), (path,)
 
     def close(self) -> None:
         """Release the file."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 
-from cached_rag import Ledger, StoreError
+from cached_rag import ConfigError, Ledger, StoreError
 
 ROWS = [("a", "doc", "one"), ("b", "doc", "two"), ("c", "other", " two\n")]
 
@@ -104,3 +107,23 @@ def test_a_ledger_in_memory_leaves_no_file_and_knows_no_other(tmp_path, monkeypa
     ledger.put([("a", "a", "a text")], lambda _: None)
     assert Ledger().ids() == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_copies_are_the_ledger_itself(ledger):
+    for one in (ledger, Ledger()):
+        assert copy.deepcopy([one])[0] is copy.copy(one) is one
+
+
+def test_a_pickled_ledger_is_the_same_file(ledger, forgotten, tmp_path, monkeypatch):
+    ledger.put(ROWS, forgotten.extend)
+    kept = pickle.dumps(ledger)
+    monkeypatch.chdir(tmp_path)
+    other = pickle.loads(kept)
+    other.remove(["a"], forgotten.extend)
+    other.close()
+    assert ledger.ids() == ["b", "c"]
+
+
+def test_a_ledger_in_memory_cannot_be_pickled():
+    with pytest.raises(ConfigError, match="in memory cannot be pickled"):
+        pickle.dumps(Ledger())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 
 import pytest
 from conftest import CHUNKS, tiny_model
@@ -13,7 +15,12 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
-from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore
+from llama_index.core.vector_stores import (
+    MetadataFilter,
+    MetadataFilters,
+    SimpleVectorStore,
+    VectorStoreQuery,
+)
 from llama_index.llms.cached_rag import CachedRAGLLM, MarkModules, marked, module_text
 from llama_index.postprocessor.cached_rag import CachedPostprocessor
 from llama_index.response_synthesizers.cached_rag import CachedSynthesizer
@@ -245,6 +252,36 @@ def test_a_later_process_forgets_what_it_deletes(llm, tmp_path):
     store.delete("d2")
     assert not has_kv(llm, CHUNKS[2])
     assert has_kv(llm, CHUNKS[1])
+
+
+def test_an_index_can_be_copied(llm):
+    index = make_index(llm, documents())
+    copied = copy.deepcopy(index)
+    found = copied.as_retriever(similarity_top_k=1).retrieve("copper")
+    assert found[0].text in CHUNKS
+    copied.delete_ref_doc("d0")
+    assert not has_kv(llm, CHUNKS[0])
+    assert len(index.as_retriever(similarity_top_k=3).retrieve("copper")) == 3
+
+
+def test_a_pickled_store_knows_its_nodes(llm, tmp_path, monkeypatch):
+    store = make_index(llm, documents(), ledger=tmp_path / "nodes.sqlite").vector_store
+    engine = llm.loaded_engine()
+    monkeypatch.setattr(CachedRAGLLM, "loaded_engine", lambda _: engine)  # else, by its name
+    back = pickle.loads(pickle.dumps(store))
+    asked = VectorStoreQuery(query_embedding=[0.5] * 4, similarity_top_k=3)
+    assert sorted(back.query(asked).ids) == sorted(store.query(asked).ids)
+    back.delete("d2")
+    assert not has_kv(llm, CHUNKS[2])
+    assert has_kv(llm, CHUNKS[1])
+
+
+def test_a_store_that_cannot_be_pickled_says_so_and_stays_as_it_was(llm):
+    store = make_index(llm, documents()).vector_store
+    with pytest.raises(ConfigError, match="in memory cannot be pickled"):
+        pickle.dumps(store)
+    store.delete("d2")
+    assert not has_kv(llm, CHUNKS[2])
 
 
 # Ingestion ---------------------------------------------------------------------------------------

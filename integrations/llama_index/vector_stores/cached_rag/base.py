@@ -15,7 +15,7 @@ from typing import Any, Literal
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.llms.llm import LLM
 from llama_index.core.prompts import BasePromptTemplate
-from llama_index.core.schema import BaseNode
+from llama_index.core.schema import BaseComponent, BaseNode
 from llama_index.core.vector_stores.types import (
     BasePydanticVectorStore,
     MetadataFilters,
@@ -79,6 +79,18 @@ class CachedVectorStore(BasePydanticVectorStore):
         )
         self._llm, self._options = unwrapped(llm), {"prompt": prompt, "variable": variable}
         self._ledger = Ledger(ledger)
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """For pickling: all of it. LlamaIndex's own would leave out what cannot be pickled.
+
+        Raises:
+            cached_rag.ConfigError: when it is pickled, the ledger is in memory.
+        """
+        return super(BaseComponent, self).__getstate__()
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        """As it was, with the same ledger."""
+        super(BaseComponent, self).__setstate__(state)
 
     @classmethod
     def class_name(cls) -> str:
