@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sqlite3
+import subprocess
 import sys
 from contextlib import closing
 from unittest.mock import Mock
@@ -621,6 +622,29 @@ def test_chat_answers_turn_by_turn_and_shows_what_it_used(index):
     assert shown.count(CHUNKS[1][:40]) == 2  # as a title, and as a text
     assert shown.count(CHUNKS[1]) == 1  # titles are cut
     assert new == none == ""
+
+
+def test_a_last_question_that_fails_is_an_exit_code(index):
+    arguments = ["chat", "--index", str(index), "-k", "1", "--max-tokens", "100000"]
+    result = run(cli.app, [*arguments, "--dtype", "float32"], input="copper green?\n")
+    assert result.exit_code == 1
+    assert "error: " in result.output
+
+
+def test_workers_of_a_cluster_need_a_cluster(tmp_path):
+    arguments = ["ingest", str(tmp_path), "--index", str(tmp_path / "index"), "--ray-workers", "3"]
+    result = run(cli.app, arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert "go with --ray" in str(result.exception)
+
+
+def test_an_interrupt_while_libraries_load_is_no_error():
+    load = "import sys, cached_rag.cli as cli\nsys.modules['cached_rag.cli.main'] = Interrupted()\n"
+    class_ = "class Interrupted:\n    def __getattr__(self, name): raise KeyboardInterrupt\n"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{class_}{load}cli.run()"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_search_shows_the_nearest_chunks(index):

@@ -177,8 +177,8 @@ def figures(reading: Reading, full: Reading, answers: Sequence[str]) -> dict[str
         "em": exact_match(text, answers) if scored else None,
         "rouge_l": rouge_l(text, answers) if scored else None,
         "nll": reading.nll,
-        "kl": _divergence(full.log_probs, reading.log_probs),
-        "kl_along": _divergence(full.along, reading.along),
+        "kl": divergence(full.log_probs, reading.log_probs),
+        "kl_along": divergence(full.along, reading.along),
         "entropy": -float((reading.log_probs.exp() * reading.log_probs).sum()),
         "agreement": float(reading.log_probs.argmax() == full.log_probs.argmax()),
         "charged_recompute": reading.charged_recompute,
@@ -187,7 +187,7 @@ def figures(reading: Reading, full: Reading, answers: Sequence[str]) -> dict[str
     }
 
 
-def _divergence(full: torch.Tensor | None, other: torch.Tensor | None) -> float | None:
+def divergence(full: torch.Tensor | None, other: torch.Tensor | None) -> float | None:
     """Mean divergence of (..., vocab_size) log probabilities from full prefill's, if both are.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from cached_rag import ConfigError, Engine, EvaluationError, GenerationConfig
 from cached_rag.evaluation import Journal, Settings, evaluate, make_trials, origins, summarise
 from cached_rag.evaluation.data import Example, load_examples
 from cached_rag.evaluation.encodings import Encodings
-from cached_rag.evaluation.measure import read
+from cached_rag.evaluation.measure import divergence, read
 from cached_rag.evaluation.metrics import bootstrap, bootstrap_ratio, exact_match, f1, rouge_l
 from cached_rag.evaluation.nearness import Nearness
 from cached_rag.evaluation.plot import plot_frontier
@@ -74,6 +75,19 @@ def test_scores_are_squads():
     assert f1("the tall tower", ["eiffel tower", "a tall building"]) == pytest.approx(0.5)
     assert f1("", ["tower"]) == exact_match("towers", ["tower"]) == 0
     assert rouge_l("a b c d", ["a b x d"]) == pytest.approx(0.75)
+    assert rouge_l("Running lighthouses", ["runs, a lighthouse"]) == pytest.approx(0.8)
+    for text in ("\u5317\u4eac", "\u041c\u043e\u0441\u043a\u0432\u0430", "Gen\u00e8ve"):
+        assert rouge_l(text, [text]) == 1
+
+
+def test_divergence_is_that_of_probabilities():
+    full = torch.tensor([[0.5, 0.5, 0.0]]).log()
+    other = torch.tensor([[0.25, 0.75, 0.0]]).log()  # the last token is masked in both
+    wanted = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
+    assert divergence(full, other) == pytest.approx(wanted)
+    assert divergence(full, full) == 0
+    with pytest.raises(EvaluationError, match="no numbers"):
+        divergence(full, full * math.nan)
 
 
 def test_intervals_are_of_the_mean_and_the_same_every_time():
@@ -166,6 +180,8 @@ def test_another_file_of_the_same_name_is_measured_anew(data, tmp_path):
     assert second["nll"] == fresh["nll"] != first["nll"]
     with pytest.raises(ConfigError, match="same name"):
         Settings((data, other), ())
+    with pytest.raises(ConfigError, match="row of all sets together"):
+        Settings((data.with_name("all.jsonl"),), ())
 
 
 def test_a_journal_of_another_run_is_refused(tmp_path):
@@ -468,6 +484,8 @@ def test_speed_is_paired_and_what_is_kept_has_an_interval():
     found += [*rows("3", 100, 400, 1.0, 0.4)]  # which full prefill gets wrong
     (row,) = summarise(found, [("auto", 1.0)])
     assert row["speedup"] == 3.0  # of 3, 1.1 and 4, not 110 ms over 100
+    later = [one | {"full_ttft_ms": 2 * one["ttft_ms"]} for one in found]  # on a slower machine
+    assert summarise(later, [("auto", 1.0)])[0]["speedup"] == 2.0
     assert (row["f1_kept"], row["full_is_right"]) == (0.75, 2)
     assert row["f1_kept_ci"] == [0.5, 1.0]
 
