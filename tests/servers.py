@@ -96,6 +96,8 @@ def s3_server(folder: Path) -> Server:
     command += ["-ip=127.0.0.1", "-volume.max=20", "-master.volumeSizeLimitMB=64"]
     command += [f"-{name}.port={port}" for name, port in ports.items()]
     command += [f"-{name}.port.grpc={free_port()}" for name in ports]
+    # Else at fixed ports, for one server; and it would report to its makers.
+    command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
     return Server(command, ports["s3"], folder / "weed.log")
 
 
