@@ -153,6 +153,7 @@ def test_a_client_that_leaves_ends_vllms_answer_and_leaves_no_kv(node, vllm):
     work = server.serve(sockets=[bound])
     thread = threading.Thread(target=lambda: asyncio.run(work), daemon=True)
     thread.start()
+    assert until(lambda: server.started)
     url = f"http://127.0.0.1:{bound.getsockname()[1]}{CHAT}"
     with httpx.stream("POST", url, json=BODY, timeout=30) as answer:
         pieces = answer.iter_bytes()  # dropped, it would close the connection
