@@ -138,8 +138,9 @@ class Encoder:
 
     def _warn_of_lost(self, order: Order) -> None:
         """Say if memory, where nothing is on disk, could not keep all that was asked for."""
-        lost = () if self.library.disk else self._wanted(order.behinds[0], order.records)
-        if lost:
+        if self.library.disk is not None:
+            return
+        if lost := self._wanted(order.behinds[0], order.records):
             _log.warning(
                 "memory_bytes is too small for the KV of %d of %d texts, which were dropped again "
                 "and will be computed when they are asked for; raise it, or give the store a path",
