@@ -18,7 +18,8 @@ from cached_rag import (
     load_model,
     wrap_model,
 )
-from cached_rag.backends.resolve import file_digest, resolve
+from cached_rag.backends.cache import file_digest
+from cached_rag.backends.resolve import resolve
 from cached_rag.backends.transformers.hardware import parse_dtype
 
 

