@@ -424,7 +424,7 @@ def test_the_gguf_file_is_found_or_joined_from_its_pieces(tmp_path, monkeypatch,
     assert gguf_file("whole") == joined  # it is joined once
     with pytest.raises(ModelError, match="install the wheels again"):
         gguf_file("bad")
-    assert list(joined.parent.iterdir()) == [joined]
+    assert list(joined.parent.parent.iterdir()) == [joined.parent]
     with pytest.raises(ConfigError, match="--gguf FILE"):
         gguf_file(model_folder)
 

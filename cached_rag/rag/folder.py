@@ -28,6 +28,7 @@ from cached_rag.rag.ingest import Ingestion, IngestSummary
 from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.preparing import Preparation
 from cached_rag.rag.roots import absolute
+from cached_rag.rag.same_vectors import see_same_vectors
 from cached_rag.rag.settings import DEFAULTS, contexts
 from cached_rag.rag.watch import watch
 from cached_rag.rag.workers import IngestWorkers, Prepare, helped
@@ -67,6 +68,7 @@ class IndexFolder:
         self.index = DocumentIndex(path / "documents.sqlite")
         self._asked, self._store, self._engine_options = settings, store, engine_options
         self._engine, self._embedder = engine, embedder
+        self._has_same_vectors = False
         self._limits = limits or DocumentLimits()
         self._remote = open_remote(store)
         self._loading = threading.Lock()  # several threads may be the first to ask
@@ -99,7 +101,7 @@ class IndexFolder:
 
     @property
     def embedder(self) -> Embeddings:
-        """The embedding model, loaded on first use."""
+        """The embedding model, loaded on first use; the index has its vectors from then on."""
         with self._loading:
             if self._embedder is None:
                 self._agree()
@@ -107,6 +109,9 @@ class IndexFolder:
                 embedder.load()
                 self._embedder = embedder
                 self._asked = self.settings
+            if not self._has_same_vectors:
+                see_same_vectors(self.index, self._embedder)
+                self._has_same_vectors = True
             return self._embedder
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from cached_rag.kv.store.signed import (
     row_sum,
     sound,
 )
+from cached_rag.rag.embedding import EMBED_CHUNKS, Embeddings
 from cached_rag.rag.filters import Where
 from cached_rag.rag.hit import Hit
 from cached_rag.rag.roots import SCHEMA as _ROOTS
@@ -247,6 +248,35 @@ class DocumentIndex:
         query = "SELECT (SELECT count(*) FROM documents), (SELECT count(*) FROM chunks)"
         (counts,) = self._database.read(lambda documents, chunks: (documents, chunks), query)
         return counts
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether this user may not write it."""
+        return self._database.is_read_only
+
+    def last_vectors(self, count: int) -> dict[str, NDArray[np.float32]]:
+        """The texts that came last, each with its vector; damaged ones are left out."""
+        query = f"SELECT {SIGNED}, c.checksum {CHUNKS} ORDER BY c.id DESC LIMIT ?"
+        rows = filter(is_sound, self._database.rows(query, count))
+        return {str(row[3]): np.frombuffer(row[4], np.float32) for row in rows}  # type: ignore[call-overload]
+
+    def embed_again(self, embedder: Embeddings) -> None:
+        """Give all chunks other vectors, in one transaction; damaged ones keep theirs."""
+        query = f"SELECT {SIGNED}, c.checksum {CHUNKS} ORDER BY c.id"
+        rows = list(filter(is_sound, self._database.rows(query)))
+        changed = []
+        for begin in range(0, len(rows), EMBED_CHUNKS):
+            some = rows[begin : begin + EMBED_CHUNKS]
+            vectors = embedder.embed([str(row[3]) for row in some])
+            for (chunk, title, ordinal, text, _, known, _), vector in zip(
+                some, vectors, strict=True
+            ):
+                data = vector.astype(np.float32).tobytes()
+                changed.append((data, row_sum(title, ordinal, text, data, known), chunk))
+        with self._database.transaction() as connection:
+            sql = "UPDATE chunks SET vector = ?, checksum = ? WHERE id = ?"
+            connection.executemany(sql, changed)
+            self._search.forget()
 
     def search(self, vector: NDArray[np.float32], k: int, where: Where | None = None) -> list[Hit]:
         """See `Search.nearest`."""

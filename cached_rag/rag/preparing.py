@@ -19,7 +19,7 @@ from cached_rag.kv.fingerprint import digest
 from cached_rag.library.context import Context
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.rag.document import Document
-from cached_rag.rag.embedding import Embeddings
+from cached_rag.rag.embedding import EMBED_CHUNKS, Embeddings
 from cached_rag.rag.progress import Say
 from cached_rag.rag.prompts import Prompts
 from cached_rag.rag.splitting import Splitter
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 _GROUP_CHUNKS = 32
 # A title has 200 characters at most.
 _TITLE_TOKENS = 64
-# Chunks embedded at a time; the bar moves after each batch.
-EMBED_CHUNKS = 128
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def copied(model: Any) -> str:
 
 
 def _described(name: str, weights: torch.Tensor) -> list[str]:
-    numbers = weights.contiguous().flatten().view(torch.uint8).cpu().numpy()
+    numbers = weights.contiguous().flatten().view(torch.uint8).cpu().numpy().data
     shape = str(tuple(weights.shape))
     return [name, str(weights.dtype), shape, xxhash.xxh3_128_hexdigest(numbers)]
 
