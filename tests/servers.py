@@ -102,10 +102,14 @@ def s3_server(folder: Path) -> Server:
 
 
 class Proxy:
-    """Passes connections on to a port, and keeps each answer back for `delay_s` seconds."""
+    """Passes connections on to a port, and keeps each answer back for `delay_s` seconds.
+
+    Attributes:
+        questions: how many pieces came from who asks.
+    """
 
     def __init__(self, port: int) -> None:
-        self.delay_s = 0.0
+        self.delay_s, self.questions = 0.0, 0
         self._target = port
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listening.getsockname()[1])
@@ -128,6 +132,7 @@ class Proxy:
     def _pass_on(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
         try:
             while data := source.recv(1 << 20):
+                self.questions += not is_answer
                 if is_answer:
                     time.sleep(self.delay_s)
                 sink.sendall(data)

@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import redis
 from faults import world
 from faults.forged import KEY, forge
 from faults.outcome import Outcome
+from hostile import REDIS, hostile
 from servers import Server, redis_server
 
 from cached_rag import CachedRAGError, Engine, StoreConfig
@@ -63,13 +65,14 @@ def campaign(trials: int, folder: Path, chance: random.Random) -> list[Outcome]:
             outcomes = [
                 _damaged(what, one, trials, server, chance) for what, one in DAMAGES.items()
             ]
-            return [*outcomes, _unsigned(trials, server, chance), _killed(trials, server, chance)]
+            outcomes += [_unsigned(trials, server, chance), _killed(trials, server, chance)]
+            return [*outcomes, _hostile(trials, chance)]
     finally:
         server.kill()
 
 
 @contextmanager
-def _machine(server: Server, **options: object) -> Iterator[Engine]:
+def _machine(server: Server | _Port, **options: object) -> Iterator[Engine]:
     """An engine with memory of its own and this store behind it."""
     settings = {"sequence_bytes": 0, "write_back": False} | options
     remote = f"redis://127.0.0.1:{server.port}/0"
@@ -123,7 +126,7 @@ def forged(server: Server) -> dict[bytes, bytes]:
     return {key: client.get(key) for key in client.scan_iter("*")}
 
 
-def _asked(server: Server, **options: object) -> tuple[int, list[str]]:
+def _asked(server: Server | _Port, **options: object) -> tuple[int, list[str]]:
     """Wrong modules, and other faults, of a machine that has to bring everything."""
     try:
         with _machine(server, **options) as engine:
@@ -155,6 +158,19 @@ def _killed(trials: int, server: Server, chance: random.Random) -> Outcome:
         after, others = _asked(server)
         outcome.add(0, wrong + after, found + others)
     return outcome
+
+
+def _hostile(trials: int, chance: random.Random) -> Outcome:
+    """It replies to every question as no store would."""
+    outcome = Outcome("hostile replies of a remote store")
+    for _ in range(trials):
+        with hostile(REDIS[chance.choice(sorted(REDIS))]) as port:
+            outcome.add(0, *_asked(_Port(port), remote_timeout=0.5, finish_seconds=0.0))
+    return outcome
+
+
+class _Port(NamedTuple):
+    port: int
 
 
 def _encode(server: Server, chance: random.Random) -> int:

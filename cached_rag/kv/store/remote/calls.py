@@ -77,7 +77,7 @@ class Calls:
         began = time.monotonic()
         try:
             result = work()
-        except self._transport.errors as error:
+        except Exception as error:  # whatever a reply makes of who reads it
             self._breaker.failed(began)
             raise self._failure(shown(error)) from None  # its cause would show a password
         if time.monotonic() - began < self.timeout_s:  # later is as bad as never

@@ -26,13 +26,23 @@ from cached_rag.kv.store.outbox import Outbox
 from cached_rag.kv.store.remote.calls import Calls
 from cached_rag.kv.store.remote.link import Link
 from cached_rag.kv.store.remote.transport import Transport
-from cached_rag.kv.store.remote.wire import Head, Sizes, pack, pack_heads, unpack, unpack_heads
+from cached_rag.kv.store.remote.wire import (
+    HEADS_BYTES,
+    Head,
+    Sizes,
+    pack,
+    pack_heads,
+    unpack,
+    unpack_heads,
+)
 
 _log = logging.getLogger(__name__)
 # Most bytes of KV that wait to be sent, and how long encoding may be held up by that in all.
 BUFFER_BYTES, _HELD_UP_S = 256 << 20, 20.0
 # Names that were not there are not asked for again for so long, and so many of them are remembered.
 _MISSING_S, _MOST_MISSING = 10.0, 1 << 16
+# Most bytes of a value where the model's sizes are not known.
+_ANY_BYTES = 1 << 30
 # Sending goes on after a failure, unless the pause that it asks for is longer than this.
 _PATIENCE_S = 4.0
 # How long a tenant that is closed waits for what it offered.
@@ -113,7 +123,8 @@ class RemoteTier:
             return Brought({})
         found: dict[str, ModuleKV] = {}
         problems, began = [], time.perf_counter()
-        values = self._reading.ask(lambda: self._transport.get(asked))
+        most = [self._most_bytes(wanted[names[name]]) for name in asked]
+        values = self._reading.ask(lambda: self._transport.get(asked, most))
         for name, data in zip(asked, values, strict=True):
             key = names[name]
             if data is None:
@@ -127,6 +138,9 @@ class RemoteTier:
                 problems.append(str(error))
         self.link.note(sum(kv.seq_len for kv in found.values()), time.perf_counter() - began)
         return Brought(found, tuple(problems))
+
+    def _most_bytes(self, token_ids: Sequence[int]) -> int:
+        return _ANY_BYTES if self._sizes is None else self._sizes.most_bytes(len(token_ids))
 
     def _unpacked(self, name: str, data: bytes, key: str, token_ids: Sequence[int]) -> ModuleKV:
         try:
@@ -162,7 +176,7 @@ class RemoteTier:
         """
         name = self._heads_name(namespace, model)
         began = time.perf_counter()
-        (data,) = self._reading.ask(lambda: self._transport.get([name]))
+        (data,) = self._reading.ask(lambda: self._transport.get([name], [HEADS_BYTES]))
         self.link.note(0, time.perf_counter() - began)
         return [] if data is None else unpack_heads(name, data, self._secret, self._sizes)
 

@@ -12,20 +12,25 @@ _SECRET = re.compile(r"(?<=://)\S*@|\?\S*")
 
 
 class Transport(Protocol):
-    """Blobs by name. Safe for several threads; every method may raise one of `errors`.
+    """Blobs by name. Safe for several threads.
+
+    Every method may raise any error, when the other side is away, slow, refuses, or replies what
+    it was not asked for. No reply takes more memory than was expected.
 
     Attributes:
         label: the address without passwords, for messages.
-        errors: what its methods raise when the other side is away, slow or refuses.
         batch: how many names `has` and `delete` take at most.
     """
 
     label: str
-    errors: tuple[type[Exception], ...]
     batch: int
 
-    def get(self, names: Sequence[str]) -> list[bytes | None]:
-        """The blobs of these names, None for each that is not there. All in one round trip."""
+    def get(self, names: Sequence[str], most_bytes: Sequence[int]) -> list[bytes | None]:
+        """The blobs of these names, None for each that is not there. All in one round trip.
+
+        Args:
+            most_bytes: as much is taken of each blob; of a longer one, its beginning.
+        """
         ...
 
     def has(self, names: Sequence[str]) -> list[bool]:

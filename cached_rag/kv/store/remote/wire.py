@@ -29,7 +29,7 @@ _TAG_BYTES = 16
 # Bounds on what is read: a value's header, the name of a context, and the list of heads, of which
 # the latest count.
 _HEADER_BYTES, _LONGEST_NAME = 1 << 16, 100
-_HEADS_BYTES, _MOST_HEADS = 4 << 20, 64
+HEADS_BYTES, _MOST_HEADS = 4 << 20, 64
 # What chunks stand behind, as plain data: (token ids of the prefix, name of the context).
 Head = tuple[tuple[int, ...], str]
 
@@ -117,7 +117,7 @@ def unpack_heads(name: str, data: bytes, secret: bytes, sizes: Sizes | None) -> 
     Raises:
         CorruptBlobError: as `unpack`.
     """
-    if len(data) > _HEADS_BYTES:
+    if len(data) > HEADS_BYTES:
         raise _corrupt(name, f"a list of heads of {len(data)} bytes")
     try:
         found = json.loads(bytes(_unsealed(name, data, secret)))
