@@ -25,6 +25,7 @@ from platformdirs import user_cache_path
 
 from cached_rag.errors import ModelError, ModelNotFoundError
 from cached_rag.kv.fingerprint import digest
+from cached_rag.kv.private import make_folder
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 _SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
@@ -88,7 +89,7 @@ def cache_dir() -> Path:
     """
     path = _cache_path()
     with writing_cache():
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(path)
     return path
 
 
@@ -119,7 +120,7 @@ def swept(folder: Path) -> Path:
 
     That has a name with `tmp`, and has not been changed for a day.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for path in folder.glob("tmp*"):
         if time.time() - path.stat().st_mtime > _ABANDONED_S:
             if path.is_dir():
@@ -214,7 +215,7 @@ def file_digest(path: Path) -> str:
         while block := file.read(1 << 22):
             state.update(block)
     with writing_cache():
-        memo.parent.mkdir(exist_ok=True)
+        make_folder(memo.parent)
         temporary = memo.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps({"digest": state.hexdigest(), "path": str(path)}))
         temporary.replace(memo)
