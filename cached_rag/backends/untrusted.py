@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 # The largest models have some 130 layers and 400 experts; llama.cpp ends the process beyond 512.
 _MOST = {
     re.compile(r"(^|[_.])(n_?)?(layers?|depth|blocks|block_count)$"): 512,
-    re.compile(r"(^|[_.])(experts|expert_count)$"): 4096,
+    re.compile(r"(^|[_.])(experts|expert_count)$"): 512,
     re.compile(r"(^|[_.])(labels|codebooks)$"): 1 << 16,
 }
 # Most entries of a list in a GGUF: each becomes an object. The longest have some 500,000.
@@ -107,7 +107,12 @@ class BoundedReader(gguf.GGUFReader):  # type: ignore[misc]
     def _build_tensor_info(self, offs: int, count: int) -> Any:
         fields = self.fields.items()
         integers = {key: f for key, f in fields if len(f.types) == 1 and f.types[0] in _INTEGERS}
-        check_counts({key: int(field.parts[-1][0]) for key, field in integers.items()})
+        counts = {key: int(field.parts[-1][0]) for key, field in integers.items()}
+        check_counts(counts)
+        for key, used in counts.items():  # over this, too, llama.cpp ends the process
+            of = key.replace("expert_used_count", "expert_count")
+            if of != key and used > counts.get(of, 0):
+                raise ValueError(f"{key} is {used}, more experts than it has")
         return super()._build_tensor_info(offs, count)
 
     def _build_tensors(self, start_offs: int, fields: Any) -> None:

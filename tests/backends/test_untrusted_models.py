@@ -7,11 +7,11 @@ import pickle
 import shutil
 import struct
 
-import gguf
 import pytest
 import torch
 from conftest import tiny_model, tiny_tokenizer
 from safetensors.torch import load_file, save_file
+from tiny_gguf import write_gguf
 
 from cached_rag import ModelError, load_model
 from cached_rag.backends.llama_cpp.loading import load_llama_cpp
@@ -196,9 +196,23 @@ def test_a_hostile_gguf_is_a_model_error(tmp_path, monkeypatch, load, data):
         load(str(path))
 
 
+FIELDS = {
+    "more experts than llama.cpp has room for": lambda w: w.add_expert_count(1000),
+    "more experts in use than there are": lambda w: w.add_expert_used_count(5),
+    "a rotation wider than heads": lambda w: w.add_rope_dimension_count(10**6),
+    "keys of no width": lambda w: w.add_key_length(0),
+}
+
+
+@pytest.mark.parametrize("add", FIELDS.values(), ids=FIELDS)
+def test_fields_that_do_not_fit_end_no_process(tmp_path, monkeypatch, add):
+    monkeypatch.setenv("CACHED_RAG_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ModelError):
+        load_llama_cpp(str(write_gguf(tmp_path / "tiny.gguf", add=add)), threads=1)
+
+
 def test_tensors_that_overlap_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CACHED_RAG_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(gguf.GGUFWriter, "ggml_pad", staticmethod(lambda *_: 0))
     path = tmp_path / "overlapping.gguf"
     data = b"".join(
         _text(f"blk.{n}.attn_q.weight") + struct.pack("<IQIQ", 1, 64, 0, 0) for n in range(9)
