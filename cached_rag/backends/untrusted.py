@@ -49,7 +49,7 @@ def judged(load: Callable[_P, _T]) -> Callable[_P, _T]:
             name = args[0] if args else options.get("name")
             why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ModelError(
-                f"{name} cannot be loaded ({why}): its files are damaged, or not what they seem; "
+                f"cannot load {name} ({why}): its files are damaged, or not what they seem; "
                 "download them again, from whom you trust"
             ) from error
 
