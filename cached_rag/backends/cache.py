@@ -19,6 +19,7 @@ from platformdirs import user_cache_path
 
 from cached_rag.errors import ModelError
 from cached_rag.kv.fingerprint import digest
+from cached_rag.kv.private import make_folder
 
 _log = logging.getLogger(__name__)
 # A file is told from another by a sample: this many pages, evenly spread, of this many bytes each.
@@ -37,7 +38,7 @@ def cache_dir() -> Path:
     """
     path = _cache_path()
     with writing_cache():
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(path)
     return path
 
 
@@ -131,7 +132,7 @@ def _swept(folder: Path) -> Path:
 
     That has a name with `tmp`, and has not been changed for a day.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for path in folder.glob("tmp*"):
         if time.time() - path.stat().st_mtime > _ABANDONED_S:
             shutil.rmtree(path, ignore_errors=True)
@@ -150,7 +151,7 @@ def file_digest(path: Path) -> str:
     for block in _blocks(path):
         state.update(block)
     with writing_cache():
-        memo.parent.mkdir(exist_ok=True)
+        make_folder(memo.parent)
         temporary = memo.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps({"digest": state.hexdigest(), "path": str(path)}))
         temporary.replace(memo)

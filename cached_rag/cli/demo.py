@@ -11,6 +11,7 @@ from rich.table import Table
 
 from cached_rag.cli.options import Codec, Index, IndexModel
 from cached_rag.cli.terminal import out, sooner
+from cached_rag.kv.private import make_folder
 
 if TYPE_CHECKING:
     from cached_rag import Answer, CachedRAG, Report
@@ -80,7 +81,7 @@ def _times(report: Report) -> tuple[str, str]:
 
 def _copied(folder: Path) -> Path:
     """The demo's documents, where the user can see and change them."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for number in DOCUMENTS:
         target = folder / f"pep-{number}.rst"
         if not target.exists():

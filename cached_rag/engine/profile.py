@@ -25,6 +25,7 @@ from cached_rag.backends.cache import cache_dir
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.private import make_folder, open_file
 from cached_rag.kv.store import DiskStore
 
 # Numbers of tokens: in the KV that is placed and read, in the longest prompt, and at most in a
@@ -98,7 +99,7 @@ def profile_of(model: Backend, *, fresh: bool = False) -> Profile:
     if kept is not None:
         return kept
     profile, path = measure(model), _path(key)
-    path.parent.mkdir(exist_ok=True)
+    make_folder(path.parent)
     temporary = path.with_suffix(f".{os.getpid()}")
     temporary.write_text(json.dumps(dataclasses.asdict(profile)), encoding="utf-8")
     temporary.replace(path)
@@ -113,7 +114,8 @@ def profile_key(model: Backend) -> ProfileKey:
 def kept_profile(key: ProfileKey) -> Profile | None:
     """The profile that was measured earlier on this machine; None if there is none to be read."""
     try:
-        return Profile(**json.loads(_path(key).read_text(encoding="utf-8")))
+        with open_file(_path(key)) as file:
+            return Profile(**json.load(file))
     except (OSError, ValueError, TypeError):  # a ValueError: by an earlier version, or incomplete
         return None
 

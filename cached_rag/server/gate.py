@@ -58,6 +58,7 @@ class Gate:
             return
         headers, sent = Headers(scope=scope), _Sent(receive)
         try:
+            _check_framing(headers, scope["http_version"])
             self._check_host(headers)
             if scope["path"] in _OPEN_PATHS:
                 await self._app(scope, receive, send)
@@ -172,6 +173,20 @@ class _Sent:
             return await self._receive()
         self._is_kept = False
         return {"type": "http.request", "body": bytes(self.body), "more_body": False}
+
+
+def _check_framing(headers: Headers, version: str) -> None:
+    """Refuse a body whose end a proxy before this server may see elsewhere (request smuggling).
+
+    All else that is unclear of it, h11 refuses.
+    """
+    lengths = {"content-length", "transfer-encoding"} & set(headers.keys())
+    if len(lengths) > 1 or ("transfer-encoding" in lengths and version == "1.0"):
+        raise HTTPException(
+            400,
+            "a request's body is sent with Content-Length, or with Transfer-Encoding in HTTP/1.1; "
+            "not with both",
+        )
 
 
 async def _refuse(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:

@@ -28,14 +28,20 @@ class Keys:
         """Read keys as the command line has them.
 
         Raises:
-            ConfigError: an empty key, or more than one colon.
+            ConfigError: no key or tenant where one should be, a colon or white space in one, or a
+                key that two have.
         """
         self._tenants: list[tuple[bytes, str]] = []
         for entry in keys:
-            tenant, _, key = entry.rpartition(":")
-            if not key or ":" in tenant:
-                raise ConfigError("an API key is given as KEY or TENANT:KEY, neither with a colon")
-            self._tenants.append((_digest(key), tenant))
+            *tenants, key = entry.split(":")
+            if len(tenants) > 1 or "" in (*tenants, key) or any(map(str.isspace, entry)):
+                raise ConfigError(
+                    "an API key is given as KEY or TENANT:KEY, neither of them empty nor with a "
+                    "colon or white space; of $TENANT:$KEY, see that both variables are set"
+                )
+            self._tenants.append((_digest(key), "".join(tenants)))
+        if len(dict(self._tenants)) < len(set(self._tenants)):
+            raise ConfigError("two tenants have the same API key; give each one of its own")
 
     def __bool__(self) -> bool:
         return bool(self._tenants)

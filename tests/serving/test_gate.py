@@ -21,7 +21,7 @@ from cached_rag.server.documents import Documents
 from cached_rag.server.gate import LOCAL_HOSTS
 from cached_rag.server.protocol import CompletionRequest
 from cached_rag.server.service import Service
-from cached_rag.server.tenants import Tenants
+from cached_rag.server.tenants import Keys, Tenants
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +144,61 @@ def test_with_keys_nothing_but_health_is_open(engine):
         }
         assert statuses["secret"].status_code == 403
         assert statuses["plain"].status_code == 200
+
+
+@pytest.mark.parametrize(
+    "key", [":k", "", ":", "red:", "red::k", "a:b:k", " ", "red: k", "a b:k", "k\n"]
+)
+def test_keys_that_are_not_whole_are_refused(key):
+    """ "$TENANT:$KEY" with an empty TENANT would be the owner's."""
+    with pytest.raises(ConfigError, match="neither of them empty"):
+        Keys(["good", key])
+
+
+def test_a_key_that_two_have_is_refused():
+    for keys in (["red:k", "blue:k"], ["k", "red:k"]):
+        with pytest.raises(ConfigError, match="two tenants have the same API key"):
+            Keys(keys)
+    assert Keys(["red:k", "red:k", "red:other"]).tenant("Bearer k") == "red"
+
+
+UNCLEAR = {
+    "a length and chunks": ["Content-Length: 5", "Transfer-Encoding: chunked"],
+    "chunks and a length": ["transfer-encoding: Chunked", "content-length: 0"],
+    "two lengths": ["Content-Length: 5", "Content-Length: 6"],
+    "a negative length": ["Content-Length: -5"],
+    "a length with a sign": ["Content-Length: +5"],
+    "a length on two lines": ["Content-Length: 5", " 6"],
+    "another encoding": ["Transfer-Encoding: gzip"],
+    "two encodings": ["Transfer-Encoding: gzip, chunked"],
+    "a name with a blank": ["Transfer-Encoding : chunked"],
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/health"])
+@pytest.mark.parametrize("lines", UNCLEAR.values(), ids=UNCLEAR)
+def test_a_body_whose_end_is_unclear_is_refused_and_nothing_behind_it_is_read(engine, lines, path):
+    smuggled = b"0\r\n\r\nGET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with (
+        serving(engine) as (address, _),
+        connected(address, head(path, length="\r\n".join(lines)) + smuggled) as client,
+    ):
+        answer = received(client)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.lower().count(b"connection: close") == answer.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize("size", [b"-1", b"0x5", b"+5", b"f" * 30, b"", b"5 5", b"5\x00"])
+def test_a_chunk_of_no_clear_size_ends_the_connection(engine, size):
+    sent = head(length="Transfer-Encoding: chunked") + size + b"\r\n{}   \r\n0\r\n\r\n"
+    with serving(engine) as (address, _), connected(address, sent + sent) as client:
+        assert received(client).count(b"HTTP/1.1 ") <= 1
+
+
+def test_chunks_in_http_1_0_are_refused(engine):
+    sent = head(length="Transfer-Encoding: chunked").replace(b"HTTP/1.1", b"HTTP/1.0")
+    with serving(engine) as (address, _), connected(address, sent + b"0\r\n\r\n") as client:
+        assert received(client).startswith(b"HTTP/1.1 400 ")
 
 
 def test_a_model_is_called_by_its_own_name_and_not_where_it_lies(engine, tmp_path):

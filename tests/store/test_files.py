@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import resource
+import socket
 import sqlite3
 import stat
 import subprocess
@@ -23,10 +24,13 @@ from conftest import CHUNKS, tiny_model
 from test_stores import key, module, same
 
 from cached_rag import CorruptBlobError, Engine, StoreConfig, StoreError
+from cached_rag.backends.resolve import file_digest
+from cached_rag.engine.profile import kept_profile, profile_key, profile_of
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import DiskStore, Maker, MemoryStore, TieredStore, database, disk
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
+from cached_rag.rag.index import DocumentIndex
 
 KEY = "sixteen or more random characters"
 
@@ -361,3 +365,95 @@ def test_nobody_else_may_read_what_is_kept(tmp_path):
         os.umask(before)
     assert len(modes) == 5  # the index, its log and shared memory, the lock, the module
     assert set(modes.values()) == {0o600}
+
+
+def test_folders_are_made_for_their_owner_alone_and_those_above_them_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("CACHED_RAG_CACHE", str(tmp_path / "far" / "cache"))
+    before = os.umask(0)
+    try:
+        with closing(DiskStore(tmp_path / "index" / "part" / "kv")) as store:
+            store.put(key(1), module(1))
+        with closing(DocumentIndex(tmp_path / "other" / "deep" / "documents.sqlite")):
+            pass
+        the_weights = tmp_path / "weights"
+        the_weights.write_bytes(b"w")
+        file_digest(the_weights)
+        profile_of(tiny_model("llama"), fresh=True)
+    finally:
+        os.umask(before)
+    modes = {p: stat.S_IMODE(p.stat().st_mode) for p in tmp_path.rglob("*") if p.is_dir()}
+    assert len(modes) == 12
+    assert set(modes.values()) == {0o700}
+
+
+# What is no file ---------------------------------------------------------------------------------
+
+
+def _socket(path):
+    with socket.socket(socket.AF_UNIX) as made, _inside(path.parent):
+        made.bind(path.name)  # such a path may have 100 characters only
+
+
+@contextmanager
+def _inside(folder):
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+NO_FILES = {
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a socket": _socket,
+    "a link": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("make", NO_FILES.values(), ids=NO_FILES)
+@pytest.mark.parametrize("way", ["get", "open"])
+def test_what_is_no_file_is_damage_and_can_be_replaced(store, make, way):
+    path = the_file(store)
+    path.unlink()
+    make(path)
+    with pytest.raises(CorruptBlobError, match="no regular file"):
+        getattr(store, way)(key(1), module(1).token_ids)
+    assert store.get(key(1), module(1).token_ids) is None
+    store.put(key(1), module(1))
+    assert same(store.get(key(1), module(1).token_ids), module(1))
+
+
+@pytest.mark.parametrize("make", NO_FILES.values(), ids=NO_FILES)
+def test_a_question_goes_on_where_kv_is_no_file(tmp_path, make):
+    settings = StoreConfig(path=str(tmp_path), sequence_bytes=0)
+    with Engine(tiny_model("llama"), settings) as engine:
+        engine.encode(CHUNKS, context=None)
+    for path in list(tmp_path.glob("blobs/*/*.safetensors")):
+        path.unlink()
+        make(path)
+    with Engine(tiny_model("llama"), settings) as engine:
+        engine.register(CHUNKS)
+        report = engine.generate(f"{CHUNKS[0]} Why?", method="reuse", max_tokens=1).report
+        assert report.modules_hit == 0
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal", "-journal"])
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, NO_FILES["a link"]])
+def test_a_database_that_is_no_file_is_named_and_not_waited_for(tmp_path, make, suffix):
+    make(tmp_path / f"index.sqlite{suffix}")
+    with pytest.raises(StoreError, match=rf"index.sqlite{suffix} is no file; remove it"):
+        DiskStore(tmp_path)
+
+
+def test_a_profile_that_is_a_pipe_is_measured_anew(tmp_path, monkeypatch):
+    monkeypatch.setenv("CACHED_RAG_CACHE", str(tmp_path))
+    model = tiny_model("llama")
+    profile_of(model, fresh=True)
+    (path,) = tmp_path.glob("profiles/*.json")
+    path.unlink()
+    os.mkfifo(path)
+    assert kept_profile(profile_key(model)) is None
+    profile_of(model)
+    assert path.is_file()

@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import torch
 
+from cached_rag.backends.untrusted import BoundedReader
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVShapes
 
@@ -44,7 +45,7 @@ class Facts:
         return self.text("general.architecture") or ""
 
 
-class Outline(gguf.GGUFReader):  # type: ignore[misc]
+class Outline(BoundedReader):
     """A GGUF's fields and tensors, without what is in lists.
 
     Of a vocabulary of 150,000 tokens gguf's own reader makes objects that take 500 MB.
@@ -54,7 +55,7 @@ class Outline(gguf.GGUFReader):  # type: ignore[misc]
         if raw_type != gguf.GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
         kind = int(self._get(orig_offs, np.uint32)[0])
-        count = int(self._get(orig_offs + 4, np.uint64)[0])
+        count = self._length(orig_offs)
         end = orig_offs + 12
         for _ in range(count):
             end += super()._get_field_parts(end, kind)[0]

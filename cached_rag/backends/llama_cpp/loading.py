@@ -23,6 +23,7 @@ from cached_rag.backends.llama_cpp.facts import (
 from cached_rag.backends.llama_cpp.files import gguf_source, tokenizer_of, whole_file
 from cached_rag.backends.llama_cpp.model import LlamaCppModel
 from cached_rag.backends.transformers.memory import OVERHEAD_BYTES, free_bytes
+from cached_rag.backends.untrusted import judged
 from cached_rag.errors import ModelError
 from cached_rag.kv import fingerprint
 
@@ -40,6 +41,7 @@ _TEXTS = (
 )
 
 
+@judged
 def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = False) -> LlamaCppModel:
     """Load a GGUF with llama.cpp.
 
@@ -64,6 +66,7 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
         )
     path = whole_file(source)
     _check_memory(name, path)
+    reader = Outline(path)  # first, for llama.cpp ends the process over some files
     params = api.default_params(library, api.ModelParams)
     params.n_gpu_layers = -1 if on_gpu else 0
     params.load_mode = api.LOAD_MODE_NONE  # mapped, it would change with the file, or end with it
@@ -72,7 +75,7 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
         raise ModelError(f"llama.cpp cannot load {path}; its messages in the log say why")
     context: Context | None = None
     try:
-        facts, reader = Facts(library, handle), Outline(path)
+        facts = Facts(library, handle)
         check_kind(facts, reader, name)
         frequencies = frequencies_of(facts, reader)
         del reader

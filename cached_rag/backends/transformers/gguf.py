@@ -28,6 +28,7 @@ from cached_rag.backends.transformers.gguf_fields import end_ids, refuse_split, 
 from cached_rag.backends.transformers.gguf_rope import ROTATIONS, refuse_scaling, set_rotation
 from cached_rag.backends.transformers.weights.groups import Groups, fits_groups, from_blocks
 from cached_rag.backends.transformers.weights.stored import StoredConfig
+from cached_rag.backends.untrusted import BoundedReader
 from cached_rag.errors import ModelError
 
 # A shard is written once it holds this many bytes.
@@ -122,7 +123,7 @@ def _convert(source: Path, folder: Path, shard_bytes: int) -> None:
 def _read_once(source: Path) -> Iterator[Any]:
     """Inside this context the file is read once: reading its vocabulary takes seconds."""
     reader_type = gguf.GGUFReader
-    reader = reader_type(source)
+    reader = BoundedReader(source)
     gguf.GGUFReader = lambda path, *_: reader if Path(path) == source else reader_type(path)
     try:
         yield reader

@@ -40,6 +40,7 @@ from cached_rag.backends.transformers.weights.packing import (
     formats,
     pack,
 )
+from cached_rag.backends.untrusted import check_config, judged
 from cached_rag.backends.variant import Variant
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.kv import fingerprint
@@ -57,6 +58,7 @@ _KV_VERSION = 1
 _FOLDER_VERSION = 5
 
 
+@judged
 def load_model(
     name: str,
     dtype: torch.dtype | str | None = None,
@@ -99,6 +101,7 @@ def load_model(
     try:
         path = _converted(source) if source.is_gguf else source.path
         commit = None if is_local else _commit(path, variant)
+        check_config(path, revision=commit, **variant.common)
         config = AutoConfig.from_pretrained(path, revision=commit, **variant.common)
         keeps_dense = fits_dense(name, config, torch_dtype, device, wanted)
         tokenizer = AutoTokenizer.from_pretrained(path, revision=commit, **variant.common)
@@ -163,6 +166,7 @@ def _commit(hub_id: str, variant: Variant) -> str:
     return Path(str(found)).parent.name
 
 
+@judged
 def load_tokenizer(name: str) -> Any:
     """Load a model's tokenizer, not its weights; a GGUF file is converted whole the first time.
 
@@ -287,7 +291,7 @@ def _eos_ids(model: Any) -> frozenset[int]:
     eos = model.generation_config.eos_token_id
     if eos is None:
         return frozenset()
-    return frozenset(eos if isinstance(eos, list) else [eos])
+    return frozenset(map(int, eos if isinstance(eos, list) else [eos]))
 
 
 def _converted(source: ModelSource) -> str:

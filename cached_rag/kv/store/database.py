@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 from urllib.parse import quote
 
 from cached_rag.errors import ClosedError, StoreError, StoreFullError
+from cached_rag.kv.private import make_folder
 
 _log = logging.getLogger(__name__)
 PATIENCE_S = 60.0
@@ -26,6 +27,8 @@ _SCRUB_S = 10.0
 _COMPACTED_BYTES = 64 << 20
 _T = TypeVar("_T")
 
+# Of the names of the files that SQLite may keep.
+_SUFFIXES = ("", "-wal", "-shm", "-journal")
 # No file: what it holds is gone with it.
 IN_MEMORY = Path(":memory:")
 
@@ -64,7 +67,7 @@ class Database:
         self.path, self._is_closed = path, False
         self._lock = threading.RLock()
         try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(path.parent)
             is_writable = all(os.access(place, os.W_OK) for place in (path, path.parent))
             self.is_read_only = path.is_file() and not is_writable
         except OSError as error:
@@ -82,6 +85,8 @@ class Database:
                     raise
 
     def _connected(self) -> sqlite3.Connection:
+        for suffix in _SUFFIXES:
+            _check_file(self.path.with_name(self.path.name + suffix))
         # No timeout: `_when_free` waits for other processes, and lets go of the lock meanwhile.
         if not self.is_read_only:
             found = sqlite3.connect(self.path, timeout=0, check_same_thread=False)
@@ -116,7 +121,7 @@ class Database:
 
     def _set_up(self, schema: str) -> None:
         self._connection.execute("PRAGMA user_version")  # makes the file, if there is none
-        for suffix in ("", "-wal", "-shm"):
+        for suffix in _SUFFIXES:
             _make_private(self.path.with_name(self.path.name + suffix))
         self._connection.execute("PRAGMA journal_mode=WAL")
         self._connection.execute("PRAGMA synchronous=NORMAL")
@@ -272,6 +277,12 @@ class Database:
             f"{self.path} cannot be written ({why}); allow this user to write it and its folder "
             f"{self.path.parent}, or choose another folder"
         )
+
+
+def _check_file(path: Path) -> None:
+    """Raise a StoreError if there is a pipe, a device or a folder: SQLite might wait for it."""
+    if path.exists() and not path.is_file():
+        raise StoreError(f"{path} is no file; remove it, or choose another folder")
 
 
 def _make_private(path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from cached_rag.errors import CachedRAGError, CorruptBlobError, StoreError, StoreFullError
 from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.private import make_folder
 from cached_rag.kv.store.base import IsWanted, Problem
 from cached_rag.kv.store.blob import (
     SigningError,
@@ -147,7 +148,7 @@ class DiskStore:
     def _publish(self, draft: Path, entry: Entry, wanted: IsWanted) -> None:
         """Give a draft its name and its row together; what it replaces or pushes out goes, too."""
         path = self._file(entry)
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(path.parent)
         if self.max_bytes is not None:
             self._entries.flush()
         try:
@@ -286,6 +287,8 @@ def _unlink(paths: Iterable[Path]) -> None:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
+            if path.is_dir():  # put there by others, as `check` says
+                continue
             raise StoreError(
                 f"{path} cannot be removed ({error}); allow this user to write its folder"
             ) from error

@@ -15,6 +15,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from cached_rag.errors import StoreError, StoreFullError
+from cached_rag.kv.private import CAUTIOUS, make_folder
 
 try:
     import fcntl
@@ -39,8 +40,7 @@ class Drafts:
             StoreError: writing failed for another reason, or whatever the caller did here.
         """
         try:
-            for folder in (self.folder.parent, self.folder):  # `parents` would take no mode
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(self.folder)
             with self._locked("LOCK_SH"):
                 draft = self.folder / os.urandom(8).hex()
                 try:
@@ -63,7 +63,7 @@ class Drafts:
 
     @contextlib.contextmanager
     def _locked(self, *flags: str) -> Iterator[None]:
-        handle = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o600)
+        handle = os.open(self._lock, os.O_RDWR | os.O_CREAT | CAUTIOUS, 0o600)
         try:
             if fcntl is not None:
                 fcntl.flock(handle, sum(getattr(fcntl, flag) for flag in flags))

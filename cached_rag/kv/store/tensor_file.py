@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from cached_rag.kv.private import open_file
+
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -82,7 +84,7 @@ class TensorFile:
     @classmethod
     def at(cls, path: Path) -> TensorFile:
         """Open the file at a path; errors as above."""
-        file = path.open("rb")
+        file = open_file(path)
         return cls(file, os.fstat(file.fileno()).st_size)
 
     @property

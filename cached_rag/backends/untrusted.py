@@ -1,0 +1,121 @@
+"""Model files are untrusted: what they claim is bounded before work, all failures are one error."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import gguf
+import numpy as np
+from transformers import PreTrainedConfig
+
+from cached_rag.errors import CachedRAGError, ModelError
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+# Most of what is made one by one when a model is built, by how configurations and GGUFs name it.
+# The largest models have some 130 layers and 400 experts; llama.cpp ends the process beyond 512.
+_MOST = {
+    re.compile(r"(^|[_.])(n_?)?(layers?|depth|blocks|block_count)$"): 512,
+    re.compile(r"(^|[_.])(experts|expert_count)$"): 512,
+    re.compile(r"(^|[_.])(labels|codebooks)$"): 1 << 16,
+}
+# Most entries of a list in a GGUF: each becomes an object. The longest have some 500,000.
+_MOST_ENTRIES = 1 << 21
+_INTEGERS = {
+    *(gguf.GGUFValueType.UINT8, gguf.GGUFValueType.INT8, gguf.GGUFValueType.UINT16),
+    *(gguf.GGUFValueType.INT16, gguf.GGUFValueType.UINT32, gguf.GGUFValueType.INT32),
+    *(gguf.GGUFValueType.UINT64, gguf.GGUFValueType.INT64),
+}
+
+
+def judged(load: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Have a function that loads a model, named by its first argument, raise this library's errors.
+
+    Readers raise what they come to: SafetensorError, UnpicklingError, KeyError, ZeroDivisionError.
+    """
+
+    @functools.wraps(load)
+    def loading(*args: _P.args, **options: _P.kwargs) -> _T:
+        try:
+            return load(*args, **options)
+        except CachedRAGError:
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+                raise
+            name = args[0] if args else options.get("name")
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise ModelError(
+                f"cannot load {name} ({why}): its files are damaged, or not what they seem; "
+                "download them again, from whom you trust"
+            ) from error
+
+    return loading
+
+
+def check_config(path: str, **options: Any) -> None:
+    """Judge a configuration before transformers makes an object of it, which may take for ever.
+
+    Args:
+        options: of `from_pretrained`, which say where it is.
+
+    Raises:
+        ValueError: it asks for too many layers, or the like.
+        OSError: there is none.
+    """
+    check_counts(PreTrainedConfig.get_config_dict(path, **options)[0])
+
+
+def check_counts(facts: Mapping[str, Any]) -> None:
+    """Raise a ValueError if there is too much of something that is made one by one."""
+    for key, value in facts.items():
+        if isinstance(value, Mapping):
+            check_counts(value)
+        elif isinstance(value, int | float):
+            for pattern, most in _MOST.items():
+                if value > most and pattern.search(key):
+                    raise ValueError(f"{key} is {value}, and no model has more than {most}")
+
+
+class BoundedReader(gguf.GGUFReader):  # type: ignore[misc]
+    """gguf's reader; that reads on behind a file's end, for ever where a count says so.
+
+    Raises:
+        ValueError: a count exceeds the file, or what any model has; or tensors overlap.
+    """
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **named: Any) -> Any:
+        if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
+            raise ValueError("it is cut short, or a count in it is wrong")
+        return super()._get(offset, dtype, count, *order, **named)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type == gguf.GGUFValueType.ARRAY:
+            self._length(orig_offs)
+        return super()._get_field_parts(orig_offs, raw_type)
+
+    def _length(self, offset: int) -> int:
+        """How many entries the list has that begins there."""
+        count = int(self._get(offset + 4, np.uint64)[0])
+        if count > _MOST_ENTRIES:
+            raise ValueError(f"it has a list of {count} entries")
+        return count
+
+    def _build_tensor_info(self, offs: int, count: int) -> Any:
+        fields = self.fields.items()
+        integers = {key: f for key, f in fields if len(f.types) == 1 and f.types[0] in _INTEGERS}
+        counts = {key: int(field.parts[-1][0]) for key, field in integers.items()}
+        check_counts(counts)
+        for key, used in counts.items():  # over this, too, llama.cpp ends the process
+            of = key.replace("expert_used_count", "expert_count")
+            if of != key and used > counts.get(of, 0):
+                raise ValueError(f"{key} is {used}, more experts than it has")
+        return super()._build_tensor_info(offs, count)
+
+    def _build_tensors(self, start_offs: int, fields: Any) -> None:
+        super()._build_tensors(start_offs, fields)
+        if sum(int(tensor.n_bytes) for tensor in self.tensors) > len(self.data):
+            raise ValueError("its tensors overlap")
