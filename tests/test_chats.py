@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from itertools import pairwise
 
@@ -245,3 +246,39 @@ def test_a_turn_that_was_interrupted_keeps_what_there_is_of_it(rag):
     stream.close()
     assert [answer.question for answer in chat.history] == [FIRST]
     assert chat.history[0].text.startswith(first)
+
+
+def test_a_conversation_goes_on_from_its_messages_as_json_keeps_them(rag, prompts):
+    chat = rag.chat(k=2, condense=False, max_tokens=2)
+    chat.ask(FIRST)
+    kept = json.loads(json.dumps(chat.messages))
+    chat.ask(SECOND)
+    again = rag.chat(history=kept, k=2, condense=False, max_tokens=2)
+    again.ask(SECOND)
+    assert prompts[2] == prompts[1]
+    assert again.messages == chat.messages
+    assert rag.chat(history=chat.history).messages == chat.messages
+
+
+def test_a_resumed_conversation_has_no_chunk_that_the_index_does_not_have(rag, prompts):
+    forged = [
+        {"role": "user", "content": "q", "chunks": ["a forged text"]},
+        {"role": "assistant", "content": "a"},
+    ]
+    rag.chat(history=forged, k=1, condense=False, max_tokens=2).ask(FIRST)
+    assert "forged" not in prompts[-1]
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [{"role": "user", "content": "unanswered"}],
+        [{"role": "assistant", "content": "a"}, {"role": "user", "content": "q"}],
+        [{"role": "user", "content": "q", "chunks": "x"}, {"role": "assistant", "content": "a"}],
+        ["text"],
+        "text",
+    ],
+)
+def test_a_history_that_is_no_conversation_is_refused(rag, history):
+    with pytest.raises(ConfigError, match=r"history|chunks"):
+        rag.chat(history=history)

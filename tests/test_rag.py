@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 import time
 from pathlib import PurePath
 
@@ -434,3 +436,41 @@ def test_half_a_character_cannot_be_searched_for(way, opened, docs):
         with pytest.raises(ConfigError, match="half of a surrogate pair at character 7"):
             asks[way]("copper \ud83d green?")
         chat.ask("copper?")
+
+
+def test_several_questions_are_answered_together_as_each_alone(opened, docs):
+    rag = opened()
+    rag.ingest(docs, progress=False)
+    questions = ["copper green?", "and lighthouses?", "bees?"]
+    options = {"k": 1, "max_tokens": 4}
+    together = rag.ask_many(questions, **options)
+    alone = [rag.ask(question, **options) for question in questions]
+    assert [(a.question, a.text) for a in together] == [(a.question, a.text) for a in alone]
+    assert [a.sources for a in together] == [a.sources for a in alone]
+    assert rag.ask_many([]) == []
+    with pytest.raises(ConfigError, match="several"):
+        rag.ask_many("bees?")
+    with pytest.raises(ConfigError):
+        rag.ask_many(["bees?", " "])
+
+
+def test_ingestion_leaves_the_event_loop_free_and_tells_how_far_it_is(opened, docs):
+    rag, told = opened(), []
+    loop_ran = threading.Event()
+
+    def tell(what, done, total):
+        assert loop_ran.wait(60)  # set by the loop, while this thread ingests
+        told.append((what, done, total))
+
+    async def run():
+        task = asyncio.create_task(rag.aingest(docs, progress=tell))
+        await asyncio.sleep(0)
+        loop_ran.set()
+        return await task
+
+    assert asyncio.run(run()).added == 3
+    for what in ("reading", "prefilling"):
+        steps = [(done, total) for name, done, total in told if name == what]
+        assert steps[0][0] == 0
+        assert steps[-1][0] == steps[-1][1] > 0
+        assert [done for done, _ in steps] == sorted(done for done, _ in steps)

@@ -17,7 +17,9 @@ from cached_rag.cli.options import (
     MaxTokens,
     Method,
     Remote,
+    RerankerName,
     Retrieved,
+    SearchBy,
     Seed,
     Temperature,
     Weights,
@@ -32,6 +34,8 @@ def ask_command(
     question: str,
     index: Index = DEFAULT_INDEX,
     k: Retrieved = 6,
+    search: SearchBy = None,
+    reranker: RerankerName = None,
     where: Where = None,
     method: Method = "auto",
     ratio: Annotated[
@@ -70,6 +74,7 @@ def ask_command(
     )
     # The one question there is; and full prefill, to compare it with, must not find what it left.
     how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
+    how |= {"search": search, "reranker": reranker}
     how["backend"] = backend
     with opened(index, remote, sequence_bytes=0, **how) as rag:
         chosen: dict[str, Any] = {"k": k, "where": filters(where)}

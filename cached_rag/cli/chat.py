@@ -17,7 +17,9 @@ from cached_rag.cli.options import (
     MaxTokens,
     Method,
     Remote,
+    RerankerName,
     Retrieved,
+    SearchBy,
     Seed,
     Temperature,
     Weights,
@@ -37,6 +39,8 @@ _HELP = "Ask; /new begins anew, /sources shows the last answer's chunks, an empt
 def chat_command(
     index: Index = DEFAULT_INDEX,
     k: Retrieved = 6,
+    search: SearchBy = None,
+    reranker: RerankerName = None,
     where: Where = None,
     method: Method = "auto",
     max_tokens: MaxTokens = 256,
@@ -60,6 +64,7 @@ def chat_command(
     )
     chosen = filters(where)
     how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
+    how |= {"search": search, "reranker": reranker}
     with opened(index, remote, backend=backend, **how) as rag:
 
         def begin() -> Chat:

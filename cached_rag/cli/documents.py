@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from cached_rag.cli.options import DEFAULT_INDEX, Index, Remote, Where, filters, opened
+from cached_rag.cli.options import (
+    DEFAULT_INDEX,
+    Index,
+    Remote,
+    RerankerName,
+    SearchBy,
+    Where,
+    filters,
+    opened,
+)
 from cached_rag.cli.terminal import Json, out, print_json, print_table
 
 
@@ -35,11 +44,13 @@ def search_command(
     question: str,
     index: Index = DEFAULT_INDEX,
     k: Annotated[int, typer.Option("-k", help="Chunks to show.")] = 6,
+    search: SearchBy = None,
+    reranker: RerankerName = None,
     where: Where = None,
     as_json: Json = False,
 ) -> None:
     """Show the chunks nearest to a question."""
-    with opened(index) as rag:
+    with opened(index, search=search, reranker=reranker) as rag:
         hits = rag.search(question, k, where=filters(where))
     if as_json:
         print_json({"hits": [dataclasses.asdict(hit) for hit in hits]})

@@ -20,6 +20,7 @@ from cached_rag.cli.options import (
     Index,
     IndexModel,
     Remote,
+    SearchBy,
     Weights,
     shared,
 )
@@ -60,6 +61,7 @@ def ingest_command(
             "primer:3, none, neighbours:N."
         ),
     ] = None,
+    search: SearchBy = None,
     name: Annotated[
         str | None, typer.Option(help="Name of PATH in the index; its own by default.")
     ] = None,
@@ -112,6 +114,7 @@ def ingest_command(
     workers = _workers(ray, workers=ray_workers, cpus_per_worker=ray_cpus, gpus_per_worker=ray_gpus)
 
     options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "codec": codec, "context": context}
+    options["search"] = search
     limits = DocumentLimits(max_document_bytes, parse_seconds or None, parse_memory or None)
     options |= shared(remote) | {"limits": limits}
     with CachedRAG.open(

@@ -100,6 +100,16 @@ Remote = Annotated[
     ),
 ]
 Retrieved = Annotated[int, typer.Option("-k", help="Chunks to retrieve.")]
+SearchBy = Annotated[
+    str | None,
+    typer.Option(
+        "--search", help="How chunks are found: hybrid, vectors or words; an index remembers it."
+    ),
+]
+RerankerName = Annotated[
+    str | None,
+    typer.Option("--reranker", help="Hub id or folder of a cross-encoder that orders chunks anew."),
+]
 Temperature = Annotated[
     float, typer.Option(help="0 always takes the likeliest token; more is more random.")
 ]

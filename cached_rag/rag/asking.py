@@ -17,7 +17,8 @@ from cached_rag.rag.embedding import Embeddings
 from cached_rag.rag.hit import Hit
 from cached_rag.rag.index import DocumentIndex
 from cached_rag.rag.prompts import Prompts, Turn, searched
-from cached_rag.rag.retrieval import Found, Reranker, Wanted, check_question, find
+from cached_rag.rag.reranking import Reranker
+from cached_rag.rag.retrieval import Found, Wanted, check_question, find
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Asking:
     Attributes:
         contexts: chunks are encoded behind each of these.
         forget: given texts that no document has any more, deletes their KV.
-        reranker, candidates: see `retrieval.find`.
+        reranker, candidates, by: see `retrieval.find`.
     """
 
     index: DocumentIndex
@@ -38,10 +39,12 @@ class Asking:
     forget: Callable[[Sequence[str]], object]
     reranker: Reranker | None = None
     candidates: int = 0
+    by: str = "vectors"
 
     def find(self, text: str, wanted: Wanted) -> Found:
         """The chunks for a text; their KV begins to come from the disk."""
-        found = find(self.index, self.embedder, text, wanted, self.reranker, self.candidates)
+        order = (self.reranker, self.candidates, self.by)
+        found = find(self.index, self.embedder, text, wanted, *order)
         texts = [hit.text for hit in found.hits]
         self._introduce(texts)
         # Not by the engine's `prefetch`, which expects them in whichever prompt comes next: they

@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cached_rag.backends.prompt_text import Message
 from cached_rag.config import GenerationConfig
-from cached_rag.engine.report import Clock
+from cached_rag.engine.report import Clock, Report
+from cached_rag.errors import ConfigError
 from cached_rag.rag.answer import Answer, AnswerStream, conversation
 from cached_rag.rag.asking import Asking
 from cached_rag.rag.hit import Hit
@@ -56,11 +58,12 @@ class Chat:
         config: GenerationConfig,
         *,
         condense: bool,
+        said: Sequence[_Exchange] = (),
     ) -> None:
-        """See `CachedRAG.chat`."""
+        """See `CachedRAG.chat`; `said` is what was said before."""
         self._asking, self._wanted, self._config = asking, wanted, config
         self._condense = condense
-        self._said: list[_Exchange] = []
+        self._said = list(said)
         self._open: Callable[[], AnswerStream | None] = lambda: None
 
     @property
@@ -70,6 +73,18 @@ class Chat:
         An answer belongs to it once it ends, is closed, or the next question is asked.
         """
         return tuple(exchange.answer for exchange in self._said)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """What is not forgotten as messages, which JSON can keep and `CachedRAG.chat` goes on with.
+
+        Those of the user have the texts of their "chunks", so that prompts begin as they did.
+        """
+        found: list[dict[str, Any]] = []
+        for one in self._said:
+            asked = {"role": "user", "content": one.answer.question, "chunks": list(one.texts)}
+            found += [asked, {"role": "assistant", "content": one.answer.text}]
+        return found
 
     def ask(self, question: str, **options: Any) -> Answer:
         """Answer the next question.
@@ -147,6 +162,37 @@ class Chat:
         rewritten = answer.text.strip()
         # What begins with a tag is a thought, not a question.
         return plain if not rewritten or rewritten.startswith("<") else f"{rewritten}\n{plain}"
+
+
+def resumed(history: Sequence[Answer | Message]) -> list[_Exchange]:
+    """A conversation of messages or answers, to go on with.
+
+    Raises:
+        ConfigError: not each question is followed by its answer, or a message is none.
+    """
+    turns = conversation(history)
+    given = [texts for turn in history for texts in _given(turn)]
+    if [turn["role"] for turn in turns] != ["user", "assistant"] * (len(turns) // 2):
+        raise ConfigError(
+            "a chat's history is questions of the user, each followed by the assistant's answer, "
+            "such as Chat.messages gives; leave out what has no answer"
+        )
+    said: list[_Exchange] = []
+    for asked, answered, texts in zip(turns[::2], turns[1::2], given[::2], strict=True):
+        answer = Answer(answered["content"], (), Report("auto"), asked["content"])
+        known = _texts(said)
+        said.append(_Exchange(answer, tuple(text for text in texts if text not in known)))
+    return said
+
+
+def _given(turn: Answer | Message) -> list[tuple[str, ...]]:
+    """The chunks of each message that a turn of a history stands for."""
+    if isinstance(turn, Answer):
+        return [tuple(hit.text for hit in turn.sources), ()]
+    texts = turn.get("chunks", ())
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise ConfigError("the chunks of a message are a list of texts, as Chat.messages has them")
+    return [tuple(texts)]
 
 
 def _turns(said: Sequence[_Exchange]) -> tuple[list[Turn], list[tuple[str, ...]]]:

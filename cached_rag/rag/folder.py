@@ -5,6 +5,7 @@ Says what happens in which order; each step is somebody else's.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from cached_rag.rag.index import DocumentIndex, IndexedDocument
 from cached_rag.rag.ingest import Ingestion, IngestSummary
 from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.preparing import Preparation
+from cached_rag.rag.progress import Shown
 from cached_rag.rag.roots import absolute
 from cached_rag.rag.same_vectors import see_same_vectors
 from cached_rag.rag.settings import DEFAULTS, contexts
@@ -85,7 +87,7 @@ class IndexFolder:
 
     def _agree(self) -> None:
         """Take over the settings of the index, to which another process may have given some."""
-        self.settings = DEFAULTS | self._asked | self.index.agree(self._asked)
+        self.settings = DEFAULTS | self.index.agree(self._asked) | self._asked
 
     @property
     def engine(self) -> Engine:
@@ -130,7 +132,7 @@ class IndexFolder:
         texts: Mapping[str, str],
         *,
         metadata: Mapping[str, str | int | float | bool] | None = None,
-        progress: bool = True,
+        progress: Shown = True,
     ) -> IngestSummary:
         """Bring texts into the index that are in no file, and prefill their chunks.
 
@@ -138,7 +140,7 @@ class IndexFolder:
             texts: each under the name of its document ("faq/12"); a document of that name is
                 replaced, and `delete` takes it.
             metadata: what is known of all of them, to filter by.
-            progress: show a bar on the terminal.
+            progress: see `ingest`.
 
         Raises:
             DocumentError: a text is empty, or its name cannot be one; then none is added.
@@ -164,7 +166,7 @@ class IndexFolder:
         name: str | None = None,
         delete_missing: bool = False,
         ray: str | IngestWorkers | None = None,
-        progress: bool = True,
+        progress: Shown = True,
     ) -> IngestSummary:
         """Bring a file, or all files below a folder, into the index, and prefill their chunks.
 
@@ -182,7 +184,9 @@ class IndexFolder:
             delete_missing: delete documents that were ingested from below `path` and are gone.
             ray: have the work done on a Ray cluster (extra `ray`, docs/scale.md): its address,
                 "local" for processes of this machine, or a `ray_cached_rag.RayConfig`.
-            progress: show bars on the terminal.
+            progress: show bars on the terminal; or a function that is called with what is done
+                ("reading", "prefilling" or "preparing"), how much of it, and of how much: bytes
+                of files, tokens of chunks, or documents that workers prepare.
 
         Raises:
             DocumentError: nothing is at `path`; or the index has another folder or file of that
@@ -209,6 +213,13 @@ class IndexFolder:
                 progress=progress,
                 prepare=prepare,
             )
+
+    async def aingest(self, path: str | Path, **options: Any) -> IngestSummary:
+        """As `ingest`, in a thread of its own, so that the event loop goes on.
+
+        A cancelled task does not stop it: what is begun is brought to its end.
+        """
+        return await asyncio.to_thread(self.ingest, path, **options)
 
     def watch(
         self, path: str | Path, *, progress: bool = False, stop: threading.Event | None = None

@@ -38,6 +38,8 @@ from cached_rag.rag.splitting import Chunk
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+# Settings that are remembered, and change nothing that is kept.
+CHANGEABLE = frozenset({"search"})
 _SCHEMA = f"""
 PRAGMA foreign_keys = ON;
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -110,11 +112,12 @@ class DocumentIndex:
         """The index's settings.
 
         Raises:
-            IndexMismatchError: one of those asked for has another value in the index.
+            IndexMismatchError: one of those asked for has another value in the index, and is none
+                of those that each `open` may choose anew.
         """
         kept = self.settings()
         for name, value in asked.items():
-            if kept.get(name, value) != value:
+            if name not in CHANGEABLE and kept.get(name, value) != value:
                 raise IndexMismatchError(
                     f"the index at {self._folder} was made with {name} {kept[name]!r}, not "
                     f"{value!r}; open it without that setting, or ingest into another folder"
@@ -278,9 +281,17 @@ class DocumentIndex:
             connection.executemany(sql, changed)
             self._search.forget()
 
-    def search(self, vector: NDArray[np.float32], k: int, where: Where | None = None) -> list[Hit]:
+    def search(
+        self,
+        vector: NDArray[np.float32],
+        k: int,
+        where: Where | None = None,
+        *,
+        text: str = "",
+        by: str = "vectors",
+    ) -> list[Hit]:
         """See `Search.nearest`."""
-        return self._search.nearest(vector, k, where)
+        return self._search.nearest(vector, k, where, text=text, by=by)
 
     def _chunks(self, source: str) -> list[Row]:
         query = f"SELECT {SIGNED}, c.checksum {CHUNKS} WHERE c.source = ? ORDER BY c.ordinal"

@@ -21,7 +21,7 @@ from cached_rag.rag.finding import look_at
 from cached_rag.rag.index import DocumentIndex
 from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.preparing import Preparation, content, groups
-from cached_rag.rag.progress import Say, prefilling, preparing, reading
+from cached_rag.rag.progress import Say, Shown, prefilling, preparing, reading
 from cached_rag.rag.roots import absolute, is_below, is_text, join
 from cached_rag.rag.workers import IngestTask, Prepare, PreparedDocument
 
@@ -79,7 +79,7 @@ class Ingestion:
         *,
         name: str | None,
         delete_missing: bool,
-        progress: bool,
+        progress: Shown,
         prepare: Prepare | None = None,
     ) -> IngestSummary:
         """Read, index, delete, encode; see `CachedRAG.ingest`.
@@ -109,14 +109,14 @@ class Ingestion:
         left_out = (*unseen, *unnamed, *summary.skipped)
         return replace(summary, deleted=deleted, skipped=left_out, passed_over=found.passed_over)
 
-    def add(self, documents: Sequence[Document], *, progress: bool) -> IngestSummary:
+    def add(self, documents: Sequence[Document], *, progress: Shown) -> IngestSummary:
         """Index and encode documents that are in memory."""
         added = sum(self._update(one.source, one, lambda *_: None) for one in documents)
         texts = {one.source: self.index.texts(one.source) for one in documents}
         return self._encode(added, texts, progress)
 
     def _read(
-        self, files: Mapping[str, Path], reader: ConfinedReader, progress: bool
+        self, files: Mapping[str, Path], reader: ConfinedReader, progress: Shown
     ) -> tuple[int, list[tuple[str, str]], dict[str, list[str]]]:
         """Index files that changed: their number, files skipped and why, all chunks by source."""
         added, skipped, texts = 0, [], {}
@@ -134,7 +134,9 @@ class Ingestion:
                 self.preparation.engine.register(texts[source])  # counts their tokens
         return added, skipped, texts
 
-    def _gather(self, files: Mapping[str, Path], prepare: Prepare, progress: bool) -> IngestSummary:
+    def _gather(
+        self, files: Mapping[str, Path], prepare: Prepare, progress: Shown
+    ) -> IngestSummary:
         """Index what workers prepare, batch by batch.
 
         The KV is in the store by then. So encoding finds it, and makes it known to this process's
@@ -228,7 +230,7 @@ class Ingestion:
             self.forget(self.index.delete(source))
         return len(gone)
 
-    def _encode(self, added: int, texts: dict[str, list[str]], progress: bool) -> IngestSummary:
+    def _encode(self, added: int, texts: dict[str, list[str]], progress: Shown) -> IngestSummary:
         """Encode chunks that have no KV, and mark documents that are done.
 
         Args:

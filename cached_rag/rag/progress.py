@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ Say = Callable[[str, float], None]
 # How an encoding shows how far it is: a bar (True), a bar if standard error is a terminal (None),
 # nothing (False), or calls with the numbers of tokens that are done and that are to be done.
 Progress = bool | Callable[[int, int], object] | None
+# How an ingestion does: bars, nothing, or calls with what is done ("reading", in bytes;
+# "prefilling", in tokens; "preparing", in documents), how much of it is, and how much there is.
+Shown = bool | Callable[[str, int, int], object]
 
 
 class Bar(tqdm):  # type: ignore[type-arg]
@@ -38,7 +41,7 @@ Bar.set_lock(threading.RLock())
 
 
 @contextmanager
-def reading(files: Iterable[Path], *, is_shown: bool) -> Iterator[Iterator[tuple[Path, Say]]]:
+def reading(files: Iterable[Path], *, is_shown: Shown) -> Iterator[Iterator[tuple[Path, Say]]]:
     """A bar in bytes over files; gives each file with the `Say` that moves the bar within it."""
     sizes = {file: _size(file) for file in files}
     total = sum(sizes.values())
@@ -61,12 +64,12 @@ def reading(files: Iterable[Path], *, is_shown: bool) -> Iterator[Iterator[tuple
         yield each()
 
 
-def prefilling(tokens: int, *, is_shown: bool) -> tqdm[Any]:
+def prefilling(tokens: int, *, is_shown: Shown) -> Any:
     """A bar in tokens, with the rate and the time left."""
     return _bar(tokens, "prefilling", "token", is_shown=is_shown)
 
 
-def preparing(documents: int, *, is_shown: bool) -> tqdm[Any]:
+def preparing(documents: int, *, is_shown: Shown) -> Any:
     """A bar in documents, with the rate and the time left."""
     return _bar(documents, "preparing", "document", is_shown=is_shown)
 
@@ -103,15 +106,32 @@ class _Counted:
         self._tell(self._done, self._total)
 
 
+class _Told:
+    """Does as a bar, and tells a function."""
+
+    def __init__(self, tell: Callable[[str, int, int], object], what: str, total: int) -> None:
+        self._tell, self._what, self._total, self.n = tell, what, total, 0
+        tell(what, 0, total)
+
+    def update(self, more: int) -> None:
+        self.n += more
+        self._tell(self._what, self.n, self._total)
+
+    def set_postfix_str(self, text: str, refresh: bool = True) -> None:
+        """Nothing: the function is told numbers."""
+
+
 def _bar(
     total: int | None,
     what: str,
     unit: str,
     *,
-    is_shown: bool | None,
+    is_shown: Shown | None,
     unit_divisor: int = 1000,
     delay: float = 0.0,
-) -> tqdm[Any]:
+) -> Any:
+    if callable(is_shown):
+        return nullcontext(_Told(is_shown, what, total or 0))
     return Bar(
         total=total,
         desc=what,

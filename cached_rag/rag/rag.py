@@ -21,14 +21,15 @@ from cached_rag.errors import (
 )
 from cached_rag.rag.answer import Answer, AnswerStream, conversation
 from cached_rag.rag.asking import Asking
-from cached_rag.rag.chat import Chat
+from cached_rag.rag.chat import Chat, resumed
 from cached_rag.rag.embedding import Embeddings
 from cached_rag.rag.filters import Where
 from cached_rag.rag.folder import IndexFolder
 from cached_rag.rag.hit import Hit
 from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.prompts import Prompts, searched
-from cached_rag.rag.retrieval import Reranker, Wanted, find
+from cached_rag.rag.reranking import Reranker, cross_encoder
+from cached_rag.rag.retrieval import Wanted, find
 from cached_rag.rag.roots import absolute, is_path
 from cached_rag.rag.settings import asked_for
 
@@ -57,6 +58,7 @@ class CachedRAG(IndexFolder):
         codec: str | None = None,
         context: str | None = None,
         system: str | None = None,
+        search: str | None = None,
         memory_bytes: int = 2 << 30,
         disk_bytes: int | None = None,
         remote: str | None = None,
@@ -76,7 +78,7 @@ class CachedRAG(IndexFolder):
         adapter: str | None = None,
         model_kwargs: Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        reranker: Reranker | None = None,
+        reranker: Reranker | str | None = None,
         candidates: int = 24,
         limits: DocumentLimits | None = None,
     ) -> CachedRAG:
@@ -86,7 +88,7 @@ class CachedRAG(IndexFolder):
         without documents has none: each `open` may choose anew.
 
         Args:
-            model: alias, hub id, folder or GGUF file. This and the next five are the index's
+            model: alias, hub id, folder or GGUF file. This and the next six are the index's
                 settings; None takes what the index has, or the default.
             embedding: a sentence-transformers name, or an object that embeds.
             chunk_tokens: most tokens of a chunk, counted by the model's tokenizer.
@@ -97,6 +99,9 @@ class CachedRAG(IndexFolder):
                 passes instead of one), or "neighbours:n" (nothing, and the n nearest chunks).
                 "both" and "neighbours:n" take a pass more, and twice the disk; see docs/methods.md.
             system: the system prompt that questions are asked under.
+            search: how chunks are found: by "vectors" (what is meant; the default), by "words"
+                (BM25: part numbers, names), or "hybrid" by both. Each `open` may
+                choose anew; the first ingestion's is remembered.
             memory_bytes, disk_bytes: most bytes of KV in memory and on disk.
             remote: a store that several machines share; see `StoreConfig`.
             signing_key: KV that is not signed with it is not used; see `StoreConfig`.
@@ -110,10 +115,9 @@ class CachedRAG(IndexFolder):
             dtype, device, weights: see `load_model`.
             backend: what runs the model: "transformers", or "llama.cpp" for a GGUF.
             revision, adapter, model_kwargs, chat_template_kwargs: see `Engine.load`.
-            reranker: puts the nearest chunks into a better order, of which the first k are used:
-                called with the question and their texts, it gives a number for each, the higher
-                the better, as `lambda question, texts: encoder.predict([(question, t) for t in
-                texts])` with a `sentence_transformers.CrossEncoder`.
+            reranker: puts the nearest chunks into a better order, of which the first k are used: a
+                cross-encoder's hub id or folder; or a function that is called with the question
+                and their texts, and gives a number for each, the higher the better.
             candidates: how many chunks the reranker is given.
             limits: on the size of a document, and the time and memory for reading it.
 
@@ -129,6 +133,7 @@ class CachedRAG(IndexFolder):
             codec=codec,
             context=context,
             system=system,
+            search=search,
         )
         if not is_path(Path(path).expanduser()):
             raise ConfigError(f"{str(path)!r} cannot be the name of an index; give another one")
@@ -153,7 +158,8 @@ class CachedRAG(IndexFolder):
         options |= {"model_kwargs": model_kwargs, "chat_template_kwargs": chat_template_kwargs}
         embedder = None if isinstance(embedding, str) else embedding
         rag = cls(root, settings, store, options, embedder, engine, limits)
-        rag._reranker, rag._candidates = reranker, candidates
+        scored = cross_encoder(reranker, device) if isinstance(reranker, str) else reranker
+        rag._reranker, rag._candidates = scored, candidates
         return rag
 
     def __enter__(self) -> CachedRAG:
@@ -212,6 +218,31 @@ class CachedRAG(IndexFolder):
             pass
         return stream.answer
 
+    def ask_many(self, questions: Sequence[str], **options: Any) -> list[Answer]:
+        """Answer several questions together, in one batch; each answer is the one of `ask`.
+
+        Args:
+            options: those of `ask`, for all of them.
+
+        Raises:
+            ConfigError: `questions` is a single string.
+            As `ask`, for the first question that fails. The others are then stopped.
+        """
+        if isinstance(questions, str):
+            raise ConfigError("questions are several; give a single one as a list, [question]")
+        streams: list[AnswerStream] = []
+        try:
+            streams.extend(self.stream(question, **options) for question in questions)
+            for stream in streams:
+                stream.stream.start()
+            for stream in streams:
+                for _ in stream:
+                    pass
+            return [stream.answer for stream in streams]
+        finally:
+            for stream in streams:
+                stream.stream.cancel()
+
     def stream(
         self,
         question: str,
@@ -238,6 +269,7 @@ class CachedRAG(IndexFolder):
         where: Where | None = None,
         config: GenerationConfig | None = None,
         condense: bool = True,
+        history: Sequence[Answer | Message] = (),
         **options: Any,
     ) -> Chat:
         """Begin a conversation. Its turns answer faster than `ask` with a history does.
@@ -249,9 +281,15 @@ class CachedRAG(IndexFolder):
             k, min_score, where, config, options: see `ask`.
             condense: let the model rewrite a follow-up question for the search; else it is searched
                 with the last two questions before it.
+            history: a conversation to go on with: its `Chat.messages` or `Chat.history`, or other
+                questions and answers in turn.
+
+        Raises:
+            ConfigError: a bad setting or history.
         """
         config = (config or GenerationConfig()).replace(**options)
-        return Chat(self._asking, Wanted(k, min_score, where), config, condense=condense)
+        wanted, said = Wanted(k, min_score, where), resumed(history)
+        return Chat(self._asking, wanted, config, condense=condense, said=said)
 
     @property
     def _prompts(self) -> Prompts:
@@ -269,6 +307,7 @@ class CachedRAG(IndexFolder):
             self._forget_later,
             self._reranker,
             self._candidates,
+            self.settings["search"],
         )
 
     async def aask(self, question: str, **options: Any) -> Answer:
@@ -306,5 +345,6 @@ class CachedRAG(IndexFolder):
         self._agree()
         text = searched(question, conversation(history))
         wanted = Wanted(k, min_score, where)
-        found = find(self.index, self.embedder, text, wanted, self._reranker, self._candidates)
+        order = (self._reranker, self._candidates, self.settings["search"])
+        found = find(self.index, self.embedder, text, wanted, *order)
         return list(found.hits)

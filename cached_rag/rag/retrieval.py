@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 
@@ -12,9 +12,8 @@ from cached_rag.rag.embedding import Embeddings
 from cached_rag.rag.filters import Where
 from cached_rag.rag.hit import Hit
 from cached_rag.rag.index import DocumentIndex
+from cached_rag.rag.reranking import Reranker
 
-# Told a question and texts, says how well each of them answers it; the higher, the better.
-Reranker = Callable[[str, list[str]], Sequence[float]]
 # Below this similarity a chunk hardly concerns the question (sentence-transformers' models).
 _FAR = 0.25
 
@@ -57,10 +56,12 @@ def find(
     wanted: Wanted,
     reranker: Reranker | None = None,
     candidates: int = 0,
+    by: str = "vectors",
 ) -> Found:
     """The chunks nearest to a text.
 
     Args:
+        by: "vectors", "words" or "hybrid"; see `Search.nearest`.
         reranker: puts the nearest `candidates` chunks, at least k, into another order, of which the
             first k are taken; None keeps the order of similarity.
 
@@ -70,7 +71,7 @@ def find(
     """
     check_question(text)
     reach = max(wanted.k, candidates) if reranker else wanted.k
-    near = index.search(embedder.embed([text])[0], reach, wanted.where)
+    near = index.search(embedder.embed([text])[0], reach, wanted.where, text=text, by=by)
     if not near and not index.count()[1]:
         raise ConfigError("the index is empty; ingest documents first")
     least = -math.inf if wanted.min_score is None else wanted.min_score
@@ -108,8 +109,8 @@ def _reranked(reranker: Reranker, text: str, hits: Sequence[Hit]) -> list[Hit]:
 def _remarks(near: Sequence[Hit], hits: Sequence[Hit]) -> list[str]:
     """What to tell the user about the chunks that are near, and those of them that are taken."""
     if not near:
-        return ["no chunk fits the filter, so none was used"]
-    best = near[0].score
+        return ["no chunk fits the filter, or has a word of the question, so none was used"]
+    best = max(hit.score for hit in near)
     if not hits:
         return [f"no chunk reaches min_score (the nearest has {best:.2f}), so none was used"]
     if best < _FAR:

@@ -1,4 +1,4 @@
-"""Finds the chunks nearest to a vector: FAISS in memory, built from an index's file.
+"""Finds chunks by their vectors and their words: FAISS and BM25 in memory, from an index's file.
 
 What another process writes there is found by the next search.
 """
@@ -17,6 +17,7 @@ from cached_rag.kv.store.signed import Row, sound
 from cached_rag.rag.document import Metadata
 from cached_rag.rag.filters import FIELDS, Where, judge
 from cached_rag.rag.hit import Hit
+from cached_rag.rag.words import WordSearch, fused
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,6 +28,8 @@ SIGNED = f"{BARE}, c.metadata"
 CHUNKS = "FROM chunks c JOIN documents d USING (source)"
 # Most values that SQLite takes for one query, with much to spare.
 _MOST_NAMED = 10_000
+# How many places of an order are joined with another's; farther down nothing much is added.
+_FUSED = 100
 
 
 class Search:
@@ -38,6 +41,10 @@ class Search:
         # What FAISS was built from: the file as other processes left it, and as this one did.
         self._built = (-1, -1)
         self._changes = 0
+        # The words, and what they were taken from: the checksum of each chunk.
+        self._words: WordSearch | None = None
+        self._read: dict[int, str] = {}
+        self._words_of = (-1, -1)
         self._lock = threading.Lock()
 
     def forget(self) -> None:
@@ -47,33 +54,46 @@ class Search:
         """
         self._changes += 1
 
-    def nearest(self, vector: NDArray[np.float32], k: int, where: Where | None = None) -> list[Hit]:
-        """The k chunks nearest to a vector, best first, each text once.
+    def nearest(
+        self,
+        vector: NDArray[np.float32],
+        k: int,
+        where: Where | None = None,
+        *,
+        text: str = "",
+        by: str = "vectors",
+    ) -> list[Hit]:
+        """The k best chunks, best first, each text once; scores are cosines, whatever the order.
 
         Args:
             vector: (dim,) float32 of unit length.
             where: which chunks may be among them, see `filters.judge`; None for all.
+            text: what the vector is of; its words are looked for.
+            by: "vectors", "words", or "hybrid" for both.
 
         Raises:
-            ConfigError: a filter by what no chunk has.
+            ConfigError: a filter by what no chunk has; or SQLite cannot search for words.
         """
         with self._lock:
             index = self._index()
+            words = self._index_of_words() if by != "vectors" else None
         if index is None:
             return []
-        total, options, fits = index.ntotal, {}, None
-        if isinstance(where, Mapping):
-            ids = self._fitting(where)
-            total, options = len(ids), _only(ids)
-        elif where is not None:
-            fits = where
+        among = self._fitting(where) if isinstance(where, Mapping) else None
+        fits = where if callable(where) else None
+        total = index.ntotal if among is None else len(among)
+        vector = vector.astype(np.float32)
         hits: dict[str, Hit] = {}
         reach, seen = 0, set[int]()
         while reach < total and len(hits) < k:
-            reach = min(total, max(2 * reach, 2 * k))
-            scores, ids = index.search(vector[None].astype(np.float32), reach, **options)
+            reach = min(total, max(2 * reach, 2 * k, _FUSED if words else 0))
+            found = _by_vector(index, vector, reach, among) if by != "words" else {}
+            if words is not None:
+                with self._lock:
+                    named = words.nearest(text, reach, among)
+                order = fused(list(found), named)
+                found = {one: found.get(one) or _cosine(index, one, vector) for one in order}
             # Those of one score stand in any order: a wider search may have others first.
-            found = dict(zip(ids[0].tolist(), scores[0].tolist(), strict=True))
             new = {chunk: score for chunk, score in found.items() if chunk not in seen}
             for hit in self._hits(list(new), list(new.values())):
                 if fits is None or fits(hit):
@@ -134,6 +154,43 @@ class Search:
             self._faiss.add_with_ids(vectors, np.array([row for row, _ in rows], np.int64))
         self._built = now
         return self._faiss
+
+    def _index_of_words(self) -> WordSearch:
+        """The words of all chunks; those that came or went since the last time are brought in."""
+        now = (self._database.version(), self._changes)  # before the file is read
+        if self._words is None:
+            self._words = WordSearch()
+        if now != self._words_of:
+            kept = dict(self._database.read(_numbered, "SELECT id, checksum FROM chunks"))
+            self._words.drop(one for one, sum_ in self._read.items() if kept.get(one) != sum_)
+            new = [one for one, sum_ in kept.items() if self._read.get(one) != sum_]
+            for begin in range(0, len(new), _MOST_NAMED):
+                named = new[begin : begin + _MOST_NAMED]
+                query = f"SELECT id, text FROM chunks WHERE id IN ({','.join('?' * len(named))})"
+                self._words.add(self._database.read(_numbered, query, *named))
+            self._read, self._words_of = kept, now
+        return self._words
+
+
+def _numbered(number: int, value: object) -> tuple[int, str]:
+    return number, str(value)
+
+
+def _by_vector(
+    index: Any, vector: NDArray[np.float32], count: int, among: Sequence[int] | None
+) -> dict[int, float]:
+    """The chunks nearest to a vector with their cosines, best first."""
+    options = {} if among is None else _only(among)
+    scores, ids = index.search(vector[None], count, **options)
+    return dict(zip(ids[0].tolist(), scores[0].tolist(), strict=True))
+
+
+def _cosine(index: Any, chunk: int, vector: NDArray[np.float32]) -> float:
+    """A chunk's similarity to a vector; of one that has no sound vector the least."""
+    try:
+        return float(index.reconstruct(chunk) @ vector)
+    except RuntimeError:  # FAISS has no such chunk
+        return -1.0
 
 
 def _known(metadata: object) -> Metadata:

@@ -19,17 +19,21 @@ DEFAULTS = {
     "codec": "raw",
     "context": "both",
     "system": SYSTEM,
+    "search": "vectors",
 }
+SEARCHES = ("hybrid", "vectors", "words")
 
 
 def asked_for(**values: object) -> dict[str, str]:
     """Those of an index's settings that are not None, as an index keeps them: as text.
 
     Raises:
-        ConfigError: a context that does not exist.
+        ConfigError: a context, or a way to search, that does not exist.
     """
     asked = {name: str(value) for name, value in values.items() if value is not None}
     _parsed(asked.get("context", "none"))
+    if (search := asked.get("search", "vectors")) not in SEARCHES:
+        raise ConfigError(f"search {search!r} is not one of {', '.join(SEARCHES)}")
     return asked
 
 
