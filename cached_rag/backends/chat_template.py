@@ -6,17 +6,16 @@ it is found again in the prompt, whatever the template has done to the message a
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import count, groupby
+from itertools import accumulate, count, groupby, pairwise
 from typing import Any
 
 from jinja2 import TemplateError
 
 from cached_rag.backends.controls import Backends
-from cached_rag.backends.prompt_text import Message, Rendered
+from cached_rag.backends.prompt_text import Message, Rendered, Spans
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.calls import CallForm, Tool, told
 from cached_rag.grammar.messages import check_text, checked, is_about_tools, mapped, mapped_texts
@@ -49,7 +48,6 @@ class ChatTemplate:
             )
         self._tokenizer = tokenizer
         self._backends = backends
-        self._spelled = {token: text for text, token in backends.controls.items()}
 
     @cached_property
     def call_form(self) -> CallForm:
@@ -84,8 +82,9 @@ class ChatTemplate:
             raise ConfigError(f"a prompt is a string, or a list of messages, not {prompt!r}")
         messages = [checked(message) for message in prompt]
         # A mark is put before each control token, and the template sees the content otherwise
-        # unchanged. The mark is random, so no document can contain it.
-        mark = f"\ue000{secrets.token_hex(16)}-"
+        # unchanged. It is random, so no document can contain it; and of digits, so that no template
+        # changes it.
+        mark = f"{secrets.randbits(128):039}"
 
         def change(text: str) -> str:
             return self._marked(text, mark)
@@ -93,34 +92,26 @@ class ChatTemplate:
         check_text([dict(tool) for tool in tools])
         marked = [mapped(message, change) for message in messages]
         listed = mapped_texts([dict(tool) for tool in tools], change)
-        has_marks = marked != messages or listed != [*tools]
         has_tools = bool(tools) or any(map(is_about_tools, messages))
         if has_tools and not self.call_form.is_native:
             marked, listed = told(marked, listed), []
-        text = self._apply_template(marked, listed, open_answer)
-        return self._unmarked(text, mark) if has_marks else Rendered(text, is_chat=True)
+        return self._unmarked(self._apply_template(marked, listed, open_answer), mark)
 
     def _marked(self, content: str, mark: str) -> str:
-        """The content with a mark and the token's id before each control token."""
-        parts, done = [], 0
-        for begin, end in self._backends.spelled_out(content):
-            parts += [
-                content[done:begin],
-                f"{mark}{self._backends.controls[content[begin:end]]}\ue001",
-            ]
-            done = begin
-        return "".join(parts) + content[done:]
+        """The content with a mark before each control token."""
+        begins = [control.core[0] for control in self._backends.find(content)]
+        cuts = [0, *begins, len(content)]
+        return mark.join(content[begin:end] for begin, end in pairwise(cuts)) if begins else content
 
     def _unmarked(self, text: str, mark: str) -> Rendered:
         """The text without marks; the control tokens that follow them become literal spans."""
-        parts, literal, length, done = [], [], 0, 0
-        for found in re.finditer(rf"{mark}(\d+)\ue001", text):
-            parts.append(text[done : found.start()])
-            length += found.start() - done
-            token, done = self._spelled[int(found[1])], found.end()
-            if text.startswith(token, done):
-                literal.append((length, length + len(token)))
-        return Rendered("".join(parts) + text[done:], tuple(literal), is_chat=True)
+        first, *others = text.split(mark)
+        if not others:
+            return Rendered(text, is_chat=True)
+        places = [*accumulate(map(len, others[:-1]), initial=len(first))]
+        marked, text = Spans([(place, place + 1) for place in places]), "".join([first, *others])
+        cores = (control.core for control in self._backends.find(text))
+        return Rendered(text, tuple(core for core in cores if marked.touch(*core)), is_chat=True)
 
     def _apply_template(
         self, messages: list[dict[str, Any]], tools: Sequence[Tool], open_answer: bool
