@@ -96,7 +96,7 @@ class CachedRAG(IndexFolder):
                 the default), "primer:3" or "both:3" (the mean behind three such texts, in three
                 passes instead of one), or "neighbours:n" (nothing, and the n nearest chunks).
                 "both" and "neighbours:n" take a pass more, and twice the disk; see docs/methods.md.
-            system: the system prompt that questions are asked under.
+            system: the system prompt that questions are asked under; empty for none.
             memory_bytes, disk_bytes: most bytes of KV in memory and on disk.
             remote: a store that several machines share; see `StoreConfig`.
             signing_key: KV that is not signed with it is not used; see `StoreConfig`.
