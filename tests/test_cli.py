@@ -719,3 +719,17 @@ def test_machines_share_kv_by_remote(index, tmp_path, model_folder):
     assert run(cli.app, gone).exit_code == 0
     # Its KV behind the primer, and that behind the head alone.
     assert len(list(shared.rglob("*.raw"))) == before - 2
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_code_page_that_lacks_a_character_fails_no_command(tmp_path, options):
+    name, code = "m\N{SNOWMAN}", "from cached_rag.cli import run; run()"
+    (tmp_path / "a.xml").write_text(f'<schema name="s"><module name="{name}"/></schema>', "utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", code, "schema", "check", "a.xml", *options],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONIOENCODING": "cp1252"},
+        capture_output=True,
+    )
+    assert (done.returncode, done.stderr) == (1, b"")
+    assert (b"'m?'" in done.stdout) == (not options)

@@ -6,17 +6,18 @@ it is found again in the prompt, whatever the template has done to the message a
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Mapping, Sequence
-from functools import cached_property
-from itertools import count, groupby
+from contextlib import suppress
+from functools import cached_property, lru_cache
+from itertools import accumulate, count, groupby, pairwise
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
 
+from cached_rag.backends.bounded import bounded
 from cached_rag.backends.controls import Backends
-from cached_rag.backends.prompt_text import Message, Rendered
+from cached_rag.backends.prompt_text import Message, Rendered, Spans
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.calls import CallForm, Tool, told
 from cached_rag.grammar.messages import check_text, checked, is_about_tools, mapped, mapped_texts
@@ -26,6 +27,10 @@ _OURS = {
     *("conversation", "messages", "tools", "tokenize", "add_generation_prompt"),
     *("continue_final_message", "return_tensors", "return_dict", "chat_template"),
 }
+# Most characters of a prompt; no model reads as many.
+_MOST_CHARACTERS = 1 << 26
+# Most digits of a number in a template.
+_MOST_DIGITS = 6
 
 
 class ChatTemplate:
@@ -49,7 +54,6 @@ class ChatTemplate:
             )
         self._tokenizer = tokenizer
         self._backends = backends
-        self._spelled = {token: text for text, token in backends.controls.items()}
 
     @cached_property
     def call_form(self) -> CallForm:
@@ -66,7 +70,9 @@ class ChatTemplate:
         """A prompt string as it is, or chat messages through the model's template.
 
         Messages may have OpenAI's `tool_calls`, and the role "tool" for a call's result. Where the
-        template knows neither, they are told to the model as text.
+        template knows neither, they are told to the model as text. Where it has no place for a
+        system message, that is the beginning of the user's next one; where it wants turns that
+        alternate, neighbours of one role are one message.
 
         Args:
             open_answer: end with the template's header of the assistant's answer.
@@ -84,8 +90,9 @@ class ChatTemplate:
             raise ConfigError(f"a prompt is a string, or a list of messages, not {prompt!r}")
         messages = [checked(message) for message in prompt]
         # A mark is put before each control token, and the template sees the content otherwise
-        # unchanged. The mark is random, so no document can contain it.
-        mark = f"\ue000{secrets.token_hex(16)}-"
+        # unchanged. It is random, so no document can contain it; and of digits, so that no template
+        # changes it.
+        mark = f"{secrets.randbits(128):039}"
 
         def change(text: str) -> str:
             return self._marked(text, mark)
@@ -93,34 +100,26 @@ class ChatTemplate:
         check_text([dict(tool) for tool in tools])
         marked = [mapped(message, change) for message in messages]
         listed = mapped_texts([dict(tool) for tool in tools], change)
-        has_marks = marked != messages or listed != [*tools]
         has_tools = bool(tools) or any(map(is_about_tools, messages))
         if has_tools and not self.call_form.is_native:
             marked, listed = told(marked, listed), []
-        text = self._apply_template(marked, listed, open_answer)
-        return self._unmarked(text, mark) if has_marks else Rendered(text, is_chat=True)
+        return self._unmarked(self._apply_template(marked, listed, open_answer), mark)
 
     def _marked(self, content: str, mark: str) -> str:
-        """The content with a mark and the token's id before each control token."""
-        parts, done = [], 0
-        for begin, end in self._backends.spelled_out(content):
-            parts += [
-                content[done:begin],
-                f"{mark}{self._backends.controls[content[begin:end]]}\ue001",
-            ]
-            done = begin
-        return "".join(parts) + content[done:]
+        """The content with a mark before each control token."""
+        begins = [control.core[0] for control in self._backends.find(content)]
+        cuts = [0, *begins, len(content)]
+        return mark.join(content[begin:end] for begin, end in pairwise(cuts)) if begins else content
 
     def _unmarked(self, text: str, mark: str) -> Rendered:
         """The text without marks; the control tokens that follow them become literal spans."""
-        parts, literal, length, done = [], [], 0, 0
-        for found in re.finditer(rf"{mark}(\d+)\ue001", text):
-            parts.append(text[done : found.start()])
-            length += found.start() - done
-            token, done = self._spelled[int(found[1])], found.end()
-            if text.startswith(token, done):
-                literal.append((length, length + len(token)))
-        return Rendered("".join(parts) + text[done:], tuple(literal), is_chat=True)
+        first, *others = text.split(mark)
+        if not others:
+            return Rendered(text, is_chat=True)
+        places = [*accumulate(map(len, others[:-1]), initial=len(first))]
+        marked, text = Spans([(place, place + 1) for place in places]), "".join([first, *others])
+        cores = (control.core for control in self._backends.find(text))
+        return Rendered(text, tuple(core for core in cores if marked.touch(*core)), is_chat=True)
 
     def _apply_template(
         self, messages: list[dict[str, Any]], tools: Sequence[Tool], open_answer: bool
@@ -130,26 +129,121 @@ class ChatTemplate:
                 "this model has no chat template; give the prompt as one string, or use an "
                 "instruction-tuned model"
             )
+        refusals = []
+        for attempt in self._attempts(messages):
+            try:
+                return self._templated(attempt, tools, open_answer)
+            except TemplateError as error:
+                refusals.append(error)
+        raise ConfigError(
+            f"the model's chat template refuses the messages: {refusals[0]}"
+        ) from refusals[0]
+
+    def _attempts(self, messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        """The messages, and what says the same to templates that refuse them."""
+        folded = _merged([_from_user(message) for message in messages])
+        if any(message["role"] == "system" for message in messages) and not self._takes_system:
+            return [folded]
+        merged = _merged(messages)
+        attempts = [messages, merged, folded]
+        return [one for at, one in enumerate(attempts) if one not in attempts[:at]]
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether the template writes what a system message says."""
+        mark = str(secrets.randbits(64))
+        said = [{"role": "system", "content": mark}, {"role": "user", "content": "qx"}]
         try:
-            return self._templated(messages, tools, open_answer)
-        except TemplateError as error:
-            merged = _merged(messages)
-            if len(merged) == len(messages):
-                raise ConfigError(
-                    f"the model's chat template refuses the messages: {error}"
-                ) from error
-            return self._apply_template(merged, tools, open_answer)
-        except (TypeError, ValueError) as error:  # what a template does with an odd schema
-            raise ConfigError(f"the model's chat template fails on this prompt: {error}") from error
+            return mark in self._templated(said, (), True)
+        except TemplateError:
+            return False
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template takes the content of a message as a list of parts only.
+
+        Raises:
+            ConfigError: it writes no content, whether text or parts.
+        """
+        mark = str(secrets.randbits(64))
+        shown = {}
+        for content in (mark, _parts(mark)):
+            with suppress(TemplateError):
+                text = self._run([{"role": "user", "content": content}], (), True)
+                if mark in text:
+                    return content is not mark
+                shown[type(content)] = text
+        if str in shown:
+            raise ConfigError(
+                "the model's chat template leaves out what messages say, as text and as parts; "
+                "give the prompt as one string, or use another template or model"
+            )
+        return False  # it wants other messages than one of the user
 
     def _templated(
         self, messages: list[dict[str, Any]], tools: Sequence[Tool], open_answer: bool
     ) -> str:
+        if self._takes_parts:
+            messages = [{**message, "content": _parts(message["content"])} for message in messages]
+        return self._run(messages, tools, open_answer)
+
+    def _run(self, messages: list[dict[str, Any]], tools: Sequence[Tool], open_answer: bool) -> str:
+        """What the template makes of messages.
+
+        Raises:
+            TemplateError: it refuses them.
+            ConfigError: it fails, or not within bounds.
+        """
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": open_answer}
         options |= self.kwargs
         if tools:
             options["tools"] = [dict(tool) for tool in tools]
-        return str(self._tokenizer.apply_chat_template(messages, **options))
+        self._check_numbers()
+        try:
+            text = bounded(
+                "the model's chat template",
+                lambda: str(self._tokenizer.apply_chat_template(messages, **options)),
+            )
+        except (TemplateError, ConfigError):
+            raise
+        except Exception as error:  # whatever a template does with odd messages, or by itself
+            raise ConfigError(
+                "the model's chat template fails on this prompt "
+                f"({type(error).__name__}: {error}); give the prompt as one string, or use another "
+                "template or model"
+            ) from error
+        if len(text) > _MOST_CHARACTERS:
+            raise ConfigError(
+                f"the model's chat template makes {len(text)} characters of this prompt, more than "
+                f"{_MOST_CHARACTERS}; ask with less text, or use another template or model"
+            )
+        return text
+
+    def _check_numbers(self) -> None:
+        """Refuse what takes long in a single step, which cannot be stopped: powers, huge texts."""
+        known = self._tokenizer.chat_template
+        for source in known.values() if isinstance(known, dict) else [known]:
+            _check_numbers(source)
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    """A content as templates of models for pictures and text take it."""
+    return [{"type": "text", "text": content}]
+
+
+@lru_cache
+def _check_numbers(source: str) -> None:
+    for line, kind, word in Environment().lex(source):
+        if (kind, word) == ("operator", "**") or (kind == "integer" and len(word) > _MOST_DIGITS):
+            raise ConfigError(
+                f"the model's chat template computes with huge numbers (line {line}: {word}), "
+                "which no template needs; use another template or model"
+            )
+
+
+def _from_user(message: dict[str, Any]) -> dict[str, Any]:
+    """A system message as the user's, for templates that know no other."""
+    return {**message, "role": "user"} if message["role"] == "system" else message
 
 
 def _merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -165,6 +259,6 @@ def _merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         )
     ]
     return [
-        {**turn[0], "content": "\n\n".join(message["content"] for message in turn)}
+        {**turn[0], "content": "\n\n".join(m["content"] for m in turn if m["content"])}
         for turn in turns
     ]

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from tokenizers import AddedToken, Encoding, Tokenizer, models
 
+from cached_rag.backends.prompt_text import Span
 from cached_rag.backends.reach import Reach, reach_of
 from cached_rag.errors import ConfigError
 
@@ -29,6 +30,22 @@ _HTML = re.compile(
     r"\s*/?>",
     re.IGNORECASE,
 )
+
+
+@dataclass(frozen=True)
+class Control:
+    """A control token that a text spells.
+
+    Attributes:
+        token: its id.
+        begin, end: its characters, with the white space that it takes along.
+        core: its characters without that.
+    """
+
+    token: int
+    begin: int
+    end: int
+    core: Span
 
 
 @dataclass(frozen=True)
@@ -49,15 +66,28 @@ class Backends:
     controls: dict[str, int]
 
     @cached_property
-    def _finder(self) -> Tokenizer:
-        """A tokenizer that finds control tokens and drops all other text."""
-        finder = Tokenizer(models.BPE())
-        finder.add_special_tokens(list(self.controls))
-        return finder
+    def _finder(self) -> tuple[Tokenizer, dict[int, int]]:
+        """A tokenizer that finds control tokens and drops all other text; and their ids by its own.
 
-    def spelled_out(self, text: str) -> list[tuple[int, int]]:
-        """(begin, end) characters of each control token in a text, in order; takes linear time."""
-        return list(encode(self._finder, text).offsets)
+        It takes the steps of `plain`: what is a control token only once it is normalised (small
+        letters for capitals, wide characters for narrow ones) is found, too.
+        """
+        added = {token.content: token for token in self.plain.get_added_tokens_decoder().values()}
+        finder = Tokenizer(models.BPE())
+        if self.plain.normalizer is not None:
+            finder.normalizer = self.plain.normalizer
+        finder.add_special_tokens([added.get(text, text) for text in self.controls])
+        own = finder.get_added_tokens_decoder()
+        return finder, {name: self.controls[token.content] for name, token in own.items()}
+
+    def find(self, text: str) -> list[Control]:
+        """The control tokens that a text spells, in order; takes linear time."""
+        finder, known = self._finder
+        found = encode(finder, text)
+        return [
+            Control(known[token], begin, end, core(text, begin, end))
+            for token, (begin, end) in zip(found.ids, found.offsets, strict=True)
+        ]
 
     @cached_property
     def reach(self) -> Reach | None:
@@ -78,6 +108,18 @@ def encode(backend: Tokenizer, text: str, *, adds_special: bool = True) -> Encod
         raise ConfigError(
             "half of a surrogate pair stands alone in a text; give whole characters"
         ) from error
+
+
+def core(text: str, begin: int, end: int) -> Span:
+    """Characters of a text without white space at their ends; all of them if they are nothing else.
+
+    A token that takes the white space beside it along may be a template's, and the space a
+    message's.
+    """
+    said = text[begin:end]
+    if not said.strip():
+        return begin, end
+    return end - len(said.lstrip()), begin + len(said.rstrip())
 
 
 _KNOWN: WeakKeyDictionary[Any, Backends] = WeakKeyDictionary()

@@ -47,6 +47,12 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def extend(self, other: Tokens, at: int) -> None:
+        """Add the tokens of a text that begins at character `at`."""
+        self.ids.extend(other.ids)
+        self.starts.extend(at + offset for offset in other.starts)
+        self.ends.extend(at + offset for offset in other.ends)
+
 
 class Spans:
     """Character spans, merged where they overlap, for quick look-up."""

@@ -8,13 +8,14 @@ message's content or in a cached chunk stays text, where plain tokenisation woul
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 from cached_rag.backends.chat_template import ChatTemplate
-from cached_rag.backends.controls import backends_of, encode
+from cached_rag.backends.controls import backends_of, core, encode
 from cached_rag.backends.prompt_text import Rendered, Span, Spans, Tokens
 from cached_rag.backends.spelling import Spelling
 
@@ -75,7 +76,7 @@ class Tokenization:
 
     def spelled_out(self, text: str) -> list[Span]:
         """The characters that spell control tokens, whether these are obeyed or not."""
-        return self._backends.spelled_out(text)
+        return [control.core for control in self._backends.find(text)]
 
     def obeyed(self, rendered: Rendered) -> list[Span]:
         """The characters that spell control tokens, but for those in literal spans."""
@@ -105,10 +106,7 @@ class Tokenization:
                 tokens.starts.append(start)
                 tokens.ends.append(start + len(text))
                 continue
-            part = self.literal(text)
-            tokens.ids.extend(part.ids)
-            tokens.starts.extend(start + offset for offset in part.starts)
-            tokens.ends.extend(start + offset for offset in part.ends)
+            tokens.extend(self.literal(text), start)
         tokens.ids.extend(behind)
         tokens.starts.extend([len(rendered.text)] * len(behind))
         tokens.ends.extend([len(rendered.text)] * len(behind))
@@ -119,29 +117,48 @@ class Tokenization:
 
         The unknown token, which is a control token too, may stand for an unknown character there.
         """
-        unknown = self.tokenizer.unk_token_id
-        return any(
-            token in self._by_id
-            and literal.touch(begin, end)
-            and (token != unknown or self._by_id[token] in text[begin:end])
+        made = {
+            token
             for token, begin, end in zip(tokens.ids, tokens.starts, tokens.ends, strict=True)
-        )
+            if token in self._by_id and literal.touch(*core(text, begin, end))
+        }
+        if made == {self.tokenizer.unk_token_id}:
+            return any(literal.touch(*span) for span in self.spelled_out(text))
+        return bool(made)
 
     def literal(self, text: str) -> Tokens:
-        """Tokens of a text by itself, its control tokens read as text."""
-        return self._encode(text, adds_special=False, is_literal=True)
+        """Tokens of a text by itself, its control tokens read as text.
+
+        Vocabularies that choose the likeliest pieces (Unigram) find control tokens among them; what
+        spells one is read in two parts.
+        """
+        tokens = self._encode(text, adds_special=False, is_literal=True)
+        unknown = self.tokenizer.unk_token_id
+        cuts = [
+            begin + 1
+            for token, begin, end in zip(tokens.ids, tokens.starts, tokens.ends, strict=True)
+            if token in self._by_id and token != unknown and end - begin > 1
+        ]
+        if not cuts:
+            return tokens
+        parts = [text[begin:end] for begin, end in pairwise([0, *cuts, len(text)])]
+        tokens = self.literal(parts[0])
+        for part, at in zip(parts[1:], cuts, strict=True):
+            tokens.extend(self.following(part), at)
+        return tokens
 
     def following(self, text: str) -> Tokens:
         """As `literal`, for a text that follows another one.
 
         SentencePiece adds a space before a text by itself, which a text that follows another must
-        not have. So the text is tokenised behind one character, whose token is dropped.
+        not have. So the text is tokenised behind one character, whose tokens are dropped.
         """
         tokens = self.literal(("(" if text[:1].isalnum() else "a") + text)
-        if not tokens.ends or tokens.ends[0] != 1:
-            return self.literal(text)
-        starts, ends = [at - 1 for at in tokens.starts[1:]], [at - 1 for at in tokens.ends[1:]]
-        return Tokens(tokens.ids[1:], starts, ends)
+        first = bisect_right(tokens.ends, 1)
+        if not first or (first < len(tokens) and not tokens.starts[first]):
+            return self.literal(text)  # that character has no token of its own
+        starts, ends = [[at - 1 for at in ats[first:]] for ats in (tokens.starts, tokens.ends)]
+        return Tokens(tokens.ids[first:], starts, ends)
 
     def texts(self, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
         """The texts of runs of tokens that follow each other, control tokens among them.
@@ -165,12 +182,13 @@ class Tokenization:
         """
         pieces: list[tuple[str, int, int | None]] = []
         done = 0
-        for begin, end in self._backends.spelled_out(text):
-            if literal.touch(begin, end):
+        for control in self._backends.find(text):
+            if literal.touch(*control.core):
                 continue
+            begin, end = control.begin, control.end
             if begin > done:
                 pieces.append((text[done:begin], done, None))
-            pieces.append((text[begin:end], begin, self._controls[text[begin:end]]))
+            pieces.append((text[begin:end], begin, control.token))
             done = end
         if done < len(text):
             pieces.append((text[done:], done, None))

@@ -125,15 +125,18 @@ class Detokenizer:
                 # Where tokens are single bytes, a byte that was a character by itself is one no
                 # more before the first bytes of another. From here on all is decoded each time.
                 self._stream = None
-        return self._whole().rstrip("\ufffd")[self._decoded :]
+        return self._whole()[self._decoded :]
 
     def _whole(self) -> str:
-        return str(self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skips))
+        """All tokens as text, but for the first bytes of a character whose others are not there."""
+        text = str(self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skips))
+        return text.rstrip("\ufffd")
 
     def flush(self) -> str:
         """The rest of the text, when no more tokens come: what was held back until now.
 
-        That is the beginning of a stop string, or of a character of several tokens.
+        That is the beginning of a stop string. Of a character of several tokens, whose last ones
+        did not come, there is nothing to show.
         """
         text = self._release(self._whole()[self._decoded :])
         if not self.is_stopped:

@@ -9,7 +9,6 @@ from typing import Any
 from cached_rag.errors import ConfigError
 
 _DEEPEST = 64
-_ABOUT_TOOLS = {"tool_calls", "tool_call_id", "name"}
 
 
 def checked(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,8 +28,9 @@ def checked(message: Mapping[str, Any]) -> dict[str, Any]:
         found["content"] = found.get("content") or ""
     if not isinstance(found.get("role"), str) or not isinstance(found.get("content"), str):
         raise ConfigError(f"a message needs a role and a content, both strings; got {message!r}")
-    if calls:
-        check_text(found["tool_calls"])
+    for name, value in found.items():
+        if name != "content":
+            check_text(value)
     return found
 
 
@@ -62,11 +62,8 @@ def is_about_tools(message: Mapping[str, Any]) -> bool:
 
 
 def mapped(message: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """The message with its content changed, and all texts that have to do with tools."""
-    found = {**message, "content": change(message["content"])}
-    for name in _ABOUT_TOOLS & message.keys():
-        found[name] = mapped_texts(message[name], change)
-    return found
+    """The message with all of its texts changed, whatever else than a content it has."""
+    return {name: mapped_texts(value, change) for name, value in message.items()}
 
 
 def mapped_texts(value: Any, change: Callable[[str], str]) -> Any:

@@ -13,8 +13,6 @@ from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.errors import ConfigError
 
 _MARK = "\ue000content {}\ue001"
-# Between a system prompt and the user's first message, for templates without a system role.
-_FOLDED = "\n\n"
 
 
 def frames(tokenization: Tokenization, roles: Sequence[str], *, open_answer: bool) -> list[str]:
@@ -28,13 +26,7 @@ def frames(tokenization: Tokenization, roles: Sequence[str], *, open_answer: boo
     """
     marks = [_MARK.format(index) for index in range(len(roles))]
     messages = [{"role": r, "content": m} for r, m in zip(roles, marks, strict=True)]
-    try:
-        text = tokenization.template.render(messages, open_answer=open_answer).text
-    except ConfigError:
-        if list(roles[:2]) != ["system", "user"]:
-            raise
-        first = {"role": "user", "content": f"{marks[0]}{_FOLDED}{marks[1]}"}
-        text = tokenization.template.render([first, *messages[2:]], open_answer=open_answer).text
+    text = tokenization.template.render(messages, open_answer=open_answer).text
     found: list[str] = []
     for mark in marks:
         before, there, text = text.partition(mark)

@@ -57,6 +57,7 @@ class Prompts:
 
         So every prompt begins with the head that chunks were encoded behind; and a follow-up that
         finds the same chunks as the question before it begins with that question's whole prompt.
+        An empty system prompt is no message.
 
         Args:
             given: chunks of each question of the history; then these stand there, and `texts` in
@@ -64,7 +65,7 @@ class Prompts:
         """
         asked = sum(turn["role"] == "user" for turn in history)
         blocks = iter([texts, *[()] * asked] if given is None else [*given, texts])
-        said: list[Turn] = [{"role": "system", "content": self.system}]
+        said: list[Turn] = [{"role": "system", "content": self.system}] if self.system else []
         for turn in (*history, {"role": "user", "content": question}):
             if turn["role"] == "user":
                 content = "\n\n".join([*next(blocks), f"{_ASKS} {turn['content'].strip()}"])

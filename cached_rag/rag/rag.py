@@ -98,7 +98,7 @@ class CachedRAG(IndexFolder):
                 the default), "primer:3" or "both:3" (the mean behind three such texts, in three
                 passes instead of one), or "neighbours:n" (nothing, and the n nearest chunks).
                 "both" and "neighbours:n" take a pass more, and twice the disk; see docs/methods.md.
-            system: the system prompt that questions are asked under.
+            system: the system prompt that questions are asked under; empty for none.
             search: how chunks are found: by "vectors" (what is meant; the default), by "words"
                 (BM25: part numbers, names), or "hybrid" by both. Each `open` may
                 choose anew; the first ingestion's is remembered.

@@ -226,11 +226,13 @@ def tokenizer_with(template):
 def test_templates_without_a_system_role_take_it_into_the_first_message():
     folded = frames(tokenizer_with(STRICT), ["system", "user", "assistant"], open_answer=True)
     assert folded == ["[user]", "\n\n", "[end][assistant]", "[end][model]"]
-    with pytest.raises(ConfigError, match="no system"):
-        frames(tokenizer_with(STRICT), ["system", "assistant"], open_answer=True)
-    dropping = STRICT.replace("{{ m['content'] }}", "")
+    alone = frames(tokenizer_with(STRICT), ["system", "assistant"], open_answer=False)
+    assert alone == ["[user]", "[end][assistant]", "[end]"]
+    dropping = STRICT.replace(
+        "{{ m['content'] }}", "{% if loop.first %}{{ m['content'] }}{% endif %}"
+    )
     with pytest.raises(ConfigError, match="drops or reorders"):
-        frames(tokenizer_with(dropping), ["user"], open_answer=True)
+        frames(tokenizer_with(dropping), ["user", "assistant"], open_answer=True)
 
 
 def test_schemas_with_messages_need_a_chat_template():
