@@ -253,7 +253,8 @@ class CachedRAGLLM(PromptingLLM):
         """The calls in an answer; while it grows, with the arguments so far.
 
         Raises:
-            ValueError: there are none, or the answer ended within one (a `ConfigError`).
+            ValueError: there are none.
+            CutOffError: the answer ended within one, or before it.
         """
         check_whole(response, must_call=error_on_no_tool_call)
         return selections(response.message)
