@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from cached_rag.explain import Explanation
     from cached_rag.grammar.grammar import Grammar
     from cached_rag.grammar.tools import ToolCall
+    from cached_rag.hints import unknown_settings
     from cached_rag.library.context import PRIMER, Context, primer
     from cached_rag.library.encode import EncodeSummary
     from cached_rag.library.handoff import Handoff
@@ -143,12 +144,14 @@ __all__ = [
     "needs_extra",
     "primer",
     "template_head",
+    "unknown_settings",
     "wrap_model",
 ]
 
 _MODULES = (
     *(
         "errors",
+        "hints",
         "config",
         "library.handoff",
         "grammar.grammar",

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.grammar import Grammar
+from cached_rag.hints import unknown_settings
 from cached_rag.methods import SELECTORS, Selector, Union, name_of, parse_method
 
 METHODS = tuple(SELECTORS)
@@ -163,8 +164,8 @@ class GenerationConfig:
             ConfigError: an unknown name or a bad value.
         """
         known = [field.name for field in dataclasses.fields(self)]
-        for name in options:
-            _require(name in known, f"unknown setting {name!r}; settings are {', '.join(known)}")
+        unknown = [name for name in options if name not in known]
+        _require(not unknown, unknown_settings(unknown, known))
         return dataclasses.replace(self, **options)
 
 
