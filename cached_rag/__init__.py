@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         ConfigError,
         ContextOverflowError,
         CorruptBlobError,
+        CutOffError,
         DocumentError,
         EvaluationError,
         IndexMismatchError,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from cached_rag.explain import Explanation
     from cached_rag.grammar.grammar import Grammar
     from cached_rag.grammar.tools import ToolCall
+    from cached_rag.hints import unknown_settings
     from cached_rag.library.context import PRIMER, Context, primer
     from cached_rag.library.encode import EncodeSummary
     from cached_rag.library.handoff import Handoff
@@ -90,6 +92,7 @@ __all__ = [
     "Context",
     "ContextOverflowError",
     "CorruptBlobError",
+    "CutOffError",
     "Deletion",
     "DocumentError",
     "DocumentLimits",
@@ -141,12 +144,14 @@ __all__ = [
     "needs_extra",
     "primer",
     "template_head",
+    "unknown_settings",
     "wrap_model",
 ]
 
 _MODULES = (
     *(
         "errors",
+        "hints",
         "config",
         "library.handoff",
         "grammar.grammar",

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.grammar import Grammar
+from cached_rag.hints import unknown_settings
 from cached_rag.methods import SELECTORS, Selector, Union, name_of, parse_method
 
 METHODS = tuple(SELECTORS)
@@ -163,8 +164,8 @@ class GenerationConfig:
             ConfigError: an unknown name or a bad value.
         """
         known = [field.name for field in dataclasses.fields(self)]
-        for name in options:
-            _require(name in known, f"unknown setting {name!r}; settings are {', '.join(known)}")
+        unknown = [name for name in options if name not in known]
+        _require(not unknown, unknown_settings(unknown, known))
         return dataclasses.replace(self, **options)
 
 
@@ -255,10 +256,11 @@ class StoreConfig:
             `path` nothing is encoded then.
         learn_prefixes: a head that recurs before the first chunks of prompts is encoded in the
             background, and then reused without loss. Missed chunks are encoded behind it.
-        learn: with "recurring", texts of at least 128 tokens that several prompts have at different
-            places become known, as if they had been given to `Engine.register`, and are encoded in
-            the background: documents that an application puts into its prompts, of which nobody
-            told the engine. Prompts are remembered as digests only, within a bound.
+        learn: with "recurring", texts of at least 64 tokens that two prompts have at different
+            places become known, as if they had been given to `Engine.register`, before the second
+            one is answered, and are encoded in the background: documents that an application puts
+            into its prompts, of which nobody told the engine. Prompts are remembered as digests
+            only, within a bound.
         audit_rate: share of the requests with reused KV whose first token is compared with full
             prefill's, in the background; 0 to 1. `Engine.audits` has what was found.
         audit_limit: mean divergence in nats, over at least eight audits, past which a method is

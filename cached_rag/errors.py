@@ -6,6 +6,7 @@
     │   ├── ModelNotFoundError     no weights under that name
     │   └── RelocationError        this model's keys cannot be moved to other positions
     ├── ContextOverflowError   the prompt does not fit the model's context, or the memory
+    ├── CutOffError            an answer ended before its call or its object was whole
     ├── BusyError              too many requests wait already, or too long
     ├── ClosedError            an index or an engine is used after it was closed
     ├── StoreError
@@ -53,6 +54,13 @@ class RelocationError(ModelError):
 
 class ContextOverflowError(CachedRAGError):
     """The prompt and the tokens to be generated exceed the model's context, or `max_bytes`."""
+
+
+class CutOffError(CachedRAGError):
+    """An answer ended before its call of a tool, or its object, was whole.
+
+    No ValueError: frameworks take those for an empty answer, and go on.
+    """
 
 
 class BusyError(CachedRAGError):

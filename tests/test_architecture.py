@@ -16,7 +16,7 @@ import cached_rag
 ROOT = Path(cached_rag.__file__).parent
 # From the ground up; a package may import those before it.
 FLOORS = (
-    *("errors", "methods", "grammar", "config", "kv", "backends", "library", "engine"),
+    *("errors", "hints", "methods", "grammar", "config", "kv", "backends", "library", "engine"),
     *("explain", "pml", "rag", "server", "benchmarks", "evaluation", "cli"),
 )
 PUBLIC = ("cached_rag", "cached_rag.benchmarks", "cached_rag.evaluation", "cached_rag.pml")

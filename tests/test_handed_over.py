@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import logging
 
 import pytest
@@ -12,6 +13,7 @@ from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 from cached_rag import Engine, StoreConfig
 from cached_rag.library import handed_over
 from cached_rag.library.handed_over import RUN
+from cached_rag.library.likeness import is_like
 
 LINES = [f"Line {number}: {CHUNKS[number % 3]} And {number * 7} more." for number in range(12)]
 TEXT = "\n".join(LINES)
@@ -67,6 +69,43 @@ def test_where_nothing_can_be_reused_that_is_said(engine, change):
     (note,) = report.notes
     assert "none of the 1 texts that were retrieved before is in this prompt" in note
     assert ask(engine, "Something else.").report.notes == []
+
+
+CJK = "".join(chr(0x4E00 + number * 37 % 5000) for number in range(400))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        str.upper,
+        json.dumps,
+        html.escape,
+        lambda text: " ".join(text.split()),
+        lambda text: text[: len(text) // 5],
+        lambda text: "\n".join(f"{n}. **{line}**" for n, line in enumerate(text.split(". "))),
+    ],
+)
+@pytest.mark.parametrize("text", [TEXT, CJK], ids=["words", "no words"])
+def test_a_prompt_is_like_a_text_whatever_was_done_to_its_form(change, text):
+    assert is_like(f"Answer from this: {change(text)}{QUESTION}", [OTHER, text])
+    assert not is_like(f"Answer from this: {change(OTHER)}{QUESTION}", [CJK])
+
+
+def test_a_prompt_about_something_else_is_not_spoken_of_and_what_was_retrieved_stays_awaited(
+    engine,
+):
+    engine.prefetch([TEXT])
+    for prompt in ("Write a haiku.", f"Write a haiku on this: {TEXT[10:40]}."):
+        assert engine.generate(prompt, max_tokens=4).report.notes == []
+    (note,) = engine.generate(f"{TEXT.lower()}{QUESTION}", max_tokens=4).report.notes
+    assert "none of the 1 texts" in note
+    again = engine.generate(f"{TEXT.lower()}{QUESTION}", max_tokens=4)
+    assert again.report.notes == []  # each is spoken of once
+
+
+def test_a_text_that_was_there_is_awaited_no_more(engine):
+    assert ask(engine, TEXT, TEXT).report.notes == []
+    assert engine.generate(f"{TEXT.lower()}{QUESTION}", max_tokens=4).report.notes == []
 
 
 def test_a_text_that_is_there_as_it_was_retrieved_needs_no_note(engine):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import CHUNKS, tiny_model
 
-from cached_rag import ConfigError, Engine, StoreConfig
+from cached_rag import ConfigError, Engine, StoreConfig, StoreError
 from cached_rag.kv.store.holdings import forget
 from cached_rag.library import learned
 from cached_rag.library.recurring import LONGEST, SHORTEST, Recurring
@@ -77,6 +77,39 @@ def test_the_third_prompt_with_the_same_documents_has_them_from_cache(engine, te
     assert (report.modules_hit, report.modules_missed) == (3, 0)
     assert report.cached_tokens > 0.7 * report.prompt_tokens
     assert {engine.library.table.get(DOCUMENTS[name]) for name in "ABC"} == {*engine.library.table}
+
+
+@pytest.mark.parametrize("role", ["user", "system"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_text_is_reused_when_it_is_seen_for_the_second_time(template, role):
+    with Engine(tiny_model("llama"), StoreConfig(learn="recurring")) as engine:
+        activity, busy = engine._resources.activity, Recurring()
+        activity.begin(busy)  # so nothing is encoded: prompts that follow close leave no time
+
+        def reused(names):
+            prompt = chat(names, template, role=role)
+            report = engine.generate(prompt, max_tokens=2, method="reuse").report
+            return report.modules_hit, report.cached_tokens
+
+        one = len(engine.tokenization.literal(DOCUMENTS["A"]))
+        assert reused("ABC") == (0, 0)
+        count, tokens = reused("DBA")
+        assert count == 2
+        assert tokens > 1.8 * one
+        assert reused("CDB")[0] == 3  # D stood before what was reused, so it was computed in full
+        activity.end(busy)
+        engine.write_back.drain()
+        assert reused("BDCA")[0] == 4
+
+
+def test_texts_that_cannot_be_made_known_cost_no_answer(engine, monkeypatch, caplog):
+    def fails(_):
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(engine.library, "learn", fails)
+    for names in ("AB", "BA"):
+        assert ask(engine, names).output_tokens > 0
+    assert "could not be made known: the disk is full" in caplog.text
 
 
 def test_unrelated_prompts_teach_nothing(engine):
@@ -174,7 +207,7 @@ def test_short_texts_are_not_worth_it_and_long_ones_are_cut(engine):
         recurring, found = Recurring(), []
         for text in texts:
             found = recurring.find(text, tokenization.literal(text), (), ())
-        return [len(tokenization.literal(run.text)) for run in found]
+        return [len(tokenization.literal(run)) for run in found]
 
     short, long = document("A", 3), document("B", 200)
     assert len(tokenization.literal(short)) < SHORTEST

@@ -85,7 +85,7 @@ def serve_command(
     learn: Annotated[
         str,
         typer.Option(
-            help='"recurring": texts that several prompts have at different places are encoded, '
+            help='"recurring": texts that two prompts have at different places are reused, '
             'whoever retrieved them. "off": only texts that were made known.'
         ),
     ] = "recurring",

@@ -7,7 +7,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -84,6 +84,8 @@ class TextPlanner:
             *((match.at, match.at + len(match.text)) for match in matches),
         )
         tokens = self.tokenization.tokenize(Rendered(rendered.text, literal, rendered.is_chat))
+        if takes_any and self.learning.notice(rendered.text, tokens, matches):
+            matches = self._matches()
         table, handed = self.library.table, self.library.handed_over
         found, notes = handed.find(table, rendered.text, tokens, matches, tells=takes_any)
         aligned = [match for one in found if (match := align(one, tokens)) is not None]
@@ -144,7 +146,7 @@ class TextPlanner:
             )
         if self.learning.write_back is not None:
             report.missed_tokens = sum(len(chunk.token_ids) for chunk in missed.values())
-        return tokens, replace(plan, text=self.text).taking(takes)
+        return tokens, plan.taking(takes)
 
     def _explain(self, plan: Plan, report: Report) -> None:
         """Add a note if the missing KV exists, but was made by another model or dtype."""

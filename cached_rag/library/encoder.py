@@ -187,12 +187,11 @@ class Encoder:
         self.library.add_encoded_after(behind)
         self._ensure_prefix(behind)
 
-    def learn_text(self, text: str, behind: EncodedAfter) -> None:
-        """Make a text known that prompts repeat, and encode it."""
+    def learn_text(self, text: str) -> None:
+        """Make a text known that prompts repeat."""
         for record, stripped in self._records([text])[0]:
             if self.library.table.get(stripped) is None:
                 self.library.learn(record)
-            self.recover(record, stripped, behind)
 
     def recover(self, chunk: ChunkRecord, text: str, behind: EncodedAfter) -> None:
         """Encode one chunk that a request missed.

@@ -3,7 +3,8 @@
 Applications change texts on their way into a prompt: cut them, join their lines, escape them. A
 text that is not in a prompt as it was handed over is looked for in parts: runs of at least `RUN`
 tokens that are the same in both. KV of a run is placed as a chunk's is. What was not found is said,
-with the first place where prompt and text part. Knows text and tokens; knows no KV.
+with the first place where prompt and text part, unless the prompt has nothing like it: that prompt
+is about something else. Knows text and tokens; knows no KV.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from cached_rag.backends.prompt_text import Tokens
 from cached_rag.kv.fingerprint import digest
+from cached_rag.library.likeness import is_like
 from cached_rag.library.matching import ANCHOR, ChunkTable, Match, align
 
 _log = logging.getLogger(__name__)
@@ -83,10 +85,9 @@ class HandedOver:
         now = time.monotonic()
         with self._lock:
             texts = list(self._texts.items())
-            if tells:
-                for text in self._texts:  # each is spoken of once
-                    self._texts[text] = 0.0
         found = {match.text for match in whole}
+        if tells:
+            self._settle(found)
         known = [(text, until, chunk) for text, until in texts if (chunk := table.get(text))]
         missing = [
             (text, tells and until > now, chunk)
@@ -105,11 +106,18 @@ class HandedOver:
             if is_awaited and here:
                 notes.append(self._changed(text, prompt, tokens, here))
         awaited = [text for text, is_awaited, _ in missing if is_awaited]
-        if awaited and not parts and len(missing) == len(known):
+        if awaited and not parts and len(missing) == len(known) and is_like(prompt, awaited):
             notes.append(self._absent(awaited, prompt))
+        if notes:
+            self._settle(awaited)
         if parts:
             whole = sorted([*placed, *parts], key=lambda match: match.begin)
         return whole, notes
+
+    def _settle(self, texts: Iterable[str]) -> None:
+        """Await texts no more: they were found, or spoken of, which is done once."""
+        with self._lock:
+            self._texts |= {text: 0.0 for text in texts if text in self._texts}
 
     def _changed(self, text: str, prompt: str, tokens: Tokens, parts: Sequence[Match]) -> str:
         """On a text that is in the prompt in parts."""

@@ -6,6 +6,7 @@ read from disk is brought into memory. Knows tokens and plans; knows no method.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 from cached_rag.backends.prompt_text import Tokens
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.config import StoreConfig
+from cached_rag.errors import StoreError
 from cached_rag.kv.fingerprint import digest, ids_digest
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import ChunkRecord
@@ -24,10 +26,12 @@ from cached_rag.library.context import primer
 from cached_rag.library.encoder import Encoder
 from cached_rag.library.encodings import is_before
 from cached_rag.library.library import Library
-from cached_rag.library.matching import EncodedAfter
+from cached_rag.library.matching import EncodedAfter, Match
 from cached_rag.library.plan import Plan
 from cached_rag.library.prompt_heads import Heads
-from cached_rag.library.recurring import Recurring, Run
+from cached_rag.library.recurring import Recurring
+
+_log = logging.getLogger(__name__)
 
 
 class Learning:
@@ -73,6 +77,36 @@ class Learning:
         chunks = [match.chunk for match in plan.matches]
         return [one for one in chunks if self.library.table.by_digest(one.text_digest) is None]
 
+    def notice(self, text: str, tokens: Tokens, matches: Sequence[Match]) -> bool:
+        """Make texts known that a prompt has and an earlier one had elsewhere. On any thread.
+
+        So the KV that the earlier prompt left serves already this one, where it is kept.
+
+        Args:
+            text: the prompt's, and `tokens` those of it.
+            matches: the chunks in it that are known.
+
+        Returns:
+            Whether there are any.
+        """
+        if self.recurring is None:
+            return False
+        if self._last_removal != self.library.generation:
+            self._last_removal = self.library.generation
+            self.recurring.clear()  # another engine forgot texts, which may be among these
+        generation, tokenization = self._generation, self._encoder.tokenization
+        known = [(match.at, match.at + len(match.text)) for match in matches]
+        known += tokenization.spelled_out(text)
+        runs = self.recurring.find(text, tokens, set(tokenization.controls.values()), known)
+        try:
+            for run in runs:
+                self._encoder.learn_text(run)
+        except StoreError as error:
+            _log.warning("texts that recur in prompts could not be made known: %s", error)
+        if generation != self._generation:  # texts were forgotten meanwhile
+            self.library.remove([digest(run) for run in runs])
+        return bool(runs)
+
     def see_to(self, tokens: Tokens, plan: Plan) -> None:
         """Offer what follows from a prompt: encode its missed chunks, keep in memory what it read.
 
@@ -82,57 +116,32 @@ class Learning:
         """
         if self.write_back is None:
             return
-        self._offer_chunks(tokens, plan, self._runs(tokens, plan))
+        self._offer_chunks(tokens, plan)
         for place in plan.placements:
             if place.source is not None and not isinstance(place.kv, ModuleKV):
                 fetch = partial(self.library.fetch, *place.source)
                 self.write_back.offer(place.source, fetch, lasts=False)
 
-    def _runs(self, tokens: Tokens, plan: Plan) -> list[Run]:
-        """Texts in the prompt that nobody made known, and that recur."""
-        if self.recurring is None or not plan.text:
-            return []
-        if self._last_removal != self.library.generation:
-            self._last_removal = self.library.generation
-            self.recurring.clear()  # another engine forgot texts, which may be among these
-        tokenization = self._encoder.tokenization
-        known = [(tokens.starts[m.begin], tokens.ends[m.end - 1]) for m in plan.matches]
-        known += tokenization.spelled_out(plan.text)
-        return self.recurring.find(plan.text, tokens, set(tokenization.controls.values()), known)
-
-    def _offer_chunks(self, tokens: Tokens, plan: Plan, runs: Sequence[Run]) -> None:
-        """Offer to encode chunks that had no KV, texts that recur, and the head if it recurs."""
-        if plan.matches:
-            first = plan.matches[0]
-            length, name = 0 if first.is_part else first.first, first.chunk.text_digest
-            rest = ids_digest(tokens.ids[plan.matches[-1].end :])
-            best = self._best(tuple(tokens.ids[:length]), name, rest)
-        elif runs:  # what stands before them may be documents, which are no head
-            best = self._known(tuple(tokens.ids[: runs[0].begin]))
-        else:
+    def _offer_chunks(self, tokens: Tokens, plan: Plan) -> None:
+        """Offer to encode chunks that had no KV, and the head if it recurs."""
+        if not plan.matches:
             return
+        first = plan.matches[0]
+        length, name = 0 if first.is_part else first.first, first.chunk.text_digest
+        rest = ids_digest(tokens.ids[plan.matches[-1].end :])
+        best = self._best(tuple(tokens.ids[:length]), name, rest)
         if best not in self.library.encoded_after() and len(best.prefix_ids) > len(self._sink_ids):
             self._offer_encoding(best, partial(self._encoder.learn, best))
         for missed, behind in product((*plan.missed, *plan.harvested), self._beside(best)):
             task = (missed.chunk.text_digest, behind)
             recover = partial(self._encoder.recover, missed.chunk, missed.text, behind)
             self._offer_encoding(task, recover)
-        for run in runs:
-            learn = partial(self._learn_text, run.text, best, self._generation)
-            self._offer_encoding((digest(run.text), "recurs"), learn)
 
     @property
     def _generation(self) -> tuple[int, int]:
         """Changes when texts are forgotten, by this engine or another one."""
         own = 0 if self.recurring is None else self.recurring.generation
         return own, self.library.generation
-
-    def _learn_text(self, text: str, behind: EncodedAfter, generation: tuple[int, int]) -> None:
-        """Make a text known and encode it, unless texts were forgotten since it was found."""
-        if generation == self._generation:
-            self._encoder.learn_text(text, behind)
-        if generation != self._generation:  # that happened meanwhile
-            self.library.remove([digest(text)])
 
     def _offer_encoding(self, name: object, task: Callable[[], object]) -> None:
         assert self.write_back is not None

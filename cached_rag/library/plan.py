@@ -71,7 +71,6 @@ class Plan:
         num_tokens: number of the prompt's tokens.
         chunks: (digest, token after the last) of each chunk whose KV is used or computed, in order.
         positions: of the tokens; None if token i stands at position i.
-        text: the prompt's, in which texts that recur are looked for; empty to learn nothing.
     """
 
     placements: tuple[Placement, ...]
@@ -79,7 +78,6 @@ class Plan:
     num_tokens: int
     chunks: tuple[tuple[str, int], ...] = ()
     positions: tuple[int, ...] | None = None
-    text: str = ""
 
     @property
     def length(self) -> int:

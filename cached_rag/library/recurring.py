@@ -22,7 +22,7 @@ from cached_rag.backends.prompt_text import Span, Tokens
 
 # The shortest run that is learned, in tokens; and the longest, as a request may have to wait while
 # one is encoded. Longer runs are cut.
-SHORTEST, LONGEST = 128, 1024
+SHORTEST, LONGEST = 64, 1024
 # How many facts about earlier prompts are remembered; a sentence takes two of them, each some 150
 # bytes. That is enough for about eighty prompts of four thousand tokens.
 _MOST = 1 << 15
@@ -35,19 +35,6 @@ _MARK = re.compile(
 # What stands between a control token and a message's text: the role, or nothing.
 _ROLE = re.compile(r"\w{0,32}\s*\n|")
 _END = re.compile(r"\n\s*|[.!?][\"')\]]?\s+|[\u3002\uff01\uff1f]")
-
-
-@dataclass(frozen=True)
-class Run:
-    """A part of a prompt that recurs.
-
-    Attributes:
-        text: without white space around it.
-        begin: the prompt's token with which it begins.
-    """
-
-    text: str
-    begin: int
 
 
 @dataclass(frozen=True)
@@ -96,7 +83,7 @@ class Recurring:
         tokens: Tokens,
         controls: Collection[int],
         known: Sequence[Span],
-    ) -> list[Run]:
+    ) -> list[str]:
         """The runs of a prompt that earlier ones had elsewhere; the prompt is remembered.
 
         Args:
@@ -168,7 +155,7 @@ def _pieces(text: str, spans: Iterator[Span]) -> Iterator[_Piece]:
             begin = end
 
 
-def _cut(text: str, tokens: Tokens, run: Sequence[_Piece]) -> Iterator[Run]:
+def _cut(text: str, tokens: Tokens, run: Sequence[_Piece]) -> Iterator[str]:
     """The parts of a run that are long enough and not too long."""
     begins = [bisect_left(tokens.starts, piece.begin) for piece in run]
     ends = [bisect_left(tokens.starts, piece.end) for piece in run]
@@ -176,5 +163,5 @@ def _cut(text: str, tokens: Tokens, run: Sequence[_Piece]) -> Iterator[Run]:
     while at < len(run):
         upto = max(at + 1, bisect_right(ends, begins[at] + LONGEST))
         if SHORTEST <= ends[upto - 1] - begins[at] <= LONGEST:
-            yield Run(text[run[at].begin : run[upto - 1].end].strip(), begins[at])
+            yield text[run[at].begin : run[upto - 1].end].strip()
         at = upto

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from cached_rag import DEFAULT_MODEL, CachedRAG, Engine, GenerationConfig
+from cached_rag import (
+    DEFAULT_MODEL,
+    CachedRAG,
+    ConfigError,
+    Engine,
+    GenerationConfig,
+    unknown_settings,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -95,7 +102,7 @@ class Fields(BaseModel):
         aliases = {field.alias for field in cls.model_fields.values() if field.alias}
         unknown = values.keys() - cls.model_fields.keys() - aliases - _REMOTE
         if unknown:
-            raise ValueError(f"unknown settings {sorted(unknown)}; known: {list(cls.model_fields)}")
+            raise ConfigError(unknown_settings(sorted(unknown), cls.model_fields))
         return {name: value for name, value in values.items() if name not in _REMOTE}
 
     @field_validator("stop", mode="before")

@@ -52,6 +52,17 @@ def held(llm, text):
     return module and [b for b in library.encoded_after() if library.holds(b, module.token_ids)]
 
 
+def test_a_model_that_is_asked_something_else_warns_of_nothing(llm, inner, caplog):
+    documents = CachedRetriever(retriever=inner, llm=llm).invoke("copper")
+    llm.engine.encode([one.page_content for one in documents])
+    answer = llm.invoke("Write a haiku")
+    assert answer.response_metadata["cached_rag"]["notes"] == []
+    assert "retrieved" not in caplog.text
+    changed = llm.invoke("\n".join(one.page_content.lower() for one in documents))
+    (note,) = changed.response_metadata["cached_rag"]["notes"]
+    assert "none of the 2 texts that were retrieved before is in this prompt" in note
+
+
 def test_it_returns_what_the_retriever_inside_returns(llm, inner):
     cached = CachedRetriever(retriever=inner, llm=llm)
     assert cached.invoke("copper") == inner.invoke("copper")

@@ -266,6 +266,15 @@ def test_a_citation_engine_shows_nodes_without_metadata(llm, index):
     assert not [note for note in (*first.notes, *second.notes) if "retrieved" in note]
 
 
+def test_a_model_that_is_asked_something_else_warns_of_nothing(llm, index):
+    found = CachedRetriever(index.as_retriever(similarity_top_k=3), llm).retrieve(QUESTION)
+    llm.encode_nodes([one.node for one in found])
+    assert llm.complete("Write a haiku").raw["cached_rag"]["notes"] == []
+    changed = llm.complete("\n".join(module_text(one.node).lower() for one in found))
+    (note,) = changed.raw["cached_rag"]["notes"]
+    assert "texts that were retrieved before is in this prompt" in note
+
+
 class Questions(BaseQuestionGenerator):
     def generate(self, tools, query):
         return [SubQuestion(sub_question=q, tool_name="docs") for q in ("Which metal?", "Why?")]

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from conftest import NEW_PROMPTS, tiny_model
+from llama_index.core import MockEmbedding, VectorStoreIndex
 from llama_index.core.agent.workflow import (
     AgentInput,
     AgentOutput,
@@ -15,6 +16,7 @@ from llama_index.core.agent.workflow import (
 )
 from llama_index.core.base.llms.types import ChatMessage, ToolCallBlock
 from llama_index.core.prompts import PromptTemplate
+from llama_index.core.schema import TextNode
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.cached_rag import CachedRAGLLM
 from llama_index.llms.cached_rag.tools import offered
@@ -23,7 +25,7 @@ from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from pydantic import BaseModel, Field
 from test_llama_index_engines import unclosed  # noqa: F401
 
-from cached_rag import ConfigError, Engine, Tools
+from cached_rag import ConfigError, CutOffError, Engine, Tools
 
 pytestmark = pytest.mark.filterwarnings("ignore:<aiosqlite:ResourceWarning")
 
@@ -78,7 +80,8 @@ def test_tools_are_called_streamed_and_their_results_read(llm):
     history = [ChatMessage(role="user", content="Is it warm?"), answer.message, result]
     later = llm.chat_with_tools([TOOL], chat_history=history)
     assert later.message.role.value == "assistant"
-    none = llm.chat([ChatMessage(role="user", content="Hm?")])
+    stopped = llm.chat([ChatMessage(role="user", content="Hm?")]).message.content[:20]
+    none = llm.chat([ChatMessage(role="user", content="Hm?")], stop=[stopped[10:]])
     assert not any(isinstance(block, ToolCallBlock) for block in none.message.blocks)
     assert llm.get_tool_calls_from_response(none, error_on_no_tool_call=False) == []
     with pytest.raises(ValueError, match="calls no tool"):
@@ -148,7 +151,7 @@ def test_a_call_that_is_cut_off_is_an_error_and_no_call(llm):
     *parts, last = llm.stream_chat_with_tools(tools, "Is it warm?", **asked)
     for cut in (answer, last):
         assert cut.raw["finish_reason"] == "length"
-        with pytest.raises(ConfigError, match="within its call of 'echo'; raise max_tokens"):
+        with pytest.raises(CutOffError, match="within its call of 'echo'; raise max_tokens"):
             llm.get_tool_calls_from_response(cut)
     assert parts[-1].raw["finish_reason"] is None
     assert llm.get_tool_calls_from_response(parts[-1])[0].tool_name == "echo"
@@ -166,7 +169,7 @@ def test_a_call_that_a_stop_string_cut_off_is_an_error_and_no_call(llm):
     *_, last = llm.stream_chat_with_tools(tools, "Is it warm?", grammar=form, stop=stop)
     for cut in (answer, last):
         assert cut.raw["finish_reason"] == "stop"
-        with pytest.raises(ConfigError, match="within its call of 'echo'; leave out the stop"):
+        with pytest.raises(CutOffError, match="within its call of 'echo'; leave the stop"):
             llm.get_tool_calls_from_response(cut)
 
 
@@ -178,21 +181,41 @@ class Pay(BaseModel):
 
 @pytest.mark.filterwarnings("ignore:The `json` method")  # of LlamaIndex's structured LLM
 @pytest.mark.parametrize(
-    ("most", "said"), [(70, "within its call of 'Pay'; raise"), (3, "calls no tool: .*; raise")]
+    ("most", "said"),
+    [(70, "within its call of 'Pay'; raise"), (3, "before it called a tool; raise")],
 )
 def test_a_streamed_object_that_is_cut_off_is_an_error(llm, most, said):
     prompt, options = PromptTemplate("{what}"), {"max_tokens": most}
-    with pytest.raises(ConfigError, match=f"{said} max_tokens"):
+    with pytest.raises(CutOffError, match=f"{said} max_tokens"):
         list(llm.stream_structured_predict(Pay, prompt, llm_kwargs=options, what="x"))
-    with pytest.raises(ConfigError, match=f"{said} max_tokens"):
+    with pytest.raises(CutOffError, match=f"{said} max_tokens"):
         list(llm.as_structured_llm(Pay).stream_chat([ChatMessage(content="x")], **options))
 
     async def streamed():
         found = await llm.astream_structured_predict(Pay, prompt, llm_kwargs=options, what="x")
         return [one async for one in found]
 
-    with pytest.raises(ConfigError, match=f"{said} max_tokens"):
+    with pytest.raises(CutOffError, match=f"{said} max_tokens"):
         asyncio.run(streamed())
+
+
+@pytest.mark.parametrize("most", [70, 3])
+@pytest.mark.parametrize("mode", ["compact", "refine", "tree_summarize", "accumulate"])
+def test_an_object_that_is_cut_off_is_no_empty_response(llm, mode, most):
+    index = VectorStoreIndex([TextNode(text="Ann.")], embed_model=MockEmbedding(8))
+    cut = llm.model_copy(update={"max_tokens": most})
+    for options in ({"llm": cut, "output_cls": Pay}, {"llm": cut.as_structured_llm(Pay)}):
+        engine = index.as_query_engine(response_mode=mode, **options)
+        with pytest.raises(CutOffError, match="raise max_tokens"):
+            engine.query("Who?")
+        with pytest.raises(CutOffError, match="raise max_tokens"):
+            asyncio.run(engine.aquery("Who?"))
+    if mode in ("compact", "refine"):  # the others stream text
+        streamed = index.as_query_engine(
+            llm=cut, output_cls=Pay, response_mode=mode, streaming=True
+        )
+        with pytest.raises(CutOffError, match="raise max_tokens"):
+            streamed.query("Who?")
 
 
 def test_options_of_a_streamed_object_reach_the_engine_and_bad_ones_are_refused(llm):

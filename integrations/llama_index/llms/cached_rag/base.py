@@ -45,12 +45,14 @@ from llama_index.llms.cached_rag.tools import (
 
 from cached_rag import (
     CachedRAG,
+    ConfigError,
     EncodeSummary,
     Engine,
     SchemaPrompt,
     Stream,
     Tools,
     template_head,
+    unknown_settings,
 )
 
 
@@ -72,7 +74,7 @@ class CachedRAGLLM(PromptingLLM):
         """Settings are fields; `engine` is one to share (or a `CachedRAG`) instead of loading.
 
         Raises:
-            ValueError: an unknown or bad setting.
+            ConfigError: an unknown setting. A `ValueError`, as what a bad one raises.
         """
         if isinstance(engine, CachedRAG):
             data.setdefault("model", engine.settings["model"])
@@ -80,6 +82,8 @@ class CachedRAGLLM(PromptingLLM):
             data.setdefault("model", engine.model.name)
             # Saved and pickled, too: who loads by these settings is no other tenant.
             data["namespace"] = data.get("namespace") or engine.library.namespace
+        if unknown := data.keys() - type(self).model_fields.keys():
+            raise ConfigError(unknown_settings(sorted(unknown), type(self).model_fields))
         super().__init__(**data)
         if engine is not None:
             self._give(engine)
@@ -253,7 +257,8 @@ class CachedRAGLLM(PromptingLLM):
         """The calls in an answer; while it grows, with the arguments so far.
 
         Raises:
-            ValueError: there are none, or the answer ended within one (a `ConfigError`).
+            ValueError: there are none.
+            CutOffError: the answer ended within one, or before it.
         """
         check_whole(response, must_call=error_on_no_tool_call)
         return selections(response.message)

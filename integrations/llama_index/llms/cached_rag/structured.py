@@ -37,7 +37,8 @@ def stream_objects(
 
     Raises:
         ValueError: the answer calls no tool.
-        ConfigError: `max_tokens` cut it off, or there is no such option.
+        CutOffError: `max_tokens` cut it off.
+        ConfigError: there is no such option.
     """
     if not _calls(llm):
         yield from _program(llm, output_cls, prompt).stream_call(llm_kwargs=dict(options), **values)

@@ -19,7 +19,7 @@ from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.llms.utils import parse_partial_json
 from llama_index.core.tools.types import BaseTool
 
-from cached_rag import ConfigError, Engine, Tools
+from cached_rag import CutOffError, Engine, Tools
 
 # Options of a call that say what form its answer has.
 _OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")
@@ -85,21 +85,22 @@ def check_whole(response: ChatResponse, *, must_call: bool) -> None:
         must_call: see also that there is one.
 
     Raises:
-        ConfigError: `max_tokens` or a stop string cut one off.
+        CutOffError: `max_tokens` or a stop string ended the answer too early.
         ValueError: there is none.
     """
     calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
     reason = response.raw.get("finish_reason") if isinstance(response.raw, dict) else None
     is_cut = reason == "length"
+    by = "max_tokens" if is_cut else "a stop string"
+    mend = "raise max_tokens, or ask for less" if is_cut else "leave the stop string out"
     for block in calls:
         if reason is not None and isinstance(block.tool_kwargs, str):
-            mend = "raise max_tokens" if is_cut else "leave out the stop string that ended it"
-            raise ConfigError(f"the answer ended within its call of {block.tool_name!r}; {mend}")
+            where = f"within its call of {block.tool_name!r}"
+            raise CutOffError(f"{by} cut the answer off {where}; {mend}")
     if must_call and not calls:
-        said = f"the answer calls no tool: {response.message.content!r}"
-        raise (
-            ConfigError(f"{said}; raise max_tokens, which ended it") if is_cut else ValueError(said)
-        )
+        if is_cut:
+            raise CutOffError(f"{by} cut the answer off before it called a tool; {mend}")
+        raise ValueError(f"the answer calls no tool: {response.message.content!r}")
 
 
 def called(message: ChatMessage) -> list[dict[str, Any]]:
