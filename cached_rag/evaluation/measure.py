@@ -167,8 +167,8 @@ def figures(reading: Reading, full: Reading, answers: Sequence[str]) -> dict[str
         f1, em, rouge_l, right (None without an answer or a reference), nll (None without a
         reference), kl (divergence of the first token's distribution from full prefill's), kl_along
         (mean of that over the reference's tokens, None without it), entropy (of the first token,
-        nats), agreement (1 if the likeliest first token is full prefill's, else 0),
-        charged_recompute, ttft_ms, full_ttft_ms.
+        nats), agreement (1 if the likeliest first token is full prefill's, else 0), charged_recompute,
+        ttft_ms.
     """
     scored = reading.text is not None and bool(answers)
     text = reading.text or ""
