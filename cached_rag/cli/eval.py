@@ -80,11 +80,7 @@ def evaluate_command(
     backend: BackendName = "transformers",
     as_json: Json = False,
 ) -> None:
-    """Compare methods with full prefill: right answers, F1, likelihood, KL, time to first token.
-
-    "right": a reference stands in the answer; "of full's": how many of those that full prefill gets
-    right the method gets right, too.
-    """
+    """Compare methods with full prefill: F1, likelihood of the answer, KL, time to first token."""
     from cached_rag import Engine
     from cached_rag.backends.cache import cache_dir
     from cached_rag.benchmarks import machine
@@ -141,8 +137,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         "ratio": f"{row['ratio']:g}",
         "n": row["n"],
         "F1": _number(row["f1"]),
-        "right": _number(row["right"]),
-        "of full's": row["right_kept"],
+        "EM": _number(row["em"]),
         "NLL": _number(row["nll"]),
         "NLL - full's (95 %)": f"{_number(row['nll_diff'])} ({_number(low)}, {_number(high)})",
         "KL": _number(row["kl"]),

@@ -15,7 +15,7 @@ from cached_rag.engine.decoding import Prefilled, answer_alone
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Clock
 from cached_rag.errors import EvaluationError
-from cached_rag.evaluation.metrics import exact_match, f1, is_right, rouge_l
+from cached_rag.evaluation.metrics import exact_match, f1, rouge_l
 from cached_rag.pml import SchemaPrompt
 
 
@@ -164,10 +164,10 @@ def figures(reading: Reading, full: Reading, answers: Sequence[str]) -> dict[str
     """A measurement as numbers, compared with full prefill of the same prompt.
 
     Returns:
-        f1, em, rouge_l, right (None without an answer or a reference), nll (None without a
-        reference), kl (divergence of the first token's distribution from full prefill's), kl_along
-        (mean of that over the reference's tokens, None without it), entropy (of the first token,
-        nats), agreement (1 if the likeliest first token is full prefill's, else 0), charged_recompute,
+        f1, em, rouge_l (None without an answer or a reference), nll (None without a reference),
+        kl (divergence of the first token's distribution from full prefill's), kl_along (mean of
+        that over the reference's tokens, None without it), entropy (of the first token, nats),
+        agreement (1 if the likeliest first token is full prefill's, else 0), charged_recompute,
         ttft_ms.
     """
     scored = reading.text is not None and bool(answers)
@@ -176,7 +176,6 @@ def figures(reading: Reading, full: Reading, answers: Sequence[str]) -> dict[str
         "f1": f1(text, answers) if scored else None,
         "em": exact_match(text, answers) if scored else None,
         "rouge_l": rouge_l(text, answers) if scored else None,
-        "right": float(is_right(text, answers)) if scored else None,
         "nll": reading.nll,
         "kl": divergence(full.log_probs, reading.log_probs),
         "kl_along": divergence(full.along, reading.along),

@@ -42,13 +42,6 @@ def f1(answer: str, references: Sequence[str]) -> float:
     return max(_overlap(normalise(answer), normalise(reference)) for reference in references)
 
 
-def is_right(answer: str, references: Sequence[str]) -> bool:
-    """Whether one of the references stands in the answer, in any letter case, as whole words."""
-    said = " ".join(answer.casefold().split())
-    wanted = (" ".join(one.casefold().split()) for one in references)
-    return any(re.search(rf"(?<!\w){re.escape(one)}(?!\w)", said) for one in wanted)
-
-
 def _overlap(answer: list[str], reference: list[str]) -> float:
     common = sum((Counter(answer) & Counter(reference)).values())
     if not common:

@@ -50,12 +50,6 @@ def _row(data: str, method: str, ratio: float, found: dict[str, Row], full: dict
     own, base = [found[i] for i in ids], [full[i] for i in ids]
     nll, f1 = _difference(own, base, "nll"), _difference(own, base, "f1")
     right = [(a, b) for a, b in zip(own, base, strict=True) if b["f1"] and b["f1"] >= 0.5]
-    rightly, rightly_ci = _difference(own, base, "right")
-    also = [
-        a["right"]
-        for a, b in zip(own, base, strict=True)
-        if a.get("right") is not None and b["right"]
-    ]
     pairs = [(a["f1"], b["f1"]) for a, b in right]
     kept = bootstrap_ratio(pairs) if pairs else None
     # Paired, as prompts of one set may be several times as long as those of another.
@@ -68,14 +62,11 @@ def _row(data: str, method: str, ratio: float, found: dict[str, Row], full: dict
         "ratio": ratio,
         "data": data,
         "n": len(ids),
-        **{name: _mean(own, name) for name in ("f1", "em", "rouge_l", "right", "nll")},
+        **{name: _mean(own, name) for name in ("f1", "em", "rouge_l", "nll")},
         "nll_diff": nll[0],
         "nll_diff_ci": nll[1],
         "f1_diff": f1[0],
         "f1_diff_ci": f1[1],
-        "right_diff": rightly,
-        "right_diff_ci": rightly_ci,
-        "right_kept": f"{sum(also):.0f} of {len(also)}",
         "f1_kept": None if kept is None else round(kept.mean, 5),
         "f1_kept_ci": None if kept is None else [round(kept.low, 5), round(kept.high, 5)],
         "full_is_right": len(right),
@@ -96,7 +87,7 @@ def _difference(
     own: Sequence[Row], base: Sequence[Row], name: str
 ) -> tuple[float | None, list[float] | None]:
     pairs = zip(own, base, strict=True)
-    found = [a[name] - b[name] for a, b in pairs if None not in (a.get(name), b.get(name))]
+    found = [a[name] - b[name] for a, b in pairs if None not in (a[name], b[name])]
     if not found:
         return None, None
     interval = bootstrap(found)

@@ -20,14 +20,7 @@ from cached_rag.evaluation import Journal, Settings, evaluate, make_trials, orig
 from cached_rag.evaluation.data import Example, load_examples
 from cached_rag.evaluation.encodings import Encodings
 from cached_rag.evaluation.measure import divergence, read
-from cached_rag.evaluation.metrics import (
-    bootstrap,
-    bootstrap_ratio,
-    exact_match,
-    f1,
-    is_right,
-    rouge_l,
-)
+from cached_rag.evaluation.metrics import bootstrap, bootstrap_ratio, exact_match, f1, rouge_l
 from cached_rag.evaluation.nearness import Nearness
 from cached_rag.evaluation.plot import plot_frontier
 from cached_rag.evaluation.prompts import is_long, messages
@@ -81,9 +74,6 @@ def test_scores_are_squads():
     )
     assert f1("the tall tower", ["eiffel tower", "a tall building"]) == pytest.approx(0.5)
     assert f1("", ["tower"]) == exact_match("towers", ["tower"]) == 0
-    assert is_right("It is TX-245,\n shelf  41.", ["tx-9", "Shelf 41"])
-    assert not is_right("TX-2451, shelf 415", ["TX-245", "shelf 41"])
-    assert not is_right("", ["70"])
     assert rouge_l("a b c d", ["a b x d"]) == pytest.approx(0.75)
     assert rouge_l("Running lighthouses", ["runs, a lighthouse"]) == pytest.approx(0.8)
     for text in ("\u5317\u4eac", "\u041c\u043e\u0441\u043a\u0432\u0430", "Gen\u00e8ve"):
@@ -119,11 +109,9 @@ def test_intervals_are_of_the_mean_and_the_same_every_time():
 def test_rows_have_the_keys_that_are_promised(data, tmp_path):
     rows, _ = run(data, tmp_path, ["full", "reuse", "prophetkv", "cacheblend@alone"])
     assert [row["method"] for row in rows] == ["full", "reuse", "prophetkv", "cacheblend@alone"]
-    promised = "method ratio data n f1 em rouge_l right right_diff right_kept nll nll_diff"
+    promised = "method ratio data n f1 em rouge_l nll nll_diff nll_diff_ci kl agreement"
     for row in rows:
-        assert set(
-            f"{promised} nll_diff_ci kl agreement charged_recompute ttft_ms speedup".split()
-        ) <= set(row)
+        assert set(f"{promised} charged_recompute ttft_ms speedup".split()) <= set(row)
         assert row["n"] == 3
         assert row["small"]
     full, reuse = rows[:2]
