@@ -27,7 +27,13 @@ _METHODS = "full,prefix,reuse,cacheblend,epic,a3,infoflow,prophetkv,random,auto"
 
 
 def evaluate_command(
-    data: Annotated[list[Path], typer.Option(help="Questions, a .jsonl file; more may follow it.")],
+    data: Annotated[
+        list[Path],
+        typer.Option(
+            help="Questions, a .jsonl file; more may follow it. Each line is an object: id, "
+            "question, answers (a list of texts), chunks (each with title and text)."
+        ),
+    ],
     more: Annotated[list[Path] | None, typer.Argument(help="More .jsonl files.")] = None,
     methods: Annotated[
         str,
@@ -80,7 +86,12 @@ def evaluate_command(
     backend: BackendName = "transformers",
     as_json: Json = False,
 ) -> None:
-    """Compare methods with full prefill: F1, likelihood of the answer, KL, time to first token."""
+    """Compare methods with full prefill: right answers, F1, likelihood, KL, time to first token.
+
+    "right": the wanted text stands in the answer; "kept": how much of what full prefill gets right
+    a method gets right, too. To measure your own questions, write each with its answer and the
+    chunks that your retriever finds: docs/quality.md.
+    """
     from cached_rag import Engine
     from cached_rag.backends.cache import cache_dir
     from cached_rag.benchmarks import machine
@@ -136,6 +147,8 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         "method": row["method"],
         "ratio": f"{row['ratio']:g}",
         "n": row["n"],
+        "right": _number(row["right"]),
+        "kept": _number(row["right_kept"]) and f"{row['right_kept']:.3f} of {row['right_of']}",
         "F1": _number(row["f1"]),
         "EM": _number(row["em"]),
         "NLL": _number(row["nll"]),

@@ -37,6 +37,21 @@ def exact_match(answer: str, references: Sequence[str]) -> float:
     return float(any(normalise(answer) == normalise(reference) for reference in references))
 
 
+def right(answer: str, references: Sequence[str]) -> float:
+    """1 if one of the references stands in the answer, as whole words in any letter case, else 0.
+
+    Numbers are compared as they are written: `70` stands neither in `1,705` nor in `2.70`.
+    """
+    found = " ".join(answer.casefold().split())
+    wanted = (" ".join(reference.casefold().split()) for reference in references)
+    return float(any(_stands_in(one, found) for one in wanted if one))
+
+
+def _stands_in(wanted: str, text: str) -> bool:
+    whole = rf"(?<!\w)(?<!\d[.,]){re.escape(wanted)}(?!\w)(?![.,]\d)"
+    return re.search(whole, text) is not None
+
+
 def f1(answer: str, references: Sequence[str]) -> float:
     """Harmonic mean of word precision and recall, best over the references."""
     return max(_overlap(normalise(answer), normalise(reference)) for reference in references)

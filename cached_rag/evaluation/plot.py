@@ -22,7 +22,7 @@ def plot_frontier(rows: Sequence[dict[str, Any]], path: Path, loss: str = "kl") 
     Raises:
         EvaluationError: matplotlib is missing, or does not know the format.
     """
-    rows = [row for row in rows if row["data"] != POOLED]
+    rows = [row for row in rows if row["data"] != POOLED and "/" not in row["data"]]  # no kinds
     figure, axes = new_figure()
     for method in dict.fromkeys(row["method"] for row in rows):
         points = sorted(_points([row for row in rows if row["method"] == method], loss))

@@ -1,7 +1,7 @@
 """The evaluation: every trial on every example, against full prefill of the same prompt.
 
 All trials of an example run before the next example. So a disturbance of the timing affects all
-trials alike, and an interrupted run has complete examples. Knows no metric and no method.
+trials alike, and an interrupted run has complete examples. Knows no method.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from cached_rag.evaluation.data import Example, load_examples
 from cached_rag.evaluation.encodings import Encodings
 from cached_rag.evaluation.journal import Journal
 from cached_rag.evaluation.measure import Reading, figures, read
+from cached_rag.evaluation.metrics import right
 from cached_rag.evaluation.prompts import is_long, messages
 from cached_rag.evaluation.released import read_released
 from cached_rag.evaluation.several import SEVERAL
@@ -116,9 +117,17 @@ class Settings:
         return [example.joined(self.joined) for example in found] if self.joined > 1 else found
 
     def chosen(self, journal: Journal) -> Iterator[dict[str, Any]]:
-        """The journal's measurements of the examples that are asked."""
-        wanted = {(path.stem, one.digest) for path in self.data for one in self.asked(path)}
-        return (row for row in journal.rows() if (row["data"], row.get("example")) in wanted)
+        """The journal's measurements of the examples that are asked, and whether each is right.
+
+        That is found in the text they keep, so it is known of older journals, too.
+        """
+        asked = {(path.stem, one.digest): one for path in self.data for one in self.asked(path)}
+        for row in journal.rows():
+            example = asked.get((row["data"], row.get("example", "")))
+            if example is None:
+                continue
+            text, answers = row.get("text"), example.answers
+            yield row | {"right": None if text is None or not answers else right(text, answers)}
 
 
 def evaluate(

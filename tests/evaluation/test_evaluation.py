@@ -20,7 +20,14 @@ from cached_rag.evaluation import Journal, Settings, evaluate, make_trials, orig
 from cached_rag.evaluation.data import Example, load_examples
 from cached_rag.evaluation.encodings import Encodings
 from cached_rag.evaluation.measure import divergence, read
-from cached_rag.evaluation.metrics import bootstrap, bootstrap_ratio, exact_match, f1, rouge_l
+from cached_rag.evaluation.metrics import (
+    bootstrap,
+    bootstrap_ratio,
+    exact_match,
+    f1,
+    right,
+    rouge_l,
+)
 from cached_rag.evaluation.nearness import Nearness
 from cached_rag.evaluation.plot import plot_frontier
 from cached_rag.evaluation.prompts import is_long, messages
@@ -78,6 +85,61 @@ def test_scores_are_squads():
     assert rouge_l("Running lighthouses", ["runs, a lighthouse"]) == pytest.approx(0.8)
     for text in ("\u5317\u4eac", "\u041c\u043e\u0441\u043a\u0432\u0430", "Gen\u00e8ve"):
         assert rouge_l(text, [text]) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "wanted"),
+    [
+        ("The sensor costs 70 EUR.", "70", 1),
+        ("70", "70", 1),
+        ("It costs 170.", "70", 0),
+        ("1,705 or 2.70 or 70,5", "70", 0),
+        ("1,270 EUR", "1270", 0),
+        ("1,270 EUR", "1,270", 1),
+        ("the number is tx-24.", "TX-24", 1),
+        ("TX-245", "TX-24", 0),
+        ("She worked for the  STRASSE\nfirm", "Straße firm", 1),
+        ("(C++)", "C++", 1),
+        ("anything", " ", 0),
+        ("", "70", 0),
+    ],
+)
+def test_an_answer_is_right_if_the_wanted_words_stand_in_it(answer, reference, wanted):
+    assert right(answer, ["nowhere", reference]) == wanted
+
+
+def test_what_is_kept_is_the_share_of_what_full_prefill_gets_right():
+    def measured(method, ratio, found):
+        row = dict.fromkeys(("f1", "em", "rouge_l", "nll"))
+        row |= {"data": "d", "method": method, "ratio": ratio, "ttft_ms": 1.0}
+        return [row | {"id": f"{k}-1-{n}", "right": r} for n, (k, r) in enumerate(found)]
+
+    kinds = ["parts"] * 20 + ["people"] * 20
+    full = measured("full", 1.0, zip(kinds, [1.0] * 30 + [0.0] * 10, strict=True))
+    auto = measured("auto", 0.03, zip(kinds, [0.0] * 15 + [1.0] * 20 + [0.0] * 5, strict=True))
+    rows = summarise([*full, *auto], [("full", 1.0), ("auto", 0.03)])
+    assert [row["data"] for row in rows] == ["d"] * 2 + ["d/parts"] * 2 + ["d/people"] * 2
+    whole, parts, people = (row for row in rows if row["method"] == "auto")
+    assert (whole["right"], whole["right_kept"], whole["right_of"]) == (0.5, 0.5, 30)
+    assert whole["right_diff"] == -0.25
+    low, high = whole["right_kept_ci"]
+    assert 0.3 < low < 0.5 < high < 0.7
+    assert whole["right_diff_ci"][0] < -0.25 < whole["right_diff_ci"][1]
+    assert (parts["right_kept"], parts["right_of"]) == (0.25, 20)
+    assert (people["right_kept"], people["right_of"]) == (1, 10)
+    assert rows[0]["right_kept"] == 1
+
+
+def test_journals_of_before_say_what_is_right(data, tmp_path):
+    (full,), journal = run(data, tmp_path, ["full"])
+    assert full["right"] == 0  # a random model
+    lines = [json.loads(line) for line in journal.path.read_text().splitlines()]
+    for row, answer in zip(lines[-3:], ANSWERS, strict=True):
+        assert "right" not in row
+        row["text"] = f"It is {answer}."
+    journal.path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    (full,), _ = run(data, tmp_path, ["full"])
+    assert (full["right"], full["right_of"]) == (1, 3)
 
 
 def test_divergence_is_that_of_probabilities():
