@@ -10,7 +10,6 @@ import pytest
 from docutils import nodes
 from docutils.parsers.rst import Directive, directives
 
-from cached_rag import DocumentError
 from cached_rag.rag.finding import look_at
 from cached_rag.rag.readers import load_document
 
