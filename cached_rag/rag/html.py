@@ -130,7 +130,7 @@ class _Page:
 
     def start(self, element: Any) -> None:
         tag = element.tag
-        self._break(tag)
+        self._break(element)
         if tag in _HEADINGS and not self._in_line and len(self._parts) < _MOST_HEADINGS:
             self._cut()
         elif tag == "br":
@@ -157,7 +157,7 @@ class _Page:
         """Take an element's end, and the text behind it."""
         if is_shown:
             self._close(element, element.tag)
-            self._break(element.tag)
+            self._break(element)
         if element.tail:
             self._say(element.tail)
 
@@ -182,9 +182,10 @@ class _Page:
         is_behind_word = bool(self._text) and not (self._space or self._lines)
         return is_behind_word and _POWER.match(element.text or "") is not None
 
-    def _break(self, tag: str) -> None:
-        is_inner = tag in _LISTS and bool(self._lists)
-        self._end_lines(1 if is_inner else _APART.get(tag, 0))
+    def _break(self, element: Any) -> None:
+        is_inner = element.tag in _LISTS and bool(self._lists)
+        is_close = is_inner or _is_an_items(element)
+        self._end_lines(1 if is_close else _APART.get(element.tag, 0))
 
     def _end_lines(self, lines: int) -> None:
         if self._in_line:
@@ -242,6 +243,14 @@ class _Page:
             self._above = {other: text for other, text in self._above.items() if other < tag}
             self._above |= {tag: said} if said else {}
             self._metadata = {"heading": " > ".join(self._above.values())} if self._above else {}
+
+
+def _is_an_items(element: Any) -> bool:
+    """Whether it is the only paragraph of a list's item."""
+    around, next_one = element.getparent(), element.getnext()
+    is_first = around is not None and around.tag in ("li", "dd") and around[0] is element
+    is_only = next_one is None or next_one.tag in _LISTS
+    return element.tag == "p" and is_first and is_only
 
 
 def _keeps_space(element: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from datetime import datetime, time, timedelta
 from decimal import ROUND_HALF_UP, Context, Decimal
 from pathlib import Path
@@ -35,14 +36,14 @@ def read_xlsx(path: Path) -> list[Part]:
     with Archive(path) as archive:
         title = archive.xml("docProps/core.xml").findtext("{*}title")
     parts: list[Part] = [(f"Title: {title}" if title else "", {})]
-    book = load_workbook(path, read_only=True, data_only=True, keep_links=False)
-    try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are of what else a book has, such as charts
+        book = load_workbook(path, read_only=True, data_only=True, keep_links=False)
         for sheet in book.worksheets:
             if sheet.sheet_state == "visible":
                 sheet.reset_dimensions()  # else rows are as wide as the file says
                 cells = ([_shown(cell) for cell in row] for row in sheet.iter_rows())
                 parts += sheet_parts(sheet.title, [row for row in cells if any(row)])
-    finally:
         book.close()
     return parts
 

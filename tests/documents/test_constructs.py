@@ -61,7 +61,7 @@ MARKUP = {
     "code.md": ("x\n\n```\na\n   b\n```", "x\n\na\n   b"),
     "code.rst": ("x::\n\n  a\n     b", "x:\n\na\n   b"),
     "heading.md": ("# A\n## B\ntext", "A\n\nB\n\ntext"),
-    "note.rst": ("Text [1]_\n\n.. [1] Note.", "Text 1\n\n1\n  Note."),
+    "note.rst": ("Text [1]_\n\n.. [1] Note.", "Text [1]\n\n[1]\n\nNote."),
     # What nobody sees
     "hidden.html": (
         "a<p hidden>X<p style='visibility: hidden'>X</p><i style=display:none>X</i>"
@@ -178,7 +178,8 @@ def write_sheet(path, cells, formats):
     sheet = f"<worksheet {space}><sheetData>{cells}</sheetData></worksheet>"
     changed(path, "xl/worksheets/sheet1.xml", lambda _: sheet)
     codes = "".join(f'<xf numFmtId="{one}" fontId="0"/>' for one in formats)
-    parts = "<fonts><font/></fonts><fills><fill><patternFill/></fill></fills><borders><border/></borders>"
+    fill = "<fills><fill><patternFill/></fill></fills>"
+    parts = f"<fonts><font/></fonts>{fill}<borders><border/></borders>"
     styles = f"<styleSheet {space}>{parts}<cellStyleXfs><xf/></cellStyleXfs>\
 <cellXfs>{codes}</cellXfs></styleSheet>"
     changed(path, "xl/styles.xml", lambda _: styles)
