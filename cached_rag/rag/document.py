@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,12 @@ _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1b\x7f\ud800-\udfff]")
 _BREAK = re.compile(r"\r\n|[\r\x0b\x0c\x1c-\x1f]")
 # Written without a repeated group, which would take a hundred bytes of memory for each line.
 _BLANK_LINES = re.compile(r"\n[ \t]*\n[ \t\n]*\n")
+# Glyphs that some fonts have for two letters or three, as in "o\ufb03ce", and what they stand for.
+_LIGATURES = {code: unicodedata.normalize("NFKC", chr(code)) for code in range(0xFB00, 0xFB07)}
+# Shows nothing but where a word may be divided.
+_SOFT_HYPHEN = re.compile("\u00ad[ \\t]*\\n[ \\t]*|\u00ad")
+# Nobody sees these, and they part no words. Those that join or part letters are among them.
+_INVISIBLE = re.compile("[\u00ad\u180e\u200b-\u200d\u2060\ufeff]")
 _TITLE = re.compile(r"^Title: *(.+)$", re.MULTILINE)
 
 # Most characters of a chunk's headings.
@@ -92,8 +99,14 @@ def with_line_feeds(text: str) -> str:
     return _BREAK.sub("\n", text)
 
 
+def searchable(text: str) -> str:
+    """A text as search sees it: with letters for ligatures, and without what nobody sees."""
+    return _INVISIBLE.sub("", text.translate(_LIGATURES))
+
+
 def _clean(text: str) -> str:
-    return _BLANK_LINES.sub("\n\n", _CONTROL.sub("", with_line_feeds(text))).strip()
+    text = _CONTROL.sub("", with_line_feeds(text)).translate(_LIGATURES)
+    return _BLANK_LINES.sub("\n\n", _SOFT_HYPHEN.sub("", text)).strip()
 
 
 def _clean_code(text: str) -> str:

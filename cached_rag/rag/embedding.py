@@ -10,6 +10,7 @@ import numpy as np
 from cached_rag.backends.resolve import wheel_file
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.errors import ModelNotFoundError, needs_extra
+from cached_rag.rag.document import searchable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -63,7 +64,9 @@ class Embedder:
         window = model.max_seq_length  # in tokens; models that see all of a text have no number
         most = window * _MOST_CHARACTERS if isinstance(window, int) else None
         options = {"convert_to_numpy": True, "show_progress_bar": False}
-        return model.encode([text[:most] for text in texts], normalize_embeddings=True, **options)
+        return model.encode(
+            [searchable(text)[:most] for text in texts], normalize_embeddings=True, **options
+        )
 
     def _loaded(self) -> Any:
         if self._model is None:

@@ -1,44 +1,42 @@
-"""Turns HTML into text, and keeps its layout and headings. Knows inscriptis and lxml alone."""
+"""Turns HTML into text with its blocks apart, and keeps its headings. Knows lxml alone.
+
+Written here because no library with a free licence keeps an author's numbers, leaves out what is
+hidden, and keeps the cells of tables apart, empty ones too, without markup of its own.
+"""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator
-from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
-from inscriptis.css_profiles import CSS_PROFILES
-from inscriptis.html_engine import Inscriptis
-from inscriptis.html_properties import Display
-from inscriptis.model.config import ParserConfig
-from inscriptis.model.css import CssParse
-from inscriptis.model.html_element import DEFAULT_HTML_ELEMENT, HtmlElement
-from inscriptis.model.tag import CustomHtmlTagHandlerMapping
-from inscriptis.model.tag.table_tag import table_end_handler
-from lxml.etree import ParserError
+from lxml import etree
 from lxml.html import HTMLParser, document_fromstring
 
 from cached_rag.rag.document import Metadata, Part
+from cached_rag.rag.numerals import numeral, numeral_kind
 
 _DECLARATION = re.compile(r"^<\?xml [^>]+?\?>")
-# Shows nothing, as inscriptis does for scripts and styles.
-_INVISIBLE = HtmlElement(display=Display.none)
-# In <pre> these keep its line breaks and spaces, as in browsers; inscriptis has them start anew.
-_INHERITING = (
-    *("a", "abbr", "b", "bdi", "bdo", "big", "cite", "code", "data", "del", "dfn", "div", "em"),
-    *("font", "i", "ins", "kbd", "label", "mark", "q", "s", "samp", "small", "span", "strike"),
-    *("strong", "sub", "sup", "time", "tt", "u", "var"),
-)
-# Stands for "&", as inscriptis would take "&copy" in a text for an entity. Is no character.
-_AMPERSAND = "\ufdd0"
-# Most characters or lines by which a style may move a text.
+_HIDDEN_TAGS = ("head", "script", "style", "template", "datalist", "rp")
+_HIDDEN = re.compile(r"display\s*:\s*none\b|visibility\s*:\s*(?:hidden|collapse)\b", re.IGNORECASE)
+_PREFORMATTED = re.compile(r"white-space\s*:\s*(?:pre|break-spaces)\b", re.IGNORECASE)
+_HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
+_AS_WRITTEN = ("pre", "listing", "xmp", "plaintext", "textarea")
+_LISTS = ("ol", "ul", "menu", "dir")
+# How many line ends stand before and behind an element; behind any other there is none.
+_APART = {
+    **dict.fromkeys((*_HEADINGS, *_AS_WRITTEN, *_LISTS, "p", "table", "dl", "blockquote", "hr"), 2),
+    **dict.fromkeys(("div", "section", "article", "aside", "main", "nav", "header", "footer"), 1),
+    **dict.fromkeys(("details", "summary", "fieldset", "legend", "form", "dialog", "address"), 1),
+    **dict.fromkeys(("li", "dt", "dd", "tr", "td", "th", "caption", "figure", "figcaption"), 1),
+    **dict.fromkeys(("select", "optgroup", "option", "button", "center", "hgroup", "search"), 1),
+    **dict.fromkeys(("body", "html", "title", "video", "audio", "object", "iframe", "canvas"), 1),
+}
+_NUMBER = re.compile(r"\s*[+-]?\d{1,9}\s*")
+_POWER = re.compile(r"\s*[-+\u2212]?\d")
+# Most characters that a line is moved to the right by.
 _MOST_SPACE = 20
-# Most characters of all tables of a document as text. Cells are padded with spaces to equal widths.
-_MOST_IN_TABLES = 50 << 20
 # Most characters of a heading, without those above it, and most headings of a document.
 _LONGEST_HEADING, _MOST_HEADINGS = 100, 10_000
-_HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 
 
 def html_parts(html: str) -> list[Part]:
@@ -47,50 +45,26 @@ def html_parts(html: str) -> list[Part]:
     Each part but the first knows its heading, behind those above it: "Install > Linux".
 
     Raises:
-        ValueError: its tables, as text, would be too large for the memory; or the parser gives up.
+        ValueError: the parser gives up.
     """
-    if not html.strip():
-        return []
-    tables = CustomHtmlTagHandlerMapping(start_tag_mapping={}, end_tag_mapping={"table": _Tables()})
-    config = ParserConfig(
-        css=_css(),
-        display_links=False,
-        custom_html_tag_handler_mapping=tables,
-        annotation_rules={name: [name] for name in _HEADINGS},
-    )
-    handler = config.attribute_handler
-    handler.attribute_mapping = {**handler.attribute_mapping, "style": _style}
-    found = Inscriptis(_without_ampersands(_tree(html)), config)
-    text = found.get_text().replace(_AMPERSAND, "&")
-    labels = [(one.start, one.end, one.metadata) for one in found.get_annotations()]
-    headings = [label for label in sorted(labels) if _stands_alone(text, *label[:2])]
-    return list(_parts(text, headings[:_MOST_HEADINGS]))
+    return tree_parts(_tree(html)) if html.strip() else []
 
 
-def _css() -> dict[str, HtmlElement]:
-    css = {**CSS_PROFILES["relaxed"], "template": _INVISIBLE}
-    css["body"] = copy(css["body"])  # inscriptis writes into it, also from other threads
-    for tag in _INHERITING:
-        css[tag] = copy(css.get(tag, DEFAULT_HTML_ELEMENT))
-        css[tag].whitespace = None  # as around it
-    return css
-
-
-def _without_ampersands(tree: Any) -> Any:
-    """A tree whose texts say `_AMPERSAND` for "&": its entities are decoded already.
-
-    Inscriptis decodes them again, and in cells of tables once more for each table around them.
-    """
-    for element in tree.iter():
-        if element.text and isinstance(element.tag, str):
-            element.text = _marked(element.text)
-        if element.tail:
-            element.tail = _marked(element.tail)
-    return tree
-
-
-def _marked(text: str) -> str:
-    return text.replace(_AMPERSAND, "").replace("&", _AMPERSAND)
+def tree_parts(tree: Any) -> list[Part]:
+    """As `html_parts`, of an lxml tree, from which comments are taken."""
+    etree.strip_tags(tree, etree.Comment, etree.ProcessingInstruction, etree.Entity)
+    page = _Page()
+    walk = etree.iterwalk(tree, events=("start", "end"))
+    hidden = None
+    for event, element in walk:
+        if event == "start" and _is_hidden(element):
+            hidden = element
+            walk.skip_subtree()
+        elif event == "start":
+            page.start(element)
+        else:
+            page.end(element, is_shown=element is not hidden)
+    return page.parts()
 
 
 def _tree(html: str) -> Any:
@@ -99,85 +73,200 @@ def _tree(html: str) -> Any:
     Raises:
         ValueError: the parser leaves something out, mostly for tags that are nested too deeply.
     """
-    # As inscriptis does, whose parser drops all that follows a text or attribute of 10 MB, such as
-    # a picture in a data: address.
+    # Without huge_tree all is dropped that follows a text or attribute of 10 MB, such as a picture
+    # in a data: address.
     html = _DECLARATION.sub("", html.strip(), count=1)
     parser = HTMLParser(huge_tree=True)
     try:
         tree = document_fromstring(html, parser=parser)
-    except ParserError:  # there is no tag in it
+    except etree.ParserError:  # there is no tag in it
         tree = document_fromstring(f"<pre>{html}</pre>", parser=parser)
     if fatal := parser.error_log.filter_from_fatals():
         raise ValueError(f"its end would be lost: {fatal[0].message}")
     return tree
 
 
-def _stands_alone(text: str, begin: int, end: int) -> bool:
-    """Whether lines of a text are a heading and nothing else.
-
-    In cells of tables other text is beside it, and inscriptis may be wrong about where it stands.
-    """
-    said = text[begin:end]
-    begin += len(said) - len(said.lstrip())
-    end -= len(said) - len(said.rstrip())
-    before = text.rfind("\n", 0, begin) + 1
-    after = text.find("\n", end)
+def _is_hidden(element: Any) -> bool:
+    is_empty_row = element.tag == "tr" and not any(text.strip() for text in element.itertext())
+    style = element.get("style", "")
+    is_styled_away = bool(style) and _HIDDEN.search(style) is not None
     return (
-        begin < end
-        and not (text[before:begin] + text[end : len(text) if after < 0 else after]).strip()
+        element.tag in _HIDDEN_TAGS or "hidden" in element.attrib or is_styled_away or is_empty_row
     )
 
 
-def _parts(text: str, headings: list[tuple[int, int, str]]) -> Iterator[Part]:
-    """A text cut before each heading.
+class _Numbers(NamedTuple):
+    """A list's next number, the step to the one behind it, 0 for none, and the numerals' kind."""
 
-    Args:
-        headings: (begin, end, tag), in order.
-    """
-    above: dict[str, str] = {}  # a tag's last heading, of tags that are above
-    begin = 0
-    metadata: Metadata = {}
-    for start, end, tag in headings:
-        yield text[begin:start], metadata
-        above = {other: said for other, said in above.items() if other < tag}
-        above[tag] = " ".join(text[start:end].split())[:_LONGEST_HEADING]
-        begin, metadata = max(start, begin), {"heading": " > ".join(above.values())}
-    yield text[begin:], metadata
+    next: int
+    step: int
+    kind: str
 
 
-def _style(style: str, element: HtmlElement) -> None:
-    CssParse.attr_style(style, element)
-    for name in ("padding_inline", "margin_before", "margin_after"):
-        setattr(element, name, min(getattr(element, name), _MOST_SPACE))
+_NO_NUMBERS = _Numbers(0, 0, "")
 
 
-class _Tables:
-    """Called at the end of each table of a document; lays it out, unless they get too large."""
+class _Page:
+    """The text of elements, as they start and end."""
 
     def __init__(self) -> None:
-        self._taken = 0
+        self._parts: list[Part] = []
+        self._text: list[str] = []
+        self._metadata: Metadata = {}
+        self._above: dict[str, str] = {}  # the last heading of each tag that is above
+        # What is to stand before the next word.
+        self._lines, self._space, self._mark = 0, False, ""
+        self._moved = 0  # by how many characters lines are moved to the right
+        self._as_written = 0  # how many elements around keep white space
+        # Rows around, whether their cells stand in one line, as they do without tables in them.
+        self._rows: list[bool] = []
+        self._lists: list[_Numbers] = []
+        self._in_line = False
 
-    def __call__(self, state: Any) -> None:
-        if state.current_table:
-            self._taken += _area(state.current_table[-1].rows)
-        if self._taken > _MOST_IN_TABLES:
-            raise ValueError(
-                f"its tables would take more than {_MOST_IN_TABLES} characters as text, for every "
-                "row is as wide as the widest"
-            )
-        table_end_handler(state)
+    def parts(self) -> list[Part]:
+        """All that was written."""
+        self._cut()
+        return self._parts
+
+    def start(self, element: Any) -> None:
+        tag = element.tag
+        self._break(element)
+        if tag in _HEADINGS and not self._in_line and len(self._parts) < _MOST_HEADINGS:
+            self._cut()
+        elif tag == "br":
+            self._end_lines(self._lines + 1)
+        elif tag == "tr":
+            self._rows.append(next(element.iterdescendants("table", *_AS_WRITTEN), None) is None)
+        elif tag in ("td", "th") and self._rows and self._rows[-1]:
+            self._begin_cell(element)
+        elif tag in _LISTS:
+            self._lists.append(_numbers(element))
+        elif tag == "li":
+            self._begin_item(element)
+        elif tag == "dd":
+            self._moved += 2
+        elif tag == "q":
+            self._write('"')
+        elif tag == "sup" and self._is_power(element):
+            self._write("^")  # 10 to the power of 6 is not 106
+        self._as_written += _keeps_space(element)
+        if element.text:
+            self._say(element.text.removeprefix("\n") if tag == "pre" else element.text)
+
+    def end(self, element: Any, *, is_shown: bool) -> None:
+        """Take an element's end, and the text behind it."""
+        if is_shown:
+            self._close(element, element.tag)
+            self._break(element)
+        if element.tail:
+            self._say(element.tail)
+
+    def _close(self, element: Any, tag: str) -> None:
+        self._as_written -= _keeps_space(element)
+        if tag in _HEADINGS and not self._in_line:
+            self._name(tag)
+        elif tag == "tr":
+            self._rows.pop()
+        elif tag in ("td", "th"):
+            self._in_line = False
+        elif tag in _LISTS:
+            self._lists.pop()
+        elif tag == "li":
+            self._moved, self._mark = self._moved - 2, ""
+        elif tag == "dd":
+            self._moved -= 2
+        elif tag == "q":
+            self._write('"')
+
+    def _is_power(self, element: Any) -> bool:
+        is_behind_word = bool(self._text) and not (self._space or self._lines)
+        return is_behind_word and _POWER.match(element.text or "") is not None
+
+    def _break(self, element: Any) -> None:
+        is_inner = element.tag in _LISTS and bool(self._lists)
+        is_close = is_inner or _is_an_items(element)
+        self._end_lines(1 if is_close else _APART.get(element.tag, 0))
+
+    def _end_lines(self, lines: int) -> None:
+        if self._in_line:
+            self._space = self._space or lines > 0
+        else:
+            self._lines = max(self._lines, lines)
+
+    def _begin_cell(self, element: Any) -> None:
+        if element.getprevious() is not None:
+            self._lines = 0
+            self._say(" | ")
+        self._in_line = True
+
+    def _begin_item(self, element: Any) -> None:
+        numbers = self._lists[-1] if self._lists else _NO_NUMBERS
+        number = _whole(element.get("value"), numbers.next)
+        self._mark += f"{numeral(number, numbers.kind)}. " if numbers.step else "- "
+        if self._lists:
+            self._lists[-1] = numbers._replace(next=number + numbers.step)
+        self._moved += 2
+
+    def _say(self, text: str) -> None:
+        if self._as_written and not self._in_line:
+            for at, line in enumerate(text.split("\n")):
+                self._lines += at > 0
+                if line:
+                    self._write(line)
+            return
+        self._space = self._space or text[:1].isspace()
+        if said := " ".join(text.split()):
+            self._write(said)
+            self._space = text[-1:].isspace()
+
+    def _write(self, text: str) -> None:
+        self._text += (self._before(), self._mark, text)
+        self._lines, self._space, self._mark = 0, False, ""
+
+    def _before(self) -> str:
+        moved = self._moved - 2 if self._mark else self._moved
+        space = " " * min(moved, _MOST_SPACE)
+        if not self._text:
+            return space
+        if self._lines:
+            return "\n" * self._lines + space
+        return " " if self._space else ""
+
+    def _cut(self) -> None:
+        self._parts.append(("".join(self._text), self._metadata))
+        self._text.clear()
+
+    def _name(self, tag: str) -> None:
+        """Let what follows have the heading that was just written, behind those above it."""
+        if len(self._parts) < _MOST_HEADINGS:
+            said = " ".join("".join(self._text).split())[:_LONGEST_HEADING]
+            self._above = {other: text for other, text in self._above.items() if other < tag}
+            self._above |= {tag: said} if said else {}
+            self._metadata = {"heading": " > ".join(self._above.values())} if self._above else {}
 
 
-def _area(rows: Any) -> int:
-    """About how many characters a table has as text, where columns are as wide as their cells."""
-    widths = Counter[int]()
-    lines = 0
-    for row in rows:
-        height = 1
-        for index, cell in enumerate(row.columns):
-            cell.flush_inline()
-            text = [line for block in cell.blocks for line in block.split("\n")]
-            widths[index] = max(widths[index], max(map(len, text), default=0))
-            height = max(height, len(text))
-        lines += height
-    return lines * (sum(widths.values()) + len(widths))
+def _is_an_items(element: Any) -> bool:
+    """Whether it is the only paragraph of a list's item."""
+    around, next_one = element.getparent(), element.getnext()
+    is_first = around is not None and around.tag in ("li", "dd") and around[0] is element
+    is_only = next_one is None or next_one.tag in _LISTS
+    return element.tag == "p" and is_first and is_only
+
+
+def _keeps_space(element: Any) -> bool:
+    style = element.get("style", "")
+    return element.tag in _AS_WRITTEN or (bool(style) and bool(_PREFORMATTED.search(style)))
+
+
+def _numbers(element: Any) -> _Numbers:
+    """The numbers of a list's items."""
+    if element.tag != "ol":
+        return _NO_NUMBERS
+    is_reversed = "reversed" in element.attrib
+    first = sum(1 for _ in element.iterchildren("li")) if is_reversed else 1
+    kind = numeral_kind(element.get("type") or element.get("class", ""))
+    return _Numbers(_whole(element.get("start"), first), -1 if is_reversed else 1, kind)
+
+
+def _whole(said: str | None, other: int) -> int:
+    return int(said) if said and _NUMBER.fullmatch(said) else other

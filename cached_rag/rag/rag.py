@@ -35,7 +35,7 @@ from cached_rag.rag.settings import asked_for
 
 # What `[rag]` brings, for the index, embeddings and readers.
 _MODULES = (
-    *("faiss", "sentence_transformers", "charset_normalizer", "docutils", "inscriptis"),
+    *("faiss", "sentence_transformers", "charset_normalizer", "docutils"),
     *("markdown_it", "pypdf"),
 )
 

@@ -6,14 +6,18 @@ reStructuredText become HTML, and HTML becomes text with its layout kept.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from cached_rag.errors import DocumentError, MissingPackageError, needs_extra
 from cached_rag.rag.code import LANGUAGES
 from cached_rag.rag.decoding import decoded
 from cached_rag.rag.document import Document, Part, assembled, with_line_feeds
+from cached_rag.rag.hyphens import joined
 from cached_rag.rag.limits import MAX_BYTES
 from cached_rag.rag.office import SUFFIXES, read_office
 from cached_rag.rag.tables import table_to_text
@@ -83,19 +87,42 @@ def _read_html(path: Path) -> list[Part]:
     return _html_parts(decoded(path))
 
 
-def _read_markdown(path: Path) -> list[Part]:
+def _markdown_parts(source: str) -> list[Part]:
     from markdown_it import MarkdownIt
 
     markdown = MarkdownIt("commonmark", {"maxNesting": _NESTING}).enable("table")
+    return _html_parts(markdown.render(source))
+
+
+def _read_markdown(path: Path) -> list[Part]:
     source = with_line_feeds(decoded(path))
     front = _FRONT.match(source)
     if front is None:
-        return _html_parts(markdown.render(source))
-    parts = _html_parts(markdown.render(source[front.end() :]))
+        return _markdown_parts(source)
+    parts = _markdown_parts(source[front.end() :])
     named = _FRONT_TITLE.search(front[2])
     if named is None:  # else what stands first would be taken for the title
         return [*parts, (front[2], {})]
     return [(f"Title: {named[1].strip(_QUOTES)}\n{front[2]}", {}), *parts]
+
+
+def _read_notebook(path: Path) -> list[Part]:
+    """A notebook's cells in order: Markdown, code, and what the code printed."""
+    parts: list[Part] = []
+    for cell in json.loads(decoded(path))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts += _markdown_parts(source)
+            continue
+        known = parts[-1][1] if parts else {}
+        printed = ("".join(_printed(one)) for one in cell.get("outputs", ()))
+        parts += [(text, known) for text in (source, *printed)]
+    return parts
+
+
+def _printed(output: dict[str, Any]) -> str | list[str]:
+    found: str | list[str] = output.get("text") or output.get("data", {}).get("text/plain", "")
+    return found
 
 
 def _read_table(path: Path) -> str:
@@ -119,7 +146,8 @@ def _read_pdf(path: Path) -> list[Part]:
     reader = PdfReader(path)
     if reader.is_encrypted and not reader.decrypt(""):
         raise DocumentError(f"{path}: is encrypted; remove its password")
-    return [(page.extract_text(), {"page": n}) for n, page in enumerate(reader.pages, 1)]
+    pages = joined([page.extract_text() for page in reader.pages])
+    return [(page, {"page": number}) for number, page in enumerate(pages, 1)]
 
 
 def _read_code(path: Path) -> str:
@@ -128,6 +156,20 @@ def _read_code(path: Path) -> str:
             return decoded(path)
     except MissingPackageError as error:
         raise DocumentError(f"{path}: {error}") from error
+
+
+def _office(module: str, function: str) -> Callable[[Path], Sequence[Part]]:
+    """A reader that is imported when it is used, as lxml may be missing."""
+
+    def read(path: Path) -> Sequence[Part]:
+        try:
+            found = getattr(import_module(f"cached_rag.rag.{module}"), function)(path)
+        except MissingPackageError as error:
+            raise DocumentError(f"{path}: {error}") from error
+        parts: Sequence[Part] = found
+        return parts
+
+    return read
 
 
 READERS: dict[str, Callable[[Path], str | Sequence[Part]]] = {
@@ -141,6 +183,14 @@ READERS: dict[str, Callable[[Path], str | Sequence[Part]]] = {
     ".pdf": _read_pdf,
     ".csv": _read_table,
     ".tsv": _read_table,
+    ".ipynb": _read_notebook,
+    ".docx": _office("docx", "read_docx"),
+    ".pptx": _office("pptx", "read_pptx"),
+    ".xlsx": _office("xlsx", "read_xlsx"),
+    ".epub": _office("epub", "read_epub"),
+    ".odt": _office("opendocument", "read_opendocument"),
+    ".odp": _office("opendocument", "read_opendocument"),
+    ".ods": _office("opendocument", "read_opendocument"),
     **dict.fromkeys(SUFFIXES, read_office),
     **dict.fromkeys(LANGUAGES, _read_code),
 }

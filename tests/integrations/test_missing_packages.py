@@ -15,7 +15,7 @@ from cached_rag.benchmarks.plotting import new_figure
 
 ROOT, TESTS = Path(__file__).parents[2], Path(__file__).parents[1]
 RAG = (
-    *("charset_normalizer", "docutils", "faiss", "inscriptis", "markdown_it", "pypdf"),
+    *("charset_normalizer", "docutils", "faiss", "markdown_it", "pypdf"),
     "sentence_transformers",
 )
 EXTRAS = (

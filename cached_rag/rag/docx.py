@@ -1,0 +1,183 @@
+"""Word's documents as HTML: headings, numbers of lists, tables, footnotes. Runs nothing."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cached_rag.rag.archive import Archive, local, value
+from cached_rag.rag.document import Part
+from cached_rag.rag.html import tree_parts
+from cached_rag.rag.numerals import numeral, numeral_kind
+
+_TAGS = {"body": "body", "tbl": "table", "tr": "tr", "tc": "td", "br": "br", "cr": "br"}
+_SAID = {"tab": "\t", "noBreakHyphen": "-", "ptab": "\t"}
+_HIDDEN = ("moveFrom", "Fallback", "rt")  # a box of text stands twice, once for old versions
+_NOTES = {"footnoteReference": "footnote", "endnoteReference": "endnote"}
+_OFF = ("0", "false", "off")
+_HEADING = re.compile(r"heading ([1-6])", re.IGNORECASE)
+_LEVEL = re.compile(r"%([1-9])")
+# Most styles that are based on each other.
+_DEEPEST = 20
+
+
+def read_docx(path: Path) -> list[Part]:
+    """A document's text; deleted and hidden text is left out."""
+    with Archive(path) as archive:
+        name = archive.first("", "officeDocument") or "word/document.xml"
+        body = archive.xml(name)
+        styles = _Styles(archive.xml(archive.first(name, "styles")))
+        writer = _Writer(styles, _Numbering(archive.xml(archive.first(name, "numbering"))))
+        writer.write(body)
+        for kind in _NOTES.values():
+            notes = archive.xml(archive.first(name, f"{kind}s"))
+            for note in notes.iterchildren("{*}" + kind):
+                if number := writer.notes.get((kind, value(note, "id"))):
+                    writer.write(note)
+                    note.text = f"[{number}] "
+                    for block in note.iterchildren("p"):
+                        block.tag = "div"
+                    body.append(note)
+        title = archive.xml("docProps/core.xml").findtext("{*}title")
+    return [(f"Title: {title}" if title else "", {}), *tree_parts(body)]
+
+
+class _Styles:
+    """What the paragraphs' styles say: the heading's level, and the list they number."""
+
+    def __init__(self, root: Any) -> None:
+        self._by_id = {value(style, "styleId"): style for style in root.iterchildren("{*}style")}
+
+    def find(self, name: str, path: str) -> Any:
+        """What a style, or one that it is based on, has at a path; None if none has."""
+        for _ in range(_DEEPEST):
+            style = self._by_id.get(name)
+            if style is None:
+                return None
+            if (found := style.find(path)) is not None:
+                return found
+            name = _said(style, "{*}basedOn")
+        return None
+
+    def heading(self, name: str) -> str:
+        """ "h1" to "h6", or "" if the style is no heading's."""
+        style = self._by_id.get(name)
+        called = "" if style is None else _said(style, "{*}name")
+        if called.lower() == "title":
+            return "h1"
+        if found := _HEADING.fullmatch(called):
+            return f"h{found[1]}"
+        level = self.find(name, "{*}pPr/{*}outlineLvl")
+        return f"h{int(value(level)) + 1}" if level is not None and value(level) in "01234" else ""
+
+
+@dataclass(frozen=True)
+class _Level:
+    """One level of a list: its first number, its kind of numerals, and how a number is written."""
+
+    start: int
+    kind: str
+    text: str
+
+
+class _Numbering:
+    """The numbers of a document's lists, counted on."""
+
+    def __init__(self, root: Any) -> None:
+        levels = {
+            value(one, "abstractNumId"): {
+                value(level, "ilvl"): _level(level) for level in one.iterchildren("{*}lvl")
+            }
+            for one in root.iterchildren("{*}abstractNum")
+        }
+        self._lists = {value(one, "numId"): one for one in root.iterchildren("{*}num")}
+        self._levels = levels
+        self._counts: dict[str, dict[int, int]] = defaultdict(dict)
+        self._begun: set[str] = set()
+
+    def next(self, number: str, level: str) -> str:
+        """What stands before the next paragraph of a list; "" if it is in none."""
+        named = self._lists.get(number)
+        if named is None or not level.isdecimal():
+            return ""
+        of = _said(named, "{*}abstractNumId")
+        levels, counts, depth = self._levels.get(of, {}), self._counts[of], int(level)
+        if number not in self._begun:  # lists of one kind count on, but for those told not to
+            self._begun.add(number)
+            for one in named.iterchildren("{*}lvlOverride"):
+                if start := _said(one, "{*}startOverride"):
+                    counts[int(value(one, "ilvl"))] = int(start) - 1
+        known = levels.get(level)
+        if known is None or known.kind == "bullet":
+            return "- "
+        counts[depth] = counts.get(depth, known.start - 1) + 1
+        for deeper in [one for one in counts if one > depth]:
+            del counts[deeper]
+
+        def count(found: re.Match[str]) -> str:
+            other = levels.get(str(int(found[1]) - 1), known)
+            return numeral(counts.get(int(found[1]) - 1, other.start), numeral_kind(other.kind))
+
+        said = _LEVEL.sub(count, known.text)
+        return f"{said} " if said else ""
+
+
+def _level(level: Any) -> _Level:
+    start = _said(level, "{*}start")
+    kind, text = _said(level, "{*}numFmt"), _said(level, "{*}lvlText")
+    return _Level(int(start) if start else 0, kind, text)
+
+
+@dataclass
+class _Writer:
+    """Makes HTML of Word's elements.
+
+    Attributes:
+        notes: the numbers of the notes that were referred to, by kind and id.
+    """
+
+    styles: _Styles
+    numbering: _Numbering
+    notes: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def write(self, root: Any) -> None:
+        """Give the elements of a tree HTML's names, and no text but that of runs."""
+        for element in list(root.iter("{*}*")):
+            name = local(element)
+            element.tail = None
+            if name != "t":
+                element.text = _SAID.get(name)
+            if name in _HIDDEN or (name == "r" and _is_hidden(element)):
+                element.set("hidden", "")
+            elif name in _NOTES:
+                key = _NOTES[name], value(element, "id")
+                element.text = f"[{self.notes.setdefault(key, len(self.notes) + 1)}]"
+            elif name == "p":
+                self._write_paragraph(element)
+                continue
+            elif name in ("rPr", "pPr"):  # has elements that are called as those of text
+                element.set("hidden", "")
+            element.tag = _TAGS.get(name, "span")
+
+    def _write_paragraph(self, element: Any) -> None:
+        style = _said(element, "{*}pPr/{*}pStyle")
+        listed = element.find("{*}pPr/{*}numPr")
+        if listed is None:
+            listed = self.styles.find(style, "{*}pPr/{*}numPr")
+        if listed is not None and "".join(element.itertext("{*}t")).strip():
+            level = _said(listed, "{*}ilvl") or "0"
+            element.text = self.numbering.next(_said(listed, "{*}numId"), level)
+        element.tag = self.styles.heading(style) or ("div" if element.text else "p")
+
+
+def _is_hidden(run: Any) -> bool:
+    vanish = run.find("{*}rPr/{*}vanish")
+    return vanish is not None and value(vanish) not in _OFF
+
+
+def _said(element: Any, path: str) -> str:
+    found = element.find(path)
+    return "" if found is None else value(found)
