@@ -9,18 +9,20 @@ import typer
 
 from cached_rag.cli.options import (
     DEFAULT_INDEX,
-    BackendName,
+    AnswerAnyway,
     Device,
     Drafts,
     Dtype,
     Index,
+    IndexBackend,
+    IndexWeights,
     MaxTokens,
     Method,
+    MinScore,
     Remote,
     Retrieved,
     Seed,
     Temperature,
-    Weights,
     Where,
     filters,
     opened,
@@ -33,6 +35,8 @@ def ask_command(
     index: Index = DEFAULT_INDEX,
     k: Retrieved = 6,
     where: Where = None,
+    min_score: MinScore = None,
+    answer_anyway: AnswerAnyway = False,
     method: Method = "auto",
     ratio: Annotated[
         float | None,
@@ -51,8 +55,8 @@ def ask_command(
     ] = False,
     dtype: Dtype = None,
     device: Device = None,
-    weights: Weights = "as stored",
-    backend: BackendName = "transformers",
+    weights: IndexWeights = None,
+    backend: IndexBackend = None,
     remote: Remote = None,
     as_json: Json = False,
 ) -> None:
@@ -72,7 +76,8 @@ def ask_command(
     how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
     how["backend"] = backend
     with opened(index, remote, sequence_bytes=0, **how) as rag:
-        chosen: dict[str, Any] = {"k": k, "where": filters(where)}
+        chosen: dict[str, Any] = {"k": k, "where": filters(where), "min_score": min_score}
+        chosen["answer_anyway"] = answer_anyway
         stream = rag.stream(question, config=config, **chosen)
         for piece in stream:
             if not as_json:

@@ -37,6 +37,8 @@ from cached_rag.rag.splitting import Chunk
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+# Settings that decide whose KV serves, which an index remembers, and may be opened without.
+RECALLED = ("backend", "dtype", "weights", "revision", "adapter")
 _SCHEMA = f"""
 PRAGMA foreign_keys = ON;
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -109,11 +111,12 @@ class DocumentIndex:
         """The index's settings.
 
         Raises:
-            IndexMismatchError: one of those asked for has another value in the index.
+            IndexMismatchError: one of those asked for, but for `RECALLED`, has another value in the
+                index.
         """
         kept = self.settings()
         for name, value in asked.items():
-            if kept.get(name, value) != value:
+            if kept.get(name, value) != value and name not in RECALLED:
                 raise IndexMismatchError(
                     f"the index at {self._folder} was made with {name} {kept[name]!r}, not "
                     f"{value!r}; open it without that setting, or ingest into another folder"

@@ -91,6 +91,9 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by uvicorn for SIGINT and SIGTERM."""
+        if self.should_exit:  # uvicorn would raise every signal again, in the midst of the end
+            self.force_exit = True
+            return
         self._app.state.is_stopping = True
         count = self._app.state.service.num_open
         if count:
