@@ -21,6 +21,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
+from cached_rag.backends.hub import see_hub
 from cached_rag.backends.resolve import (
     ModelSource,
     cache_dir,
@@ -167,6 +168,7 @@ def _commit(hub_id: str, variant: Variant) -> str:
     Raises:
         OSError: there is no such model or revision, or it cannot be downloaded.
     """
+    see_hub(hub_id, CONFIG_NAME, **variant.access)
     found = cached_file(hub_id, CONFIG_NAME, revision=variant.revision, **variant.access)
     return Path(str(found)).parent.name
 
