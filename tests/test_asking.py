@@ -210,7 +210,9 @@ def test_what_is_printed_is_short_and_hides_nothing(rag):
 
 def test_a_notebook_shows_an_answer_with_its_sources_and_nothing_of_it_is_html(rag):
     rag.add_texts({"<b>bold</b>": "<script>alert(1)</script> copper"}, progress=False)
-    answer = replace(rag.ask("copper <script>", k=1, **GREEDY), text="<img src=x>")
+    answer = replace(
+        rag.ask(QUESTION, where={"source": "<b>bold</b>"}, **GREEDY), text="<img src=x>"
+    )
     shown = answer._repr_html_()
     assert "&lt;img src=x&gt;" in shown
     assert "&lt;b&gt;bold&lt;/b&gt; #0" in shown
