@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from cached_rag.backends.transformers.loading import load_model, wrap_model
     from cached_rag.backends.transformers.model import LanguageModel
     from cached_rag.config import (
-        DEFAULT_MODEL,
         METHODS,
         BatchConfig,
         GenerationConfig,
         StoreConfig,
     )
+    from cached_rag.defaults import DEFAULT_MODEL
     from cached_rag.engine.base import Prompt
     from cached_rag.engine.decoding import Generation, TokenLogprobs
     from cached_rag.engine.engine import Engine
@@ -148,37 +148,107 @@ __all__ = [
     "wrap_model",
 ]
 
-_MODULES = (
-    *(
-        "errors",
-        "hints",
-        "config",
-        "library.handoff",
-        "grammar.grammar",
-        "grammar.tools",
-        "engine.tools",
-        "library.context",
-        "engine.report",
-        "engine.decoding",
-        "engine.learner",
-        "engine.stream",
-        "explain",
+_PLACES = {
+    "backends.transformers.loading": (
+        "load_model",
+        "wrap_model",
     ),
-    *(
-        "backends.transformers.loading",
-        "backends.transformers.model",
-        "library.encode",
-        "library.ledger",
+    "backends.transformers.model": ("LanguageModel",),
+    "config": (
+        "METHODS",
+        "BatchConfig",
+        "GenerationConfig",
+        "StoreConfig",
     ),
-    *("pml", "engine.base", "engine.engine", "engine.template_head", "rag", "rag.answer"),
-    *("rag.folder", "rag.ingest", "rag.rag", "rag.progress", "rag.workers"),
-)
+    "defaults": ("DEFAULT_MODEL",),
+    "engine.base": ("Prompt",),
+    "engine.decoding": (
+        "Generation",
+        "TokenLogprobs",
+    ),
+    "engine.engine": ("Engine",),
+    "engine.learner": (
+        "Encode",
+        "Learner",
+    ),
+    "engine.report": ("Report",),
+    "engine.stream": ("Stream",),
+    "engine.template_head": ("template_head",),
+    "engine.tools": (
+        "CallPart",
+        "GrowingAnswer",
+        "Tools",
+    ),
+    "errors": (
+        "BusyError",
+        "CachedRAGError",
+        "ClosedError",
+        "ClusterError",
+        "ConfigError",
+        "ContextOverflowError",
+        "CorruptBlobError",
+        "CutOffError",
+        "DocumentError",
+        "EvaluationError",
+        "IndexMismatchError",
+        "MissingPackageError",
+        "ModelError",
+        "ModelNotFoundError",
+        "PMLError",
+        "RelocationError",
+        "StoreError",
+        "StoreFullError",
+        "needs_extra",
+    ),
+    "explain": ("Explanation",),
+    "grammar.grammar": ("Grammar",),
+    "grammar.tools": ("ToolCall",),
+    "hints": ("unknown_settings",),
+    "library.context": (
+        "PRIMER",
+        "Context",
+        "primer",
+    ),
+    "library.encode": ("EncodeSummary",),
+    "library.handoff": ("Handoff",),
+    "library.ledger": ("Ledger",),
+    "pml": (
+        "Import",
+        "Said",
+        "Schema",
+        "SchemaPrompt",
+    ),
+    "rag": (
+        "DocumentLimits",
+        "Embedder",
+        "Hit",
+        "IndexedDocument",
+    ),
+    "rag.answer": (
+        "Answer",
+        "AnswerStream",
+    ),
+    "rag.chat": ("Chat",),
+    "rag.folder": ("Deletion",),
+    "rag.ingest": ("IngestSummary",),
+    "rag.progress": (
+        "Progress",
+        "encode_progress",
+    ),
+    "rag.rag": ("CachedRAG",),
+    "rag.workers": (
+        "IngestRecipe",
+        "IngestTask",
+        "IngestWorker",
+        "IngestWorkers",
+        "PreparedBatch",
+        "PreparedDocument",
+    ),
+}
+_MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    if name in __all__:
-        for module in _MODULES:
-            found = getattr(import_module(f"{__name__}.{module}"), name, None)
-            if found is not None:
-                return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

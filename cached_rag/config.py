@@ -19,8 +19,6 @@ from cached_rag.hints import unknown_settings
 from cached_rag.methods import SELECTORS, Selector, Union, name_of, parse_method
 
 METHODS = tuple(SELECTORS)
-# Small, but good enough to see what the library does. A wheel has it, so no hub is needed (README).
-DEFAULT_MODEL = "smollm2-135m"
 # The smallest temperature that is not 0, and the smallest repetition penalty: logits divided by
 # less overflow. The inverse is the largest penalty, as logits multiplied by more overflow, too.
 _COLDEST = 1e-4

@@ -16,7 +16,8 @@ import cached_rag
 ROOT = Path(cached_rag.__file__).parent
 # From the ground up; a package may import those before it.
 FLOORS = (
-    *("errors", "hints", "methods", "grammar", "config", "kv", "backends", "library", "engine"),
+    *("errors", "defaults", "hints", "methods", "grammar", "config", "kv", "backends", "library"),
+    *("engine",),
     *("explain", "pml", "rag", "server", "benchmarks", "evaluation", "cli"),
 )
 PUBLIC = ("cached_rag", "cached_rag.benchmarks", "cached_rag.evaluation", "cached_rag.pml")
@@ -145,6 +146,27 @@ def test_nothing_runs_or_unpickles_what_it_is_given():
         "eval(x)",
     ):
         assert list(unsafe(ast.parse(line)))
+
+
+def test_help_and_list_load_no_pytorch_and_opening_an_index_no_model_library(tmp_path):
+    code = f"""
+import sys
+from pathlib import Path
+from cached_rag.cli.main import app
+from cached_rag.rag import DocumentIndex
+index = Path({str(tmp_path)!r})
+DocumentIndex(index / "documents.sqlite").close()
+for command in (["--help"], ["serve", "--help"], ["list", "--index", str(index)]):
+    app(command, standalone_mode=False)
+libraries = {{"torch", "transformers", "sentence_transformers", "faiss"}}
+assert not libraries & set(sys.modules), command
+from cached_rag import CachedRAG
+CachedRAG.open(index).close()
+assert not libraries - {{"torch"}} & set(sys.modules)
+"""
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], check=True, stdout=subprocess.DEVNULL
+    )
 
 
 def test_the_process_that_reads_documents_loads_no_model_library():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from conftest import CHUNKS, NEW_PROMPTS, tiny_model
@@ -12,6 +15,7 @@ from test_rag import WordEmbedding
 from cached_rag import AnswerStream, CachedRAG, ConfigError, Engine, Hit
 from cached_rag.backends.chat_template import ChatTemplate
 from cached_rag.backends.tokenizer import Tokenization
+from cached_rag.rag.asking import NOTHING_FOUND
 
 
 @pytest.fixture
@@ -204,6 +208,18 @@ def test_what_is_printed_is_short_and_hides_nothing(rag):
     assert repr(answer) == f"<Answer {answer.text!r}, 2 sources>"
 
 
+def test_a_notebook_shows_an_answer_with_its_sources_and_nothing_of_it_is_html(rag):
+    rag.add_texts({"<b>bold</b>": "<script>alert(1)</script> copper"}, progress=False)
+    answer = replace(
+        rag.ask(QUESTION, where={"source": "<b>bold</b>"}, **GREEDY), text="<img src=x>"
+    )
+    shown = answer._repr_html_()
+    assert "&lt;img src=x&gt;" in shown
+    assert "&lt;b&gt;bold&lt;/b&gt; #0" in shown
+    assert answer.report.to_line() in shown
+    assert not re.search(r"<(img|b|script)\b", shown)
+
+
 def test_sources_below_a_score_are_left_out(rag):
     best, second = rag.search(QUESTION, 2)
     between = (best.score + second.score) / 2
@@ -214,11 +230,51 @@ def test_sources_below_a_score_are_left_out(rag):
 
 
 def test_an_answer_without_sources_says_so(rag, calls):
-    answer = rag.ask(QUESTION, min_score=1.0, **GREEDY)
+    answer = rag.ask(QUESTION, min_score=1.0, answer_anyway=True, **GREEDY)
     assert answer.sources == ()
     assert "no chunk reaches min_score" in answer.report.notes[0]
     assert f"user\nQuestion: {QUESTION}" in prompts_in(calls)[-1]
     assert rag.search(QUESTION, min_score=1.0) == []
+
+
+def test_a_question_without_sources_is_declined_and_no_model_is_asked(rag, calls):
+    before = len(prompts_in(calls))
+    nothing = {"min_score": 1.0, **GREEDY}
+    answer = rag.ask(QUESTION, **nothing)
+    assert (answer.text, answer.sources) == (NOTHING_FOUND, ())
+    assert (answer.report.prompt_tokens, answer.report.output_tokens) == (0, 0)
+    assert "no chunk reaches min_score" in answer.report.notes[0]
+    assert rag.ask(QUESTION, where={"source": "nowhere/*"}, **GREEDY).text == NOTHING_FOUND
+    assert list(rag.stream(QUESTION, **nothing)) == [NOTHING_FOUND]
+    assert asyncio.run(rag.aask(QUESTION, **nothing)).text == NOTHING_FOUND
+    chat = rag.chat(**nothing)
+    assert chat.ask(QUESTION).text == NOTHING_FOUND
+    assert [turn.text for turn in chat.history] == [NOTHING_FOUND]
+    assert len(prompts_in(calls)) == before
+    dropped = rag.stream(QUESTION, **nothing)
+    dropped.close()
+    assert (list(dropped), dropped.stream.finish_reason) == ([], "stop")
+
+
+def test_a_chat_goes_on_from_chunks_that_it_has(rag):
+    best = rag.search(QUESTION, 1)[0]
+    chat = rag.chat(min_score=best.score - 1e-3, condense=False, **GREEDY)
+    assert chat.ask(QUESTION).sources == (best,)
+    assert chat.ask("Xylophone zebra quixotic?").text != NOTHING_FOUND
+
+
+@pytest.mark.parametrize("way", ["search", "ask", "stream", "chat"])
+@pytest.mark.parametrize("bad", [{"k": 1000}, {"k": 0}, {"min_score": 5}, {"min_score": -1.5}])
+def test_numbers_out_of_range_are_refused(rag, way, bad):
+    call = rag.chat if way == "chat" else partial(getattr(rag, way), QUESTION)
+    with pytest.raises(ConfigError, match=r"from 1 to 100|from -1 to 1"):
+        call(**bad)
+
+
+def test_a_search_loads_no_language_model(rag, tmp_path):
+    with CachedRAG.open(tmp_path / "index", embedding=WordEmbedding()) as other:
+        assert other.search(QUESTION, 2) == rag.search(QUESTION, 2)
+        assert other._engine is None
 
 
 def test_a_question_about_something_else_says_so(rag):

@@ -624,6 +624,16 @@ def test_chat_answers_turn_by_turn_and_shows_what_it_used(index):
     assert new == none == ""
 
 
+def test_a_chat_does_not_take_commands_for_questions(index):
+    arguments = ["chat", "--index", str(index), "-k", "1", "--max-tokens", "3", "--no-condense"]
+    said = "/help\n/halp me\n /etc is copper?\n/quit\nnever asked\n"
+    result = run(cli.app, [*arguments, "--dtype", "float32"], input=said)
+    assert result.exit_code == 0, result.output
+    assert result.output.count("/new begins anew") == 3
+    assert "there is no /halp" in result.output
+    assert result.output.count("prompt tokens from cache") == 1
+
+
 def test_a_last_question_that_fails_is_an_exit_code(index):
     arguments = ["chat", "--index", str(index), "-k", "1", "--max-tokens", "100000"]
     result = run(cli.app, [*arguments, "--dtype", "float32"], input="copper green?\n")

@@ -15,12 +15,13 @@ from conftest import CHUNKS, random_ids
 from gguf import GGMLQuantizationType as Kind
 from langchain_cached_rag import CachedRAGLLM as StringLLM
 from llama_index.llms.cached_rag import CachedRAGLLM
+from test_rag import WordEmbedding
 from tiny_gguf import write_gguf
 from transformers import AutoModelForCausalLM
 from transformers import GenerationConfig as Settings
 from typer.testing import CliRunner
 
-from cached_rag import ConfigError, Engine, ModelError, Schema, StoreConfig
+from cached_rag import CachedRAG, ConfigError, Engine, ModelError, Schema, StoreConfig
 from cached_rag.backends.base import StepInput
 from cached_rag.backends.llama_cpp import api, loading
 from cached_rag.backends.llama_cpp import context as context_module
@@ -412,3 +413,38 @@ def test_an_outline_has_what_ggufs_own_reader_has_but_for_lists(path):
         assert (a.data == b.data).all()
     texts = outline.fields["tokenizer.ggml.tokens"]
     assert len(texts.parts) < 5 < len(whole.fields["tokenizer.ggml.tokens"].parts)
+
+
+def test_an_index_remembers_what_runs_its_model_and_says_where_another_does(path, tmp_path, caplog):
+    folder = tmp_path / "index"
+
+    def opened(**options):
+        return CachedRAG.open(folder, path, embedding=WordEmbedding(), chunk_tokens=128, **options)
+
+    with opened(backend="llama.cpp") as rag:
+        rag.add_texts({"a": CHUNKS[1]}, progress=False)
+    with opened() as rag:
+        assert rag.ask("Why is copper green?", max_tokens=1).report.modules_hit == 1
+        kind = type(rag.engine.model)
+    assert not caplog.records
+    with opened(backend="transformers", dtype="float32") as rag:
+        assert rag.ask("Why is copper green?", max_tokens=1).report.modules_missed == 1
+        assert type(rag.engine.model) is not kind
+        rag.add_texts({"b": CHUNKS[2]}, progress=False)
+    assert "made with backend 'llama.cpp'; with 'transformers' its chunks are" in caplog.text
+    with opened() as rag:
+        assert type(rag.engine.model) is kind
+
+
+@pytest.mark.parametrize("first", [{"dtype": "bfloat16"}, {"weights": "bf16", "dtype": "float32"}])
+def test_an_index_remembers_how_its_weights_were_loaded(path, tmp_path, first):
+    def opened(**options):
+        chosen = {"embedding": WordEmbedding(), "chunk_tokens": 128}
+        return CachedRAG.open(tmp_path / "index", path, **chosen, **options)
+
+    with opened(**first) as rag:
+        rag.add_texts({"a": CHUNKS[1]}, progress=False)
+        made = rag.engine.model.fingerprint
+    with opened() as rag:
+        assert rag.engine.model.fingerprint == made
+        assert rag.add_texts({"a": CHUNKS[1]}, progress=False).encoded == 0

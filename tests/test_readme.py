@@ -106,7 +106,8 @@ def run_script(folder):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=range(len(SCRIPTS)))
 def test_a_snippet_runs_and_its_second_run_reuses(script, model_folder, tmp_path):
-    (tmp_path / "smollm2-135m").symlink_to(model_folder, target_is_directory=True)
+    for name in ("smollm2-135m", "qwen2.5-coder-0.5b"):
+        (tmp_path / name).symlink_to(model_folder, target_is_directory=True)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "valve.txt").write_text(f"The valve\n\n{CHUNKS[0]} {CHUNKS[1]}")
     (tmp_path / "script.py").write_text(script)

@@ -18,7 +18,17 @@ from tiny_gguf import write_gguf
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from cached_rag import CachedRAG, ConfigError, Engine, ModelError, ModelNotFoundError, StoreConfig
+from cached_rag import (
+    CachedRAG,
+    ConfigError,
+    Embedder,
+    Engine,
+    ModelError,
+    ModelNotFoundError,
+    StoreConfig,
+    load_model,
+)
+from cached_rag.backends import hub
 from cached_rag.backends.transformers.weights.linear import FewBitLinear
 from cached_rag.cli.main import app
 
@@ -134,6 +144,19 @@ def test_what_is_no_adapter_of_this_model_is_refused(model_folder, tmp_path):
     save_file(weights | more, tmp_path / "deep" / "adapter_model.safetensors")
     with pytest.raises(ModelError, match=r"weights are of other layers.*layers\.9\."):
         Engine.load(model_folder, adapter=str(tmp_path / "deep"), **CPU)
+
+
+@pytest.mark.parametrize("load", [load_model, lambda name: Embedder(name).load()])
+def test_a_hub_that_cannot_be_reached_is_said_at_once(load, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens
+    monkeypatch.setattr(hub, "getproxies", dict)
+    with pytest.raises(ModelNotFoundError, match=r"127\.0\.0\.1:9 cannot be reached") as raised:
+        load("somebody/something")
+    assert str(raised.value).count("somebody/something") == 1
 
 
 def test_a_revision_is_one_of_the_hub(model_folder, tmp_path, monkeypatch):

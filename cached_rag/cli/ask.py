@@ -9,20 +9,22 @@ import typer
 
 from cached_rag.cli.options import (
     DEFAULT_INDEX,
-    BackendName,
+    AnswerAnyway,
     Device,
     Drafts,
     Dtype,
     Index,
+    IndexBackend,
+    IndexWeights,
     MaxTokens,
     Method,
+    MinScore,
     Remote,
     RerankerName,
     Retrieved,
     SearchBy,
     Seed,
     Temperature,
-    Weights,
     Where,
     filters,
     opened,
@@ -37,6 +39,8 @@ def ask_command(
     search: SearchBy = None,
     reranker: RerankerName = None,
     where: Where = None,
+    min_score: MinScore = None,
+    answer_anyway: AnswerAnyway = False,
     method: Method = "auto",
     ratio: Annotated[
         float | None,
@@ -55,8 +59,8 @@ def ask_command(
     ] = False,
     dtype: Dtype = None,
     device: Device = None,
-    weights: Weights = "as stored",
-    backend: BackendName = "transformers",
+    weights: IndexWeights = None,
+    backend: IndexBackend = None,
     remote: Remote = None,
     as_json: Json = False,
 ) -> None:
@@ -77,7 +81,8 @@ def ask_command(
     how |= {"search": search, "reranker": reranker}
     how["backend"] = backend
     with opened(index, remote, sequence_bytes=0, **how) as rag:
-        chosen: dict[str, Any] = {"k": k, "where": filters(where)}
+        chosen: dict[str, Any] = {"k": k, "where": filters(where), "min_score": min_score}
+        chosen["answer_anyway"] = answer_anyway
         stream = rag.stream(question, config=config, **chosen)
         for piece in stream:
             if not as_json:

@@ -33,7 +33,7 @@ from cached_rag.cli.terminal import (
     print_markdown,
     print_table,
 )
-from cached_rag.config import DEFAULT_MODEL
+from cached_rag.defaults import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
 
 if TYPE_CHECKING:

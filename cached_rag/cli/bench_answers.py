@@ -22,7 +22,7 @@ from cached_rag.cli.options import (
     names,
 )
 from cached_rag.cli.terminal import Json, err, print_rows
-from cached_rag.config import DEFAULT_MODEL
+from cached_rag.defaults import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
 
 _ROOM = 128  # a prompt is some tokens longer than asked for if its chunks do not fit exactly

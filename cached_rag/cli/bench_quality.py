@@ -9,7 +9,7 @@ import typer
 
 from cached_rag.cli.options import Device, Dtype, Model
 from cached_rag.cli.terminal import Json, print_rows
-from cached_rag.config import DEFAULT_MODEL
+from cached_rag.defaults import DEFAULT_MODEL
 
 Data = Annotated[
     list[Path], typer.Argument(help="Question sets (.jsonl), as `cached-rag eval` reads them.")

@@ -25,7 +25,7 @@ from cached_rag.cli.options import (
     numbers,
 )
 from cached_rag.cli.terminal import Json, print_rows
-from cached_rag.config import DEFAULT_MODEL
+from cached_rag.defaults import DEFAULT_MODEL
 
 
 def serving(

@@ -9,20 +9,22 @@ import typer
 
 from cached_rag.cli.options import (
     DEFAULT_INDEX,
-    BackendName,
+    AnswerAnyway,
     Device,
     Drafts,
     Dtype,
     Index,
+    IndexBackend,
+    IndexWeights,
     MaxTokens,
     Method,
+    MinScore,
     Remote,
     RerankerName,
     Retrieved,
     SearchBy,
     Seed,
     Temperature,
-    Weights,
     Where,
     filters,
     opened,
@@ -33,7 +35,10 @@ from cached_rag.errors import CachedRAGError
 if TYPE_CHECKING:
     from cached_rag import Chat
 
-_HELP = "Ask; /new begins anew, /sources shows the last answer's chunks, an empty line ends."
+_HELP = (
+    "Ask; /new begins anew, /sources shows the last answer's chunks, /help says this again, /quit "
+    "or an empty line ends. A question that begins with / is asked with a blank before it."
+)
 
 
 def chat_command(
@@ -42,6 +47,8 @@ def chat_command(
     search: SearchBy = None,
     reranker: RerankerName = None,
     where: Where = None,
+    min_score: MinScore = None,
+    answer_anyway: AnswerAnyway = False,
     method: Method = "auto",
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
@@ -52,8 +59,8 @@ def chat_command(
     drafts: Drafts = True,
     dtype: Dtype = None,
     device: Device = None,
-    weights: Weights = "as stored",
-    backend: BackendName = "transformers",
+    weights: IndexWeights = None,
+    backend: IndexBackend = None,
     remote: Remote = None,
 ) -> None:
     """Talk to the documents of an index; each turn's KV serves the next."""
@@ -62,23 +69,28 @@ def chat_command(
     config = GenerationConfig(
         method=method, max_tokens=max_tokens, temperature=temperature, seed=seed, drafts=drafts
     )
-    chosen = filters(where)
+    chosen: dict[str, Any] = {"k": k, "where": filters(where), "min_score": min_score}
+    chosen["answer_anyway"] = answer_anyway
     how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
     how |= {"search": search, "reranker": reranker}
     with opened(index, remote, backend=backend, **how) as rag:
 
         def begin() -> Chat:
-            return rag.chat(k=k, where=chosen, config=config, condense=condense)
+            return rag.chat(**chosen, config=config, condense=condense)
 
         chat, has_failed = begin(), False
         err.print(_HELP, style="dim")
-        while question := _asked():
-            if question == "/new":
+        while (said := _asked()).strip() and (command := said.rstrip()) != "/quit":
+            if command == "/new":
                 chat = begin()
-            elif question == "/sources":
+            elif command == "/sources":
                 _print_sources(chat)
+            elif command.startswith("/"):
+                if command != "/help":
+                    err.print(f"there is no {command.split()[0]}", style="yellow", markup=False)
+                err.print(_HELP, style="dim")
             else:
-                has_failed = not _answer(chat, question)
+                has_failed = not _answer(chat, said.strip())
         if has_failed and not sys.stdin.isatty():
             raise typer.Exit(1)
 
@@ -86,7 +98,7 @@ def chat_command(
 def _asked() -> str:
     """The next question; empty at the end of the input."""
     try:
-        return input("> ").strip()
+        return input("> ")
     except (EOFError, KeyboardInterrupt):
         return ""
 

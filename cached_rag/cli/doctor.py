@@ -7,9 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
-from cached_rag.cli.options import BackendName, Device, Dtype, IndexModel, Weights, at_home, opened
+from cached_rag.cli.options import (
+    Device,
+    Dtype,
+    IndexBackend,
+    IndexModel,
+    IndexWeights,
+    at_home,
+    given,
+    opened,
+)
 from cached_rag.cli.terminal import Json, print_json, print_table
-from cached_rag.config import DEFAULT_MODEL
+from cached_rag.defaults import DEFAULT_MODEL
 
 
 def doctor_command(
@@ -19,8 +28,8 @@ def doctor_command(
     ] = None,
     dtype: Dtype = None,
     device: Device = None,
-    weights: Weights = "as stored",
-    backend: BackendName = "transformers",
+    weights: IndexWeights = None,
+    backend: IndexBackend = None,
     as_json: Json = False,
 ) -> None:
     """What this machine and model can do, and whether reuse computes what the model would."""
@@ -33,7 +42,7 @@ def doctor_command(
         with opened(index, model=model, **how) as rag:
             facts, tests = examine(rag.engine), self_test(rag.engine)
     else:
-        with Engine.load(model or DEFAULT_MODEL, **how) as engine:
+        with Engine.load(model or DEFAULT_MODEL, **given(how)) as engine:
             facts, tests = examine(engine), self_test(engine)
     if as_json:
         facts["modules"] = facts["texts"]  # the count's earlier name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import closing
 from typing import Annotated
 
 import typer
@@ -10,20 +11,25 @@ import typer
 from cached_rag.cli.options import (
     DEFAULT_INDEX,
     Index,
+    MinScore,
     Remote,
     RerankerName,
     SearchBy,
     Where,
     filters,
     opened,
+    require_index,
 )
 from cached_rag.cli.terminal import Json, out, print_json, print_table
 
 
 def list_command(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
     """List the documents of an index, by the names that answers show and `delete` takes."""
-    with opened(index) as rag:
-        documents = rag.documents()
+    from cached_rag.rag import DocumentIndex
+
+    require_index(index)
+    with closing(DocumentIndex(index / "documents.sqlite")) as kept:
+        documents = kept.documents()
     if as_json:
         print_json({"documents": [dataclasses.asdict(document) for document in documents]})
         return
@@ -47,11 +53,12 @@ def search_command(
     search: SearchBy = None,
     reranker: RerankerName = None,
     where: Where = None,
+    min_score: MinScore = None,
     as_json: Json = False,
 ) -> None:
     """Show the chunks nearest to a question."""
     with opened(index, search=search, reranker=reranker) as rag:
-        hits = rag.search(question, k, where=filters(where))
+        hits = rag.search(question, k, where=filters(where), min_score=min_score)
     if as_json:
         print_json({"hits": [dataclasses.asdict(hit) for hit in hits]})
         return

@@ -21,7 +21,7 @@ from cached_rag.cli.options import (
     to_write,
 )
 from cached_rag.cli.terminal import Json, err, out, print_json, print_table
-from cached_rag.config import DEFAULT_MODEL
+from cached_rag.defaults import DEFAULT_MODEL
 
 _METHODS = "full,prefix,reuse,cacheblend,epic,a3,infoflow,prophetkv,random,auto"
 

@@ -9,15 +9,15 @@ import typer
 
 from cached_rag.cli.options import (
     DEFAULT_INDEX,
-    BackendName,
     Device,
     Dtype,
     Index,
+    IndexBackend,
+    IndexWeights,
     MaxTokens,
     Method,
     Remote,
     Retrieved,
-    Weights,
     opened,
     to_write,
 )
@@ -41,8 +41,8 @@ def explain_command(
     ] = None,
     dtype: Dtype = None,
     device: Device = None,
-    weights: Weights = "as stored",
-    backend: BackendName = "transformers",
+    weights: IndexWeights = None,
+    backend: IndexBackend = None,
     remote: Remote = None,
     as_json: Json = False,
 ) -> None:

@@ -13,15 +13,15 @@ from typer.core import TyperCommand
 
 from cached_rag.cli.options import (
     DEFAULT_INDEX,
-    BackendName,
     Codec,
     Device,
     Dtype,
     Index,
+    IndexBackend,
     IndexModel,
+    IndexWeights,
     Remote,
     SearchBy,
-    Weights,
     shared,
 )
 from cached_rag.cli.terminal import Json, err, out, print_json
@@ -71,8 +71,8 @@ def ingest_command(
     ] = False,
     dtype: Dtype = None,
     device: Device = None,
-    weights: Weights = "as stored",
-    backend: BackendName = "transformers",
+    weights: IndexWeights = None,
+    backend: IndexBackend = None,
     remote: Remote = None,
     max_document_bytes: Annotated[
         int, typer.Option(help="Larger files are skipped.")

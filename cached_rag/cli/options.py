@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -56,10 +56,9 @@ Dtype = Annotated[
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda or mps; without it, the best this machine has.")
 ]
-Weights = Annotated[
-    str,
-    typer.Option(help="How weights are kept for decoding: as stored, bf16, int8 or int4."),
-]
+_WEIGHTS = typer.Option(help="How weights are kept for decoding: as stored, bf16, int8 or int4.")
+Weights = Annotated[str, _WEIGHTS]
+IndexWeights = Annotated[str | None, _WEIGHTS]
 Adapter = Annotated[
     str | None, typer.Option(help="Folder or hub id of a LoRA adapter (extra lora).")
 ]
@@ -70,10 +69,12 @@ Thinking = Annotated[
         help="What a chat template that knows enable_thinking is told; without it, nothing.",
     ),
 ]
-BackendName = Annotated[
-    str,
-    typer.Option("--backend", help="What runs the model: transformers, or llama.cpp for a GGUF."),
-]
+_BACKEND = typer.Option(
+    "--backend", help="What runs the model: transformers, or llama.cpp for a GGUF."
+)
+BackendName = Annotated[str, _BACKEND]
+# Those that an index was made with, if none is given.
+IndexBackend = Annotated[str | None, _BACKEND]
 Method = Annotated[
     str, typer.Option(help="How cached text is used: auto, full, prefix, reuse, cacheblend, ...")
 ]
@@ -110,6 +111,13 @@ RerankerName = Annotated[
     str | None,
     typer.Option("--reranker", help="Hub id or folder of a cross-encoder that orders chunks anew."),
 ]
+MinScore = Annotated[
+    float | None,
+    typer.Option(help="Leave out chunks whose similarity to the question, -1 to 1, is less."),
+]
+AnswerAnyway = Annotated[
+    bool, typer.Option("--answer-anyway", help="Let the model answer where no chunk is left.")
+]
 Temperature = Annotated[
     float, typer.Option(help="0 always takes the likeliest token; more is more random.")
 ]
@@ -143,6 +151,11 @@ def opened(index: Path, remote: str | None = None, **options: Any) -> CachedRAG:
 
     require_index(index)
     return CachedRAG.open(index, **shared(remote), **options)
+
+
+def given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are not left to their defaults."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def shared(remote: str | None) -> dict[str, Any]:

@@ -12,19 +12,20 @@ import typer
 
 from cached_rag.cli.options import (
     Adapter,
-    BackendName,
     Device,
     Dtype,
+    IndexBackend,
     IndexModel,
+    IndexWeights,
     Remote,
     Thinking,
-    Weights,
     at_home,
+    given,
     require_index,
     shared,
 )
 from cached_rag.cli.terminal import err
-from cached_rag.config import DEFAULT_MODEL
+from cached_rag.defaults import DEFAULT_MODEL
 from cached_rag.errors import ConfigError, needs_extra
 
 # As browsers write it: a scheme and a host, with nothing behind; "null" is a page in a file.
@@ -122,8 +123,8 @@ def serve_command(
     ] = 30,
     dtype: Dtype = None,
     device: Device = None,
-    weights: Weights = "as stored",
-    backend: BackendName = "transformers",
+    weights: IndexWeights = None,
+    backend: IndexBackend = None,
     remote: Remote = None,
     adapter: Adapter = None,
     thinking: Thinking = None,
@@ -188,7 +189,7 @@ def serve_command(
         else:
             path = None if store is None else str(store)
             settings = StoreConfig(path=path, first_exact=first_exact, **kept)
-            engine = Engine.load(model or DEFAULT_MODEL, store=settings, **where)
+            engine = Engine.load(model or DEFAULT_MODEL, store=settings, **given(where))
             close = engine.close
         served = None if index is None else ServedIndex(rag)
         service = Service(engine, name, method, share.spaces, served)

@@ -6,17 +6,20 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
 from cached_rag.cli.options import DEFAULT_INDEX, Index, require_index, signing_key
 from cached_rag.cli.terminal import Json, out, print_json
 from cached_rag.errors import ConfigError, StoreError, StoreFullError
-from cached_rag.kv.store import Catalog, DiskStore, Problem, holdings
+from cached_rag.kv.store import Catalog, Problem, holdings
 from cached_rag.kv.store.database import Database
 from cached_rag.kv.store.holdings import Holding
 from cached_rag.rag import DocumentIndex
+
+if TYPE_CHECKING:
+    from cached_rag.kv.store import DiskStore
 
 # Bytes to free on a full disk, besides twice the databases' own, so that these can be written.
 _ROOM = 1 << 20
@@ -62,6 +65,8 @@ def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
 @store_app.command()
 def verify(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
     """Read every KV file and all databases, and report damage; exits 1 if there is any."""
+    from cached_rag.kv.store import DiskStore
+
     require_index(index)
     folder = index / "kv"
     problems = [
@@ -218,4 +223,6 @@ def _problems(path: Path, opened: Callable[[Path], Checked]) -> list[Problem]:
 
 
 def _disk_store(index: Path) -> closing[DiskStore]:
+    from cached_rag.kv.store import DiskStore  # with PyTorch, which help needs not
+
     return closing(DiskStore(index / "kv", _settings(index).get("codec", "raw")))

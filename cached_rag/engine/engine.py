@@ -21,7 +21,8 @@ from cached_rag.backends.load import load_backend
 from cached_rag.backends.prompt_text import Tokens
 from cached_rag.backends.thread import on_model_thread, submit
 from cached_rag.backends.variant import Variant, plain_json
-from cached_rag.config import DEFAULT_MODEL, BatchConfig, GenerationConfig, StoreConfig
+from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
+from cached_rag.defaults import DEFAULT_MODEL
 from cached_rag.engine import prefill
 from cached_rag.engine.base import BaseEngine, Planned, Prompt
 from cached_rag.engine.decoding import Generation

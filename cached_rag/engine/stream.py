@@ -223,3 +223,36 @@ class Stream(Iterator[str]):
     def __del__(self) -> None:
         if getattr(self, "_is_started", False):
             self.cancel()
+
+
+class ToldStream(Stream):
+    """An answer that no model makes: words that are there already."""
+
+    def __init__(self, text: str, report: Report) -> None:
+        self._pieces, self._report = iter([text]), report
+
+    report = property(lambda self: self._report)
+    trace_source = property(lambda _: None)
+    token_ids = property(lambda _: [])
+    logprobs = property(lambda _: [])
+    finish_reason = property(lambda _: "stop")
+
+    def start(self) -> None:
+        """Nothing waits."""
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    async def apieces(self) -> AsyncGenerator[str, None]:
+        """The words."""
+        for piece in self._pieces:
+            yield piece
+
+    def cancel(self) -> None:
+        """Say nothing more."""
+        self._pieces = iter(())
+
+    close = cancel
+
+    def __del__(self) -> None:
+        """Nothing runs."""

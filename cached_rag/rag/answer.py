@@ -13,16 +13,20 @@ from collections.abc import (
 )
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from html import escape
+from typing import TYPE_CHECKING
 
 from cached_rag.backends.prompt_text import Message
 from cached_rag.engine.report import Report
-from cached_rag.engine.stream import Stream
-from cached_rag.engine.trace import Trace, TraceSource
 from cached_rag.errors import ConfigError
-from cached_rag.explain import Explanation
 from cached_rag.kv.fingerprint import digest
 from cached_rag.rag.hit import Hit
 from cached_rag.rag.prompts import Turn, checked
+
+if TYPE_CHECKING:
+    from cached_rag.engine.stream import Stream
+    from cached_rag.engine.trace import Trace, TraceSource
+    from cached_rag.explain import Explanation
 
 _SHOWN = 60
 
@@ -60,11 +64,20 @@ class Answer:
         Raises:
             ConfigError: the answer was put together by hand, or its prompt was not prefilled.
         """
+        from cached_rag.explain import Explanation
+
         names = {digest(hit.text.strip()): str(hit) for hit in self.sources}
         return Explanation.of(self, full, names=names, title=self.question, text=self.text)
 
     def __str__(self) -> str:
         return self.text
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the answer, its chunks, and what of the prompt was reused."""
+        hits = "".join(f"<li>{escape(str(hit))}</li>" for hit in self.sources)
+        said = "<br>".join(map(escape, [self.report.to_line(), *self.report.notes]))
+        text = f'<div style="white-space: pre-wrap">{escape(self.text)}</div>'
+        return f"{text}<ol>{hits}</ol><small>{said}</small>"
 
     def __repr__(self) -> str:
         shown = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."

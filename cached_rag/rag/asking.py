@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.config import GenerationConfig
-from cached_rag.engine.engine import Engine
-from cached_rag.engine.report import Clock
+from cached_rag.engine.report import Clock, Report
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.context import Context
 from cached_rag.library.matching import ANCHOR
@@ -19,6 +19,12 @@ from cached_rag.rag.index import DocumentIndex
 from cached_rag.rag.prompts import Prompts, Turn, searched
 from cached_rag.rag.reranking import Reranker
 from cached_rag.rag.retrieval import Found, Wanted, check_question, find
+
+if TYPE_CHECKING:
+    from cached_rag.engine.engine import Engine
+
+# What is said instead of an answer from nothing.
+NOTHING_FOUND = "Nothing about this was found in the documents."
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,8 @@ class Asking:
         text = searched(question, said)
         found = self.find(text, wanted)
         search_ms = clock.total()
+        if not (found.hits or wanted.answer_anyway):
+            return self.decline(question, found, text, search_ms)
         hits = list(found.hits)
         if reorder:
             names = [digest(hit.text.strip()) for hit in hits]
@@ -104,6 +112,13 @@ class Asking:
         config = config.replace(stop=(*config.stop, *self.prompts.stop))
         stream = self.engine.stream(prompt, config, clock=clock)
         return AnswerStream(stream, question, tuple(hits), search_ms, list(found.notes), text)
+
+    def decline(self, question: str, found: Found, text: str, search_ms: float) -> AnswerStream:
+        """Say that nothing was found, without asking the model; see `begin`."""
+        from cached_rag.engine.stream import ToldStream
+
+        stream = ToldStream(NOTHING_FOUND, Report("none", charged_recompute=0.0))
+        return AnswerStream(stream, question, (), search_ms, list(found.notes), text)
 
     def _introduce(self, texts: Sequence[str]) -> None:
         """Make chunks known to the engine that were encoded in another dtype, or not yet.

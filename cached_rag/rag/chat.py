@@ -122,7 +122,10 @@ class Chat:
         if gone := len(said) - len(kept):
             note = f"the conversation's first {gone} turns no longer fit, and were forgotten"
             found = found.noting(note)
-        stream = asking.begin(question, prompt, hits, found, text, config, clock, search_ms)
+        if here or self._wanted.answer_anyway:
+            stream = asking.begin(question, prompt, hits, found, text, config, clock, search_ms)
+        else:
+            stream = asking.decline(question, found, text, search_ms)
         texts = tuple(hit.text for hit in new)
 
         def ended(answer: Answer) -> None:

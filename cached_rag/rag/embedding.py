@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from cached_rag.backends.hub import see_hub
 from cached_rag.backends.resolve import wheel_file
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.errors import ModelNotFoundError, needs_extra
@@ -79,8 +80,10 @@ class Embedder:
                 raise ModelNotFoundError(
                     "the embedding model has no name; leave it out, or name one"
                 )
+            place = _folder(self.name)
             try:
-                self._model = SentenceTransformer(_folder(self.name), device=self._device)
+                see_hub(place, "modules.json")
+                self._model = SentenceTransformer(place, device=self._device)
                 copied(self._model)
             except (OSError, ValueError) as error:
                 raise ModelNotFoundError(

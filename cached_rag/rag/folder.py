@@ -12,19 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cached_rag.config import StoreConfig
-from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError, DocumentError, IndexMismatchError, StoreError
 from cached_rag.kv.store.holdings import forget
-from cached_rag.kv.store.remote import open_remote
 from cached_rag.library.context import Context
 from cached_rag.rag.document import assembled
 from cached_rag.rag.embedding import Embedder, Embeddings
 from cached_rag.rag.filters import described
 from cached_rag.rag.finding import is_folder
-from cached_rag.rag.index import DocumentIndex, IndexedDocument
+from cached_rag.rag.index import RECALLED, DocumentIndex, IndexedDocument
 from cached_rag.rag.ingest import Ingestion, IngestSummary
 from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.preparing import Preparation
@@ -34,6 +32,10 @@ from cached_rag.rag.same_vectors import see_same_vectors
 from cached_rag.rag.settings import DEFAULTS, contexts
 from cached_rag.rag.watch import watch
 from cached_rag.rag.workers import IngestWorkers, Prepare, helped
+
+if TYPE_CHECKING:
+    from cached_rag.engine.engine import Engine
+    from cached_rag.kv.store.remote import RemoteTier
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ class IndexFolder:
 
         Args:
             settings: those that were asked for; the index's, or the defaults, are the others.
-            engine_options: for `Engine.load`.
+            engine_options: for `Engine.load`, besides those that an index remembers.
         """
         self.path = path
         self.index = DocumentIndex(path / "documents.sqlite")
@@ -72,8 +74,8 @@ class IndexFolder:
         self._engine, self._embedder = engine, embedder
         self._has_same_vectors = False
         self._limits = limits or DocumentLimits()
-        self._remote = open_remote(store)
-        self._loading = threading.Lock()  # several threads may be the first to ask
+        self._remote = _remote(store)
+        self._is_loading = threading.Lock()  # several threads may be the first to ask
         try:
             self._agree()
         except IndexMismatchError:
@@ -89,22 +91,35 @@ class IndexFolder:
         """Take over the settings of the index, to which another process may have given some."""
         self.settings = DEFAULTS | self.index.agree(self._asked) | self._asked
 
+    def _loading(self) -> dict[str, Any]:
+        """How the model is loaded; says where its KV will not be the index's."""
+        kept = self.index.settings()
+        for name in RECALLED:
+            if (now := self.settings[name]) != kept.get(name, now):
+                _log.warning(
+                    "the index was made with %s %r; with %r its chunks are encoded anew",
+                    *(name, kept[name], now),
+                )
+        return self._engine_options | {name: self.settings[name] or None for name in RECALLED}
+
     @property
     def engine(self) -> Engine:
         """The engine, loaded on first use."""
-        with self._loading:
+        from cached_rag.engine.engine import Engine  # with all that runs models
+
+        with self._is_loading:
             if self._engine is None:
                 self._agree()
                 store = replace(self._store, codec=self.settings["codec"])
                 model = self.settings["model"]
-                self._engine = Engine.load(model, store=store, **self._engine_options)
+                self._engine = Engine.load(model, store=store, **self._loading())
                 self._asked = self.settings  # from now on no others will do
             return self._engine
 
     @property
     def embedder(self) -> Embeddings:
         """The embedding model, loaded on first use; the index has its vectors from then on."""
-        with self._loading:
+        with self._is_loading:
             if self._embedder is None:
                 self._agree()
                 embedder = Embedder(self.settings["embedding"])
@@ -203,7 +218,7 @@ class IndexFolder:
         ingestion = self._ingestion()
         hired: AbstractContextManager[Prepare | None] = nullcontext()
         if ray is not None:
-            own = (ingestion.preparation, self.settings, self._engine_options)
+            own = (ingestion.preparation, self.settings, self._loading())
             hired = helped(ray, *own, folder=self.path, documents=place, limits=self._limits)
         with hired as prepare:
             return ingestion.run(
@@ -295,3 +310,11 @@ class IndexFolder:
 
     def _contexts(self) -> tuple[Context | None, ...]:
         return contexts(self.settings["context"], self.index, self.embedder)
+
+
+def _remote(store: StoreConfig) -> RemoteTier | None:
+    if store.remote is None:
+        return None
+    from cached_rag.kv.store.remote import open_remote
+
+    return open_remote(store)

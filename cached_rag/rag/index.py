@@ -38,8 +38,10 @@ from cached_rag.rag.splitting import Chunk
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Settings that are remembered, and change nothing that is kept.
-CHANGEABLE = frozenset({"search"})
+# Settings that an index remembers, and that may be others each time: those that decide whose KV
+# serves, and how chunks are found.
+RECALLED = ("backend", "dtype", "weights", "revision", "adapter")
+_CHANGEABLE = (*RECALLED, "search")
 _SCHEMA = f"""
 PRAGMA foreign_keys = ON;
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -117,7 +119,7 @@ class DocumentIndex:
         """
         kept = self.settings()
         for name, value in asked.items():
-            if name not in CHANGEABLE and kept.get(name, value) != value:
+            if name not in _CHANGEABLE and kept.get(name, value) != value:
                 raise IndexMismatchError(
                     f"the index at {self._folder} was made with {name} {kept[name]!r}, not "
                     f"{value!r}; open it without that setting, or ingest into another folder"

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cached_rag.backends.prompt_text import Rendered
-from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.context import Context
@@ -26,6 +25,8 @@ from cached_rag.rag.splitting import Splitter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from cached_rag.engine.engine import Engine
 
 # Documents are encoded together until their chunks fill a few batches.
 _GROUP_CHUNKS = 32

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cached_rag.backends.prompt_text import Message, Rendered
-from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.rag.hit import Hit
+
+if TYPE_CHECKING:
+    from cached_rag.engine.engine import Engine
 
 Turn = dict[str, str]
 # How many earlier questions a follow-up is searched with; more of them would drown it.

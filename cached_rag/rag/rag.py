@@ -10,11 +10,10 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cached_rag.backends.prompt_text import Message
 from cached_rag.config import BatchConfig, GenerationConfig, KeepsRepaired, Learns, StoreConfig
-from cached_rag.engine.engine import Engine
 from cached_rag.errors import (
     ConfigError,
     needs_extra,
@@ -32,6 +31,9 @@ from cached_rag.rag.reranking import Reranker, cross_encoder
 from cached_rag.rag.retrieval import Wanted, find
 from cached_rag.rag.roots import absolute, is_path
 from cached_rag.rag.settings import asked_for
+
+if TYPE_CHECKING:
+    from cached_rag.engine.engine import Engine
 
 # What `[rag]` brings, for the index, embeddings and readers.
 _MODULES = (
@@ -72,8 +74,8 @@ class CachedRAG(IndexFolder):
         batch: BatchConfig | None = None,
         dtype: str | None = None,
         device: str | None = None,
-        weights: str = "as stored",
-        backend: str = "transformers",
+        weights: str | None = None,
+        backend: str | None = None,
         revision: str | None = None,
         adapter: str | None = None,
         model_kwargs: Mapping[str, Any] | None = None,
@@ -112,8 +114,10 @@ class CachedRAG(IndexFolder):
             finish_seconds: how long `close` may go on encoding what waits, see `StoreConfig`.
             engine: one that exists already, instead of loading `model`; it keeps its own store.
             batch: bounds on answers made at the same time.
+            backend: what runs the model: "transformers", or "llama.cpp" for a GGUF. This, dtype,
+                weights, revision and adapter are remembered, too; another than the index's is taken
+                and logged, as it has KV of its own.
             dtype, device, weights: see `load_model`.
-            backend: what runs the model: "transformers", or "llama.cpp" for a GGUF.
             revision, adapter, model_kwargs, chat_template_kwargs: see `Engine.load`.
             reranker: puts the nearest chunks into a better order, of which the first k are used: a
                 cross-encoder's hub id or folder; or a function that is called with the question
@@ -134,6 +138,11 @@ class CachedRAG(IndexFolder):
             context=context,
             system=system,
             search=search,
+            backend=backend,
+            dtype=dtype,
+            weights=weights,
+            revision=revision,
+            adapter=adapter,
         )
         if not is_path(Path(path).expanduser()):
             raise ConfigError(f"{str(path)!r} cannot be the name of an index; give another one")
@@ -153,9 +162,8 @@ class CachedRAG(IndexFolder):
             audit_rate=audit_rate,
             finish_seconds=finish_seconds,
         )
-        options: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
-        options |= {"batch": batch, "backend": backend, "revision": revision, "adapter": adapter}
-        options |= {"model_kwargs": model_kwargs, "chat_template_kwargs": chat_template_kwargs}
+        options: dict[str, Any] = {"device": device, "batch": batch, "model_kwargs": model_kwargs}
+        options["chat_template_kwargs"] = chat_template_kwargs
         embedder = None if isinstance(embedding, str) else embedding
         rag = cls(root, settings, store, options, embedder, engine, limits)
         scored = cross_encoder(reranker, device) if isinstance(reranker, str) else reranker
@@ -178,6 +186,7 @@ class CachedRAG(IndexFolder):
         history: Sequence[Answer | Message] = (),
         min_score: float | None = None,
         where: Where | None = None,
+        answer_anyway: bool = False,
         config: GenerationConfig | None = None,
         reorder: bool = False,
         **options: Any,
@@ -188,12 +197,14 @@ class CachedRAG(IndexFolder):
             history: what was said before, in order: answers of this index, or messages of the user
                 and the assistant. The model reads all of it; chunks are searched for with the last
                 two questions and this one.
-            min_score: leave out chunks whose cosine similarity is less; None uses all k. Where none
-                is left, the model answers without, and `report.notes` says so. They also say where
-                the nearest chunk has less than 0.25.
+            k: how many chunks, 1 to 100; those that fit the model's context are used.
+            min_score: leave out chunks whose cosine similarity (-1 to 1) is less; None uses all k.
+                `report.notes` says where none is left, or the nearest one has less than 0.25.
             where: which chunks may be used, by their source, title, ordinal, or metadata such as
                 page and heading: `{"source": "docs/guide/*", "page": range(3, 9)}`, or a function
-                of a `Hit`; see `filters.judge`. Where none fits, the model answers without.
+                of a `Hit`; see `filters.judge`.
+            answer_anyway: let the model answer where no chunk is left. Else the answer says that
+                nothing was found, and the model is not asked.
             config: how to answer; None for the defaults.
             reorder: let chunks begin in an order that an earlier prompt had, so that its KV serves
                 again (where it was repaired, only with `keeps_repaired=True`); changes the prompt,
@@ -210,6 +221,7 @@ class CachedRAG(IndexFolder):
             history=history,
             min_score=min_score,
             where=where,
+            answer_anyway=answer_anyway,
             config=config,
             reorder=reorder,
             **options,
@@ -251,13 +263,14 @@ class CachedRAG(IndexFolder):
         history: Sequence[Answer | Message] = (),
         min_score: float | None = None,
         where: Where | None = None,
+        answer_anyway: bool = False,
         config: GenerationConfig | None = None,
         reorder: bool = False,
         **options: Any,
     ) -> AnswerStream:
         """As `ask`, piece by piece."""
         config = (config or GenerationConfig()).replace(**options)
-        wanted = Wanted(k, min_score, where)
+        wanted = Wanted(k, min_score, where, answer_anyway)
         said = conversation(history)
         return self._asking().answer(question, said, wanted, config, reorder=reorder)
 
@@ -267,6 +280,7 @@ class CachedRAG(IndexFolder):
         k: int = 6,
         min_score: float | None = None,
         where: Where | None = None,
+        answer_anyway: bool = False,
         config: GenerationConfig | None = None,
         condense: bool = True,
         history: Sequence[Answer | Message] = (),
@@ -278,7 +292,8 @@ class CachedRAG(IndexFolder):
         are not given again: so each prompt begins with the whole one before it, whose KV is kept.
 
         Args:
-            k, min_score, where, config, options: see `ask`.
+            k, min_score, where, answer_anyway, config, options: see `ask`. Chunks that the
+                conversation has already are enough to answer from.
             condense: let the model rewrite a follow-up question for the search; else it is searched
                 with the last two questions before it.
             history: a conversation to go on with: its `Chat.messages` or `Chat.history`, or other
@@ -288,7 +303,7 @@ class CachedRAG(IndexFolder):
             ConfigError: a bad setting or history.
         """
         config = (config or GenerationConfig()).replace(**options)
-        wanted, said = Wanted(k, min_score, where), resumed(history)
+        wanted, said = Wanted(k, min_score, where, answer_anyway), resumed(history)
         return Chat(self._asking, wanted, config, condense=condense, said=said)
 
     @property
@@ -340,7 +355,7 @@ class CachedRAG(IndexFolder):
             history, min_score, where: see `ask`.
 
         Raises:
-            ConfigError: an empty index or question, k < 1, or a bad history or filter.
+            ConfigError: an empty index or question, or a bad k, min_score, history or filter.
         """
         self._agree()
         text = searched(question, conversation(history))

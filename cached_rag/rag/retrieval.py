@@ -16,6 +16,8 @@ from cached_rag.rag.reranking import Reranker
 
 # Below this similarity a chunk hardly concerns the question (sentence-transformers' models).
 _FAR = 0.25
+# The nearest chunks beyond these hardly concern a question, and would take minutes to read.
+MOST_CHUNKS = 100
 
 
 @dataclass(frozen=True)
@@ -23,18 +25,29 @@ class Wanted:
     """Which chunks are wanted; see `CachedRAG.ask`.
 
     Raises:
-        ConfigError: k is no number above 0, or `min_score` none.
+        ConfigError: k is no number from 1 to 100, or `min_score` none from -1 to 1.
+
+    Attributes:
+        answer_anyway: whether a question is answered for which there is no chunk.
     """
 
     k: int = 6
     min_score: float | None = None
     where: Where | None = None
+    answer_anyway: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.k, Integral) or self.k < 1:
-            raise ConfigError(f"k, the number of chunks, must be at least 1, not {self.k!r}")
-        if not isinstance(self.min_score, Real | None):
-            raise ConfigError(f"min_score is a number or None, not {self.min_score!r}")
+        if not isinstance(self.k, Integral) or not 1 <= self.k <= MOST_CHUNKS:
+            raise ConfigError(
+                f"k, the number of chunks, must be from 1 to {MOST_CHUNKS}, not {self.k!r}"
+            )
+        if self.min_score is None:
+            return
+        if not isinstance(self.min_score, Real) or not -1 <= self.min_score <= 1:
+            raise ConfigError(
+                "min_score is a number from -1 to 1, as a cosine similarity is, or None; not "
+                f"{self.min_score!r}"
+            )
 
 
 @dataclass(frozen=True)

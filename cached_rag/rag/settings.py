@@ -5,7 +5,8 @@ Knows names; knows no model.
 
 from __future__ import annotations
 
-from cached_rag.config import DEFAULT_MODEL, MOST_PRIMERS
+from cached_rag.config import MOST_PRIMERS
+from cached_rag.defaults import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
 from cached_rag.library.context import Context, primer
 from cached_rag.rag.embedding import DEFAULT_EMBEDDING, Embeddings
@@ -20,6 +21,9 @@ DEFAULTS = {
     "context": "both",
     "system": SYSTEM,
     "search": "vectors",
+    "backend": "transformers",
+    "weights": "as stored",
+    **dict.fromkeys(("dtype", "revision", "adapter"), ""),  # none
 }
 SEARCHES = ("hybrid", "vectors", "words")
 

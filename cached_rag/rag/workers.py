@@ -17,7 +17,6 @@ from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cached_rag.config import StoreConfig
-from cached_rag.engine.engine import Engine
 from cached_rag.errors import ClusterError, ConfigError, DocumentError, StoreError
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.rag.confined import ConfinedReader
@@ -127,6 +126,8 @@ class IngestRecipe:
             ClusterError: the machine lacks a path, or has another model under the model's name.
             ModelError, StoreError: see `Engine.load`.
         """
+        from cached_rag.engine.engine import Engine  # with all that runs models
+
         host = socket.gethostname()
         for path in self.sees:
             if not Path(path).exists():

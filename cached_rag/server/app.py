@@ -62,10 +62,13 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         service.close()
+        if app.state.is_hurried:
+            service.engine.close(finish_seconds=0)
         at_end()
 
     app = FastAPI(title="Cached RAG", version=__version__, lifespan=lifespan)
     app.state.service, app.state.is_stopping = service, False
+    app.state.is_hurried = False  # by a second signal: what waits to be encoded is dropped
     app.add_middleware(
         Gate,
         keys=keys or Keys(),

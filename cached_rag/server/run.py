@@ -91,6 +91,9 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by uvicorn for SIGINT and SIGTERM."""
+        if self.should_exit:  # uvicorn would raise every signal again, in the midst of the end
+            self.force_exit = self._app.state.is_hurried = True
+            return
         self._app.state.is_stopping = True
         count = self._app.state.service.num_open
         if count:
@@ -109,6 +112,8 @@ class Server(uvicorn.Server):
                 task.cancel()
             await asyncio.wait(running, timeout=_END_SECONDS)
         await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn leaves this out then, and the app's end would be a traceback
+            await self.lifespan.shutdown()
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -130,3 +133,27 @@ def test_documents_hold_no_answer(engine, monkeypatch, method):
         finally:
             goes_on.set()
         assert {one.result().status_code for one in asked} == {200}
+
+
+def test_a_second_interrupt_ends_the_server_without_a_traceback():
+    code = """
+import signal
+from conftest import tiny_model
+from cached_rag import Engine
+from cached_rag.server.app import create_app
+from cached_rag.server.run import Server, bind
+from cached_rag.server.service import Service
+engine = Engine(tiny_model("llama"))
+app = create_app(Service(engine, "tiny"), at_end=engine.close)
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+try:
+    Server(app, 1, interrupt).run(sockets=[bind("127.0.0.1", 0)])
+except KeyboardInterrupt:
+    print("interrupted, closed:", engine._is_closed)
+"""
+    run = [sys.executable, "-W", "ignore", "-c", code]
+    found = {"cwd": Path(__file__).parent.parent, "capture_output": True, "text": True}
+    done = subprocess.run(run, **found, check=True)
+    assert (done.stdout, done.stderr) == ("interrupted, closed: True\n", "")

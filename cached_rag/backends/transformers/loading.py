@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
 from cached_rag.backends.cache import file_digest, made
+from cached_rag.backends.hub import see_hub
 from cached_rag.backends.resolve import ModelSource, offline_hint, resolve
 from cached_rag.backends.transformers.adapter import merge_adapter
 from cached_rag.backends.transformers.complete import copied, load_complete
@@ -162,6 +163,7 @@ def _commit(hub_id: str, variant: Variant) -> str:
     Raises:
         OSError: there is no such model or revision, or it cannot be downloaded.
     """
+    see_hub(hub_id, CONFIG_NAME, **variant.access)
     found = cached_file(hub_id, CONFIG_NAME, revision=variant.revision, **variant.access)
     return Path(str(found)).parent.name
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from cached_rag.kv.module import LayerSource, ModuleKV
+if TYPE_CHECKING:
+    from cached_rag.kv.module import LayerSource, ModuleKV
 
 
 @dataclass(frozen=True)

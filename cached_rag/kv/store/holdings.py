@@ -12,13 +12,16 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cached_rag.errors import ConfigError, StoreError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.store.catalog import Catalog
-from cached_rag.kv.store.disk import DiskStore
 from cached_rag.kv.store.records import Maker
-from cached_rag.kv.store.remote import RemoteTier
+
+if TYPE_CHECKING:
+    from cached_rag.kv.store.disk import DiskStore
+    from cached_rag.kv.store.remote import RemoteTier
 
 CATALOG = "catalog.sqlite"
 
@@ -63,7 +66,7 @@ def forget_digests(
         return 0
     with (
         closing(_catalog(folder)) as catalog,
-        closing(DiskStore(folder, codec)) as disk,
+        closing(_disk(folder, codec)) as disk,
     ):
         learned = catalog.learned() if text_digests else []
         if remote is not None:
@@ -95,7 +98,7 @@ def unused(folder: Path, codec: str, name: str, dtypes: Sequence[str]) -> list[H
                 "with --dtype which to keep, or ask the index once, so that it is known"
             )
     kept = [latest[name, dtype] for dtype in dtypes]
-    with closing(DiskStore(folder, codec)) as disk:
+    with closing(_disk(folder, codec)) as disk:
         sizes = disk.sizes()
     holdings = []
     for maker in found:
@@ -111,7 +114,7 @@ def strays(folder: Path, codec: str) -> list[str]:
     Raises:
         StoreError: that is not known, as the catalog is damaged.
     """
-    with closing(DiskStore(folder, codec)) as disk:
+    with closing(_disk(folder, codec)) as disk:
         held = disk.sizes()
     if not (folder / CATALOG).is_file():
         return []
@@ -127,7 +130,7 @@ def strays(folder: Path, codec: str) -> list[str]:
 def drop_strays(folder: Path, codec: str) -> int:
     """Delete the KV of `strays`; says how many KVs went. Raises as that."""
     keys = strays(folder, codec)
-    with closing(DiskStore(folder, codec)) as disk:
+    with closing(_disk(folder, codec)) as disk:
         return sum(map(disk.delete, keys))
 
 
@@ -147,7 +150,7 @@ def unneeded(folder: Path, texts: Callable[[], Iterable[str]]) -> set[str]:
 
 def drop(folder: Path, codec: str, holding: Holding) -> None:
     """Delete the KV of a model, and forget the model."""
-    with closing(DiskStore(folder, codec)) as disk:
+    with closing(_disk(folder, codec)) as disk:
         for key in holding.keys:
             disk.delete(key)
     with closing(_catalog(folder, holding.maker.model)) as catalog:
@@ -169,6 +172,12 @@ def _catalogs(folder: Path, maker: Maker) -> Iterator[Catalog]:
     for namespace in namespaces:
         with closing(_catalog(folder, maker.model, namespace)) as catalog:
             yield catalog
+
+
+def _disk(folder: Path, codec: str) -> DiskStore:
+    from cached_rag.kv.store.disk import DiskStore  # with PyTorch, which a look around needs not
+
+    return DiskStore(folder, codec)
 
 
 def _catalog(folder: Path, model: str = "", namespace: str = "") -> Catalog:
