@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 from cached_rag.config import StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError, DocumentError, IndexMismatchError, StoreError
-from cached_rag.kv.store.holdings import forget
+from cached_rag.kv.store.holdings import forget, held_bytes
 from cached_rag.kv.store.remote import open_remote
 from cached_rag.library.context import Context
 from cached_rag.rag.document import assembled
@@ -28,7 +28,7 @@ from cached_rag.rag.ingest import Ingestion, IngestSummary
 from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.preparing import Preparation
 from cached_rag.rag.roots import absolute
-from cached_rag.rag.settings import DEFAULTS, contexts
+from cached_rag.rag.settings import DEFAULTS, contexts, encodings
 from cached_rag.rag.watch import watch
 from cached_rag.rag.workers import IngestWorkers, Prepare, helped
 
@@ -190,7 +190,7 @@ class IndexFolder:
             MissingPackageError: Ray is not installed.
         """
         place = absolute(path)
-        is_folder(place)  # before models are loaded
+        is_folder(place)  # before a cluster is asked
         ingestion = self._ingestion()
         hired: AbstractContextManager[Prepare | None] = nullcontext()
         if ray is not None:
@@ -229,9 +229,18 @@ class IndexFolder:
 
     def _ingestion(self) -> Ingestion:
         self._agree()
-        preparation = Preparation.of(self.engine, self.embedder, self.settings, self._contexts())
-        forget, limits = self._forget_later, self._limits
-        return Ingestion(self.index, preparation, self.settings, forget, limits)
+        ways = (self._prepared, self._held_bytes)
+        return Ingestion(self.index, *ways, self.settings, self._forget_later, self._limits)
+
+    def _prepared(self) -> Preparation:
+        return Preparation.of(self.engine, self.embedder, self.settings, self._contexts())
+
+    def _held_bytes(self, texts: Collection[str]) -> int | None:
+        """See `Ingestion`. A remote store, and an engine of somebody's own, are asked instead."""
+        if self._engine is not None or self._remote is not None:
+            return None
+        count = encodings(self.settings["context"])
+        return held_bytes(self.path / "kv", self.settings["codec"], texts, count)
 
     def documents(self) -> list[IndexedDocument]:
         """All documents of the index, by source."""

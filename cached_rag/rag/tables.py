@@ -6,6 +6,8 @@ import csv
 import io
 from collections.abc import Iterator, Sequence
 
+from cached_rag.rag.limits import bounded
+
 # Enough to see what stands between values.
 _SAMPLE = 1 << 13
 _BETWEEN = ",;\t|"
@@ -21,6 +23,7 @@ def table_to_text(source: str, between: str | None = None) -> str:
 
     Raises:
         csv.Error: it is no table.
+        DocumentError: this would be more text than a document may have.
     """
     csv.field_size_limit(max(csv.field_size_limit(), len(source)))
     lines = io.StringIO(source, newline="")
@@ -28,8 +31,9 @@ def table_to_text(source: str, between: str | None = None) -> str:
     first = next((at for at, row in enumerate(rows) if any(map(str.strip, row[1:]))), 0)
     names = rows[first] if rows else []
     parts = [value.strip() for row in rows[:first] for value in row if value.strip()]
-    for number, row in enumerate(rows[first + 1 :], 1):
-        parts.append("\n".join([f"Row {number}:", *_named(names, row)]))
+    numbered = enumerate(rows[first + 1 :], 1)
+    texts = ("\n".join([f"Row {number}:", *_named(names, row)]) for number, row in numbered)
+    parts += bounded(texts, len)
     return "\n\n".join(parts) if len(rows) > first + 1 else "\n".join([*parts, *names])
 
 
