@@ -21,7 +21,7 @@ from types import TracebackType
 
 import psutil
 
-from cached_rag.errors import ConfigError, DocumentError
+from cached_rag.errors import ConfigError, DocumentError, SlowDocumentError
 from cached_rag.rag.document import Document
 from cached_rag.rag.limits import DocumentLimits, too_long
 from cached_rag.rag.modules import trusted_path
@@ -52,10 +52,6 @@ _ENVIRONMENT = (
 _TEMPORARY = ("TMPDIR", "TEMP", "TMP")
 # Most bytes of a character in JSON, and of all else in an answer.
 _CHARACTER_BYTES, _ANSWER_BYTES = 12, 1 << 20
-
-
-class SlowDocumentError(DocumentError):
-    """A document takes more time than it was given."""
 
 
 class ConfinedReader:

@@ -220,12 +220,14 @@ class IndexFolder:
             DocumentError: there is no such folder, or it is gone.
             MissingPackageError: watchfiles, of the extra "docs", is not installed.
         """
-        return watch(
-            absolute(path),
-            lambda part, whole: self.ingest(part, delete_missing=whole, progress=progress),
-            ignored=self.path,
-            stop=stop,
-        )
+        place = absolute(path)
+
+        def ingest(part: Path, whole: bool) -> IngestSummary:
+            return self._ingestion().run(
+                part, name=None, delete_missing=whole, progress=progress, inside=place
+            )
+
+        return watch(place, ingest, ignored=self.path, stop=stop)
 
     def _ingestion(self) -> Ingestion:
         self._agree()

@@ -13,9 +13,9 @@ from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 
-from cached_rag.errors import DocumentError
+from cached_rag.errors import DocumentError, SlowDocumentError
 from cached_rag.library.encode import EncodeSummary
-from cached_rag.rag.confined import ConfinedReader, SlowDocumentError
+from cached_rag.rag.confined import ConfinedReader
 from cached_rag.rag.document import Document
 from cached_rag.rag.finding import look_at
 from cached_rag.rag.index import DocumentIndex
@@ -99,16 +99,18 @@ class Ingestion:
         delete_missing: bool,
         progress: bool,
         prepare: Prepare | None = None,
+        inside: Path | None = None,
     ) -> IngestSummary:
         """Read, index, delete, encode; see `CachedRAG.ingest`.
 
         Args:
             prepare: has workers read and encode; None for this process.
+            inside: a folder out of which no link may lead; None for `path`, wherever that leads.
         """
         began = time.perf_counter()
         path = absolute(path)
         found = look_at(path)
-        with ConfinedReader(self.limits, path) as reader:
+        with ConfinedReader(self.limits, inside or path) as reader:
             base = self._called(path, found.files, name, reader)
             files = {join(base, file.relative_to(path)): file for file in found.files}
             unnamed = [_unnamed(files.pop(source)) for source in list(files) if not is_text(source)]

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from cached_rag import CachedRAG, Engine
 from cached_rag.cli.main import app
-from cached_rag.rag import ingest, seen
-from cached_rag.rag.confined import ConfinedReader, SlowDocumentError
+from cached_rag.errors import SlowDocumentError
+from cached_rag.rag import folder, ingest, seen
+from cached_rag.rag.confined import ConfinedReader
 
 
 class Counted(WordEmbedding):
@@ -130,6 +131,24 @@ def test_files_that_are_gone_are_named_until_they_are_deleted(again, docs, read,
     summary, _ = again(delete_missing=True)
     assert (summary.missing, summary.deleted) == ((), 1)
     assert len(loaded) == 1
+
+
+def test_a_watched_file_that_becomes_a_link_to_elsewhere_is_skipped(
+    tmp_path, docs, model_folder, monkeypatch
+):
+    def change(place, ingest, **_):
+        yield ingest(place, True)
+        (docs / "a.txt").unlink()
+        (docs / "a.txt").symlink_to(tmp_path / "secret.txt")
+        yield ingest(docs / "a.txt", False)
+
+    (tmp_path / "secret.txt").write_text("The secret.")
+    monkeypatch.setattr(folder, "watch", change)
+    with CachedRAG.open(tmp_path / "index", model_folder, embedding=WordEmbedding()) as rag:
+        first, second = rag.watch(docs)
+        assert (first.added, second.added) == (3, 0)
+        assert "leads out of" in second.skipped[0][1]
+        assert not any("secret" in text for text in rag.index.all_texts())
 
 
 def test_the_seconds_of_an_ingestion_are_those_of_all_of_it(tmp_path, docs, model_folder):
