@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import sys
 
 import pytest
 import torch
-from faults import flips, forged, kills, mounts, pressure, replaced, world
+from faults import flips, forged, kills, mounts, pressure, replaced, untrusted, world
 from faults.campaigns import CAMPAIGNS
 from faults.far import DAMAGES
 
+from cached_rag import DocumentError
 from cached_rag.backends import cache
 from cached_rag.backends.transformers import loading
 from cached_rag.backends.transformers.complete import copied
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import blob
+from cached_rag.rag import confined, load_document
 
 
 @pytest.mark.parametrize("name", CAMPAIGNS)
@@ -84,6 +88,40 @@ def test_what_is_left_over_is_seen(tmp_path):
         (kv, *_) = world.right_kv()[next(iter(store.library.table)).token_ids]
         store.library.disk.put("a" * 40, kv)  # which no text has
     assert any("orphan" in fault for fault in world.litter(tmp_path))
+
+
+NAIVE = """
+import os
+from cached_rag.rag import opening
+opening._descriptor = lambda path, inside: os.open(path, os.O_RDONLY)
+main()
+"""
+
+
+def test_a_secret_that_is_read_by_a_link_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(confined, "_CODE", confined._CODE.removesuffix("main()\n") + NAIVE)
+    assert untrusted.swaps(20, tmp_path, random.Random(0)).wrong > 0
+
+
+def test_a_text_that_is_too_long_is_seen(tmp_path):
+    documents = untrusted._documents(tmp_path)
+
+    def load(path):
+        return load_document(path, max_characters=1 << 40).text
+
+    _, _, found = untrusted.tried_bomb(documents, random.Random(0), load)
+    assert "characters were read" in found[0]
+
+
+def test_a_module_that_is_imported_from_among_documents_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(confined, "trusted_path", lambda _: ["", *sys.path])
+    tries = []
+    for number in range(8):
+        documents = untrusted._documents(tmp_path / f"{number}")
+        with contextlib.suppress(DocumentError):  # as its parser is not there
+            tries.append(untrusted.tried_module(documents, random.Random(number)))
+    ran = len(list(tmp_path.glob("*/docs/ran")))
+    assert ran > 0
 
 
 @pytest.mark.parametrize("seconds", [0.05])

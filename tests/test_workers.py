@@ -74,8 +74,9 @@ def opened(tmp_path, model_folder):
 
 
 def rows(rag):
-    """All of documents.sqlite but where the files are, as it is kept."""
-    tables = ("settings", "documents", "chunks", "unneeded")
+    """All of documents.sqlite but where the files are, and when they changed, as it is kept."""
+    documents = "(SELECT source, digest, title, is_encoded FROM documents)"
+    tables = ("settings", documents, "chunks", "unneeded")
     with closing(sqlite3.connect(rag.path / "documents.sqlite")) as connection:
         return {t: connection.execute(f"SELECT * FROM {t} ORDER BY 1").fetchall() for t in tables}
 

@@ -21,6 +21,7 @@ from cached_rag.cli.options import (
     require_index,
 )
 from cached_rag.cli.terminal import Json, out, print_json, print_table
+from cached_rag.rag.naming import shown
 
 
 def list_command(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
@@ -36,8 +37,8 @@ def list_command(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
     print_table(
         [
             {
-                "source": one.source,
-                "title": one.title,
+                "source": shown(one.source),
+                "title": shown(one.title),
                 "chunks": one.chunks,
                 "encoded": "yes" if one.is_encoded else "no",
             }
@@ -83,4 +84,6 @@ def delete_command(
         print_json({"deleted": [dataclasses.asdict(one) for one in deleted]})
         return
     for one in deleted:
-        out.print(f"{one.source}: {one.chunks} chunks and {one.kvs} KVs deleted", markup=False)
+        out.print(
+            f"{shown(one.source)}: {one.chunks} chunks and {one.kvs} KVs deleted", markup=False
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from itertools import zip_longest
@@ -26,12 +27,15 @@ from cached_rag.cli.options import (
 )
 from cached_rag.cli.terminal import Json, err, out, print_json
 from cached_rag.rag.limits import DocumentLimits
+from cached_rag.rag.naming import shown
 
 if TYPE_CHECKING:
     from cached_rag import CachedRAG, IngestSummary, IngestWorkers
 
 # What a shell knows a command by that was interrupted.
 _INTERRUPTED = 130
+# Most files that are named for one reason.
+_MOST_LINES = 20
 
 
 class IngestCommand(TyperCommand):
@@ -104,6 +108,8 @@ def ingest_command(
 ) -> None:
     """Read, split, embed, index and prefill documents; what the index has already is skipped."""
     from cached_rag import CachedRAG, ConfigError
+    from cached_rag.rag.finding import is_folder
+    from cached_rag.rag.roots import absolute
 
     if watch and name is not None:
         raise ConfigError(
@@ -115,6 +121,7 @@ def ingest_command(
 
     options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "codec": codec, "context": context}
     options["search"] = search
+    is_folder(absolute(path))  # before the index has a folder
     limits = DocumentLimits(max_document_bytes, parse_seconds or None, parse_memory or None)
     options |= shared(remote) | {"limits": limits}
     with CachedRAG.open(
@@ -158,19 +165,32 @@ def _print(summary: IngestSummary, *, as_json: bool) -> None:
     if as_json:
         print_json(dataclasses.asdict(summary))
         return
-    rate = f", {summary.tokens / summary.seconds:.0f} tokens/s" if summary.encoded else ""
     out.print(
         f"{summary.added} documents added, {summary.unchanged} unchanged, "
         f"{summary.deleted} deleted; {summary.chunks} chunks, "
-        f"{summary.encoded} prefilled now ({summary.tokens} tokens in all passes{rate}); "
-        f"the index has {summary.stored_bytes / 2**20:.0f} MiB of KV"
+        f"{summary.encoded} prefilled now ({summary.tokens} tokens in all passes) "
+        f"in {summary.seconds:.1f} s; the index has {summary.stored_bytes / 2**20:.0f} MiB of KV"
     )
     if summary.unsent:
         line = (
             f"KV of {summary.unsent} chunks did not reach the remote store; ingest again to send it"
         )
         err.print(line, style="yellow")
+    if summary.missing:
+        err.print(
+            f"{len(summary.missing)} documents are gone from there, and answers go on citing them; "
+            "drop them with --delete-missing, or one with `cached-rag delete`: "
+            + _some(list(map(shown, summary.missing)), ", "),
+            style="yellow",
+            markup=False,
+        )
     _print_left_out(summary)
+
+
+def _some(lines: Sequence[str], between: str) -> str:
+    """The first lines, and how many others there are."""
+    rest = len(lines) - _MOST_LINES
+    return between.join([*lines[:_MOST_LINES], *([f"{rest} others (see --json)"] * (rest > 0))])
 
 
 def _print_left_out(summary: IngestSummary) -> None:
@@ -179,8 +199,9 @@ def _print_left_out(summary: IngestSummary) -> None:
 
     if not (summary.added or summary.unchanged or summary.skipped):
         err.print("there is no file of a known kind", style="yellow")
-    for _, reason in summary.skipped:
-        err.print(f"skipped {reason}", style="yellow", markup=False)
+    if summary.skipped:
+        lines = [f"skipped {reason}" for _, reason in summary.skipped]
+        err.print(_some(lines, "\n"), style="yellow", markup=False)
     if summary.passed_over:
         total = sum(count for _, count in summary.passed_over)
         kinds = ", ".join(f"{n} {suffix or 'without suffix'}" for suffix, n in summary.passed_over)

@@ -2,44 +2,71 @@
 
 A parser cannot be trusted to end, nor to leave the machine some memory. So one process reads one
 document after the other; it is ended, and another one begun, when a document goes beyond its
-limits or breaks its parser. What comes back is JSON, which can do nothing.
+limits or breaks its parser. What comes back is JSON, which can do nothing. The process knows no
+secret of this one's environment, and imports nothing that lies among the documents.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
 from types import TracebackType
 
 import psutil
 
-from cached_rag.errors import ConfigError, DocumentError
+from cached_rag.errors import ConfigError, DocumentError, SlowDocumentError
 from cached_rag.rag.document import Document
-from cached_rag.rag.limits import DocumentLimits
+from cached_rag.rag.limits import DocumentLimits, too_long
+from cached_rag.rag.modules import trusted_path
+from cached_rag.rag.naming import shown
 from cached_rag.rag.readers import is_built_in, load_document
 
 # How often the process is looked at.
 _LOOK_SECONDS = 0.05
 # A process that has more memory after a document is not kept.
 _KEPT_BYTES = 256 << 20
-# Isolated: else it would import modules from the folder it is started in, which may be documents.
-_CODE = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from cached_rag.rag.reading_process import main; main()"
+# Isolated, and this package is loaded from where it is: the folder around it may have documents.
+_CODE = """
+import importlib.util, json, sys
+sys.path[:] = json.loads(sys.argv[1])
+spec = importlib.util.spec_from_file_location("cached_rag", sys.argv[2])
+sys.modules["cached_rag"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["cached_rag"])
+from cached_rag.rag.reading_process import main
+main()
+"""
+_PACKAGE = Path(__file__).parents[1] / "__init__.py"
+# All else may be a secret.
+_ENVIRONMENT = (
+    *("HOME", "USERPROFILE", "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT"),
+    *("WINDIR", "LANG", "LC_ALL", "LC_CTYPE", "TZ"),
 )
+# Where a program looks for the folder of its temporary files.
+_TEMPORARY = ("TMPDIR", "TEMP", "TMP")
+# Most bytes of a character in JSON, and of all else in an answer.
+_CHARACTER_BYTES, _ANSWER_BYTES = 12, 1 << 20
 
 
 class ConfinedReader:
     """Reads documents within limits; a context, at whose end its process ends."""
 
-    def __init__(self, limits: DocumentLimits) -> None:
+    def __init__(self, limits: DocumentLimits, documents: Path) -> None:
+        """Begin no process yet.
+
+        Args:
+            documents: the file or folder that is read. Nothing outside is.
+        """
         self._limits = limits
+        self._inside = documents.resolve()
         self._process: subprocess.Popen[bytes] | None = None
+        self._copies: TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> ConfinedReader:
         return self
@@ -52,22 +79,30 @@ class ConfinedReader:
     ) -> None:
         self._end()
 
-    def load(self, path: Path | str) -> Document:
+    def load(self, path: Path | str, seconds: float | None = None) -> Document:
         """As `load_document`. Readers that an application added are called in this process.
 
+        Args:
+            seconds: how long it may take, if that is less than the limit.
+
         Raises:
+            SlowDocumentError: it takes more than the seconds given.
             DocumentError: also if the document goes beyond its limits.
             ConfigError: no other process can be begun.
         """
-        if not (self._limits.need_a_process and is_built_in(path)):
-            return load_document(path, self._limits.max_bytes)
+        limits = self._limits
+        if not (limits.need_a_process and is_built_in(path)):
+            return load_document(path, limits.max_bytes, limits.max_characters, self._inside)
         wanted = {
             "path": str(Path(path).absolute()),
-            "max_bytes": self._limits.max_bytes,
-            "seconds": self._limits.seconds,
+            "max_bytes": limits.max_bytes,
+            "max_characters": limits.max_characters,
+            "most_bytes": self._most_bytes,
+            "inside": str(self._inside),
+            "seconds": limits.seconds,
         }
         try:
-            found = json.loads(self._answer(str(path), json.dumps(wanted).encode() + b"\n"))
+            found = json.loads(self._answer(path, json.dumps(wanted).encode() + b"\n", seconds))
         except BaseException:
             self._end()
             raise
@@ -78,51 +113,67 @@ class ConfinedReader:
         parts = tuple((begin, known) for begin, known in found["parts"])
         return Document(str(path), found["title"], found["text"], parts, found["language"])
 
-    def _answer(self, path: str, line: bytes) -> bytes:
+    @property
+    def _most_bytes(self) -> int:
+        """Most bytes of an answer. Whatever a parser does to its process, no more is read."""
+        return _CHARACTER_BYTES * self._limits.max_characters + _ANSWER_BYTES
+
+    def _answer(self, path: Path | str, line: bytes, seconds: float | None) -> bytes:
         """What the process answers to a line.
 
         Raises:
-            DocumentError: it takes too long or too much memory, or has died.
+            DocumentError: it takes too long or too much memory, says too much, or has died.
         """
         process = self._begun()
         answers: list[bytes] = []
-        thread = Thread(target=_ask, args=(process, line, answers), daemon=True)
+        thread = Thread(target=_ask, args=(process, line, self._most_bytes, answers), daemon=True)
         thread.start()
         begin = time.monotonic()
         try:
             while thread.is_alive():
                 thread.join(_LOOK_SECONDS)
-                self._check(path, process.pid, time.monotonic() - begin)
+                self._check(path, process.pid, time.monotonic() - begin, seconds)
         except BaseException:
             process.kill()  # which ends the thread, too
             thread.join()
             raise
-        if not (answers and answers[0].endswith(b"\n")):
+        [answer] = answers or [b""]
+        if len(answer) >= self._most_bytes:
+            raise DocumentError(f"{shown(path)}: {too_long(self._limits.max_characters)}")
+        if not answer.endswith(b"\n"):
             raise DocumentError(
-                f"{path}: what reads it has died ({process.wait()}); repair or remove it"
+                f"{shown(path)}: what reads it has died ({process.wait()}); repair or remove it"
             )
-        return answers[0]
+        return answer
 
-    def _check(self, path: str, pid: int, seconds: float) -> None:
+    def _check(self, path: Path | str, pid: int, passed: float, seconds: float | None) -> None:
         limits = self._limits
-        if limits.seconds is not None and seconds > limits.seconds:
+        if limits.seconds is not None and passed > limits.seconds:
             raise DocumentError(
-                f"{path}: takes more than {limits.seconds:g} s to read; remove or split it, or "
-                "raise the limit (DocumentLimits, --parse-seconds)"
+                f"{shown(path)}: takes more than {limits.seconds:g} s to read; remove or split it, "
+                "or raise the limit (DocumentLimits, --parse-seconds)"
             )
+        if seconds is not None and passed > seconds:
+            raise SlowDocumentError(f"{shown(path)}: takes more than {seconds:g} s to read")
         if limits.memory_bytes is not None and _resident(pid) > limits.memory_bytes:
             raise DocumentError(
-                f"{path}: takes more than {limits.memory_bytes} bytes of memory to read; remove or "
-                "split it, or raise the limit (DocumentLimits, --parse-memory)"
+                f"{shown(path)}: takes more than {limits.memory_bytes} bytes of memory to read; "
+                "remove or split it, or raise the limit (DocumentLimits, --parse-memory)"
             )
 
     def _begun(self) -> subprocess.Popen[bytes]:
         """The process, begun if there is none."""
         if self._process is None:
             python = [sys.executable, "-I", "-W", "ignore", "-X", f"utf8={sys.flags.utf8_mode}"]
+            modules = json.dumps(trusted_path(self._inside))
             try:
+                # Of its own, so that what a killed process leaves behind goes.
+                self._copies = TemporaryDirectory(prefix="cached-rag-")
+                known = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
                 self._process = subprocess.Popen(
-                    [*python, "-c", _CODE, json.dumps(sys.path)],
+                    [*python, "-c", _CODE, modules, str(_PACKAGE)],
+                    cwd=self._copies.name,
+                    env=known | dict.fromkeys(_TEMPORARY, self._copies.name),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
@@ -135,24 +186,28 @@ class ConfinedReader:
         return self._process
 
     def _end(self) -> None:
-        if self._process is None:
-            return
-        process, self._process = self._process, None
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            with suppress(OSError):  # what was written and never read cannot be flushed
-                pipe.close()
+        if self._process is not None:
+            process, self._process = self._process, None
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                with suppress(OSError):  # what was written and never read cannot be flushed
+                    pipe.close()
+        if self._copies is not None:
+            self._copies.cleanup()
+            self._copies = None
 
 
-def _ask(process: subprocess.Popen[bytes], line: bytes, answers: list[bytes]) -> None:
+def _ask(
+    process: subprocess.Popen[bytes], line: bytes, most_bytes: int, answers: list[bytes]
+) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     with suppress(OSError):  # it has died
         process.stdin.write(line)
         process.stdin.flush()
-        answers.append(process.stdout.readline())
+        answers.append(process.stdout.readline(most_bytes))
 
 
 def _resident(pid: int) -> int:

@@ -12,11 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cached_rag.errors import DocumentError
+from cached_rag.rag.naming import shown
 from cached_rag.rag.readers import READERS
 
 # These stand for a suffix where links are counted that lead out of the folder, and those to folders
 # of which not all files are found otherwise.
 _ELSEWHERE, _FOLDERS = "links to elsewhere", "links to folders"
+# So does this for those that are no suffixes by their length or letters, and where there are many.
+_OTHERS = "of other kinds"
+_LONGEST_SUFFIX, _MOST_SUFFIXES = 16, 20
+# What systems and office programs put beside documents, and what is no document of anybody.
+_NO_DOCUMENTS = ("thumbs.db", "ehthumbs.db", "desktop.ini")
+_NO_DOCUMENT_STARTS = (".", "~$", "~wrl")
 
 
 @dataclass(frozen=True)
@@ -26,8 +33,9 @@ class Found:
     Attributes:
         files: the files that have a reader, sorted.
         passed_over: (suffix, count) of the other files, most frequent first; the suffix is "" for
-            files without one, "links to elsewhere" for links that lead out of the folder, and
-            "links to folders" for those to folders, which are not followed.
+            files without one, "links to elsewhere" for links that lead out of the folder,
+            "links to folders" for those to folders, which are not followed, and "of other kinds"
+            for the rest where there are very many.
         unreadable: folders and files that this user may not look at, or not now, with the reason.
             What is below them is not known.
     """
@@ -58,7 +66,8 @@ def is_folder(path: Path) -> bool:
     try:
         is_file, is_one = path.is_file(), path.is_dir()
     except OSError as error:  # as for a name that is too long
-        raise DocumentError(f"{path} cannot be looked at ({error})") from error
+        said = error.strerror or error
+        raise DocumentError(f"{shown(path)} cannot be looked at ({said})") from error
     if not (is_file or is_one):
         raise _missing(path)
     return is_one
@@ -74,12 +83,20 @@ def find_documents(path: Path | str) -> list[Path]:
 
 
 def is_hidden(path: Path) -> bool:
-    """Whether the name of a file, or of a folder above it, begins with a dot."""
-    return any(part.startswith(".") for part in path.parts)
+    """Whether the name of a file, or of a folder above it, is that of no document.
+
+    It begins with a dot; or an office program or a system keeps it for itself.
+    """
+    return any(map(_is_hidden, path.parts))
+
+
+def _is_hidden(name: str) -> bool:
+    folded = name.lower()
+    return folded.startswith(_NO_DOCUMENT_STARTS) or folded in _NO_DOCUMENTS
 
 
 def _missing(root: Path) -> DocumentError:
-    return DocumentError(f"there is no file or folder at {root}")
+    return DocumentError(f"there is no file or folder at {shown(root)}")
 
 
 @dataclass
@@ -105,21 +122,39 @@ class _Look:
             except OSError as error:  # in a folder whose names may be read, and nothing else
                 self._note(error)
         files = tuple(sorted((self.links | self.files).values()))
-        return Found(files, tuple(self.others.most_common()), tuple(self.unreadable.items()))
+        return Found(files, self._passed_over(), tuple(self.unreadable.items()))
+
+    def _passed_over(self) -> tuple[tuple[str, int], ...]:
+        rest = Counter(dict(self.others.most_common()[_MOST_SUFFIXES:]))
+        counts = self.others - rest
+        counts[_OTHERS] += rest.total()
+        return tuple((+counts).most_common())
 
     def _walk(self) -> Iterator[Path]:
-        """All that is in the folder and no folder, hidden files aside, in the order of names."""
-        for place, folders, names in os.walk(self.root, onerror=self._note):
-            folder = Path(place)
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            if count := sum(self._is_passed_over(folder / name) for name in folders):
-                self.others[_FOLDERS] += count
-            yield from (folder / name for name in sorted(names) if not name.startswith("."))
+        """All that is in the folder and no folder, hidden files aside.
+
+        Keeps its own list of folders: they may be nested more deeply than calls may.
+        """
+        waiting = [self.root]
+        while waiting:
+            folder = waiting.pop()
+            try:
+                with os.scandir(str(folder)) as found:
+                    entries = [entry for entry in found if not _is_hidden(entry.name)]
+            except OSError as error:
+                self._note(error)
+                continue
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                place = folder / entry.name
+                if not _is_folder(entry):
+                    yield place
+                elif not entry.is_symlink():
+                    waiting.append(place)
+                else:
+                    self.others[_FOLDERS] += self._is_passed_over(place)
 
     def _is_passed_over(self, folder: Path) -> bool:
-        """Whether a folder is a link to one of which not all files are found otherwise."""
-        if not folder.is_symlink():
-            return False
+        """Whether a link leads to a folder of which not all files are found otherwise."""
         target = folder.resolve()
         return not target.is_relative_to(self.inside) or is_hidden(target.relative_to(self.inside))
 
@@ -130,7 +165,8 @@ class _Look:
         if not target.is_relative_to(self.inside):
             self.others[_ELSEWHERE] += 1
         elif suffix not in READERS or target.suffix.lower() != suffix:
-            self.others[suffix] += 1
+            is_one = suffix.isprintable() and len(suffix) <= _LONGEST_SUFFIX
+            self.others[suffix if is_one else _OTHERS] += 1
         else:
             (self.links if file.is_symlink() else self.files)[target] = file
 
@@ -138,6 +174,13 @@ class _Look:
         """Remember what cannot be read; what is gone is no error, unless it is the root."""
         place = self.root if error.filename is None else Path(error.filename)
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
-            self.unreadable[place] = f"{place} cannot be looked at ({error.strerror})"
+            self.unreadable[place] = f"{shown(place)} cannot be looked at ({error.strerror})"
         elif place == self.root:
             raise _missing(self.root) from error
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # what it is, nobody can say; whoever takes it for a file says why
+        return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from cached_rag.config import StoreConfig
 from cached_rag.errors import ConfigError, DocumentError, IndexMismatchError, StoreError
-from cached_rag.kv.store.holdings import forget
+from cached_rag.kv.store.holdings import forget, held_bytes
 from cached_rag.library.context import Context
 from cached_rag.rag.document import assembled
 from cached_rag.rag.embedding import Embedder, Embeddings
@@ -29,7 +29,7 @@ from cached_rag.rag.preparing import Preparation
 from cached_rag.rag.progress import Shown
 from cached_rag.rag.roots import absolute
 from cached_rag.rag.same_vectors import see_same_vectors
-from cached_rag.rag.settings import DEFAULTS, contexts
+from cached_rag.rag.settings import DEFAULTS, contexts, encodings
 from cached_rag.rag.watch import watch
 from cached_rag.rag.workers import IngestWorkers, Prepare, helped
 
@@ -93,14 +93,17 @@ class IndexFolder:
 
     def _loading(self) -> dict[str, Any]:
         """How the model is loaded; says where its KV will not be the index's."""
-        kept = self.index.settings()
-        for name in RECALLED:
-            if (now := self.settings[name]) != kept.get(name, now):
-                _log.warning(
-                    "the index was made with %s %r; with %r its chunks are encoded anew",
-                    *(name, kept[name], now),
-                )
+        for name, before in self._replaced().items():
+            _log.warning(
+                "the index was made with %s %r; with %r its chunks are encoded anew",
+                *(name, before, self.settings[name]),
+            )
         return self._engine_options | {name: self.settings[name] or None for name in RECALLED}
+
+    def _replaced(self) -> dict[str, str]:
+        """What the index has of those settings of its model that are others now."""
+        kept = self.index.settings()
+        return {n: kept[n] for n in RECALLED if n in kept and kept[n] != self.settings[n]}
 
     @property
     def engine(self) -> Engine:
@@ -214,7 +217,7 @@ class IndexFolder:
             MissingPackageError: Ray is not installed.
         """
         place = absolute(path)
-        is_folder(place)  # before models are loaded
+        is_folder(place)  # before a cluster is asked
         ingestion = self._ingestion()
         hired: AbstractContextManager[Prepare | None] = nullcontext()
         if ray is not None:
@@ -251,18 +254,29 @@ class IndexFolder:
             DocumentError: there is no such folder, or it is gone.
             MissingPackageError: watchfiles, of the extra "docs", is not installed.
         """
-        return watch(
-            absolute(path),
-            lambda part, whole: self.ingest(part, delete_missing=whole, progress=progress),
-            ignored=self.path,
-            stop=stop,
-        )
+        place = absolute(path)
+
+        def ingest(part: Path, whole: bool) -> IngestSummary:
+            return self._ingestion().run(
+                part, name=None, delete_missing=whole, progress=progress, inside=place
+            )
+
+        return watch(place, ingest, ignored=self.path, stop=stop)
 
     def _ingestion(self) -> Ingestion:
         self._agree()
-        preparation = Preparation.of(self.engine, self.embedder, self.settings, self._contexts())
-        forget, limits = self._forget_later, self._limits
-        return Ingestion(self.index, preparation, self.settings, forget, limits)
+        ways = (self._prepared, self._held_bytes)
+        return Ingestion(self.index, *ways, self.settings, self._forget_later, self._limits)
+
+    def _prepared(self) -> Preparation:
+        return Preparation.of(self.engine, self.embedder, self.settings, self._contexts())
+
+    def _held_bytes(self, texts: Collection[str]) -> int | None:
+        """See `Ingestion`. A remote store, and an engine of somebody's own, are asked instead."""
+        if self._engine is not None or self._remote is not None or self._replaced():
+            return None
+        count = encodings(self.settings["context"])
+        return held_bytes(self.path / "kv", self.settings["codec"], texts, count)
 
     def documents(self) -> list[IndexedDocument]:
         """All documents of the index, by source."""

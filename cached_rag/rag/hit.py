@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cached_rag.rag.document import Metadata
+from cached_rag.rag.naming import shown
 
 # Characters of a title: that of a text without one is its first paragraph.
 _TITLE = 60
@@ -41,7 +42,7 @@ class Hit:
     @property
     def _name(self) -> str:
         page = f" p. {self.metadata['page']}" if "page" in self.metadata else ""
-        return f"{self.source} #{self.ordinal}{page}"
+        return f"{shown(self.source)} #{self.ordinal}{page}"
 
     @property
     def _title(self) -> str:

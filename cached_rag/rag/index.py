@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,7 +47,8 @@ _SCHEMA = f"""
 PRAGMA foreign_keys = ON;
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS documents (
-    source TEXT PRIMARY KEY, digest TEXT NOT NULL, title TEXT NOT NULL, is_encoded INTEGER NOT NULL
+    source TEXT PRIMARY KEY, digest TEXT NOT NULL, title TEXT NOT NULL, is_encoded INTEGER NOT NULL,
+    stamp TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE IF NOT EXISTS chunks (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -64,6 +66,10 @@ CREATE TABLE IF NOT EXISTS unneeded (text TEXT PRIMARY KEY);
 def _upgrade(database: Database) -> None:
     add_sums(database, "chunks", f"SELECT {BARE} {CHUNKS}")
     add_column(database, "chunks", "metadata", "{}", f"SELECT {BARE}, c.checksum {CHUNKS}")
+    if not has_column(database, "documents", "stamp"):
+        with database.transaction() as connection, suppress(sqlite3.OperationalError):
+            # Fails if another process was faster.
+            connection.execute("ALTER TABLE documents ADD COLUMN stamp TEXT NOT NULL DEFAULT ''")
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,17 @@ class DocumentIndex:
         found = self._database.read(str, query, source)
         return found[0] if found and all(map(is_sound, self._chunks(source))) else ""
 
+    def is_as_stamped(self, source: str, stamp: str) -> bool:
+        """Whether a document was read from a file of this stamp, and none of it is damaged."""
+        found = self._database.read(str, "SELECT stamp FROM documents WHERE source = ?", source)
+        return bool(stamp) and found == [stamp] and self.digest(source) != ""
+
+    def put_stamp(self, source: str, stamp: str) -> None:
+        """Write down of which file a document was read; see `seen.py`."""
+        with self._database.transaction() as connection:
+            sql = "UPDATE documents SET stamp = ? WHERE source = ? AND stamp != ?"
+            connection.execute(sql, (stamp, source, stamp))
+
     def sources(self) -> list[str]:
         """The names of all documents, sorted."""
         return self._database.read(str, "SELECT source FROM documents ORDER BY source")
@@ -183,7 +200,7 @@ class DocumentIndex:
             connection.execute("DELETE FROM documents WHERE source = ?", (source,))
             title = chunks[0].title if chunks else source
             row = (source, digest, title)
-            connection.execute("INSERT INTO documents VALUES (?, ?, ?, 0)", row)
+            connection.execute("INSERT INTO documents VALUES (?, ?, ?, 0, '')", row)
             found = [
                 (
                     *(chunk.ordinal, chunk.text, vector.astype(np.float32).tobytes()),

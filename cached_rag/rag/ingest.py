@@ -6,14 +6,14 @@ Each step keeps what is there already, so an interrupted run goes on where it st
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 
-from cached_rag.errors import DocumentError
+from cached_rag.errors import DocumentError, SlowDocumentError
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.rag.confined import ConfinedReader
 from cached_rag.rag.document import Document
@@ -23,7 +23,11 @@ from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.preparing import Preparation, content, groups
 from cached_rag.rag.progress import Say, Shown, prefilling, preparing, reading
 from cached_rag.rag.roots import absolute, is_below, is_text, join
+from cached_rag.rag.seen import stamp
 from cached_rag.rag.workers import IngestTask, Prepare, PreparedDocument
+
+# Files that take longer to read are read behind all others.
+_PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -35,13 +39,16 @@ class IngestSummary:
         unchanged: number of documents that were in the index already.
         chunks: number of chunks in the index now.
         encoded: number of chunks that were prefilled.
-        tokens, seconds: how many tokens that were, and how long it took.
+        tokens: how many tokens that were, in all passes.
+        seconds: how long all of it took: looking, reading, embedding and prefilling.
         deleted: number of documents that were deleted.
         skipped: (path, reason) of each file or folder that could not be read.
         passed_over: (suffix, count) of files without a reader, most frequent first.
         unsent: number of KVs that could not be sent to the remote store; ingesting the same again
             sends them.
         stored_bytes: bytes of KV that the index has on disk now.
+        missing: documents of the index whose files are gone. Answers go on citing them, unless
+            `delete_missing` deletes them.
     """
 
     added: int
@@ -55,6 +62,7 @@ class IngestSummary:
     passed_over: tuple[tuple[str, int], ...] = ()
     unsent: int = 0
     stored_bytes: int = 0
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,16 +70,26 @@ class Ingestion:
     """What an ingestion works with.
 
     Attributes:
+        prepared: gives what documents are prepared with. Loads the models; so it is called when a
+            document needs them.
+        held_bytes: given texts, says how many bytes of KV the index has on disk if all these have
+            theirs, and that can be told without a model; else None.
         settings: the index's, if it has none yet.
         forget: given texts that no document has any more, deletes their KV.
         limits: on reading a document.
     """
 
     index: DocumentIndex
-    preparation: Preparation
+    prepared: Callable[[], Preparation]
+    held_bytes: Callable[[Collection[str]], int | None]
     settings: Mapping[str, str]
     forget: Callable[[Sequence[str]], object]
     limits: DocumentLimits
+
+    @cached_property
+    def preparation(self) -> Preparation:
+        """What documents are prepared with, made on first use."""
+        return self.prepared()
 
     def run(
         self,
@@ -81,15 +99,18 @@ class Ingestion:
         delete_missing: bool,
         progress: Shown,
         prepare: Prepare | None = None,
+        inside: Path | None = None,
     ) -> IngestSummary:
         """Read, index, delete, encode; see `CachedRAG.ingest`.
 
         Args:
             prepare: has workers read and encode; None for this process.
+            inside: a folder out of which no link may lead; None for `path`, wherever that leads.
         """
+        began = time.perf_counter()
         path = absolute(path)
         found = look_at(path)
-        with ConfinedReader(self.limits) as reader:
+        with ConfinedReader(self.limits, inside or path) as reader:
             base = self._called(path, found.files, name, reader)
             files = {join(base, file.relative_to(path)): file for file in found.files}
             unnamed = [_unnamed(files.pop(source)) for source in list(files) if not is_text(source)]
@@ -99,40 +120,69 @@ class Ingestion:
             }
             if prepare is None:
                 added, skipped, texts = self._read(files, reader, progress)
+        missing = self._missing(base, known)
         if prepare is None:
-            deleted = self._delete_missing(base, known) if delete_missing else 0
+            deleted = self._delete(missing) if delete_missing else 0
             summary = replace(self._encode(added, texts, progress), skipped=tuple(skipped))
         else:
             summary = self._gather(files, prepare, progress)
-            deleted = self._delete_missing(base, known) if delete_missing else 0
+            deleted = self._delete(missing) if delete_missing else 0
         unseen = [(str(place), reason) for place, reason in found.unreadable]
-        left_out = (*unseen, *unnamed, *summary.skipped)
-        return replace(summary, deleted=deleted, skipped=left_out, passed_over=found.passed_over)
+        return replace(
+            summary,
+            seconds=time.perf_counter() - began,
+            deleted=deleted,
+            skipped=(*unseen, *unnamed, *summary.skipped),
+            passed_over=found.passed_over,
+            missing=() if delete_missing else tuple(missing),
+        )
 
     def add(self, documents: Sequence[Document], *, progress: Shown) -> IngestSummary:
         """Index and encode documents that are in memory."""
+        began = time.perf_counter()
         added = sum(self._update(one.source, one, lambda *_: None) for one in documents)
         texts = {one.source: self.index.texts(one.source) for one in documents}
-        return self._encode(added, texts, progress)
+        summary = self._encode(added, texts, progress)
+        return replace(summary, seconds=time.perf_counter() - began)
 
     def _read(
         self, files: Mapping[str, Path], reader: ConfinedReader, progress: Shown
     ) -> tuple[int, list[tuple[str, str]], dict[str, list[str]]]:
         """Index files that changed: their number, files skipped and why, all chunks by source."""
-        added, skipped, texts = 0, [], {}
+        stamps = {source: stamp(file) for source, file in files.items()}  # as before reading
+        changed = {s: f for s, f in files.items() if not self.index.is_as_stamped(s, stamps[s])}
+        texts = {source: self.index.texts(source) for source in files.keys() - changed.keys()}
+        added, skipped = 0, []
+        for source, found, say in self._loaded(changed, reader, progress):
+            if isinstance(found, DocumentError):
+                skipped.append((str(files[source]), str(found)))
+                self._drop_emptied(source, files[source])
+                continue
+            is_new = self._update(source, found, say)
+            self.index.put_stamp(source, stamps[source])
+            texts[source] = self.index.texts(source)
+            added += is_new
+            if is_new:
+                say("counting tokens", 1.0)
+                self.preparation.engine.register(texts[source])
+        return added, skipped, texts
+
+    def _loaded(
+        self, files: Mapping[str, Path], reader: ConfinedReader, progress: Shown
+    ) -> Iterator[tuple[str, Document | DocumentError, Say]]:
+        """Files as they are read; those that take long come last, so that no other one waits."""
+        slow = {}
         with reading(files.values(), is_shown=progress) as begun:
             for source, (file, say) in zip(files, begun, strict=True):
+                say("reading", 0.0)
                 try:
-                    say("reading", 0.0)
-                    added += self._update(source, reader.load(file), say)
-                except DocumentError as error:
-                    skipped.append((str(file), str(error)))
-                    self._drop_emptied(source, file)
-                    continue
-                say("counting tokens", 1.0)
-                texts[source] = self.index.texts(source)
-                self.preparation.engine.register(texts[source])  # counts their tokens
-        return added, skipped, texts
+                    found = _load(reader, file, _PATIENCE_S)
+                except SlowDocumentError:
+                    slow[source] = file
+                else:
+                    yield source, found, say
+            for source, file in slow.items():
+                yield source, _load(reader, file, None), lambda *_: None
 
     def _gather(
         self, files: Mapping[str, Path], prepare: Prepare, progress: Shown
@@ -203,7 +253,7 @@ class Ingestion:
         if not is_text(source):  # no document is called so
             return False
         try:
-            return self.index.holds(source, content(reader.load(file)))
+            return self.index.holds(source, content(reader.load(file, _PATIENCE_S)))
         except DocumentError:
             return False
 
@@ -218,17 +268,20 @@ class Ingestion:
         self.forget(self.index.replace(source, digest, chunks, vectors, self.settings))
         return True
 
-    def _delete_missing(self, base: str, present: set[str]) -> int:
-        """Delete documents below `base` that are not there; says how many.
+    def _missing(self, base: str, present: set[str]) -> list[str]:
+        """Documents below `base` that are not there.
 
         Args:
             present: sources that are there, and those below which nobody could look.
         """
         below = (source for source in self.index.sources() if is_below(source, base))
-        gone = [source for source in below if present.isdisjoint(_above(source))]
-        for source in gone:
+        return [source for source in below if present.isdisjoint(_above(source))]
+
+    def _delete(self, sources: Sequence[str]) -> int:
+        """Delete documents; says how many."""
+        for source in sources:
             self.forget(self.index.delete(source))
-        return len(gone)
+        return len(sources)
 
     def _encode(self, added: int, texts: dict[str, list[str]], progress: Shown) -> IngestSummary:
         """Encode chunks that have no KV, and mark documents that are done.
@@ -237,24 +290,37 @@ class Ingestion:
             added: how many of the documents were new or had changed.
             texts: all chunks of each document, by its source.
         """
+        stored_bytes = self._held_bytes(texts)
+        if stored_bytes is not None:
+            return self._summary(added, len(texts), EncodeSummary(), stored_bytes)
         parts = list(_parts(texts))
         passes = sum(len(c.ways) if c else 1 for c in self.preparation.contexts)
         sizes = [passes * self.preparation.engine.register(chunks) for _, chunks in parts]
         done = EncodeSummary()
         with prefilling(sum(sizes), is_shown=progress) as bar:
             for (group, chunks), due in zip(parts, accumulate(sizes), strict=True):
-                one = self._finish(group, chunks, bar.update)
-                done += one if one.encoded else replace(one, seconds=0.0)  # it only looked
+                done += self._finish(group, chunks, bar.update)
                 bar.update(due - bar.n)  # chunks that had KV already
+        return self._summary(added, len(texts), done, self.preparation.engine.library.store_bytes())
+
+    def _held_bytes(self, texts: Mapping[str, Sequence[str]]) -> int | None:
+        """Bytes of KV on disk, if that of these documents is there; None if it may not be."""
+        if texts.keys().isdisjoint(self.index.pending()):
+            return self.held_bytes({text for chunks in texts.values() for text in chunks})
+        return None
+
+    def _summary(
+        self, added: int, read: int, done: EncodeSummary, stored_bytes: int
+    ) -> IngestSummary:
         return IngestSummary(
             added=added,
-            unchanged=len(texts) - added,
+            unchanged=read - added,
             chunks=self.index.count()[1],
             encoded=done.encoded,
             tokens=done.tokens,
-            seconds=done.seconds,
+            seconds=0.0,  # whoever asked counts them
             unsent=done.unsent,
-            stored_bytes=self.preparation.engine.library.store_bytes(),
+            stored_bytes=stored_bytes,
         )
 
     def _finish(
@@ -274,6 +340,20 @@ class Ingestion:
 def _above(source: str) -> Iterator[str]:
     """A source, and those of the folders around it."""
     return accumulate(source.split("/"), lambda above, name: f"{above}/{name}")
+
+
+def _load(reader: ConfinedReader, file: Path, seconds: float | None) -> Document | DocumentError:
+    """A document, or why it cannot be read.
+
+    Raises:
+        SlowDocumentError: it takes more than these seconds.
+    """
+    try:
+        return reader.load(file, seconds)
+    except SlowDocumentError:
+        raise
+    except DocumentError as error:
+        return error
 
 
 def _unnamed(file: Path) -> tuple[str, str]:

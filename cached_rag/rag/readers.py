@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from cached_rag.rag.code import LANGUAGES
 from cached_rag.rag.decoding import decoded
 from cached_rag.rag.document import Document, Part, assembled, with_line_feeds
 from cached_rag.rag.hyphens import joined
-from cached_rag.rag.limits import MAX_BYTES
+from cached_rag.rag.limits import MAX_BYTES, MAX_CHARACTERS, bounded, text_limit
+from cached_rag.rag.naming import shown
 from cached_rag.rag.office import SUFFIXES, read_office
+from cached_rag.rag.opening import copied
 from cached_rag.rag.tables import table_to_text
 
 # Deepest nesting of Markdown; what is deeper, the parser drops. By its default it does so with the
@@ -30,50 +33,86 @@ _NAMELESS = (".csv", ".tsv", ".json")
 # What many tools write at the beginning of Markdown, between two lines of the same marks.
 _FRONT = re.compile(r"\A(---|\+\+\+)[ \t]*\n(\w[\w-]*[ \t]*[:=].*?)\n\1[ \t]*(?:\n|\Z)", re.DOTALL)
 _QUOTES = " \t'\""
+# Most characters of what a parser's error says, which may be the document.
+_MOST_SAID = 300
 _FRONT_TITLE = re.compile(r"^title[ \t]*[:=][ \t]*(.+)$", re.MULTILINE | re.IGNORECASE)
 
 
-def load_document(path: Path | str, max_bytes: int = MAX_BYTES) -> Document:
-    """Read one file, in this process and without a limit but on its size.
+def load_document(
+    path: Path | str,
+    max_bytes: int = MAX_BYTES,
+    max_characters: int = MAX_CHARACTERS,
+    inside: Path | None = None,
+) -> Document:
+    """Read one file, in this process and without a limit on time and memory.
 
     `CachedRAG` reads in a process of its own, see `confined.py`.
 
+    Args:
+        max_bytes, max_characters: see `DocumentLimits`.
+        inside: the file itself, or a folder in which it has to lie, with all links followed; None
+            for wherever the path leads now.
+
     Raises:
-        DocumentError: unknown format, too large, unreadable, encrypted, or without text.
+        DocumentError: unknown format, too large, unreadable, encrypted, without text, or elsewhere.
     """
     path = Path(path)
     suffix = path.suffix.lower()
     reader = READERS.get(suffix)
     if reader is None:
         known = ", ".join(sorted(READERS))
-        raise DocumentError(f"{path}: no reader for {path.suffix or 'no suffix'}; known: {known}")
+        kind = shown(path.suffix) or "no suffix"
+        raise DocumentError(f"{shown(path)}: no reader for {kind}; known: {known}")
     try:
-        size = path.stat().st_size
-        if size > max_bytes:
-            raise DocumentError(
-                f"{path}: {size} bytes exceed {max_bytes}; split the file, or raise the limit "
-                "(DocumentLimits, --max-document-bytes)"
-            )
-        found = reader(path)
-        parts = [(found, {})] if isinstance(found, str) else found
-        language = LANGUAGES.get(suffix, "")
-        is_nameless = suffix in _NAMELESS and not _is_titled(found)
-        title = path.name if language or is_nameless else ""
-        document = assembled(str(path), parts, title=title, language=language)
+        with (
+            copied(path, inside or path.resolve(), max_bytes) as copy,
+            _told_of(copy, path),
+            text_limit(max_characters),
+        ):
+            document = _read(copy, reader, path)
     except DocumentError:
         raise
     except Exception as error:  # a broken file can make a parser raise anything
+        said = f"{type(error).__name__}: {error}"[:_MOST_SAID]
         raise DocumentError(
-            f"{path}: cannot be read ({type(error).__name__}: {error}); repair or remove it"
+            f"{shown(path)}: cannot be read ({shown(said)}); repair or remove it"
         ) from error
     if not document.text:
         raise DocumentError(
-            f"{path}: holds no text (a scan, or an empty file); remove it or run OCR"
+            f"{shown(path)}: holds no text (a scan, or an empty file); remove it or run OCR"
         )
     return document
 
 
-def _is_titled(found: str | Sequence[Part]) -> bool:
+def _read(copy: Path, reader: Callable[[Path], str | Iterable[Part]], path: Path) -> Document:
+    suffix = path.suffix.lower()
+    found = reader(copy)
+    parts = [(found, {})] if isinstance(found, str) else found
+    language = LANGUAGES.get(suffix, "")
+    is_nameless = suffix in _NAMELESS and not _is_titled(found)
+    title = shown(path.name) if language or is_nameless else ""
+    parts = bounded(parts, _length)
+    return assembled(str(path), parts, title=title, language=language)
+
+
+def _length(part: Part) -> int:
+    """How many characters a part has, and what is known of it."""
+    text, known = part
+    return len(text) + sum(len(str(value)) for value in known.values())
+
+
+@contextmanager
+def _told_of(copy: Path, path: Path) -> Iterator[None]:
+    """Has what is said of a copy be said of the file."""
+    try:
+        yield
+    except DocumentError as error:
+        said = str(error).replace(str(copy), shown(path))
+        said = said if said.startswith(shown(path)) else f"{shown(path)}: {said}"
+        raise DocumentError(said) from error
+
+
+def _is_titled(found: str | Iterable[Part]) -> bool:
     return isinstance(found, str) and found.startswith("Title: ")
 
 
@@ -146,7 +185,7 @@ def _read_pdf(path: Path) -> list[Part]:
     reader = PdfReader(path)
     if reader.is_encrypted and not reader.decrypt(""):
         raise DocumentError(f"{path}: is encrypted; remove its password")
-    pages = joined([page.extract_text() for page in reader.pages])
+    pages = joined(list(bounded((page.extract_text() for page in reader.pages), len)))
     return [(page, {"page": number}) for number, page in enumerate(pages, 1)]
 
 
@@ -172,7 +211,7 @@ def _office(module: str, function: str) -> Callable[[Path], Sequence[Part]]:
     return read
 
 
-READERS: dict[str, Callable[[Path], str | Sequence[Part]]] = {
+READERS: dict[str, Callable[[Path], str | Iterable[Part]]] = {
     ".txt": decoded,
     ".text": decoded,
     ".md": _read_markdown,

@@ -71,6 +71,11 @@ def contexts(
     return None, Context(f"neighbours:{count}", nearest)
 
 
+def encodings(text: str) -> int:
+    """How many KVs a chunk has by this setting of the context, see `contexts`."""
+    return 2 if _parsed(text)[0] in ("both", "neighbours") else 1
+
+
 def _parsed(text: str) -> tuple[str, int]:
     """The kind of context and, of neighbours or primers, their number."""
     kind, _, number = text.partition(":")

@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterator, Sequence
 
 from cached_rag.rag.document import Part
+from cached_rag.rag.limits import bounded
 
 # Enough to see what stands between values.
 _SAMPLE = 1 << 13
@@ -22,6 +23,7 @@ def table_to_text(source: str, between: str | None = None) -> str:
 
     Raises:
         csv.Error: it is no table.
+        DocumentError: this would be more text than a document may have.
     """
     csv.field_size_limit(max(csv.field_size_limit(), len(source)))
     rows = _split(source, between or _between(source))
@@ -53,9 +55,9 @@ def rows_to_text(rows: Sequence[Sequence[str]]) -> str:
     used = {at for row in rows for at, value in enumerate(row) if value.strip()}
     if unused := [name for at, name in enumerate(names) if name and at not in used]:
         parts.append("\n".join(unused))
-    for number, row in enumerate(rows, 1):
-        parts.append("\n".join([f"Row {number}:", *_named(names, row)]))
-    return "\n\n".join(parts)
+    numbered = enumerate(rows, 1)
+    texts = ("\n".join([f"Row {number}:", *_named(names, row)]) for number, row in numbered)
+    return "\n\n".join([*parts, *bounded(texts, len)])
 
 
 def _between(source: str) -> str:

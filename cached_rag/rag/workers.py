@@ -107,6 +107,7 @@ class IngestRecipe:
         store: where the worker puts KV.
         embedding: what embeds; None for the model that the settings name.
         fingerprint: of the model that the worker has to have.
+        documents: the file or folder that is ingested.
         sees: paths that have to be there for the worker.
         limits: on reading a document.
     """
@@ -116,6 +117,7 @@ class IngestRecipe:
     store: StoreConfig
     embedding: Embeddings | None
     fingerprint: str
+    documents: str
     sees: tuple[str, ...]
     limits: DocumentLimits = field(default_factory=DocumentLimits)
 
@@ -147,7 +149,7 @@ class IngestRecipe:
         embedder = self.embedding or Embedder(self.settings["embedding"])
         behind = contexts(self.settings["context"])
         preparation = Preparation.of(engine, embedder, self.settings, behind)
-        return IngestWorker(preparation, self.limits)
+        return IngestWorker(preparation, self.limits, Path(self.documents))
 
 
 @dataclass(frozen=True)
@@ -156,12 +158,13 @@ class IngestWorker:
 
     preparation: Preparation
     limits: DocumentLimits
+    documents: Path
 
     def prepare(self, tasks: Sequence[IngestTask]) -> PreparedBatch:
         """Read, split, embed and encode; files that cannot be read are skipped."""
         documents: list[PreparedDocument] = []
         texts: dict[str, list[str]] = {}
-        with ConfinedReader(self.limits) as reader:
+        with ConfinedReader(self.limits, self.documents) as reader:
             for task in tasks:
                 try:
                     document = reader.load(task.path)
@@ -219,6 +222,7 @@ def helped(
             store,
             None if isinstance(embedder, Embedder) else embedder,
             engine.model.fingerprint,
+            str(documents),
             (str(documents), *([token.name] if store.path else [])),
             limits,
         )

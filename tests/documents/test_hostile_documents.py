@@ -42,9 +42,9 @@ def read(path, data):
     path.write_bytes(data if isinstance(data, bytes) else data.encode())
     OPENED.clear()
     text = load_document(path).text
-    opened = [str(file) for file in OPENED]
-    assert str(path) in opened  # the audit sees what is opened
-    return text, [file for file in opened if file != str(path) and str(path.parent) in file]
+    opened, folder = [str(file) for file in OPENED], str(path.parent)
+    assert path.name in opened  # the audit sees what is opened, by its name in its folder
+    return text, [file for file in opened if file != folder and folder in file]
 
 
 OPTIONS = (

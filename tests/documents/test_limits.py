@@ -117,7 +117,7 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_another_process_reads_the_same(tmp_path, name):
     (tmp_path / name).write_text(FORMS[name], encoding="utf-8")
-    with ConfinedReader(DocumentLimits()) as reader:
+    with ConfinedReader(DocumentLimits(), tmp_path) as reader:
         assert reader.load(tmp_path / name) == load_document(tmp_path / name)
         with pytest.raises(DocumentError, match=r"no reader for \.zzz"):
             reader.load(tmp_path / "a.zzz")
@@ -127,15 +127,18 @@ def test_another_process_reads_the_same(tmp_path, name):
 def test_without_limits_no_process_is_begun(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", None)
     (tmp_path / "a.txt").write_text("text")
-    with ConfinedReader(DocumentLimits(seconds=None, memory_bytes=None)) as reader:
+    with ConfinedReader(DocumentLimits(seconds=None, memory_bytes=None), tmp_path) as reader:
         assert reader.load(tmp_path / "a.txt").text == "text"
-    with ConfinedReader(DocumentLimits()) as reader, pytest.raises(ConfigError, match="no process"):
+    with (
+        ConfinedReader(DocumentLimits(), tmp_path) as reader,
+        pytest.raises(ConfigError, match="no process"),
+    ):
         reader.load(tmp_path / "a.txt")
 
 
 def test_memory_that_a_parser_keeps_is_not_the_next_document_s(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("text")
-    with ConfinedReader(DocumentLimits()) as reader:
+    with ConfinedReader(DocumentLimits(), tmp_path) as reader:
         reader.load(tmp_path / "a.txt")
         first = reader._process
         reader.load(tmp_path / "a.txt")
@@ -151,7 +154,7 @@ def test_no_module_is_imported_from_the_folder_of_the_documents(tmp_path, monkey
         (tmp_path / name).write_text(trap)
     (tmp_path / "a.md").write_text("text")
     monkeypatch.chdir(tmp_path)
-    with ConfinedReader(DocumentLimits()) as reader:
+    with ConfinedReader(DocumentLimits(), tmp_path) as reader:
         assert reader.load("a.md").text == "text"
     assert list(tmp_path.glob("*.ran")) == []
 
@@ -161,9 +164,10 @@ def test_a_reader_ends_with_the_process_that_asked(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     code = f"""
 import os
+from pathlib import Path
 from cached_rag import DocumentLimits
 from cached_rag.rag.confined import ConfinedReader
-reader = ConfinedReader(DocumentLimits())
+reader = ConfinedReader(DocumentLimits(), Path({str(tmp_path)!r}))
 reader.load({str(tmp_path / "a.txt")!r})
 print(reader._process.pid, flush=True)
 os.kill(os.getpid(), 9)
@@ -235,5 +239,5 @@ def test_the_command_line_takes_limits_and_prints_names_safely(tmp_path, model_f
 def test_a_reader_of_ones_own_is_called_here(tmp_path, monkeypatch):
     monkeypatch.setitem(READERS, ".own", lambda path: f"read by {os.getpid()}")
     (tmp_path / "a.own").write_text("x")
-    with ConfinedReader(DocumentLimits()) as reader:
+    with ConfinedReader(DocumentLimits(), tmp_path) as reader:
         assert reader.load(tmp_path / "a.own").text == f"read by {os.getpid()}"

@@ -16,6 +16,7 @@ from faults import (
     pressure,
     replaced,
     surroundings,
+    untrusted,
 )
 from faults.outcome import Outcome
 
@@ -29,4 +30,5 @@ CAMPAIGNS: dict[str, Callable[[int, Path, random.Random], list[Outcome]]] = {
     "clocks": clocks.campaign,
     "replaced": replaced.campaign,
     "surroundings": surroundings.campaign,
+    "untrusted": untrusted.campaign,
 }

@@ -68,8 +68,19 @@ class Counting:
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def here(tmp_path_factory):
+    """A folder with a trap, which is the current one while the cluster begins."""
+    folder = tmp_path_factory.mktemp("here")
+    (folder / "cached_rag.py").write_text("raise SystemExit('imported from among documents')")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(here):
+    before = os.getcwd()
+    os.chdir(here)
     with connected("local", 2):
+        os.chdir(before)
         yield ray.get_runtime_context().gcs_address
 
 
@@ -140,8 +151,19 @@ def test_a_killed_asker_goes_on_where_it_was(tmp_path, model_folder, docs, alone
         assert_same_index(rag, alone[0])
 
 
+def test_workers_import_nothing_from_the_folder_that_was_the_current_one(cluster, here):
+    def seen():
+        import cached_rag
+
+        return sys.path, cached_rag.__file__
+
+    path, package = ray.get(ray.remote(num_cpus=0)(seen).remote())
+    assert not any(Path(entry).is_relative_to(here) for entry in path)
+    assert not Path(package).is_relative_to(here)
+
+
 def test_an_error_of_a_worker_comes_as_itself(cluster):
-    recipe = IngestRecipe({}, {}, StoreConfig(), None, "", ("/nowhere",))
+    recipe = IngestRecipe({}, {}, StoreConfig(), None, "", "/nowhere", ("/nowhere",))
     with pytest.raises(ClusterError, match=r"a worker on .* does not see /nowhere"):
         list(CONFIG.prepare(recipe, [IngestTask("a", "/nowhere/a.txt")]))
 

@@ -7,7 +7,7 @@ the text's KV may have. That is how texts are removed (`Removals`). Knows SQLite
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from cached_rag.kv.fingerprint import ids_digest, module_key
@@ -194,6 +194,17 @@ class Catalog:
         query = "SELECT token_ids, context FROM others WHERE model = ? AND namespace = ?"
         for ids, context in self._database.rows(query, *self._scope):
             yield self._key(model, unpack(ids), (), str(context))
+
+    def counts(self, held: Container[str]) -> dict[str, int]:
+        """By the digest of its text, how many of a module's keys are among those held."""
+        model = self.maker.model
+        behinds = self._behinds(model)
+        return {
+            module.text_digest: sum(
+                self._key(model, module.token_ids, *behind) in held for behind in behinds
+            )
+            for _, module in self.modules()
+        }
 
     def _key(self, model: str, ids: Sequence[int], prefix: Sequence[int], context: str) -> str:
         return module_key(model, prefix, ids, self.namespace, context)

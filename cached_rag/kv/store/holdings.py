@@ -148,6 +148,25 @@ def unneeded(folder: Path, texts: Callable[[], Iterable[str]]) -> set[str]:
     return known - {digest(text.strip()) for text in texts()}
 
 
+def held_bytes(folder: Path, codec: str, texts: Collection[str], encodings: int) -> int | None:
+    """Bytes of all KV in a folder, if each of these texts has KV of the last model to use it.
+
+    Args:
+        encodings: how many of each text there are to be.
+
+    Returns:
+        None if some have less.
+    """
+    if not (found := makers(folder)):
+        return None if texts else 0
+    with closing(DiskStore(folder, codec)) as disk:
+        sizes = disk.sizes()
+    with closing(_catalog(folder, found[-1].model)) as catalog:
+        counts = catalog.counts(sizes)
+    known = (counts.get(digest(text.strip()), 0) for text in texts)
+    return sum(sizes.values()) if all(count >= encodings for count in known) else None
+
+
 def drop(folder: Path, codec: str, holding: Holding) -> None:
     """Delete the KV of a model, and forget the model."""
     with closing(_disk(folder, codec)) as disk:
