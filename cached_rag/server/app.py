@@ -10,7 +10,9 @@ from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -25,6 +27,7 @@ from cached_rag.server.protocol import (
     DocumentsRequest,
     EmbeddingsRequest,
 )
+from cached_rag.server.responses import Reply, ResponsesRequest
 from cached_rag.server.service import Asked, Service
 from cached_rag.server.tenants import Keys
 
@@ -112,7 +115,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         _check_model(service, asked_for.model, tenant, may_be_index=is_chat)
         asked = await asyncio.to_thread(service.ask, asked_for, tenant)
         if asked_for.stream:
-            return await _streamed(request, service, asked)
+            return await _streamed(request, service, asked, _chunks)
         return JSONResponse(await _while_waited_for(request, service.answer(asked)))
 
     @app.post("/v1/chat/completions")
@@ -124,6 +127,19 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     async def complete(request: Request, body: CompletionRequest, tenant: Tenant) -> Response:
         """OpenAI's completions."""
         return await answer(request, body, tenant)
+
+    @app.post("/v1/responses")
+    async def respond(request: Request, body: ResponsesRequest, tenant: Tenant) -> Response:
+        """OpenAI's responses; none is kept."""
+        try:
+            chat, reply = body.chat(), Reply(body)
+        except ValidationError as error:
+            raise RequestValidationError(error.errors()) from error
+        _check_model(service, chat.model, tenant)
+        asked = await asyncio.to_thread(service.ask, chat, tenant)
+        if chat.stream:
+            return await _streamed(request, service, asked, reply.events)
+        return JSONResponse(reply.whole(await _while_waited_for(request, service.answer(asked))))
 
 
 def _check_model(
@@ -138,8 +154,23 @@ def _check_model(
         raise HTTPException(404, f"no model {name!r} here; it is {known}")
 
 
-async def _streamed(request: Request, service: Service, asked: Asked) -> Response:
-    """Server-sent events. Begins with the first one, so that an error before it has its status."""
+async def _chunks(chunks: AsyncIterator[Any]) -> AsyncIterator[str]:
+    async for chunk in chunks:
+        yield event(json.dumps(chunk))
+    yield event("[DONE]")
+
+
+async def _streamed(
+    request: Request,
+    service: Service,
+    asked: Asked,
+    told: Callable[[AsyncIterator[Any]], AsyncIterator[str]],
+) -> Response:
+    """Server-sent events. Begins with the first one, so that an error before it has its status.
+
+    Args:
+        told: makes events of an answer's chunks.
+    """
     chunks = service.chunks(asked)
 
     async def begin() -> dict[str, Any]:
@@ -151,12 +182,15 @@ async def _streamed(request: Request, service: Service, asked: Asked) -> Respons
         service.finish(asked)
         raise
 
+    async def every() -> AsyncIterator[Any]:
+        yield first
+        async for chunk in chunks:
+            yield chunk
+
     async def events() -> AsyncIterator[str]:
         try:
-            yield event(json.dumps(first))
-            async for chunk in chunks:
-                yield event(json.dumps(chunk))
-            yield event("[DONE]")
+            async for line in told(every()):
+                yield line
         except Exception as error:
             yield event(json.dumps(described(error)[1]))
         finally:

@@ -40,6 +40,14 @@ _NAME = 100
 # What pydantic calls the branches of a union: types, validators and models.
 _BRANCH = re.compile(r"str|int|float|bool|constrained-\w+|_?[A-Z]\w*|[\w-]+\[.*\]", re.DOTALL)
 _OURS = "Value error, "  # pydantic puts it before messages of our validators
+# What is said instead of pydantic's words, by its name of the error.
+_SAYS = {
+    "json_invalid": "the body is no JSON",
+    "model_attributes_type": "the body is to be a JSON object, sent as application/json",
+    "too_short": "is empty; at least one is needed",
+    "string_too_short": "is empty",
+    "too_long": "has too many entries",
+}
 STOPPING = "the server is stopping; ask again later, or another one"
 _CUT_OFF = failure(STOPPING, "server_error", "stopping")
 
@@ -84,12 +92,18 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
-        found = [
-            _where(e["loc"], is_named=e["type"] == "extra_forbidden") + e["msg"].removeprefix(_OURS)
-            for e in error.errors()[:3]
-        ]
+        found = [_said(one) for one in error.errors()[:3]]
         says = "; ".join(dict.fromkeys(found))
         return JSONResponse(failure(says, "invalid_request_error"), 400)
+
+
+def _said(error: dict[str, Any]) -> str:
+    """One of pydantic's errors, and where it is."""
+    kind, place = error["type"], tuple(error["loc"])
+    if kind == "json_invalid":
+        return f"{_SAYS[kind]} (at character {place[-1]}: {error['ctx']['error']})"
+    says: str = _SAYS.get(kind, error["msg"].removeprefix(_OURS))
+    return _where(place, is_named=kind == "extra_forbidden") + says
 
 
 def _where(place: tuple[Any, ...], *, is_named: bool) -> str:

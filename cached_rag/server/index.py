@@ -18,6 +18,9 @@ from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.server.protocol import EmbeddingsRequest
 
 if TYPE_CHECKING:  # their packages are another extra's
+    import numpy as np
+    from numpy.typing import NDArray
+
     from cached_rag.rag.answer import AnswerStream
     from cached_rag.rag.hit import Hit
     from cached_rag.rag.rag import CachedRAG
@@ -120,7 +123,13 @@ class ServedIndex:
         vectors: list[str | list[float]] = []
         for at in range(0, len(texts), _AT_ONCE):
             part = texts[at : at + _AT_ONCE]
-            vectors += await run(self._thread, self._embedded, part, as_text)
+            found = await run(self._thread, self._rag.embedder.embed, part)
+            if request.dimensions not in (None, found.shape[1]):
+                raise ConfigError(
+                    f"{self.embedding} makes vectors of {found.shape[1]} dimensions, and no others "
+                    f"(dimensions={request.dimensions}); leave dimensions out"
+                )
+            vectors += [_spelled(vector) if as_text else vector.tolist() for vector in found]
         data = [
             {"object": "embedding", "index": index, "embedding": vector}
             for index, vector in enumerate(vectors)
@@ -129,13 +138,10 @@ class ServedIndex:
         usage = {"prompt_tokens": 0, "total_tokens": 0}
         return {"object": "list", "data": data, "model": self.embedding, "usage": usage}
 
-    def _embedded(self, texts: Sequence[str], as_text: bool) -> list[str | list[float]]:
-        """A vector for each text, as base64 or as numbers."""
-        vectors = self._rag.embedder.embed(texts)
-        return [
-            base64.b64encode(vector.tobytes()).decode() if as_text else vector.tolist()
-            for vector in vectors
-        ]
+
+def _spelled(vector: NDArray[np.float32]) -> str:
+    """As base64."""
+    return base64.b64encode(vector.tobytes()).decode()
 
 
 def sources(hits: Sequence[Hit]) -> list[Json]:

@@ -109,6 +109,20 @@ class ChatMessage(Strict):
                 kept["content"] = ""
         return kept
 
+    @field_validator("content", mode="before")
+    @classmethod
+    def _is_text(cls, content: Any) -> Any:
+        """Refuses pictures, sound and files, in one sentence."""
+        parts = content if isinstance(content, list) else []
+        kinds = [part.get("type") for part in parts if isinstance(part, dict)]
+        if other := next((str(kind) for kind in kinds if kind != "text"), None):
+            raise ValueError(
+                f"the model reads text only, and no {other[:50]!r}; send parts of type 'text'"
+            )
+        if not isinstance(content, str | list):
+            raise ValueError("it is neither text nor a list of parts of type 'text'")
+        return content
+
     @model_validator(mode="after")
     def _is_whole(self) -> ChatMessage:
         if self.tool_calls and self.role != "assistant":
@@ -312,13 +326,15 @@ class EmbeddingsRequest(Strict):
         ]
     )
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: None = None
+    dimensions: int | None = None
     user: str | None = None
 
     @field_validator("input", mode="before")
     @classmethod
     def _is_text(cls, data: Any) -> Any:
-        """Refuses lists of tokens, which only the tokenizer they came from could read."""
+        """Refuses nothing, and tokens, which only the tokenizer they came from could read."""
+        if data in ("", []) or (isinstance(data, list) and "" in data):
+            raise ValueError("there is nothing to embed; send texts that are not empty")
         if isinstance(data, list) and any(isinstance(one, int | list) for one in data):
             raise ValueError(
                 "tokens cannot be embedded, as they are another tokenizer's; send text "
