@@ -87,12 +87,8 @@ def _csv(size: int) -> str:
     return f"a,{'n' * size}\n" + "1,2\n" * size
 
 
-def _markdown(size: int) -> str:
-    return f"| {'n' * size} | b |\n|---|---|\n" + "| a | b |\n" * size
-
-
-def _html(size: int) -> str:
-    return f"<table><tr><td>{'n' * size}<td>b</tr>{'<tr><td>a<td>b</tr>' * size}</table>"
+def _tsv(size: int) -> str:
+    return _csv(size).replace(",", "\t")
 
 
 def _headings(size: int) -> str:
@@ -101,8 +97,7 @@ def _headings(size: int) -> str:
 
 BOMBS: dict[str, Callable[[int], str]] = {
     "csv": _csv,
-    "md": _markdown,
-    "html": _html,
+    "tsv": _tsv,
     "markdown": _headings,
 }
 

@@ -159,7 +159,7 @@ def held_bytes(folder: Path, codec: str, texts: Collection[str], encodings: int)
     """
     if not (found := makers(folder)):
         return None if texts else 0
-    with closing(DiskStore(folder, codec)) as disk:
+    with closing(_disk(folder, codec)) as disk:
         sizes = disk.sizes()
     with closing(_catalog(folder, found[-1].model)) as catalog:
         counts = catalog.counts(sizes)
