@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from cached_rag.errors import ConfigError
+from cached_rag.rag.document import searchable
 
 # Accents do not matter, in Latin script; marks that other scripts write vowels with do.
 _TABLE = """CREATE VIRTUAL TABLE words USING fts5(
@@ -82,7 +83,7 @@ def fused(*orders: Sequence[int]) -> list[int]:
 
 def _spelled(text: str) -> str:
     """A text in one case, with spaces around what its script puts none around."""
-    return _UNSPACED.sub(r" \1 ", unicodedata.normalize("NFKC", text).casefold())
+    return _UNSPACED.sub(r" \1 ", unicodedata.normalize("NFKC", searchable(text)).casefold())
 
 
 def _terms(text: str) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -230,6 +232,15 @@ def test_a_table_is_not_written_out_beyond_the_limit():
         table_to_text("\n".join(rows))
 
 
+def test_a_reader_that_dies_costs_its_document_alone(docs, monkeypatch):
+    with ConfinedReader(FEW, docs) as reader:
+        with monkeypatch.context() as patch:
+            patch.setattr(confined, "_CODE", "import os, sys; sys.stdin.readline(); os._exit(3)")
+            with pytest.raises(DocumentError, match=r"what reads it has died \(3\)"):
+                reader.load(docs / "deep" / "a.txt")
+        assert reader.load(docs / "deep" / "a.txt").text == "The valve is red."
+
+
 def test_no_answer_without_end_is_read(docs, monkeypatch):
     endless = "import sys\nsys.stdin.readline()\nwhile True: sys.stdout.write('x' * 65536)"
     monkeypatch.setattr(confined, "_CODE", endless)
@@ -243,16 +254,32 @@ def test_no_answer_without_end_is_read(docs, monkeypatch):
 # Folders and names -------------------------------------------------------------------------------
 
 
-def test_folders_nested_more_deeply_than_calls_are_looked_through(tmp_path):
-    depth, here = sys.getrecursionlimit() + 100, os.open(tmp_path, os.O_RDONLY)
+@contextlib.contextmanager
+def nested(folder, name, depth):
+    """The descriptor of the deepest of so many folders. They are gone at the end.
+
+    pytest would remove them later, by calls that are nested as deeply, and warn in another test.
+    """
+    open_ones = [os.open(folder, os.O_RDONLY)]
     for _ in range(depth):
-        os.mkdir("d", dir_fd=here)
-        below = os.open("d", os.O_RDONLY, dir_fd=here)
-        os.close(here)
-        here = below
+        os.mkdir(name, dir_fd=open_ones[-1])
+        open_ones.append(os.open(name, os.O_RDONLY, dir_fd=open_ones[-1]))
+        if len(open_ones) > 2:
+            os.close(open_ones.pop(0))
+    yield open_ones[-1]
+    for one in open_ones:
+        os.close(one)
+    subprocess.run(["rm", "-rf", str(folder / name)], check=True)
+
+
+def test_folders_nested_more_deeply_than_calls_are_looked_through(tmp_path):
+    with nested(tmp_path, "d", sys.getrecursionlimit() + 100) as here:
+        _looks_through(tmp_path, here)
+
+
+def _looks_through(tmp_path, here):
     with open(os.open("a.txt", os.O_WRONLY | os.O_CREAT, dir_fd=here), "w") as file:
         file.write("The valve is red.")
-    os.close(here)
     (tmp_path / "b.txt").write_text("b")
     found = look_at(tmp_path)
     [deep] = [file for file in found.files if file.name == "a.txt"]
@@ -261,15 +288,9 @@ def test_folders_nested_more_deeply_than_calls_are_looked_through(tmp_path):
 
 
 def test_a_path_that_is_too_long_is_named_and_the_rest_found(tmp_path):
-    here = os.open(tmp_path, os.O_RDONLY)
-    for _ in range(25):  # longer together than a path may be
-        os.mkdir("d" * 200, dir_fd=here)
-        below = os.open("d" * 200, os.O_RDONLY, dir_fd=here)
-        os.close(here)
-        here = below
-    os.close(here)
     (tmp_path / "b.txt").write_text("b")
-    found = look_at(tmp_path)
+    with nested(tmp_path, "d" * 200, 25):  # longer together than a path may be
+        found = look_at(tmp_path)
     assert [file.name for file in found.files] == ["b.txt"]
     [(_, reason)] = found.unreadable
     assert len(reason) < 600

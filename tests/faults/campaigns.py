@@ -27,6 +27,7 @@ CAMPAIGNS: dict[str, Callable[[int, Path, random.Random], list[Outcome]]] = {
     "server": killed_server.campaign,
     "pressure": pressure.campaign,
     "far": far.campaign,
+    "hostile": far.hostile_campaign,
     "clocks": clocks.campaign,
     "replaced": replaced.campaign,
     "surroundings": surroundings.campaign,

@@ -65,8 +65,7 @@ def campaign(trials: int, folder: Path, chance: random.Random) -> list[Outcome]:
             outcomes = [
                 _damaged(what, one, trials, server, chance) for what, one in DAMAGES.items()
             ]
-            outcomes += [_unsigned(trials, server, chance), _killed(trials, server, chance)]
-            return [*outcomes, _hostile(trials, chance)]
+            return [*outcomes, _unsigned(trials, server, chance), _killed(trials, server, chance)]
     finally:
         server.kill()
 
@@ -160,13 +159,16 @@ def _killed(trials: int, server: Server, chance: random.Random) -> Outcome:
     return outcome
 
 
-def _hostile(trials: int, chance: random.Random) -> Outcome:
-    """It replies to every question as no store would."""
+def hostile_campaign(trials: int, folder: Path, chance: random.Random) -> list[Outcome]:
+    """Have a store reply to every question as no store would, so many times."""
     outcome = Outcome("hostile replies of a remote store")
-    for _ in range(trials):
-        with hostile(REDIS[chance.choice(sorted(REDIS))]) as port:
-            outcome.add(0, *_asked(_Port(port), remote_timeout=0.5, finish_seconds=0.0))
-    return outcome
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cached_rag.engine.resources.profile_of", lambda _: _SLOW)
+        patch.setattr(breaker, "_FIRST_S", 0.05)
+        for _ in range(trials):
+            with hostile(REDIS[chance.choice(sorted(REDIS))]) as port:
+                outcome.add(0, *_asked(_Port(port), remote_timeout=0.5, finish_seconds=0.0))
+    return [outcome]
 
 
 class _Port(NamedTuple):
