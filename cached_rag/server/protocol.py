@@ -117,7 +117,7 @@ class ChatMessage(Strict):
         kinds = [part.get("type") for part in parts if isinstance(part, dict)]
         if other := next((str(kind) for kind in kinds if kind != "text"), None):
             raise ValueError(
-                f"the model reads text only, and no {other[:50]!r}; send parts of type 'text'"
+                f"the model reads text only, and no {other[:50]!r}: send parts of type 'text'"
             )
         if not isinstance(content, str | list):
             raise ValueError("it is neither text nor a list of parts of type 'text'")
@@ -334,7 +334,7 @@ class EmbeddingsRequest(Strict):
     def _is_text(cls, data: Any) -> Any:
         """Refuses nothing, and tokens, which only the tokenizer they came from could read."""
         if data in ("", []) or (isinstance(data, list) and "" in data):
-            raise ValueError("there is nothing to embed; send texts that are not empty")
+            raise ValueError("there is nothing to embed: send texts that are not empty")
         if isinstance(data, list) and any(isinstance(one, int | list) for one in data):
             raise ValueError(
                 "tokens cannot be embedded, as they are another tokenizer's; send text "

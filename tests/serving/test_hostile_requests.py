@@ -122,7 +122,7 @@ def test_what_cannot_be_is_refused_with_its_fields_name(asked, field, value):
     ("changed", "place"),
     [
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
-        ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages.0.content.0.type"),
+        ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages.0.content"),
         ({"stop": [5]}, "stop.0"),
         ({"stop": {}}, "stop"),
         ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),

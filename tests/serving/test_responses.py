@@ -115,7 +115,7 @@ _IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
         ({"messages": []}, "messages: is empty; at least one is needed"),
         (
             {"messages": [{"role": "user", "content": [_IMAGE]}]},
-            "messages.0.content: the model reads text only, and no 'image_url'; send parts of type"
+            "messages.0.content: the model reads text only, and no 'image_url': send parts of type"
             " 'text'",
         ),
         (

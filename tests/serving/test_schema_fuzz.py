@@ -26,12 +26,13 @@ PATIENCE = 30
 PATHS = [
     *(("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/documents")),
     *(("DELETE", "/v1/documents"), ("GET", "/v1/models"), ("GET", "/v1/models/{name}")),
-    *(("GET", "/health"), ("GET", "/metrics")),
+    *(("GET", "/health"), ("GET", "/metrics"), ("POST", "/v1/responses")),
 ]
 GOOD = {
     "/v1/chat/completions": GREEDY | {"messages": MESSAGES},
     "/v1/completions": GREEDY | {"prompt": CHUNKS[0]},
     "/v1/documents": {"texts": [CHUNKS[0]]},
+    "/v1/responses": {"model": NAME, "input": CHUNKS[0], "max_output_tokens": 8},
 }
 
 

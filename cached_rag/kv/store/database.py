@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -281,7 +282,9 @@ class Database:
 
 def _check_file(path: Path) -> None:
     """Raise a StoreError if there is a pipe, a device or a folder: SQLite might wait for it."""
-    if path.exists() and not path.is_file():
+    with suppress(OSError):  # it is not there, or no more
+        if stat.S_ISREG(path.stat().st_mode):
+            return
         raise StoreError(f"{path} is no file; remove it, or choose another folder")
 
 
