@@ -306,8 +306,8 @@ def test_a_question_does_not_bring_back_a_chunk_that_is_deleted_meanwhile(
         rag.ingest(docs, progress=False)
         search = rag.index.search
 
-        def deleted_then(*given):
-            found = search(*given)
+        def deleted_then(*given, **options):
+            found = search(*given, **options)
             other.delete("docs/a.txt")
             return found
 
