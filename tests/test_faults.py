@@ -90,10 +90,11 @@ def test_what_is_left_over_is_seen(tmp_path):
     assert any("orphan" in fault for fault in world.litter(tmp_path))
 
 
+# Follows links, and opens a moment after the path was looked at, so that a busy machine swaps, too.
 NAIVE = """
-import os
+import os, time
 from cached_rag.rag import opening
-opening._descriptor = lambda path, inside: os.open(path, os.O_RDONLY)
+opening._descriptor = lambda path, inside: time.sleep(0.003) or os.open(path, os.O_RDONLY)
 main()
 """
 

@@ -142,10 +142,12 @@ def _measured(work: Workload, peer: str, prepared: _Prepared | None) -> tuple[in
     """Bytes held at most after the imports, after loading, and after the answers."""
     imports = peak_bytes()
     if prepared is not None:
-        engine = cast(Engine, prepared.engine)
-        return (imports, *_asked(engine, work, peer, prepared.questions))
-    with work.engine() as engine:
-        return (imports, *_asked(engine, work, peer, work.questions(engine)))
+        loaded, peak = _asked(cast(Engine, prepared.engine), work, peer, prepared.questions)
+    else:
+        with work.engine() as engine:
+            loaded, peak = _asked(engine, work, peer, work.questions(engine))
+    # The kernel counts in batches, so what was the most may fall a bit.
+    return imports, max(imports, loaded), max(imports, loaded, peak)
 
 
 def _asked(
@@ -158,4 +160,4 @@ def _asked(
             peers[name].answer(question, work.new_tokens)
     finally:
         peers[name].close()
-    return loaded, max(loaded, peak_bytes())  # the kernel counts in batches, so it may fall a bit
+    return loaded, peak_bytes()

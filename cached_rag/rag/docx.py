@@ -30,7 +30,7 @@ def read_docx(path: Path) -> list[Part]:
         name = archive.first("", "officeDocument") or "word/document.xml"
         body = archive.xml(name)
         styles = _Styles(archive.xml(archive.first(name, "styles")))
-        writer = _Writer(styles, _Numbering(archive.xml(archive.first(name, "numbering"))))
+        writer = _Marker(styles, _Numbering(archive.xml(archive.first(name, "numbering"))))
         writer.write(body)
         for kind in _NOTES.values():
             notes = archive.xml(archive.first(name, f"{kind}s"))
@@ -132,7 +132,7 @@ def _level(level: Any) -> _Level:
 
 
 @dataclass
-class _Writer:
+class _Marker:
     """Makes HTML of Word's elements.
 
     Attributes:

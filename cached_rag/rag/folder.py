@@ -91,7 +91,7 @@ class IndexFolder:
         """Take over the settings of the index, to which another process may have given some."""
         self.settings = DEFAULTS | self.index.agree(self._asked) | self._asked
 
-    def _loading(self) -> dict[str, Any]:
+    def _load_options(self) -> dict[str, Any]:
         """How the model is loaded; says where its KV will not be the index's."""
         for name, before in self._replaced().items():
             _log.warning(
@@ -115,7 +115,7 @@ class IndexFolder:
                 self._agree()
                 store = replace(self._store, codec=self.settings["codec"])
                 model = self.settings["model"]
-                self._engine = Engine.load(model, store=store, **self._loading())
+                self._engine = Engine.load(model, store=store, **self._load_options())
                 self._asked = self.settings  # from now on no others will do
             return self._engine
 
@@ -221,7 +221,7 @@ class IndexFolder:
         ingestion = self._ingestion()
         hired: AbstractContextManager[Prepare | None] = nullcontext()
         if ray is not None:
-            own = (ingestion.preparation, self.settings, self._loading())
+            own = (ingestion.preparation, self.settings, self._load_options())
             hired = helped(ray, *own, folder=self.path, documents=place, limits=self._limits)
         with hired as prepare:
             return ingestion.run(

@@ -95,7 +95,7 @@ def _is_hidden(element: Any) -> bool:
     )
 
 
-class _Numbers(NamedTuple):
+class _ListNumbers(NamedTuple):
     """A list's next number, the step to the one behind it, 0 for none, and the numerals' kind."""
 
     next: int
@@ -103,7 +103,7 @@ class _Numbers(NamedTuple):
     kind: str
 
 
-_NO_NUMBERS = _Numbers(0, 0, "")
+_NO_NUMBERS = _ListNumbers(0, 0, "")
 
 
 class _Page:
@@ -120,7 +120,7 @@ class _Page:
         self._as_written = 0  # how many elements around keep white space
         # Rows around, whether their cells stand in one line, as they do without tables in them.
         self._rows: list[bool] = []
-        self._lists: list[_Numbers] = []
+        self._lists: list[_ListNumbers] = []
         self._in_line = False
 
     def parts(self) -> list[Part]:
@@ -258,14 +258,14 @@ def _keeps_space(element: Any) -> bool:
     return element.tag in _AS_WRITTEN or (bool(style) and bool(_PREFORMATTED.search(style)))
 
 
-def _numbers(element: Any) -> _Numbers:
+def _numbers(element: Any) -> _ListNumbers:
     """The numbers of a list's items."""
     if element.tag != "ol":
         return _NO_NUMBERS
     is_reversed = "reversed" in element.attrib
     first = sum(1 for _ in element.iterchildren("li")) if is_reversed else 1
     kind = numeral_kind(element.get("type") or element.get("class", ""))
-    return _Numbers(_whole(element.get("start"), first), -1 if is_reversed else 1, kind)
+    return _ListNumbers(_whole(element.get("start"), first), -1 if is_reversed else 1, kind)
 
 
 def _whole(said: str | None, other: int) -> int:

@@ -60,7 +60,7 @@ def too_long(max_characters: int) -> DocumentError:
 
 @contextmanager
 def text_limit(max_characters: int) -> Iterator[None]:
-    """Has `bounded` hold this limit."""
+    """Has `limited` hold this limit."""
     token = _most.set(max_characters)
     try:
         yield
@@ -68,7 +68,7 @@ def text_limit(max_characters: int) -> Iterator[None]:
         _most.reset(token)
 
 
-def bounded(pieces: Iterable[_Piece], length: Callable[[_Piece], int]) -> Iterator[_Piece]:
+def limited(pieces: Iterable[_Piece], length: Callable[[_Piece], int]) -> Iterator[_Piece]:
     """Pieces of a document's text, as they are made, up to the limit on its text.
 
     Args:

@@ -35,7 +35,7 @@ def read_opendocument(path: Path) -> list[Part]:
         if value(table, "style-name") not in hidden:
             parts += sheet_parts(value(table, "name"), list(_rows(table)))
     if body.find("{*}spreadsheet") is None:
-        _write(body, hidden, _Numbers(styles))
+        _write(body, hidden, _ListStyles(styles))
         parts += tree_parts(body)
     return parts
 
@@ -47,7 +47,7 @@ def _hidden_styles(styles: list[Any]) -> Iterator[str]:
                 yield value(style, "name")
 
 
-class _Numbers:
+class _ListStyles:
     """The numbers of lists, by what the styles say and which lists go on."""
 
     def __init__(self, styles: list[Any]) -> None:
@@ -80,7 +80,7 @@ class _Numbers:
             self._counts[style] = first + sum(1 for _ in one.iterfind("{*}list-item"))
 
 
-def _write(body: Any, hidden: set[str], numbers: _Numbers) -> None:
+def _write(body: Any, hidden: set[str], numbers: _ListStyles) -> None:
     """Give the elements of a tree HTML's names."""
     for element in list(body.iter("{*}*")):
         name = local(element)

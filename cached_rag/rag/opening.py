@@ -22,7 +22,7 @@ _FLAGS = os.O_RDONLY | sum(
 
 
 @contextmanager
-def copied(path: Path, inside: Path, max_bytes: int) -> Iterator[Path]:
+def private_copy(path: Path, inside: Path, max_bytes: int) -> Iterator[Path]:
     """A copy of a file, of its name, that lasts as long as the context does.
 
     Args:

@@ -19,10 +19,10 @@ from cached_rag.rag.code import LANGUAGES
 from cached_rag.rag.decoding import decoded
 from cached_rag.rag.document import Document, Part, assembled, with_line_feeds
 from cached_rag.rag.hyphens import joined
-from cached_rag.rag.limits import MAX_BYTES, MAX_CHARACTERS, bounded, text_limit
+from cached_rag.rag.limits import MAX_BYTES, MAX_CHARACTERS, limited, text_limit
 from cached_rag.rag.naming import shown
 from cached_rag.rag.office import SUFFIXES, read_office
-from cached_rag.rag.opening import copied
+from cached_rag.rag.opening import private_copy
 from cached_rag.rag.tables import table_to_text
 
 # Deepest nesting of Markdown; what is deeper, the parser drops. By its default it does so with the
@@ -65,18 +65,15 @@ def load_document(
         raise DocumentError(f"{shown(path)}: no reader for {kind}; known: {known}")
     try:
         with (
-            copied(path, inside or path.resolve(), max_bytes) as copy,
+            private_copy(path, inside or path.resolve(), max_bytes) as copy,
             _told_of(copy, path),
             text_limit(max_characters),
         ):
             document = _read(copy, reader, path)
     except DocumentError:
         raise
-    except Exception as error:  # a broken file can make a parser raise anything
-        said = f"{type(error).__name__}: {error}"[:_MOST_SAID]
-        raise DocumentError(
-            f"{shown(path)}: cannot be read ({shown(said)}); repair or remove it"
-        ) from error
+    except Exception as error:  # by the path, or the system
+        raise _unreadable(path, error) from error
     if not document.text:
         raise DocumentError(
             f"{shown(path)}: holds no text (a scan, or an empty file); remove it or run OCR"
@@ -91,7 +88,7 @@ def _read(copy: Path, reader: Callable[[Path], str | Iterable[Part]], path: Path
     language = LANGUAGES.get(suffix, "")
     is_nameless = suffix in _NAMELESS and not _is_titled(found)
     title = shown(path.name) if language or is_nameless else ""
-    parts = bounded(parts, _length)
+    parts = limited(parts, _length)
     return assembled(str(path), parts, title=title, language=language)
 
 
@@ -103,13 +100,20 @@ def _length(part: Part) -> int:
 
 @contextmanager
 def _told_of(copy: Path, path: Path) -> Iterator[None]:
-    """Has what is said of a copy be said of the file."""
+    """Has what is said of a copy be said of the file, in a DocumentError."""
     try:
         yield
     except DocumentError as error:
         said = str(error).replace(str(copy), shown(path))
         said = said if said.startswith(shown(path)) else f"{shown(path)}: {said}"
         raise DocumentError(said) from error
+    except Exception as error:  # a broken file can make a parser raise anything
+        raise _unreadable(path, error, copy) from error
+
+
+def _unreadable(path: Path, error: Exception, copy: Path | None = None) -> DocumentError:
+    said = f"{type(error).__name__}: {error}".replace(str(copy or path), path.name)[:_MOST_SAID]
+    return DocumentError(f"{shown(path)}: cannot be read ({shown(said)}); repair or remove it")
 
 
 def _is_titled(found: str | Iterable[Part]) -> bool:
@@ -185,7 +189,7 @@ def _read_pdf(path: Path) -> list[Part]:
     reader = PdfReader(path)
     if reader.is_encrypted and not reader.decrypt(""):
         raise DocumentError(f"{path}: is encrypted; remove its password")
-    pages = joined(list(bounded((page.extract_text() for page in reader.pages), len)))
+    pages = joined(list(limited((page.extract_text() for page in reader.pages), len)))
     return [(page, {"page": number}) for number, page in enumerate(pages, 1)]
 
 

@@ -14,7 +14,7 @@ from cached_rag.rag.readers import is_built_in
 # systems are coarse (FAT counts two seconds), and those of other machines differ.
 _SETTLED_NS = 5 * 10**9
 # What makes text of files; another version may make another one.
-_READERS = ("cached-rag", "pypdf", "kreuzberg", "markdown-it-py", "docutils", "inscriptis")
+_READERS = ("cached-rag", "pypdf", "kreuzberg", "markdown-it-py", "docutils", "lxml", "openpyxl")
 
 
 def stamp(file: Path) -> str:

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator, Sequence
 
 from cached_rag.rag.document import Part
-from cached_rag.rag.limits import bounded
+from cached_rag.rag.limits import limited
 
 # Enough to see what stands between values.
 _SAMPLE = 1 << 13
@@ -57,7 +57,7 @@ def rows_to_text(rows: Sequence[Sequence[str]]) -> str:
         parts.append("\n".join(unused))
     numbered = enumerate(rows, 1)
     texts = ("\n".join([f"Row {number}:", *_named(names, row)]) for number, row in numbered)
-    return "\n\n".join([*parts, *bounded(texts, len)])
+    return "\n\n".join([*parts, *limited(texts, len)])
 
 
 def _between(source: str) -> str:

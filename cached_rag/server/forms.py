@@ -6,6 +6,7 @@ Knows JSON; knows no engine.
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -37,6 +38,28 @@ class Strict(BaseModel):
         if isinstance(data, dict) and len(data) > _MOST_FIELDS:
             raise ValueError(f"more than {_MOST_FIELDS} fields")
         return read(data)
+
+
+def without_neutral(
+    data: Any, ignored: Collection[str], neutral: Mapping[str, tuple[Any, ...]], refusal: str
+) -> Any:
+    """A body without settings that change nothing.
+
+    Args:
+        ignored: settings that never do.
+        neutral: those that do not at these values.
+        refusal: what is said of others: "this server cannot do".
+
+    Raises:
+        ValueError: one of `neutral` has another value.
+    """
+    if not isinstance(data, dict):
+        return data
+    kept = {name: value for name, value in data.items() if name not in ignored}
+    for name, values in neutral.items():
+        if name in kept and (value := kept.pop(name)) not in values:
+            raise ValueError(f"{refusal} {name}={reprlib.repr(value)}")
+    return kept
 
 
 class Function(Strict):

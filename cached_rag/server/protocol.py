@@ -5,7 +5,6 @@ A setting that this server cannot follow is an error, never ignored. Knows JSON;
 
 from __future__ import annotations
 
-import reprlib
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -15,7 +14,15 @@ from pydantic import (
     model_validator,
 )
 
-from cached_rag.server.forms import CalledTool, Choice, ResponseFormat, Strict, Tools, chosen
+from cached_rag.server.forms import (
+    CalledTool,
+    Choice,
+    ResponseFormat,
+    Strict,
+    Tools,
+    chosen,
+    without_neutral,
+)
 
 _DEFAULT_TOKENS = 256
 # Most messages or texts of a request; each costs far more than its few bytes of JSON.
@@ -185,17 +192,12 @@ class _Settings(Strict):
     @model_validator(mode="before")
     @classmethod
     def _without_what_is_neutral(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        kept = {name: value for name, value in data.items() if name not in _WITHOUT_EFFECT}
-        for name, ours in _OTHER_NAMES.items():
-            if name in kept and ours not in kept:
-                kept[ours] = kept.pop(name)
-        for name, neutral in _NEUTRAL.items():
-            if name in kept and name not in cls.model_fields:
-                value = kept.pop(name)
-                if value not in neutral:
-                    raise ValueError(f"this server cannot do {name}={reprlib.repr(value)}")
+        lacked = {name: _NEUTRAL[name] for name in _NEUTRAL.keys() - cls.model_fields.keys()}
+        kept = without_neutral(data, _WITHOUT_EFFECT, lacked, "this server cannot do")
+        if isinstance(kept, dict):
+            for name, ours in _OTHER_NAMES.items():
+                if name in kept and ours not in kept:
+                    kept[ours] = kept.pop(name)
         return kept
 
     @property

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from cached_rag.errors import ConfigError
 from cached_rag.server.answers import Json
-from cached_rag.server.forms import Strict
+from cached_rag.server.forms import Strict, without_neutral
 from cached_rag.server.protocol import ChatRequest
 
 # Settings of OpenAI's that change nothing here, or nothing at these values.
@@ -32,6 +32,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Fields of a part that no prompt has.
 _UNREAD = ("annotations", "logprobs")
+_REFUSAL = "this server keeps no responses (send whole conversations as input) and cannot do"
 # Settings that chat completions have under the same name.
 _SAME = (
     *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "method"),
@@ -66,16 +67,7 @@ class ResponsesRequest(Strict):
     @model_validator(mode="before")
     @classmethod
     def _without_what_is_neutral(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        kept = {name: value for name, value in data.items() if name not in _WITHOUT_EFFECT}
-        for name, neutral in _NEUTRAL.items():
-            if kept.pop(name, None) not in neutral:
-                raise ValueError(
-                    f"this server keeps no responses and cannot do {name}; send the whole "
-                    "conversation as input"
-                )
-        return kept
+        return without_neutral(data, _WITHOUT_EFFECT, _NEUTRAL, _REFUSAL)
 
     def chat(self) -> ChatRequest:
         """The same, as a chat completion.

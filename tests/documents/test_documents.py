@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zipfile
+
 import numpy as np
 import pytest
 from pypdf import PdfWriter
@@ -149,6 +151,23 @@ def test_encrypted_and_huge_files_are_refused(tmp_path):
         load_document(tmp_path / "y.txt", max_bytes=10)
 
 
+_W = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+_O, _T = (f"urn:oasis:names:tc:opendocument:xmlns:{name}:1.0" for name in ("office", "text"))
+# By suffix: a member of the archive, and what stands in it before and behind the text.
+XML = {
+    "docx": (
+        "word/document.xml",
+        f"<w:document xmlns:w='{_W}'><w:body><w:p><w:r><w:t>",
+        "</w:t></w:r></w:p></w:body></w:document>",
+    ),
+    "odt": (
+        "content.xml",
+        f"<o:document xmlns:o='{_O}' xmlns:t='{_T}'><o:body><o:text><t:p>",
+        "</t:p></o:text></o:body></o:document>",
+    ),
+}
+
+
 def test_hostile_documents_reach_no_file_and_expand_nothing(tmp_path):
     (tmp_path / "secret.txt").write_text("TOP SECRET")
     hostile = {
@@ -156,6 +175,11 @@ def test_hostile_documents_reach_no_file_and_expand_nothing(tmp_path):
         "b.html": "<!DOCTYPE x [<!ENTITY e SYSTEM 'secret.txt'>]><p>harmless text &e;</p>",
         "c.md": "harmless text ![x](secret.txt) <script src=secret.txt>TOP</script>",
     }
+    for suffix, (member, before, behind) in XML.items():
+        with zipfile.ZipFile(tmp_path / f"d.{suffix}", "w") as archive:
+            declared = "<!DOCTYPE x [<!ENTITY t 'TOP'><!ENTITY e SYSTEM '../secret.txt'>]>"
+            archive.writestr(member, f"{declared}{before}harmless text &t; &e;{behind}")
+        assert load_document(tmp_path / f"d.{suffix}").text == "harmless text"
     for name, source in hostile.items():
         (tmp_path / name).write_text(source)
         text = load_document(tmp_path / name).text

@@ -120,7 +120,7 @@ def test_the_reading_process_knows_no_secret(docs, monkeypatch):
 def test_no_entry_of_the_path_leads_to_documents(docs, monkeypatch, spelled):
     monkeypatch.chdir(docs)
     for folder in (docs, docs / "deep"):
-        for name in ("markdown_it", "inscriptis", "kreuzberg", "docutils", "cached_rag", "json"):
+        for name in ("markdown_it", "lxml", "kreuzberg", "docutils", "cached_rag", "json"):
             (folder / f"{name}.py").write_text(f"open({str(docs / 'ran')!r}, 'w')")
     (docs / "a.md").write_text("The valve is red.")
     monkeypatch.setattr(sys, "path", [spelled.format(docs=docs), *sys.path])

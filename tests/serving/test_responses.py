@@ -89,7 +89,10 @@ def test_a_response_has_the_form_of_a_schema(client):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"previous_response_id": "resp_1"}, "keeps no responses and cannot do previous_response"),
+        (
+            {"previous_response_id": "resp_1"},
+            "whole conversations as input) and cannot do previous_response_id='resp_1'",
+        ),
         ({"background": True}, "cannot do background"),
         ({"input": []}, "messages: is empty"),
         ({"input": [{"type": "computer_call"}]}, "cannot read an input of type 'computer_call'"),
