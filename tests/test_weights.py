@@ -87,7 +87,7 @@ def test_products_in_few_bits_are_those_of_the_dense_weights(kind, rows, has_bia
         groups = grouped(weights)
         layer, dense = Int4Linear(groups, torch.float32, bias), groups.dense(torch.float32)
     else:
-        levels, scales = in_bytes(weights)
+        levels, scales = in_bytes(weights, torch.float32)
         layer, dense = Int8Linear(levels, scales, bias), levels * scales[:, None]
     hidden = torch.randn(2, rows, 64)
     expected = F.linear(hidden, dense, bias)
@@ -97,9 +97,22 @@ def test_products_in_few_bits_are_those_of_the_dense_weights(kind, rows, has_bia
 
 def test_many_rows_use_dense_weights_where_there_are_any():
     groups = grouped(torch.randn(16, 32))
-    layer = Int4Linear(groups, torch.float32, None, torch.zeros(16, 32))
+    layer = Int4Linear(groups, torch.bfloat16, None, torch.zeros(16, 32))
     assert layer(torch.randn(layer.few_rows, 32)).any()
     assert not layer(torch.randn(layer.few_rows + 1, 32)).any()
+    exact = Int4Linear(groups, torch.float32, None, torch.zeros(16, 32))
+    assert not exact(torch.randn(1, 32)).any()
+
+
+@pytest.mark.parametrize("kind", [Int4Linear, Int8Linear])
+def test_few_bits_are_read_in_bf16_for_a_model_in_fp32(kind):
+    weights, hidden = torch.randn(48, 64), torch.randn(3, 64)
+    given = [grouped(weights)] if kind is Int4Linear else in_bytes(weights, torch.bfloat16)
+    layer = kind(*given, torch.bfloat16) if kind is Int4Linear else kind(*given)
+    found = layer(hidden)
+    assert found.dtype == torch.float32
+    error = (found - hidden @ weights.T).norm() / (hidden @ weights.T).norm()
+    assert 1e-4 < error < (0.15 if kind is Int4Linear else 0.02)
 
 
 def answers(model):

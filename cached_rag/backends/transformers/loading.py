@@ -71,7 +71,8 @@ def load_model(
 
     Args:
         name: see `resolve`.
-        dtype: "float32", "bfloat16" or "float16"; None for the fastest one on this machine.
+        dtype: "float32", "bfloat16" or "float16"; None for the fastest one on this machine, in
+            which layers of few bits round what they are given to bf16.
         device: "cpu", "cuda" or "mps"; None for the best one of this machine.
         weights: how linear layers keep their weights for passes with few rows, such as decoding:
             "bf16" (in `dtype`), "int8", "int4", or "as stored", which keeps a GGUF's few bits and
@@ -96,6 +97,8 @@ def load_model(
     device = device or best_device()
     _check_device(device)
     torch_dtype = parse_dtype(dtype) if dtype is not None else fastest_dtype(device)
+    # Where a CPU has no bf16, few bits are read in it all the same, unless fp32 was asked for.
+    few_bit_dtype = torch_dtype if dtype is not None else torch.bfloat16
     wanted = parse_format(weights, device)
     if variant.adapter is not None and wanted == "as stored":
         wanted = "bf16"  # what is stored lacks what the adapter adds
@@ -137,6 +140,7 @@ def load_model(
         name=name,
         revision=revision,
         weights=wanted,
+        few_bit_dtype=few_bit_dtype,
         keeps_dense=keeps_dense,
     )
 
@@ -189,6 +193,7 @@ def wrap_model(
     name: str,
     revision: str,
     weights: Format = "bf16",
+    few_bit_dtype: torch.dtype = torch.bfloat16,
     keeps_dense: bool = True,
 ) -> LanguageModel:
     """Make a backend of a model that is in memory already.
@@ -198,7 +203,7 @@ def wrap_model(
         tokenizer: its fast tokenizer.
         revision: identifies the weights: models with the same revision share stored KV.
         weights: see `load_model`.
-        keeps_dense: see `pack`.
+        few_bit_dtype, keeps_dense: `dtype` and `keeps_dense` of `pack`.
 
     Raises:
         ModelError: as `load_model`.
@@ -215,11 +220,11 @@ def wrap_model(
     began = time.perf_counter()
     lean = lean_model(model)
     if not keeps_dense:
-        pack(model, lean or model, weights, model.dtype, keeps_dense=False)
+        pack(model, lean or model, weights, few_bit_dtype, keeps_dense=False)
     found = examine(model, lean)
     _warn_of_unfollowed(model.generation_config, name)
     if keeps_dense:
-        pack(model, found.decoder.network, weights, model.dtype, keeps_dense=True)
+        pack(model, found.decoder.network, weights, few_bit_dtype, keeps_dense=True)
     examined_s = time.perf_counter() - began
     facts = {
         "version": _KV_VERSION,
@@ -229,7 +234,7 @@ def wrap_model(
         "dtype": str(found.shapes.dtype),
     }
     if formats(found.decoder.network).keys() - {"dense"}:
-        facts["format"] = weights
+        facts["format"] = [weights, str(few_bit_dtype)]
     return LanguageModel(
         name=name,
         decoder=found.decoder,

@@ -30,9 +30,12 @@ class FewBitLinear(nn.Module, ABC):
     Attributes:
         weight: (out_features, in_features), dense; None to save memory.
         few_rows: with more rows, the dense weights are used.
+        scales_dtype: what rows are rounded to for the kernel. Torch's kernels are fast in bf16
+            alone, on every CPU; in fp32 they are slower than dense weights.
     """
 
     few_rows: int
+    scales_dtype: torch.dtype
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
@@ -48,9 +51,10 @@ class FewBitLinear(nn.Module, ABC):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., out_features) for (..., in_features)."""
         rows = hidden.reshape(-1, self.in_features)
-        if self.weight is not None and len(rows) > self.few_rows:
+        few = 0 if self.scales_dtype == torch.float32 else self.few_rows
+        if self.weight is not None and len(rows) > few:
             return F.linear(hidden, self.weight, self.bias)
-        found = self.product(rows)
+        found = self.product(rows.to(self.scales_dtype)).to(hidden.dtype)
         if self.bias is not None:
             found = found + self.bias
         return found.view(*hidden.shape[:-1], self.out_features)
@@ -75,9 +79,10 @@ class Int4Linear(FewBitLinear):
         """Reorder a matrix for the kernel.
 
         Args:
-            dtype: of activations, and so of scales.
+            dtype: of scales, see `scales_dtype`.
         """
         super().__init__(groups.shape, bias, weight)
+        self.scales_dtype = dtype
         levels = groups.unpacked().int()
         packed = _OPS._convert_weight_to_int4pack_for_cpu(levels, 1)
         self.register_buffer("packed", packed, persistent=False)
@@ -107,6 +112,7 @@ class Int8Linear(FewBitLinear):
     ) -> None:
         """Take (out_features, in_features) int8 levels and (out_features,) scales."""
         super().__init__((levels.shape[0], levels.shape[1]), bias, weight)
+        self.scales_dtype = scales.dtype
         self.register_buffer("levels", levels, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
 
@@ -117,17 +123,18 @@ class Int8Linear(FewBitLinear):
         )
 
 
-def in_bytes(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, columns) weights as int8 levels and (rows,) scales of the weights' dtype."""
-    levels, scales = torch.empty_like(weights, dtype=torch.int8), weights.new_empty(len(weights))
+def in_bytes(weights: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, columns) weights as int8 levels and (rows,) scales of a dtype."""
+    levels = torch.empty_like(weights, dtype=torch.int8)
+    scales = weights.new_empty(len(weights), dtype=dtype)
     for begin in range(0, len(weights), _ROWS_AT_ONCE):
         rows = slice(begin, begin + _ROWS_AT_ONCE)
-        levels[rows], scales[rows] = _in_bytes(weights[rows])
+        levels[rows], scales[rows] = _in_bytes(weights[rows], dtype)
     return levels, scales
 
 
-def _in_bytes(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_bytes(weights: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     exact = weights.float()
-    scales = (exact.abs().amax(1) / 127).clamp(min=1e-30).to(weights.dtype)
+    scales = (exact.abs().amax(1) / 127).clamp(min=1e-30).to(dtype)
     levels = (exact / scales.float()[:, None]).round_().clamp_(-127, 127)
     return levels.to(torch.int8), scales

@@ -80,7 +80,7 @@ def pack(
     Args:
         model: a transformers model.
         network: its lean form, or the model itself.
-        dtype: of activations.
+        dtype: of scales, to which activations are rounded where few bits are read.
         keeps_dense: keep dense weights beside the few bits, set to the same numbers; the model
             goes on with them. If not, and always for the head, the model's layers become what the
             network's are.
@@ -149,9 +149,9 @@ def _packed(
     own = part.groups.dense(dtype) if isinstance(part, StoredLinear) else part.weight.data
     kept = own if keeps_dense else None
     if wanted == "int8":
-        levels, scales = in_bytes(own)
+        levels, scales = in_bytes(own, dtype)
         if kept is not None:
-            kept.copy_(levels * scales[:, None])
+            kept.copy_(levels * scales[:, None].to(kept.dtype))
         return Int8Linear(levels, scales, part.bias, kept)
     if isinstance(wanted, Groups):
         return Int4Linear(wanted, dtype, part.bias, kept)
