@@ -11,6 +11,7 @@ from cached_rag.rag import load_document
 from cached_rag.rag.document import searchable
 from cached_rag.rag.hyphens import joined
 from cached_rag.rag.xlsx import formatted
+from tests.documents.test_documents import PDF
 from tests.documents.test_office import (
     BOOK,
     BOOK_TYPES,
@@ -346,3 +347,16 @@ def test_words_that_a_line_end_divides_are_whole(page, wanted):
 
 def test_search_does_not_see_what_nobody_sees():
     assert searchable("re\u00adlief\u200b va\u2060lve o\ufb03ce") == "relief valve office"
+
+
+def test_a_pdf_has_letters_for_ligatures_and_whole_words(tmp_path):
+    """Glyphs of several letters, and words cut at line ends; a hyphen that words have stays."""
+    lines = [rb"The o\002ce has a pro-", b"cedure that is well-", rb"known. A well-known \001le."]
+    shown = b"14 TL " + b" ".join(b"(%s) Tj T*" % line for line in lines)
+    named = b"/Encoding<</Type/Encoding/Differences[1/fi/ffi]>>"
+    data = PDF.replace(b"(Copper turns green) Tj", shown).replace(
+        b"/Helvetica", b"/Helvetica" + named
+    )
+    (tmp_path / "a.pdf").write_bytes(data.replace(b"/Length 47", b"/Length %d" % (30 + len(shown))))
+    expected = "The office has a procedure that is well-known. A well-known file."
+    assert load_document(tmp_path / "a.pdf").text == expected
