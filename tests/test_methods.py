@@ -28,12 +28,14 @@ from cached_rag.methods import (
     Auto,
     CacheBlend,
     Epic,
+    Fast,
     InfoFlow,
     Layout,
     ProphetKV,
     Random,
     Reuse,
     Union,
+    name_of,
     parse_method,
 )
 from cached_rag.methods.base import LayerCheck, StaticSelector
@@ -91,7 +93,7 @@ def test_r_1_equals_full_prefill_and_r_0_is_reuse(name):
     whole, nothing = (parse_method(name, SELECTORS, {"recompute_ratio": r}) for r in (1.0, 0.0))
     assert torch.allclose(logits(whole), plain, atol=TOLERANCE)
     assert not torch.allclose(logits(nothing), plain, atol=1e-2)
-    if name in ("anchorflow", "auto"):
+    if name in ("anchorflow", "auto", "fast"):
         anchors = Chosen(Epic(8).first_rows(layout), transfers_drift=True)
         assert torch.equal(logits(nothing), logits(anchors))
     elif name != "cacheblend":  # which recomputes its first layers whatever the ratio
@@ -231,8 +233,16 @@ def test_auto_does_not_ask_where_much_of_the_prompt_is_live():
     assert asks(128, 200)  # few tokens are soon computed again
     assert not asks(129, 200)
     assert asks(251, 1000, AnchorFlow)  # asked for by its name, it does as it says
+    assert not asks(251, 1000, Fast)
     few = Layout(torch.arange(400) >= 100, torch.zeros(400, dtype=torch.bool), ((0, 100),), 4)
     assert torch.equal(Auto().first_rows(few), Epic(8).first_rows(few))
+
+
+def test_fast_chooses_a_fifth_of_what_auto_does():
+    fresh = torch.arange(1020) >= 1000
+    layout = Layout(fresh, torch.zeros_like(fresh), ((0, 1000),), 4)
+    assert (Fast().budget(layout), Auto().budget(layout)) == (30, 150)
+    assert name_of(Fast()) == name_of(Auto()) == "anchorflow"
 
 
 def test_a_union_takes_what_any_member_takes():

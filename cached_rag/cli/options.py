@@ -76,7 +76,8 @@ BackendName = Annotated[str, _BACKEND]
 # Those that an index was made with, if none is given.
 IndexBackend = Annotated[str | None, _BACKEND]
 Method = Annotated[
-    str, typer.Option(help="How cached text is used: auto, full, prefix, reuse, cacheblend, ...")
+    str,
+    typer.Option(help="How cached text is used: auto, fast, full, prefix, reuse, cacheblend, ..."),
 ]
 Methods = Annotated[str, typer.Option(help="Methods to compare, comma-separated.")]
 Codec = Annotated[

@@ -73,7 +73,7 @@ def bench_signals(
     signals, costs = [], []
     for example in asked:
         own = encodings.engine(DEFAULT_ENCODING, example.chunks)
-        auto = _read(own, example, "auto")
+        auto = _read(own, example, "fast")
         costs.append(_cost(auto, _read(encodings.engine("", ()), example, "full"), example))
         stale = _first(own, example, example.chunks)
         experts = [_first(own, example, [chunk]) for chunk in example.chunks]

@@ -12,6 +12,7 @@ from cached_rag.methods.auto import Auto
 from cached_rag.methods.base import LayerCheck, Layout, Selector, Takes
 from cached_rag.methods.cacheblend import CacheBlend
 from cached_rag.methods.epic import Epic
+from cached_rag.methods.fast import Fast
 from cached_rag.methods.infoflow import InfoFlow
 from cached_rag.methods.parse import has_own_ratio, parse_method
 from cached_rag.methods.prophetkv import ProphetKV
@@ -26,6 +27,7 @@ __all__ = [
     "Auto",
     "CacheBlend",
     "Epic",
+    "Fast",
     "Full",
     "InfoFlow",
     "LayerCheck",
@@ -47,6 +49,7 @@ __all__ = [
 
 SELECTORS: dict[str, type[Selector]] = {
     "auto": Auto,
+    "fast": Fast,
     "full": Full,
     "prefix": Prefix,
     "a3": A3,

@@ -38,7 +38,7 @@ class AnchorFlow(InfoFlow):
         follow_ratio: share of the reused tokens that each of them chooses.
     """
 
-    recompute_ratio: float = 0.03
+    recompute_ratio: float = 0.15
     anchor_tokens: int = 8
     transfers_drift: bool = True
     window: int = 1

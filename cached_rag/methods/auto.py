@@ -17,16 +17,16 @@ _MANY = 128
 
 @dataclass(frozen=True)
 class Auto(AnchorFlow):
-    """Recomputes what `anchorflow` does with its defaults: 8 anchors a chunk, and 3 %.
+    """Recomputes what `anchorflow` does with its defaults: 8 anchors a chunk, and 15 %.
 
-    The 3 % are left out where the prompt's live tokens, a long question or chunks without KV, are
+    The 15 % are left out where the prompt's live tokens, a long question or chunks without KV, are
     a quarter of it and more than 128. Where a model's attention cannot be watched it is
     `cacheblend`, and where keys cannot be moved `prefix` or `full`; `report.notes` says so. The
     figures that chose it are in docs/quality.md.
 
     Paper: see `AnchorFlow`: https://arxiv.org/abs/2410.15332, https://arxiv.org/abs/2603.05353.
 
-    Cost: the live tokens twice, the anchors and 3 %; with many live tokens these once, and the
+    Cost: the live tokens twice, the anchors and 15 %; with many live tokens these once, and the
     anchors. Use it unless you have measured another.
     """
 

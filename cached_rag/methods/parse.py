@@ -13,7 +13,7 @@ from cached_rag.methods.base import Selector
 from cached_rag.methods.union import Union
 
 # They have no options in their names, and join no other.
-_ALONE = ("auto", "full", "prefix")
+_ALONE = ("auto", "fast", "full", "prefix")
 
 
 def has_own_ratio(name: str) -> bool:
