@@ -120,7 +120,7 @@ def codes(chance: random.Random, count: int) -> Asked:
 
 
 def hops(chance: random.Random, count: int) -> Asked:
-    """Firms, and who joined them: something of the firm is asked by the name of the person."""
+    """Firms, each with a person who joined it, by whose name something of the firm is asked."""
     half = count // 2
     places, years = _places(chance, 3 * half), _numbers(chance, 1820, 1990, 2 * half)
     lives = _lives(chance, places[: 2 * half], years[:half])
