@@ -22,23 +22,29 @@ from typing import NamedTuple
 
 import cached_rag
 
-
-def _all(words: str) -> list[str]:
-    return words.split()
-
-
-_NOUNS = _all(
+_NOUNS = re.findall(
+    r"\w+",
     "adapter anchor axle basin bearing belt blade bolt bracket brush cable clamp coil collar crank "
     "damper dial display drum fan filter flange fuse gasket gauge gear grille handle hinge hose "
     "impeller jack knob lamp latch lever lock magnet meter motor mount needle nozzle pedal pipe "
     "piston plate plug pump relay rod roller rotor screen seal sensor shaft shield socket spring "
-    "switch tank timer tray tube valve vent washer wheel winch wire yoke"
+    "switch tank timer tray tube valve vent washer wheel winch wire yoke",
 )
-_FIRST = _all("Ada Arno Bram Carla Dora Emil Frida Hugo Ilse Jonas Klaus Lena Mara Odin Petra Wim")
-_LAST = _all("Berg Brandt Dahl Falk Haas Holt Kessler Krog Lind Lund Moss Rask Stern Thal Vos")
-_BEGIN = _all("Al Bor Cal Dun El Far Gar Hal Ib Kor Lor Mer Nor Or Pel Quil Ros Sel Tam Ul Ver")
-_END = _all("ac aro bec dale den eth feld gate ham ira kent lo mere mund nor port sin ton vik")
-_JOBS = _all("baker carpenter clerk glazier miller nurse painter pilot printer sailor tailor")
+_FIRST = re.findall(
+    r"\w+", "Ada Arno Bram Carla Dora Emil Frida Hugo Ilse Jonas Klaus Lena Mara Odin Petra Wim"
+)
+_LAST = re.findall(
+    r"\w+", "Berg Brandt Dahl Falk Haas Holt Kessler Krog Lind Lund Moss Rask Stern Thal Vos"
+)
+_BEGIN = re.findall(
+    r"\w+", "Al Bor Cal Dun El Far Gar Hal Ib Kor Lor Mer Nor Or Pel Quil Ros Sel Tam Ul Ver"
+)
+_END = re.findall(
+    r"\w+", "ac aro bec dale den eth feld gate ham ira kent lo mere mund nor port sin ton vik"
+)
+_JOBS = re.findall(
+    r"\w+", "baker carpenter clerk glazier miller nurse painter pilot printer sailor tailor"
+)
 _PETS = ("two dogs", "bees", "pigeons", "a parrot", "goats", "no animals")
 # Said in any text, so that entries differ in little.
 _ASIDES = (

@@ -25,7 +25,12 @@ from cached_rag.backends.transformers.weights.groups import (
     grouped,
     joined,
 )
-from cached_rag.backends.transformers.weights.linear import Int4Linear, Int8Linear, in_bytes
+from cached_rag.backends.transformers.weights.linear import (
+    FewBitLinear,
+    Int4Linear,
+    Int8Linear,
+    in_bytes,
+)
 from cached_rag.backends.transformers.weights.packing import formats, pack
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
@@ -104,15 +109,29 @@ def test_many_rows_use_dense_weights_where_there_are_any():
     assert not exact(torch.randn(1, 32)).any()
 
 
-@pytest.mark.parametrize("kind", [Int4Linear, Int8Linear])
-def test_few_bits_are_read_in_bf16_for_a_model_in_fp32(kind):
+def test_few_bits_are_read_in_bf16_for_a_model_in_fp32():
     weights, hidden = torch.randn(48, 64), torch.randn(3, 64)
-    given = [grouped(weights)] if kind is Int4Linear else in_bytes(weights, torch.bfloat16)
-    layer = kind(*given, torch.bfloat16) if kind is Int4Linear else kind(*given)
-    found = layer(hidden)
-    assert found.dtype == torch.float32
-    error = (found - hidden @ weights.T).norm() / (hidden @ weights.T).norm()
-    assert 1e-4 < error < (0.15 if kind is Int4Linear else 0.02)
+    expected = hidden @ weights.T
+    int4 = Int4Linear(grouped(weights), torch.bfloat16)
+    int8 = Int8Linear(*in_bytes(weights, torch.bfloat16))
+    for layer, most in ((int4, 0.15), (int8, 0.02)):
+        found = layer(hidden)
+        assert found.dtype == torch.float32
+        assert 1e-4 < (found - expected).norm() / expected.norm() < most
+
+
+def test_where_fp32_is_fastest_few_bits_are_read_in_bf16_unless_fp32_is_asked_for(
+    file, monkeypatch
+):
+    monkeypatch.setattr(
+        "cached_rag.backends.transformers.loading.fastest_dtype", lambda _: torch.float32
+    )
+    models = load_model(file, device="cpu"), load_model(file, device="cpu", dtype="float32")
+    for model, wanted in zip(models, (torch.bfloat16, torch.float32), strict=True):
+        parts = model.decoder.network.modules()
+        assert {part.scales_dtype for part in parts if isinstance(part, FewBitLinear)} == {wanted}
+        assert model.shapes.dtype == torch.float32
+    assert models[0].fingerprint != models[1].fingerprint
 
 
 def answers(model):

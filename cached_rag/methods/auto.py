@@ -10,7 +10,7 @@ from cached_rag.methods.base import Layout
 
 # Asking computes the live tokens once more. It is left out where they are more than this share of
 # the prompt, and more than this number of tokens: there it costs more than all the rest, and
-# brings nothing (docs/quality.md, "Long questions, and prompts that are half known").
+# brought nothing at 3 % (docs/quality.md, "Long questions, and prompts that are half known").
 _LARGE_SHARE = 0.25
 _MANY = 128
 

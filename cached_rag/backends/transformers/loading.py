@@ -193,7 +193,7 @@ def wrap_model(
     name: str,
     revision: str,
     weights: Format = "bf16",
-    few_bit_dtype: torch.dtype = torch.bfloat16,
+    few_bit_dtype: torch.dtype | None = None,
     keeps_dense: bool = True,
 ) -> LanguageModel:
     """Make a backend of a model that is in memory already.
@@ -203,7 +203,8 @@ def wrap_model(
         tokenizer: its fast tokenizer.
         revision: identifies the weights: models with the same revision share stored KV.
         weights: see `load_model`.
-        few_bit_dtype, keeps_dense: `dtype` and `keeps_dense` of `pack`.
+        few_bit_dtype: `dtype` of `pack`; None for the model's.
+        keeps_dense: see `pack`.
 
     Raises:
         ModelError: as `load_model`.
@@ -217,6 +218,7 @@ def wrap_model(
             "Convert it with transformers, or use another model."
         )
     model.eval()
+    few_bit_dtype = few_bit_dtype or model.dtype
     began = time.perf_counter()
     lean = lean_model(model)
     if not keeps_dense:

@@ -96,7 +96,8 @@ def pack(
             continue
         # A head has few rows, and its weights may be the embeddings', which are not to be rounded.
         has_dense = keeps_dense and name != _HEAD
-        packed = _packed(part, wanted, dtype, keeps_dense=has_dense)
+        own = part.groups.dense(model.dtype) if isinstance(part, StoredLinear) else part.weight.data
+        packed = _packed(own, part.bias, wanted, dtype, keeps_dense=has_dense)
         network.set_submodule(name, packed)
         for place, outputs in places.pop(part, ()):
             if not has_dense:
@@ -140,22 +141,22 @@ def _form(name: str, part: nn.Linear | StoredLinear, weights: Format) -> Groups 
 
 
 def _packed(
-    part: nn.Linear | StoredLinear,
+    own: torch.Tensor,
+    bias: nn.Parameter | None,
     wanted: Groups | str,
     dtype: torch.dtype,
     *,
     keeps_dense: bool,
 ) -> FewBitLinear:
-    own = part.groups.dense(dtype) if isinstance(part, StoredLinear) else part.weight.data
     kept = own if keeps_dense else None
     if wanted == "int8":
         levels, scales = in_bytes(own, dtype)
         if kept is not None:
             kept.copy_(levels * scales[:, None].to(kept.dtype))
-        return Int8Linear(levels, scales, part.bias, kept)
+        return Int8Linear(levels, scales, bias, kept)
     if isinstance(wanted, Groups):
-        return Int4Linear(wanted, dtype, part.bias, kept)
+        return Int4Linear(wanted, dtype, bias, kept)
     groups = grouped(own)
     if kept is not None:
         kept.copy_(groups.dense(own.dtype))
-    return Int4Linear(groups, dtype, part.bias, kept)
+    return Int4Linear(groups, dtype, bias, kept)
