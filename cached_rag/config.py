@@ -19,6 +19,8 @@ from cached_rag.hints import unknown_settings
 from cached_rag.methods import SELECTORS, Selector, Union, name_of, parse_method
 
 METHODS = tuple(SELECTORS)
+# How near answers are to full prefill's, in words, and the method that each of them means.
+QUALITIES = {"exact": "prefix", "auto": "auto", "fast": "fast"}
 # The smallest temperature that is not 0, and the smallest repetition penalty: logits divided by
 # less overflow. The inverse is the largest penalty, as logits multiplied by more overflow, too.
 _COLDEST = 1e-4
@@ -47,6 +49,9 @@ class GenerationConfig:
         method: how the KV of chunks is used and repaired (docs/methods.md). The name of one of
             `METHODS`; with options, as in "epic:anchor_tokens=32"; several, as in
             "epic+prophetkv"; or a selector of your own.
+        quality: the same in a word, instead of a method: "exact" for full prefill's own answers
+            (`prefix`), "auto", or "fast" (docs/methods.md has what each keeps). It becomes the
+            method, and is None afterwards.
         recompute_ratio: share of the reused tokens to recompute, 0 to 1; None for the method's
             default.
         check_layer, gradual: options of CacheBlend; None for its defaults.
@@ -73,6 +78,7 @@ class GenerationConfig:
     """
 
     method: str | Selector = "auto"
+    quality: str | None = None
     recompute_ratio: float | None = None
     check_layer: int | tuple[int, ...] | None = None
     gradual: bool | None = None
@@ -94,6 +100,8 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _strings(self.stop))
         _check_types(self)
+        if self.quality is not None:
+            self._take_quality(self.quality)
         _require(self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
         hot = self.temperature
         _require(0 <= hot < math.inf, f"temperature is 0 or more, and finite, not {hot}")
@@ -131,6 +139,13 @@ class GenerationConfig:
             has_ratio = ratio is not None and not isinstance(chosen, Union)
             _require(has_ratio, f"{self.method} has no recompute_ratio to be adaptive")
 
+    def _take_quality(self, word: str) -> None:
+        words = ", ".join(QUALITIES)
+        _require(word in QUALITIES, f"quality is one of {words}, not {word!r}")
+        _require(self.method == "auto", f"quality={word!r} and method={self.method!r}: give one")
+        object.__setattr__(self, "method", QUALITIES[word])
+        object.__setattr__(self, "quality", None)
+
     @property
     def method_name(self) -> str:
         """The method as reports name it; for `auto` the method that it stands for."""
@@ -156,11 +171,13 @@ class GenerationConfig:
         return found
 
     def replace(self, **options: Any) -> GenerationConfig:
-        """A copy with some settings changed.
+        """A copy with some settings changed; a quality takes the place of the method.
 
         Raises:
             ConfigError: an unknown name or a bad value.
         """
+        if options.get("quality") is not None:
+            options = {"method": "auto"} | options
         known = [field.name for field in dataclasses.fields(self)]
         unknown = [name for name in options if name not in known]
         _require(not unknown, unknown_settings(unknown, known))

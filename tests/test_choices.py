@@ -23,3 +23,27 @@ def test_a_misspelt_method_is_told_all_methods_and_the_nearest():
 def test_a_method_that_stands_alone_says_so(method):
     with pytest.raises(ConfigError, match="stands alone"):
         GenerationConfig(method=method)
+
+
+@pytest.mark.parametrize(
+    ("word", "method"), [("exact", "prefix"), ("auto", "auto"), ("fast", "fast")]
+)
+def test_a_quality_is_a_method_in_a_word(word, method):
+    config = GenerationConfig(quality=word)
+    assert config == GenerationConfig(method=method)
+    assert config.replace(max_tokens=3).method == method
+    assert GenerationConfig(method="epic").replace(quality=word).method == method
+    assert config.replace(method="full").method == "full"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"quality": "best"}, "exact, auto, fast, not 'best'"),
+        ({"quality": "fast", "method": "epic"}, "give one"),
+        ({"quality": 1}, "quality"),
+    ],
+)
+def test_a_quality_that_cannot_be_is_refused(given, words):
+    with pytest.raises(ConfigError, match=words):
+        GenerationConfig(**given)

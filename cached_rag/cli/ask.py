@@ -19,6 +19,7 @@ from cached_rag.cli.options import (
     MaxTokens,
     Method,
     MinScore,
+    Quality,
     Remote,
     RerankerName,
     Retrieved,
@@ -42,6 +43,7 @@ def ask_command(
     min_score: MinScore = None,
     answer_anyway: AnswerAnyway = False,
     method: Method = "auto",
+    quality: Quality = None,
     ratio: Annotated[
         float | None,
         typer.Option(help="Share of cached tokens to recompute; without it, the method's own."),
@@ -69,6 +71,7 @@ def ask_command(
 
     config = GenerationConfig(
         method=method,
+        quality=quality,
         recompute_ratio=ratio,
         adaptive=adaptive,
         max_tokens=max_tokens,

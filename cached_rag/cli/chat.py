@@ -19,6 +19,7 @@ from cached_rag.cli.options import (
     MaxTokens,
     Method,
     MinScore,
+    Quality,
     Remote,
     RerankerName,
     Retrieved,
@@ -50,6 +51,7 @@ def chat_command(
     min_score: MinScore = None,
     answer_anyway: AnswerAnyway = False,
     method: Method = "auto",
+    quality: Quality = None,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
     seed: Seed = None,
@@ -67,7 +69,12 @@ def chat_command(
     from cached_rag import GenerationConfig
 
     config = GenerationConfig(
-        method=method, max_tokens=max_tokens, temperature=temperature, seed=seed, drafts=drafts
+        method=method,
+        quality=quality,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        drafts=drafts,
     )
     chosen: dict[str, Any] = {"k": k, "where": filters(where), "min_score": min_score}
     chosen["answer_anyway"] = answer_anyway

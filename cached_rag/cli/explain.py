@@ -16,6 +16,7 @@ from cached_rag.cli.options import (
     IndexWeights,
     MaxTokens,
     Method,
+    Quality,
     Remote,
     Retrieved,
     opened,
@@ -29,6 +30,7 @@ def explain_command(
     index: Index = DEFAULT_INDEX,
     k: Retrieved = 6,
     method: Method = "auto",
+    quality: Quality = None,
     max_tokens: MaxTokens = 128,
     compare: Annotated[
         bool, typer.Option(help="Answer with full prefill, too, to have its time.")
@@ -52,7 +54,7 @@ def explain_command(
     asked: dict[str, Any] = {"k": k, "max_tokens": max_tokens}
     # As in `ask`: full prefill must not find what the first answer left.
     with opened(index, remote, sequence_bytes=0, **how) as rag:
-        answer = rag.ask(question, method=method, **asked)
+        answer = rag.ask(question, method=method, quality=quality, **asked)
         full = rag.ask(question, method="full", **asked) if compare else None
     explanation = answer.explain(full)
     if html is not None:

@@ -79,6 +79,9 @@ Method = Annotated[
     str,
     typer.Option(help="How cached text is used: auto, fast, full, prefix, reuse, cacheblend, ..."),
 ]
+Quality = Annotated[
+    str | None, typer.Option(help="The same in a word: exact (full prefill's answers), auto, fast.")
+]
 Methods = Annotated[str, typer.Option(help="Methods to compare, comma-separated.")]
 Codec = Annotated[
     str | None, typer.Option(help="How KV is kept: raw, or int8 for half the disk (new index).")

@@ -19,6 +19,7 @@ from cached_rag.cli.options import (
     Methods,
     Model,
     Plot,
+    Quality,
     Repeats,
     names,
     numbers,
@@ -139,6 +140,7 @@ def run(
     layout: Layout = "auto",
     behind: Behind = "schema",
     method: Method = "auto",
+    quality: Quality = None,
     max_tokens: MaxTokens = 128,
     compare: Annotated[bool, typer.Option(help="Answer with full prefill, too.")] = False,
     dtype: Dtype = None,
@@ -154,7 +156,7 @@ def run(
     settings = StoreConfig(store, sequence_bytes=0)  # full prefill must not find what it left
     with Engine.load(model, store=settings, dtype=dtype, device=device) as engine:
         asked.schema.encode(engine)
-        stream = engine.stream(asked, method=method, max_tokens=max_tokens)
+        stream = engine.stream(asked, method=method, quality=quality, max_tokens=max_tokens)
         pieces = []
         for piece in stream:
             pieces.append(piece)

@@ -17,6 +17,7 @@ from cached_rag.cli.options import (
     IndexBackend,
     IndexModel,
     IndexWeights,
+    Quality,
     Remote,
     Thinking,
     at_home,
@@ -60,6 +61,7 @@ def serve_command(
     method: Annotated[
         str, typer.Option(help="How cached text is used in requests that name no method.")
     ] = "auto",
+    quality: Quality = None,
     max_rows: Annotated[int, typer.Option(help="Most answers made at once.")] = 16,
     max_waiting: Annotated[int, typer.Option(help="Most requests that wait.")] = 256,
     max_wait_seconds: Annotated[
@@ -138,7 +140,7 @@ def serve_command(
         from cached_rag.server.run import Server, bind
         from cached_rag.server.service import Service
         from cached_rag.server.tenants import Keys
-    from cached_rag import BatchConfig, CachedRAG, Engine, StoreConfig
+    from cached_rag import BatchConfig, CachedRAG, Engine, GenerationConfig, StoreConfig
 
     keys = Keys(api_key or [])
     is_local = _is_loopback(host)
@@ -192,7 +194,8 @@ def serve_command(
             engine = Engine.load(model or DEFAULT_MODEL, store=settings, **given(where))
             close = engine.close
         served = None if index is None else ServedIndex(rag)
-        service = Service(engine, name, method, share.spaces, served)
+        usual = GenerationConfig(method=method, quality=quality)
+        service = Service(engine, name, usual, share.spaces, served)
 
         def say() -> None:
             if folder is not None:

@@ -66,7 +66,8 @@ def _allowed(model: Backend, plan: Plan, config: GenerationConfig) -> Choice:
     if method.gives_way and not model.can_watch:
         method = _unwatched(model, config.recompute_ratio)
         notes.append(
-            f"this model's attention cannot be watched, so {name_of(method)} is used instead"
+            f"this model's attention cannot be watched, so {name_of(method)} is used instead, "
+            'which keeps fewer of full prefill\'s answers; quality="exact" keeps them all'
         )
     if getattr(method, "follow_tokens", 0) and not model.can_watch:
         raise ModelError(

@@ -6,6 +6,7 @@ documents and no framework.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,8 @@ from cached_rag.engine.stream import Stream
 from cached_rag.errors import ConfigError
 from cached_rag.kv.module import ModuleKV
 from cached_rag.library.plan import Plan
+
+_log = logging.getLogger(__name__)
 
 _SHARED: WeakValueDictionary[tuple[object, ...], Engine] = WeakValueDictionary()
 _SHARING = threading.Lock()
@@ -85,6 +88,13 @@ class Engine(BaseEngine):
         how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
         load = partial(load_backend, model, backend, variant=variant, **how)
         loaded = submit(load).result()
+        if not loaded.can_watch:
+            _log.warning(
+                "%s: attention cannot be watched here, so less is repaired than elsewhere, and "
+                "more answers differ from full prefill's; where that matters ask with "
+                'quality="exact" (docs/llama_cpp.md, "Quality")',
+                loaded.name,
+            )
         return cls(loaded, settings, batch, chat_template_kwargs=chat_template_kwargs)
 
     @classmethod

@@ -167,8 +167,9 @@ class StreamOptions(Strict):
 class _Settings(Strict):
     """The settings of both kinds of completion.
 
-    Not OpenAI's but ours are `method`, `recompute_ratio`, `top_k`, `repetition_penalty` and
-    `drafts`, as in `GenerationConfig`, and `cache_salt`: requests with different salts share no KV.
+    Not OpenAI's but ours are `method`, `quality`, `recompute_ratio`, `top_k`,
+    `repetition_penalty` and `drafts`, as in `GenerationConfig`, and `cache_salt`: requests with
+    different salts share no KV.
     """
 
     model: Annotated[Text, Field(max_length=1000)]
@@ -180,6 +181,7 @@ class _Settings(Strict):
     stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None = None
     seed: int | None = None
     method: Name | None = None
+    quality: Name | None = None
     recompute_ratio: float | None = None
     top_k: int | None = None
     repetition_penalty: float | None = None
@@ -218,6 +220,7 @@ class _Settings(Strict):
             "stop": tuple([self.stop] if isinstance(self.stop, str) else self.stop or ()),
             "seed": self.seed,
             "method": self.method,
+            "quality": self.quality,
             "recompute_ratio": self.recompute_ratio,
             "top_k": self.top_k,
             "repetition_penalty": self.repetition_penalty,

@@ -36,7 +36,7 @@ _REFUSAL = "this server keeps no responses (send whole conversations as input) a
 # Settings that chat completions have under the same name.
 _SAME = (
     *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "method"),
-    *("recompute_ratio", "cache_salt", "where"),
+    *("quality", "recompute_ratio", "cache_salt", "where"),
 )
 
 
@@ -60,6 +60,7 @@ class ResponsesRequest(Strict):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     method: str | None = None
+    quality: str | None = None
     recompute_ratio: float | None = None
     cache_salt: str | None = None
     where: Annotated[dict[str, Any], Field(max_length=16)] | None = None

@@ -55,7 +55,7 @@ class Service:
         self,
         engine: Engine,
         name: str | None = None,
-        method: str = "auto",
+        usual: GenerationConfig | None = None,
         max_spaces: int = 320,
         index: ServedIndex | None = None,
     ) -> None:
@@ -64,7 +64,7 @@ class Service:
         Args:
             index: answers from its documents under a name of its own; None for none.
             name: what clients call the model; None for its own name, or its file's or folder's.
-            method: that of requests that name none.
+            usual: settings of requests that do not give their own; None for the defaults.
             max_spaces: most engines of tenants and salts that may be open.
         """
         self.engine = engine
@@ -72,7 +72,7 @@ class Service:
         self.index = index
         self.tenants = Tenants(engine, max_spaces)
         self.metrics = Metrics(engine)
-        self._defaults = GenerationConfig(method=method)
+        self._defaults = usual or GenerationConfig()
         self._asked: set[Asked] = set()
 
     @property

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 _REMOTE = frozenset({"api_key", "base_url", "timeout", "max_retries"})
 _REMOTE_CALL = frozenset({"extra_headers", "extra_query", "timeout"})
 GENERATION_SETTINGS = (
-    *("method", "recompute_ratio", "temperature", "top_p", "top_k", "max_tokens", "stop", "seed"),
+    *("method", "quality", "recompute_ratio", "temperature", "top_p", "top_k", "max_tokens"),
+    *("stop", "seed"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "drafts"),
 )
 _OF_ANSWERS = fields(GenerationConfig)
@@ -72,6 +73,8 @@ class Fields(BaseModel):
     """One to share, instead of the settings above."""
     method: str = "auto"
     """How cached KV is used; see `cached_rag.METHODS`."""
+    quality: str | None = None
+    """The same in a word, instead of a method: "exact", "auto" or "fast"."""
     recompute_ratio: float | None = None
     """Share of the reused tokens to recompute; None for the method's default."""
     temperature: float = 0.0

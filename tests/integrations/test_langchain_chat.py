@@ -173,6 +173,7 @@ def test_settings_reach_the_engine_and_can_be_bound(llm):
     full = llm.bind(method="full", max_tokens=2).invoke(QUESTION)
     assert report(full)["method"] == "full"
     assert full.usage_metadata["output_tokens"] <= 2
+    assert report(llm.bind(quality="exact").invoke(QUESTION))["method"] == "prefix"
     with pytest.raises(ConfigError, match="unknown setting"):
         llm.invoke("Hello", no_such_option=1)
     text = llm.invoke(QUESTION).content

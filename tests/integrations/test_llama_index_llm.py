@@ -193,6 +193,8 @@ def test_metadata_and_serialisation_keep_the_truth(llm):
 def test_settings_reach_the_engine_and_bad_ones_are_refused(llm):
     full = llm.chat(MESSAGES, method="full", max_tokens=2)
     assert full.raw["cached_rag"]["method"] == "full"
+    exact = llm.chat(MESSAGES, quality="exact", max_tokens=2)
+    assert exact.raw["cached_rag"]["method"] == "prefix"
     assert full.raw["usage"]["completion_tokens"] <= 2
     with pytest.raises(ConfigError, match="unknown setting"):
         llm.chat(MESSAGES, no_such_option=1)

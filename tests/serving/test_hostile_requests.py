@@ -31,8 +31,8 @@ VALUES = [
 ]
 FIELDS = [
     *("model", "messages", "prompt", "stream", "stream_options", "max_tokens", "stop", "seed"),
-    *("max_completion_tokens", "temperature", "top_p", "method", "recompute_ratio", "top_k"),
-    *("repetition_penalty", "cache_salt", "n", "logit_bias", "tools", "\ud800"),
+    *("max_completion_tokens", "temperature", "top_p", "method", "quality", "top_k"),
+    *("recompute_ratio", "repetition_penalty", "cache_salt", "n", "logit_bias", "tools", "\ud800"),
 ]
 CHAT = GREEDY | {"max_tokens": 1, "messages": [{"role": "user", "content": CHUNKS[0]}]}
 COMPLETION = GREEDY | {"max_tokens": 1, "prompt": CHUNKS[0]}

@@ -235,6 +235,7 @@ def test_an_answer_without_a_length_has_what_there_is_room_for(client, engine):
         ({"messages": [{"role": "user", "content": None}]}, "content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
         ({"method": "magic"}, "magic"),
+        ({"quality": "best"}, "best"),
         ({"method": "x" * 300}, "method"),
         ({"seed": 2**70}, "seed"),
         ({"stop": ["x"] * 33}, "stop"),

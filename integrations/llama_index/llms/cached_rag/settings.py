@@ -34,7 +34,8 @@ _LOADING = (
 )
 _OWN = ("model", "store", "remote", "signing_key", "sequence_bytes", "namespace", *_LOADING)
 _GENERATION = (
-    *("method", "recompute_ratio", "temperature", "top_p", "top_k", "max_tokens", "stop", "seed"),
+    *("method", "quality", "recompute_ratio", "temperature", "top_p", "top_k", "max_tokens"),
+    *("stop", "seed"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "drafts"),
 )
 # Options of a call that say how a hosted model is reached: a local one has no use for them.
@@ -94,6 +95,7 @@ class EngineSettings(BaseModel):
     )
     context_window: int | None = Field(default=None, description="Less than the model's own.")
     method: str = Field(default="auto", description="How cached KV is used.")
+    quality: str | None = Field(default=None, description="Instead: exact, auto or fast.")
     recompute_ratio: float | None = Field(default=None, description="Share to recompute.")
     temperature: float = Field(default=0.0, description="0 decodes greedily.")
     top_p: float = Field(default=1.0, description="Nucleus sampling.")
