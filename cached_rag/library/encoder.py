@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
+from typing import Any
 
 from cached_rag.backends.base import Backend
 from cached_rag.backends.prompt_text import Rendered
@@ -21,6 +23,7 @@ from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import ChunkRecord
 from cached_rag.library.context import Context, primer
 from cached_rag.library.encode import (
+    BATCH_TOKENS,
     EncodeSummary,
     OnBatch,
     batches,
@@ -34,13 +37,14 @@ from cached_rag.library.encode import (
 from cached_rag.library.ledger import HALF_PAIR
 from cached_rag.library.library import Library
 from cached_rag.library.matching import ANCHOR, EncodedAfter, record_of
+from cached_rag.library.windows import Ids, Window, last_fitting, windows
 
 _log = logging.getLogger(__name__)
 # What stands between chunks in the prompts of `CachedRAG`, and of the frameworks' own templates.
 _BETWEEN = "\n\n"
 _PRIMERS = tuple(primer(count + 1) for count in range(MOST_PRIMERS))
-Ids = tuple[int, ...]
 Passages = tuple[Ids, ...]
+Item = tuple[ChunkRecord, str]
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,19 @@ class Order:
 
     Attributes:
         behinds: what will stand before each of them, one pass for each.
-        records: (record, text) of each text that can be a chunk.
+        documents: (record, text) of each text that can be a chunk, those of a document together, in
+            its order. A text by itself is a document of one.
         skipped: (text, reason) of each text that cannot.
     """
 
     behinds: tuple[EncodedAfter, ...]
-    records: tuple[tuple[ChunkRecord, str], ...]
+    documents: tuple[tuple[Item, ...], ...]
     skipped: tuple[tuple[str, str], ...]
+
+    @property
+    def records(self) -> list[Item]:
+        """All texts, each once."""
+        return [*{item[0].text_digest: item for one in self.documents for item in one}.values()]
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,10 @@ class Encoder:
     )
 
     def read(
-        self, texts: Sequence[str], prefix: Rendered | None, contexts: Sequence[Context | None]
+        self,
+        texts: Sequence[str | Sequence[str]],
+        prefix: Rendered | None,
+        contexts: Sequence[Context | None],
     ) -> Order:
         """Tokenise texts that are to be encoded. On any thread: it needs no model.
 
@@ -85,17 +98,17 @@ class Encoder:
         Raises:
             ContextOverflowError, StoreError: see `Engine.encode`.
         """
-        check_several(texts)
-        if texts:
+        documents = _documents(texts)
+        if documents:
             self.library.check_kept()
         self.contexts.update({one.name: one for one in contexts if one is not None})
-        for text in texts:
-            self._check_length(text.strip())
-        records, skipped = self._records(texts)
-        following = next((t for t in map(str.strip, texts) if t), "")
-        ids = self.prefix_ids(prefix, following)
+        flat = [text.strip() for one in documents for text in one]
+        for text in flat:
+            self._check_length(text)
+        found, skipped = zip(*map(self._records, documents), strict=True) if documents else ((), ())
+        ids = self.prefix_ids(prefix, next(filter(None, flat), ""))
         behinds = tuple(EncodedAfter(ids, one.name if one else "") for one in contexts)
-        return Order(behinds, tuple(records), tuple(skipped))
+        return Order(behinds, tuple(map(tuple, found)), tuple(chain.from_iterable(skipped)))
 
     def encode(
         self,
@@ -121,10 +134,9 @@ class Encoder:
             total(tokens)
         texts = {ids: item for wanted in passes.values() for ids, item in wanted.items()}
         # Answers go on between batches, and progress is told there, so that it may ask, too.
-        for batch in list(batches([*texts])) or [[]]:
+        for records, window in list(self._batches(order, texts)) or [([], None)]:
             done: list[tuple[int, int]] = []
-            records = [texts[ids] for ids in batch]
-            exclusively(partial(self._encode, order.behinds, records, done))
+            exclusively(partial(self._encode, order.behinds, records, window, done))
             for chunks, count in done:
                 progress(chunks, count)
         self._warn_of_lost(order)
@@ -135,6 +147,29 @@ class Encoder:
             tokens=tokens,
             seconds=time.perf_counter() - started,
         )
+
+    def _batches(
+        self, order: Order, wanted: dict[Ids, Item]
+    ) -> Iterator[tuple[list[Item], Window | None]]:
+        """The wanted texts in batches: parts of documents, and others, which stand alone."""
+        alone = dict(wanted)
+        for items in order.documents if any(one.context for one in order.behinds) else ():
+            if len(items) == 1:
+                continue
+            chunks = [record.token_ids for record, _ in items]
+            room = min(self._room_behind(one, items) for one in order.behinds if one.context)
+            parts = windows(chunks, alone.__contains__, self._between, min(room, BATCH_TOKENS))
+            for part in parts:
+                yield [alone.pop(ids) for ids in part.chunks if ids in alone], part
+        for batch in batches([*alone]):
+            yield [alone[ids] for ids in batch], None
+
+    def _room_behind(self, behind: EncodedAfter, items: Sequence[Item]) -> int:
+        """Tokens of the model's context that no text's prefix and passages need."""
+        shortest, text = min(((len(r.token_ids), t) for r, t in items), key=lambda one: one[0])
+        room = self._room - len(behind.prefix_ids)
+        ways = (self._passages(way, text, room - shortest) for way in self._ways(behind))
+        return room - max(sum(len(ids) + len(self._between) for ids in way) for way in ways)
 
     def _warn_of_lost(self, order: Order) -> None:
         """Say if memory, where nothing is on disk, could not keep all that was asked for."""
@@ -151,14 +186,15 @@ class Encoder:
     def _encode(
         self,
         behinds: Sequence[EncodedAfter],
-        records: Sequence[tuple[ChunkRecord, str]],
+        records: Sequence[Item],
+        window: Window | None,
         done: list[tuple[int, int]],
     ) -> None:
         """Prefill those of a batch's texts that have no KV by now."""
         for behind in behinds:
             wanted = self._wanted(behind, records)
             if wanted or behind not in self.library.encoded_after():
-                self._encode_wanted(behind, wanted, lambda *counts: done.append(counts))
+                self._encode_wanted(behind, wanted, lambda *counts: done.append(counts), window)
 
     def register(self, texts: Sequence[str]) -> int:
         """See `Engine.register`."""
@@ -210,13 +246,14 @@ class Encoder:
     def _encode_wanted(
         self,
         behind: EncodedAfter,
-        wanted: dict[Ids, tuple[ChunkRecord, str]],
+        wanted: dict[Ids, Item],
         progress: OnBatch,
+        window: Window | None = None,
     ) -> None:
         # First of all: KV that stands behind something unknown may be pruned.
         self.library.add_encoded_after(behind)
         head = self._ensure_prefix(behind)
-        for kv in self._encoded(behind, head, wanted, progress):
+        for kv in self._encoded(behind, head, wanted, progress, window):
             self.library.put(behind, kv, wanted[kv.token_ids][0].text_digest)
 
     def prefix_ids(self, prefix: Rendered | None, following: str) -> Ids:
@@ -288,19 +325,26 @@ class Encoder:
         self,
         behind: EncodedAfter,
         head: ModuleKV | None,
-        wanted: dict[Ids, tuple[ChunkRecord, str]],
+        wanted: dict[Ids, Item],
         progress: OnBatch,
+        window: Window | None,
     ) -> Iterator[ModuleKV]:
-        """KV of the wanted chunks. Those with the same passages before them are one group."""
+        """KV of the wanted chunks. Those with the same passages before them are one group.
+
+        Behind a context, a window's chunks stand behind each other, too.
+        """
         groups: dict[tuple[Passages, ...], list[Ids]] = {}
         for ids, (_, text) in wanted.items():
             room = self._room - len(behind.prefix_ids) - len(ids)
             ways = tuple(self._passages(way, text, room) for way in self._ways(behind))
             groups.setdefault(ways, []).append(ids)
         for ways, chunks in groups.items():
-            yield from encode_mean(
-                self.model, self._standing_before(behind, head, ways), chunks, progress
-            )
+            before = self._standing_before(behind, head, ways)
+            if window is None or not behind.context or len(groups) > 1:
+                yield from encode_mean(self.model, before, chunks, progress)
+                continue
+            yield from (kv for kv in window.encode(self.model, before) if kv.token_ids in wanted)
+            progress(len(wanted), len(ways) * sum(map(len, wanted)))
 
     def _ways(self, behind: EncodedAfter) -> tuple[Context | None, ...]:
         """The contexts whose mean is wanted: one, where keys cannot be moved to one place."""
@@ -311,7 +355,7 @@ class Encoder:
         if context is None:
             return ()
         texts = [tuple(self.tokenization.literal(p).ids) for p in context.before(text) if p != text]
-        return _fitting(texts, room, len(self._between))
+        return last_fitting(texts, room, len(self._between))
 
     @property
     def _room(self) -> int:
@@ -364,15 +408,14 @@ class Encoder:
         return tuple(self.tokenization.following(_BETWEEN).ids)
 
 
-def _fitting(passages: Sequence[Ids], room: int, between: int) -> Passages:
-    """As many of the last passages as have at most `room` tokens, with `between` after each."""
-    fitting: list[Ids] = []
-    for ids in reversed(passages):
-        room -= len(ids) + between
-        if room < 0:
-            break
-        fitting.insert(0, ids)
-    return tuple(fitting)
+def _documents(texts: Sequence[str | Sequence[str]]) -> list[Sequence[str]]:
+    """The texts of each document; a text by itself is a document of one. Errors as below."""
+    if isinstance(texts, str):
+        check_several(texts)  # which refuses it
+    documents: list[Any] = [one if isinstance(one, list | tuple) else [one] for one in texts]
+    for one in documents:
+        check_several(one)
+    return documents
 
 
 def check_several(texts: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 
 from cached_rag.errors import DocumentError, SlowDocumentError
@@ -295,11 +295,12 @@ class Ingestion:
             return self._summary(added, len(texts), EncodeSummary(), stored_bytes)
         parts = list(_parts(texts))
         passes = sum(len(c.ways) if c else 1 for c in self.preparation.contexts)
-        sizes = [passes * self.preparation.engine.register(chunks) for _, chunks in parts]
+        register = self.preparation.engine.register
+        sizes = [passes * sum(map(register, documents)) for _, documents in parts]
         done = EncodeSummary()
         with prefilling(sum(sizes), is_shown=progress) as bar:
-            for (group, chunks), due in zip(parts, accumulate(sizes), strict=True):
-                done += self._finish(group, chunks, bar.update)
+            for (group, documents), due in zip(parts, accumulate(sizes), strict=True):
+                done += self._finish(group, documents, bar.update)
                 bar.update(due - bar.n)  # chunks that had KV already
         return self._summary(added, len(texts), done, self.preparation.engine.library.store_bytes())
 
@@ -326,12 +327,13 @@ class Ingestion:
     def _finish(
         self,
         group: Sequence[str],
-        chunks: Sequence[str],
+        documents: Sequence[Sequence[str]],
         tokens_done: Callable[[int], object] = lambda _: None,
     ) -> EncodeSummary:
         """Encode the chunks of some documents, and mark these as encoded."""
-        done = self.preparation.encode(chunks, tokens_done)
-        self.forget(self.index.orphans(chunks))  # chunks that others deleted meanwhile
+        done = self.preparation.encode(documents, tokens_done)
+        # Chunks that others deleted meanwhile.
+        self.forget(self.index.orphans([*chain.from_iterable(documents)]))
         for source in group:
             self.index.mark_encoded(source)
         return done
@@ -361,7 +363,9 @@ def _unnamed(file: Path) -> tuple[str, str]:
     return str(file), reason
 
 
-def _parts(texts: Mapping[str, Sequence[str]]) -> Iterator[tuple[list[str], list[str]]]:
-    """Documents in groups that are encoded together, each with all their chunks."""
+def _parts(
+    texts: Mapping[str, Sequence[str]],
+) -> Iterator[tuple[list[str], list[Sequence[str]]]]:
+    """Documents in groups that are encoded together, and the chunks of each."""
     for group in groups(texts):
-        yield group, [text for source in group for text in texts[source]]
+        yield group, [texts[source] for source in group]

@@ -79,15 +79,18 @@ class Preparation:
         return np.concatenate(parts)
 
     def encode(
-        self, texts: Sequence[str], tokens_done: Callable[[int], object] = lambda _: None
+        self,
+        documents: Sequence[Sequence[str]],
+        tokens_done: Callable[[int], object] = lambda _: None,
     ) -> EncodeSummary:
-        """See that texts have KV behind each of the contexts.
+        """See that chunks have KV behind each of the contexts.
 
         Args:
+            documents: the chunks of each, in their order.
             tokens_done: called after each batch with the number of tokens in it.
         """
         return self.engine.encode(
-            texts, self.head, context=self.contexts, token_progress=tokens_done
+            documents, self.head, context=self.contexts, token_progress=tokens_done
         )
 
 

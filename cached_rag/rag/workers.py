@@ -178,8 +178,8 @@ class IngestWorker:
                     vectors = self.preparation.embedded(texts[task.source])
                     made = replace(made, chunks=tuple(chunks), vectors=vectors)
                 documents.append(made)
-        chunks_of = ([t for source in group for t in texts[source]] for group in groups(texts))
-        done = sum(map(self.preparation.encode, chunks_of), EncodeSummary())
+        parts = ([texts[source] for source in group] for group in groups(texts))
+        done = sum(map(self.preparation.encode, parts), EncodeSummary())
         if done.unsent:
             raise StoreError(
                 f"{done.unsent} KVs could not be sent to the remote store, so what a worker "
