@@ -3,6 +3,13 @@
     python docs/made_questions.py --kinds parts,codes,needle --questions 40 --chunks 8 > made.jsonl
     cached-rag eval --data made.jsonl --methods full,auto,reuse
 
+    python docs/made_questions.py --kinds parts,people,codes,hops,versions --of 24 > made.jsonl
+    cached-rag eval --data made.jsonl --methods full,auto,auto@apart,fast,fast@apart
+
+With `--of` a question's chunks are drawn from a document that has more of them, in another order,
+as a search would find them. `auto` then has them encoded as a part of it, `auto@apart` each by
+itself.
+
 Names and numbers are drawn by chance from a seed, so that no model knows them. The same seed, kinds
 and sizes give the same file. Sentences of the made texts are ours; `needle` hides one among
 paragraphs of the demo's documents.
@@ -27,7 +34,7 @@ _NOUNS = re.findall(
     "adapter anchor axle basin bearing belt blade bolt bracket brush cable clamp coil collar crank "
     "damper dial display drum fan filter flange fuse gasket gauge gear grille handle hinge hose "
     "impeller jack knob lamp latch lever lock magnet meter motor mount needle nozzle pedal pipe "
-    "piston plate plug pump relay rod roller rotor screen seal sensor shaft shield socket spring "
+    "piston plate plug pump relay rod roller rotor screen seal sensor shaft shield socket "
     "switch tank timer tray tube valve vent washer wheel winch wire yoke",
 )
 _FIRST = re.findall(
@@ -70,7 +77,7 @@ def parts(chance: random.Random, count: int) -> Asked:
     """Tables of two rows each: a price, a number or a place is asked."""
     names = iter(chance.sample(_words(_NOUNS, 2 * count), 2 * count))
     numbers = iter(_numbers(chance, 1000, 10_000, 2 * count))
-    others = iter(_numbers(chance, 11, 11 + 9 * count, 4 * count))
+    others = iter(_numbers(chance, 101, 101 + 9 * count, 4 * count))
     chunks, rows = [], []
     for page in range(1, count + 1):
         lines = ["| part | number | price | place |", "|---|---|---|---|"]
@@ -108,7 +115,8 @@ def people(chance: random.Random, count: int) -> Asked:
 def codes(chance: random.Random, count: int) -> Asked:
     """Fault codes: what one means, or how long one waits."""
     faults = _numbers(chance, 10, 10 + 4 * count, count)
-    broken, minutes = chance.sample(_words(_NOUNS, count), count), _numbers(chance, 2, 200, count)
+    nouns = [noun for noun in _NOUNS if noun not in ("cable", "switch")]  # said in any text below
+    broken, minutes = chance.sample(_words(nouns, count), count), _numbers(chance, 2, 200, count)
     chunks = []
     for fault, part, wait in zip(faults, broken, minutes, strict=True):
         text = (
@@ -200,19 +208,37 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def made(kinds: list[str], questions: int, chunks: int, seed: int) -> Iterator[dict[str, object]]:
-    """So many questions, of the kinds in turn."""
+def made(
+    kinds: list[str], questions: int, chunks: int, seed: int, of: int | None = None
+) -> Iterator[dict[str, object]]:
+    """So many questions, of the kinds in turn; see `main` for the sizes."""
     for number in range(questions):
         name = kinds[number % len(kinds)]
-        chance = random.Random(f"{seed} {name} {chunks} {number}")
-        found = KINDS[name](chance, chunks)
-        chance.shuffle(found.chunks)
+        chance = random.Random(f"{seed} {name} {of or chunks} {number}")
+        found = KINDS[name](chance, of or chunks)
+        document = [{"title": title, "text": text} for title, text in found.chunks]
+        shown = _shown(found, chunks, chance)
+        chance.shuffle(shown)
         yield {
             "id": f"{name}-{seed}-{number}",
             "question": found.question,
             "answers": [found.answer],
-            "chunks": [{"title": title, "text": text} for title, text in found.chunks],
+            "chunks": [document[place] for place in shown],
+            **({"document": document} if of else {}),
         }
+
+
+def _shown(found: Asked, count: int, chance: random.Random) -> list[int]:
+    """Places of so many chunks, those that the answer needs among them."""
+    places = range(len(found.chunks))
+    answer = re.compile(rf"(?<!\w){re.escape(found.answer)}(?!\w)")
+    needed = [
+        place
+        for place, (title, text) in enumerate(found.chunks)
+        if answer.search(f"{title}\n{text}") or title in found.question
+    ]
+    others = [place for place in places if place not in needed]
+    return needed + chance.sample(others, min(len(others), count - len(needed)))
 
 
 def _lives(
@@ -266,6 +292,7 @@ def main() -> None:
     parser.add_argument(
         "--chunks", type=int, default=8, help="of each question; 40 are some 4k tokens"
     )
+    parser.add_argument("--of", type=int, help="chunks of the document that they are drawn from")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     kinds = options.kinds.split(",")
@@ -273,7 +300,11 @@ def main() -> None:
         parser.error(f"unknown kinds {', '.join(unknown)}; there are {', '.join(KINDS)}")
     if not 2 <= options.chunks <= 80:
         parser.error("a question has 2 to 80 chunks")
-    for row in made(kinds, options.questions, options.chunks, options.seed):
+    if options.of is not None and not options.chunks <= options.of <= 80:
+        parser.error("a document has as many chunks as a question at least, and at most 80")
+    if options.of is not None and "needle" in kinds:
+        parser.error("a needle's chunks are of several documents: leave out --of")
+    for row in made(kinds, options.questions, options.chunks, options.seed, options.of):
         sys.stdout.write(json.dumps(row) + "\n")
 
 

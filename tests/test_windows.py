@@ -98,7 +98,8 @@ def test_what_is_kept_is_not_computed_again_but_stands_before_what_is_new(engine
 
 def test_a_text_that_stands_twice_in_a_document_or_in_two_is_encoded_once(engine):
     texts = [[CHUNKS[0], CHUNKS[1], CHUNKS[0]], [CHUNKS[2], CHUNKS[1]]]
-    done = engine.encode(texts, head_of(engine), context=BEFORE)
+    done = engine.encode([*texts, [" "], []], head_of(engine), context=BEFORE)
+    assert len(done.skipped) == 1
     assert (done.encoded, done.tokens) == (3, sum(len(ids_of(engine, c)) for c in CHUNKS))
     (keys, _), _ = expected(engine, CHUNKS[:2])
     assert torch.allclose(kept(engine, CHUNKS[1]).keys, keys, atol=1e-4)

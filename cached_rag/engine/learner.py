@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Literal, Protocol, get_args
 
 from cached_rag.errors import ConfigError, ContextOverflowError
@@ -52,14 +54,20 @@ class Learner:
         if self.encode not in get_args(Encode):
             raise ConfigError(f"encode is one of {get_args(Encode)}, not {self.encode!r}")
 
-    def learn(self, texts: Sequence[str]) -> None:
+    def learn(self, texts: Sequence[str], sources: Sequence[Hashable] | None = None) -> None:
         """Do that. What no tokenizer takes, or exceeds the context, is left out, and logged.
 
         A framework's store has them by then, so one such text must not keep the others from KV.
+
+        Args:
+            sources: what names the document that each text is a part of: neighbours with the same
+                are its chunks, in their order. None if each stands alone.
         """
         if self.encode == "off":
             return
-        whole = [text for text in texts if not HALF_PAIR.search(text)]
+        known = sources or range(len(texts))
+        pairs = [one for one in zip(texts, known, strict=True) if not HALF_PAIR.search(one[0])]
+        whole = [text for text, _ in pairs]
         if len(whole) < len(texts):
             _log.warning(
                 "documents that stay without KV: %d, as half of a surrogate pair stands alone in "
@@ -67,14 +75,17 @@ class Learner:
                 len(texts) - len(whole),
             )
         if self.encode == "eager":
-            self._encode(whole)
+            by_document = groupby(pairs, key=itemgetter(1))
+            self._encode([[text for text, _ in group] for _, group in by_document])
         else:
             self.llm.register(whole)
 
-    def _encode(self, texts: Sequence[str]) -> None:
+    def _encode(self, texts: Sequence[str | Sequence[str]]) -> None:
         try:
             self.llm.encode(texts, **self.options)
         except ContextOverflowError as error:
+            if len(texts) == 1 and not isinstance(texts[0], str):
+                texts = texts[0]
             if len(texts) == 1:
                 _log.warning("a document stays without KV: %s", error)
                 return

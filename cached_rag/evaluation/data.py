@@ -21,12 +21,15 @@ class Example:
         id: unique in its set.
         answers: acceptable answers; may be empty.
         chunks: texts in the set's order, each below its title if it has one.
+        document: all chunks of the document that some of these are from, in its order; empty if
+            nothing is known of it.
     """
 
     id: str
     question: str
     answers: tuple[str, ...]
     chunks: tuple[str, ...]
+    document: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -96,13 +99,14 @@ def _example(line: str, where: str) -> Example:
         row = json.loads(line)
         chunks = tuple(_chunk(chunk) for chunk in row["chunks"])
         answers = tuple(str(answer) for answer in row.get("answers", ()))
-        example = Example(str(row["id"]), str(row["question"]), answers, chunks)
+        document = tuple(_chunk(chunk) for chunk in row.get("document", ()))
+        example = Example(str(row["id"]), str(row["question"]), answers, chunks, document)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EvaluationError(
             f"{where}: not an example ({error}); it needs id, question, answers and chunks "
             "with a title and a text each"
         ) from error
-    if not all(chunk for chunk in example.chunks) or not example.chunks:
+    if not all((*example.chunks, *example.document)) or not example.chunks:
         raise EvaluationError(f"{where}: an example needs chunks, and none of them empty")
     return example
 

@@ -47,11 +47,14 @@ class Encodings:
         self._engines: dict[str, Engine] = {}
         self.nearness = Nearness(self._pool)
 
-    def engine(self, encoding: str, chunks: Sequence[str]) -> Engine:
+    def engine(
+        self, encoding: str, chunks: Sequence[str], document: tuple[str, ...] = ()
+    ) -> Engine:
         """The engine for an encoding, with these chunks encoded.
 
         Args:
             encoding: as in `Trial.encoding`; empty to encode nothing.
+            document: all chunks of the document that they are from, as `Example.document`.
         """
         if encoding not in self._engines:
             self._engines[encoding] = Engine(self._model, _APART)
@@ -73,6 +76,8 @@ class Encodings:
             engine.encode(chunks, head, context=None)
         if kind == "half":
             chunks = [chunk for chunk in chunks if random.Random(chunk).random() < 0.5]
+        elif kind != "apart" and document:
+            engine.encode([document], head, context=self._context(kind, int(count or 1)))
         engine.encode(chunks, head, context=self._context(kind, int(count or 1)))
         return engine
 
@@ -100,7 +105,7 @@ class Encodings:
         left.max_bytes = 0
 
     def _context(self, kind: str, count: int) -> Context | None:
-        if kind in ("primer", "primers", "both"):
+        if kind in ("primer", "apart", "primers", "both"):
             return primer(count)
         if kind in ("asked", "alone-primer", "elsewhere", "half"):
             return PRIMER

@@ -192,7 +192,7 @@ class _Asked:
     def read(self, trial: Trial) -> Reading:
         """Measure the example with one trial."""
         example, encodings = self.example, self.encodings
-        engine = encodings.engine(trial.encoded, example.chunks)
+        engine = encodings.engine(trial.encoded, example.chunks, example.document)
         tokens = _LONG_ANSWER_TOKENS if self.long else _ANSWER_TOKENS
         reference = example.reference
         chunks = encodings.nearness.arranged(trial.order, example)

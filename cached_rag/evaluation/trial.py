@@ -14,7 +14,7 @@ from cached_rag.methods import has_own_ratio
 
 ENCODINGS = (
     *("alone", "alone-primer", "prefix", "primer", "both", "neighbours", "strangers"),
-    *("primers", "harvested", "elsewhere", "elsewhere-prefix", "half", "asked"),
+    *("apart", "primers", "harvested", "elsewhere", "elsewhere-prefix", "half", "asked"),
 )
 # Those that take a number: `neighbours:2`. `primers` is an earlier name of `primer`.
 _COUNTED = ("primer", "primers", "both", "neighbours", "strangers", "harvested", "asked")

@@ -154,7 +154,7 @@ class Encoder:
         """The wanted texts in batches: parts of documents, and others, which stand alone."""
         alone = dict(wanted)
         for items in order.documents if any(one.context for one in order.behinds) else ():
-            if len(items) == 1:
+            if len(items) < 2:
                 continue
             chunks = [record.token_ids for record, _ in items]
             room = min(self._room_behind(one, items) for one in order.behinds if one.context)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import chain
 
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError, ContextOverflowError
+from cached_rag.library.encode import EncodeSummary
 from cached_rag.server.answers import Json
 from cached_rag.server.protocol import DocumentsRequest
 from cached_rag.server.tenants import Tenants
@@ -37,25 +39,18 @@ class Documents:
             ContextOverflowError: what stands before the texts fills the model's context.
         """
         skipped: list[Json] = []
-        encoded = tokens = 0
+        encoded = known = tokens = 0
         with ExitStack() as lease:
             using = self._tenants.using(tenant, request.cache_salt)
             run = asyncio.get_running_loop().run_in_executor
             engine = await run(self._threads, lease.enter_context, using)
             prefix = await run(self._threads, _head, engine, request)
-            for index, text in enumerate(request.texts):
-                reason = ""
-                try:  # one by one, so that answers go on in between
-                    done = await run(self._threads, engine.encode, [text], prefix)
-                except (ConfigError, ContextOverflowError) as error:
-                    reason = str(error)
-                else:
-                    encoded, tokens = encoded + done.encoded, tokens + done.tokens
-                    if done.skipped:
-                        reason = "the text is empty, or too short to be worth keeping"
-                if reason:
-                    skipped.append({"index": index, "reason": reason})
-        known = len(request.texts) - len(skipped) - encoded
+            for index, one in enumerate(request.texts):
+                # One by one, so that answers go on in between.
+                done = await run(self._threads, _encoded, engine, one, prefix)
+                encoded, tokens = encoded + done.encoded, tokens + done.tokens
+                known += done.present
+                skipped += [{"index": index, "reason": reason} for _, reason in done.skipped]
         return {"encoded": encoded, "known": known, "tokens": tokens, "skipped": skipped}
 
     async def forget(self, request: DocumentsRequest, tenant: str) -> Json:
@@ -63,9 +58,20 @@ class Documents:
 
         def forget() -> Json:
             with self._tenants.using(tenant, request.cache_salt) as engine:
-                return {"deleted": engine.forget(request.texts)}
+                texts = [[one] if isinstance(one, str) else one for one in request.texts]
+                return {"deleted": engine.forget([*chain.from_iterable(texts)])}
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, forget)
+
+
+def _encoded(engine: Engine, one: str | list[str], prefix: Rendered | None) -> EncodeSummary:
+    """A text, or a document's; of those that cannot be encoded the reason stands in `skipped`."""
+    try:
+        return engine.encode([one], prefix)
+    except (ConfigError, ContextOverflowError) as error:
+        if isinstance(one, str):
+            return EncodeSummary(skipped=((one, str(error)),))
+        return sum((_encoded(engine, text, prefix) for text in one), EncodeSummary())
 
 
 def _head(engine: Engine, request: DocumentsRequest) -> Rendered | None:

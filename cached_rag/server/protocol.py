@@ -312,10 +312,13 @@ class DocumentsRequest(Strict):
     """POST and DELETE /v1/documents: texts as they will stand in prompts.
 
     Attributes:
+        texts: a list among them has the chunks of one document in their order; see `Engine.encode`.
         messages: how prompts with them begin; `{documents}` marks where the texts will stand.
     """
 
-    texts: list[Text] = Field(min_length=1, max_length=_MOST)
+    texts: list[Text | Annotated[list[Text], Field(min_length=1, max_length=_MOST)]] = Field(
+        min_length=1, max_length=_MOST
+    )
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=_MOST)] | None = None
     cache_salt: Name | None = None
 

@@ -6,7 +6,7 @@ Uses public names of `cached_rag` only; knows no message and no tensor.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -200,7 +200,7 @@ class EngineSettings(Fields):
 
     def encode(
         self,
-        texts: Iterable[str],
+        texts: Iterable[str | Sequence[str]],
         *,
         prompt: BasePromptTemplate[Any] | None = None,
         variable: str = "context",
@@ -209,6 +209,8 @@ class EngineSettings(Fields):
         """Prefill texts once and keep their KV; what is there already costs nothing.
 
         Args:
+            texts: a list among them has the chunks of one document in their order; see
+                `cached_rag.Engine.encode`.
             prompt: the template they will be used in. What it says before `variable` is then
                 reused without loss, and the texts are encoded behind it. Without it, that is
                 learned from use.

@@ -127,7 +127,7 @@ class CachedRAGVectorStore(VectorStore):
         options = store_options or {}
         inner = vector_store.from_texts(texts, embedding, metadatas, ids=names, **options)
         store = cls(inner, **kwargs)
-        store._learn(names, texts, {})
+        store._learn(names, texts, metadatas or [{}] * len(texts), {})
         return store
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class CachedRAGVectorStore(VectorStore):
         given = kwargs.get("ids") or [document.id for document in documents]
         before = self._recall(given, self._held(self._unknown(given)))
         ids = self.vector_store.add_documents(documents, **kwargs)
-        self._learn(ids, _texts(documents), self._held(before))
+        self._learn(ids, _texts(documents), _metadata(documents), self._held(before))
         return ids
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
@@ -156,7 +156,8 @@ class CachedRAGVectorStore(VectorStore):
         before = await self._arecall(given)
         ids = await self.vector_store.aadd_documents(documents, **kwargs)
         held = await self._aheld(before)
-        await asyncio.to_thread(self._learn, ids, _texts(documents), held)
+        given = _texts(documents), _metadata(documents)
+        await asyncio.to_thread(self._learn, ids, *given, held)
         return ids
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
@@ -200,10 +201,14 @@ class CachedRAGVectorStore(VectorStore):
         held = await self._aheld(await asyncio.to_thread(self._unknown, ids))
         return await asyncio.to_thread(self._recall, ids, held)
 
-    def _learn(self, ids: list[str], texts: list[str], held: Held) -> None:
+    def _learn(
+        self, ids: list[str], texts: list[str], metadata: list[dict[str, Any]], held: Held
+    ) -> None:
         last = dict(zip(ids, texts, strict=True))  # an id may be there twice: the last one stays
+        # Loaders name the file or page that a document is from, and splitters copy that.
+        sources = {name: str(m.get("source", name)) for name, m in zip(ids, metadata, strict=True)}
         self._write((held or {}) | last)
-        self._learner.learn(list(last.values()))
+        self._learner.learn(list(last.values()), list(sources.values()))
 
     def _drop(self, ids: list[str] | None, before: list[str], held: Held) -> None:
         if held is not None:
@@ -279,6 +284,10 @@ def _named(ids: Ids) -> list[str]:
 def _lacks_ids(found: Sequence[Document], ids: Sequence[str]) -> bool:
     """Whether documents came without their ids, which some stores leave out."""
     return bool({document.id for document in found} - set(ids))
+
+
+def _metadata(documents: Iterable[Document]) -> list[dict[str, Any]]:
+    return [document.metadata for document in documents]
 
 
 def _texts(documents: Iterable[Document]) -> list[str]:

@@ -370,6 +370,17 @@ def test_primers_have_the_names_that_an_index_has(data, encoding, count):
     assert {behind.context for behind in both} == {"", primer(count).name}
 
 
+def test_chunks_stand_behind_their_document_or_apart(data):
+    encodings = Encodings(tiny_model("llama"), load_examples(data), long=False)
+    starts = {}
+    for encoding in ("primer", "apart"):
+        library = encodings.engine(encoding, CHUNKS[1:], tuple(CHUNKS)).library
+        (behind,) = library.encoded_after()
+        ids = [library.table.get(text).token_ids for text in CHUNKS[1:]]
+        starts[encoding] = [library.fetch(behind, one).start for one in ids]
+    assert starts["apart"][0] == starts["apart"][1] < starts["primer"][0] < starts["primer"][1]
+
+
 def test_harvested_is_cut_out_of_full_prefill_of_another_prompt(data):
     model = tiny_model("llama")
     encodings = Encodings(model, load_examples(data), long=False)

@@ -33,3 +33,14 @@ def test_a_seed_gives_the_same_questions_and_another_one_others():
     first, again, other = (list(made_questions.made(kinds, 14, 4, seed)) for seed in (0, 0, 1))
     assert first == again
     assert not {row["question"] for row in first} & {row["question"] for row in other}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in made_questions.KINDS if kind != "needle"])
+def test_chunks_are_drawn_from_a_document_with_all_that_the_answer_needs(kind, tmp_path):
+    rows = list(made_questions.made([kind], 20, 8, seed=3, of=24))
+    (tmp_path / "made.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for example in load_examples(tmp_path / "made.jsonl"):
+        assert (len(example.chunks), len(example.document)) == (8, 24)
+        assert set(example.chunks) < set(example.document)
+        assert sum(right(chunk, example.answers) for chunk in example.chunks) == 1
+        assert kind != "hops" or sum(c.split("\n")[0] in example.question for c in example.chunks)

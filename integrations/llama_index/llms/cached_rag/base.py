@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from llama_index.core.base.llms.types import (
@@ -100,7 +101,7 @@ class CachedRAGLLM(PromptingLLM):
 
     def encode(
         self,
-        texts: Iterable[str],
+        texts: Iterable[str | Sequence[str]],
         *,
         prompt: BasePromptTemplate | None = None,
         variable: str = "context_str",
@@ -108,6 +109,8 @@ class CachedRAGLLM(PromptingLLM):
         """Prefill texts once and keep their KV; what is there already costs nothing.
 
         Args:
+            texts: a list among them has the chunks of one document in their order; see
+                `cached_rag.Engine.encode`.
             prompt: the template they will be used in. What it says before `variable` is then
                 reused without loss, and the texts are encoded behind it. Without it, that is
                 learned from use.
@@ -128,7 +131,9 @@ class CachedRAGLLM(PromptingLLM):
 
         For a docstore, `marked(docstore.docs.values())`; see `MarkModules`.
         """
-        return self.encode([module_text(node) for node in nodes], **kwargs)
+        documents = groupby(nodes, key=lambda node: node.ref_doc_id or node.node_id)
+        texts = ([module_text(node) for node in group] for _, group in documents)
+        return self.encode(texts, **kwargs)
 
     # Answers ---------------------------------------------------------------------------------
 

@@ -189,7 +189,8 @@ class CachedVectorStore(BasePydanticVectorStore):
         # Whoever shows nodes without metadata, such as citations, has these encoded.
         bare = [(_bare(n.node_id), n.ref_doc_id or n.node_id, bare_text(n)) for n in last]
         self._ledger.put([*rows, *bare], self._llm.forget)
-        Learner(self._llm, self.encode, self._options).learn([text for *_, text in rows])
+        texts, sources = [text for *_, text in rows], [source for _, source, _ in rows]
+        Learner(self._llm, self.encode, self._options).learn(texts, sources)
 
     def _drop(self, ids: list[str]) -> None:
         self._ledger.remove([*ids, *map(_bare, ids)], self._llm.forget)
