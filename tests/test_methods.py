@@ -403,3 +403,13 @@ def test_cacheblend_by_values_by_keys_and_over_several_layers():
     assert several.check_layers(layout) == (1, 3, 5)
     kept = [int(several.narrow(check(layer, values), layout).sum()) for layer in (1, 3, 5)]
     assert kept[0] > kept[-1] == 3  # narrower and narrower, down to the ratio
+
+
+def test_auto_takes_less_of_settled_modules_and_fast_the_same():
+    fresh = torch.arange(1010) >= 1000
+    spans = ((0, 400), (400, 1000))
+    whole = Layout(fresh, torch.zeros(1010, dtype=torch.bool), spans, 4)
+    half = dataclasses.replace(whole, settled=spans[1:])
+    assert (Auto().budget(whole), Auto().budget(half)) == (150, 108)
+    assert Auto(recompute_ratio=0.3).budget(half) == 216
+    assert Fast().budget(whole) == Fast().budget(half) == 30

@@ -129,6 +129,21 @@ def test_r_1_over_windows_is_full_prefill(engine, context):
     assert not torch.allclose(engine.prefill(ask(*CHUNKS), method="reuse").logits, full, atol=1e-2)
 
 
+def test_auto_repairs_less_of_what_was_encoded_behind_its_document(engine):
+    texts = [f"{number}. {text}" for number in range(4) for text in CHUNKS]
+    repaired, settled = {}, {}
+    for name, documents in (("apart", texts), ("document", [texts])):
+        with Engine(engine.model, NEW_PROMPTS) as one:
+            one.encode(documents, head_of(one), context=BEFORE)
+            done = one.prefill(ask(*reversed(texts)), method="auto")
+            layout = done.plan.layout(4)
+            settled[name], repaired[name] = layout.settled, done.report.recomputed_tokens
+            modules = layout.modules
+            done.release()
+    assert settled == {"apart": (), "document": modules[:-1]}  # the last was encoded first
+    assert repaired["document"] < repaired["apart"]
+
+
 def test_a_document_longer_than_the_model_s_context_is_encoded_in_parts():
     with Engine(tiny_model("llama"), NEW_PROMPTS) as engine:
         room = engine.model.context_length

@@ -38,6 +38,7 @@ class Placement:
         source: (what the KV was encoded after, its token ids), by which the library finds it; None
             if it is not the library's.
         origin: where the KV was when it was planned.
+        encoded_at: the position of its chunk's first token when that was encoded.
         name: of the module that the tokens are, in a prompt of a schema; else empty.
     """
 
@@ -47,6 +48,7 @@ class Placement:
     is_chunk: bool = True
     source: tuple[EncodedAfter, tuple[int, ...]] | None = None
     origin: Origin = KEPT
+    encoded_at: int = 0
     name: str = ""
 
     @property
@@ -149,8 +151,20 @@ class Plan:
             fresh[place.begin : place.end] = False
             if place.is_exact:
                 exact[place.begin : place.end] = True
-        spans = tuple((p.begin, p.end) for p in self.placements if not p.is_exact)
-        return Layout(fresh, exact, spans, num_layers)
+        approximate = [place for place in self.placements if not place.is_exact]
+        # Without a document, chunks behind the same context were all encoded at the same position.
+        first: dict[EncodedAfter, int] = {}
+        for place in approximate:
+            if place.source:
+                behind = place.source[0]
+                first[behind] = min(place.encoded_at, first.get(behind, place.encoded_at))
+        spans = tuple((place.begin, place.end) for place in approximate)
+        settled = tuple(
+            (place.begin, place.end)
+            for place in approximate
+            if place.source and place.encoded_at > first[place.source[0]]
+        )
+        return Layout(fresh, exact, spans, num_layers, settled)
 
 
 def make_plan(
@@ -194,11 +208,13 @@ def make_plan(
                 chunks.append((match.chunk.text_digest, begin))
             continue
         offset = begin - match.first
-        kv = kv.slice(offset, offset + end - begin)
+        encoded_at, kv = kv.start, kv.slice(offset, offset + end - begin)
         is_in_place = encodings.is_in_place(encoded_after, match)
         is_exact = offset == 0 and kv.start == begin and is_in_place
         source = None if encoded_after == HARVESTED else (encoded_after, match.chunk.token_ids)
-        placements.append(Placement(begin, kv, is_exact, source=source, origin=origin))
+        placements.append(
+            Placement(begin, kv, is_exact, source=source, origin=origin, encoded_at=encoded_at)
+        )
         chunks.append((match.chunk.text_digest, end))
     return Plan(tuple(placements), tuple(found), len(ids), tuple(chunks))
 

@@ -19,19 +19,29 @@ _MANY = 128
 class Auto(AnchorFlow):
     """Recomputes what `anchorflow` does with its defaults: 8 anchors a chunk, and 15 %.
 
-    The 15 % are left out where the prompt's live tokens, a long question or chunks without KV, are
-    a quarter of it and more than 128. Where a model's attention cannot be watched it is
-    `cacheblend`, and where keys cannot be moved `prefix` or `full`; `report.notes` says so. The
-    figures that chose it are in docs/quality.md.
+    Of chunks that were encoded behind others of their document it is 8 %. These shares are left out
+    where the prompt's live tokens, a long question or chunks without KV, are a quarter of it and
+    more than 128. Where a model's attention cannot be watched it is `cacheblend`, and where keys
+    cannot be moved `prefix` or `full`; `report.notes` says so. The figures that chose it are in
+    docs/quality.md.
 
     Paper: see `AnchorFlow`: https://arxiv.org/abs/2410.15332, https://arxiv.org/abs/2603.05353.
 
-    Cost: the live tokens twice, the anchors and 15 %; with many live tokens these once, and the
-    anchors. Use it unless you have measured another.
+    Cost: the live tokens twice, the anchors and 8 to 15 %; with many live tokens these once, and
+    the anchors. Use it unless you have measured another.
     """
 
+    # Chunks that were encoded behind others of their document are as near to full prefill with this
+    # share of the ratio as others with all of it (docs/quality.md, "Behind their documents").
+    settled_share: ClassVar[float] = 8 / 15
     gives_way: ClassVar[bool] = True
     reported_as: ClassVar[str] = "anchorflow"
+
+    def budget(self, layout: Layout) -> int:
+        """How many reused tokens are recomputed besides the anchors."""
+        settled = sum(int(layout.reused[begin:end].sum()) for begin, end in layout.settled)
+        apart = int(layout.reused.sum()) - settled
+        return int(self.recompute_ratio * (apart + self.settled_share * settled))
 
     def is_needed(self, layout: Layout) -> bool:
         """Whether the question is asked: not where that is dear."""

@@ -23,12 +23,15 @@ class Layout:
         exact: (seq_len,) bool; cached KV is what full prefill would compute. Never recomputed.
         modules: (begin, end) of the reused runs that are neither; their KV is approximate.
         num_layers: of the model.
+        settled: those of `modules` that were encoded behind other chunks of their document, so that
+            their KV needs less repair.
     """
 
     fresh: torch.Tensor
     exact: torch.Tensor
     modules: tuple[tuple[int, int], ...]
     num_layers: int
+    settled: tuple[tuple[int, int], ...] = ()
 
     @property
     def reused(self) -> torch.Tensor:
