@@ -248,7 +248,7 @@ def test_other_heads_are_those_of_the_same_tenant(engine):
 
 
 def test_passages_with_kv_are_encoded_again_where_keys_cannot_be_moved():
-    """As an index with `context="neighbours:n"` has it: nothing first, then the neighbours."""
+    """As `cached-rag eval @neighbours` has it: nothing first, then the neighbours."""
     near = Context("neighbours:2", lambda text: [chunk for chunk in CHUNKS if chunk != text])
     with Engine(tiny_model("gpt2"), NEW_PROMPTS) as engine:
         assert engine.encode(CHUNKS, context=[None, near]).encoded == len(CHUNKS)

@@ -317,9 +317,7 @@ def test_a_prompt_that_surely_fits_is_tokenised_once(opened, docs, monkeypatch):
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize(
-    "context", ["primer", "primer:2", "none", "both", "both:2", "neighbours:1"]
-)
+@pytest.mark.parametrize("context", ["primer", "primer:2", "none", "both", "both:2"])
 def test_an_index_keeps_how_it_encodes(context, opened, docs):
     rag = opened(context=context)
     rag.ingest(docs, progress=False)
@@ -327,11 +325,11 @@ def test_an_index_keeps_how_it_encodes(context, opened, docs):
     one, two = PRIMER.name, primer(2).name
     behind = {"primer": one, "both": one, "primer:2": two, "both:2": two, "none": ""}
     last = behind.get(context, context)
-    assert names == ({"", last} if context.startswith(("both", "neighbours")) else {last})
+    assert names == ({"", last} if context.startswith("both") else {last})
     assert rag.ask("What turns green?", k=2, method="reuse", max_tokens=2).report.modules_hit == 2
 
 
-@pytest.mark.parametrize("context", ["primer:0", "primer:4", "primer:", "both:x", "neighbours"])
+@pytest.mark.parametrize("context", ["primer:0", "primer:4", "primer:", "both:x", "all"])
 def test_a_context_that_does_not_exist_is_an_error(context, opened):
     with pytest.raises(ConfigError, match="primer:n, both:n"):
         opened(context=context)

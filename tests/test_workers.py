@@ -220,8 +220,6 @@ def test_a_remote_store_spares_workers_the_folder(opened, docs, tmp_path, monkey
 
 def test_what_workers_cannot_do_is_refused_before_they_are_asked(opened, docs, tmp_path):
     here = Here()
-    with pytest.raises(ConfigError, match=r"neighbours:2.*whole index"):
-        ingest(opened("index", context="neighbours:2"), docs, ray=here)
     in_memory = Engine(tiny_model("llama"), StoreConfig())
     rag = opened("other", engine=in_memory, dtype=None)
     with pytest.raises(ConfigError, match="in memory only"):

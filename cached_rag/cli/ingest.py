@@ -62,7 +62,7 @@ def ingest_command(
         str | None,
         typer.Option(
             help="Encode chunks behind: both (the default; twice), primer (once), both:3, "
-            "primer:3, none, neighbours:N."
+            "primer:3, none."
         ),
     ] = None,
     search: SearchBy = None,

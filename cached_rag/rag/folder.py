@@ -323,7 +323,7 @@ class IndexFolder:
         return gone
 
     def _contexts(self) -> tuple[Context | None, ...]:
-        return contexts(self.settings["context"], self.index, self.embedder)
+        return contexts(self.settings["context"])
 
 
 def _remote(store: StoreConfig) -> RemoteTier | None:

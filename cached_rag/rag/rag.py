@@ -98,8 +98,8 @@ class CachedRAG(IndexFolder):
             context: what chunks are encoded behind, besides the prompt's head: "primer" (some
                 neutral text), "none", "both" of these (the first chunk of a prompt is exact then;
                 the default), "primer:3" or "both:3" (the mean behind three such texts, in three
-                passes instead of one), or "neighbours:n" (nothing, and the n nearest chunks).
-                "both" and "neighbours:n" take a pass more, and twice the disk; see docs/methods.md.
+                passes instead of one). "both" takes a pass more, and twice the disk; see
+                docs/methods.md.
             system: the system prompt that questions are asked under; empty for none.
             search: how chunks are found: by "vectors" (what is meant; the default), by "words"
                 (BM25: part numbers, names), or "hybrid" by both. Each `open` may

@@ -9,8 +9,7 @@ from cached_rag.config import MOST_PRIMERS
 from cached_rag.defaults import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
 from cached_rag.library.context import Context, primer
-from cached_rag.rag.embedding import DEFAULT_EMBEDDING, Embeddings
-from cached_rag.rag.index import DocumentIndex
+from cached_rag.rag.embedding import DEFAULT_EMBEDDING
 
 SYSTEM = "Answer the question with the help of the documents. Be brief and exact."
 DEFAULTS = {
@@ -41,49 +40,34 @@ def asked_for(**values: object) -> dict[str, str]:
     return asked
 
 
-def contexts(
-    text: str, index: DocumentIndex | None = None, embedder: Embeddings | None = None
-) -> tuple[Context | None, ...]:
+def contexts(text: str) -> tuple[Context | None, ...]:
     """What chunks are encoded behind, besides the prompt's head, one pass for each.
 
     Args:
         text: the setting; None among the results stands for nothing.
-        index, embedder: to find neighbours; None in a worker, which has no index.
 
     Raises:
-        ConfigError: a context that does not exist, or one that needs an index, without one.
+        ConfigError: a context that does not exist.
     """
     kind, count = _parsed(text)
     if kind == "none":
         return (None,)
-    if kind in ("primer", "both"):
-        return (primer(count), None) if kind == "both" else (primer(count),)
-    if index is None or embedder is None:
-        raise ConfigError(
-            f"context {text!r} needs the whole index for each chunk, and the workers of a cluster "
-            'have none of it; make the index with context="primer", or ingest without workers'
-        )
-
-    def nearest(text: str) -> list[str]:
-        hits = index.search(embedder.embed([text])[0], count + 1)
-        return [hit.text for hit in reversed(hits) if hit.text != text][-count:]
-
-    return None, Context(f"neighbours:{count}", nearest)
+    return (primer(count), None) if kind == "both" else (primer(count),)
 
 
 def encodings(text: str) -> int:
     """How many KVs a chunk has by this setting of the context, see `contexts`."""
-    return 2 if _parsed(text)[0] in ("both", "neighbours") else 1
+    return len(contexts(text))
 
 
 def _parsed(text: str) -> tuple[str, int]:
-    """The kind of context and, of neighbours or primers, their number."""
+    """The kind of context and the number of primers."""
     kind, _, number = text.partition(":")
     count = int(number) if number.isdecimal() else int(text in ("primer", "both"))
-    most = {"neighbours": count, "primer": MOST_PRIMERS, "both": MOST_PRIMERS}.get(kind, 0)
-    if not 1 <= count <= most and text != "none":
+    is_known = kind in ("primer", "both") and 1 <= count <= MOST_PRIMERS
+    if not is_known and text != "none":
         raise ConfigError(
             f"context {text!r} is not one of none, primer, both, primer:n, both:n (n from 1 to "
-            f"{MOST_PRIMERS}), neighbours:n"
+            f"{MOST_PRIMERS})"
         )
     return kind, count

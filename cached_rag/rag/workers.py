@@ -211,7 +211,6 @@ def helped(
         ConfigError: workers cannot do it by these settings.
         MissingPackageError: Ray is not installed.
     """
-    contexts(settings["context"])  # refuses what needs the whole index
     engine, embedder = preparation.engine, preparation.embedder
     store = _for_workers(engine.settings)
     dtype = str(engine.model.shapes.dtype).removeprefix("torch.")
