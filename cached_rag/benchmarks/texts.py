@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError
+from cached_rag.library.context import Context
 
 PREFIX = "Read these texts.\n\n"
 _WORDS = (
@@ -32,9 +34,13 @@ def make_texts(engine: Engine, *sizes: int) -> list[str]:
 
 
 def make_prompt(
-    engine: Engine, texts: int, text_tokens: int, question_tokens: int
+    engine: Engine,
+    texts: int,
+    text_tokens: int,
+    question_tokens: int,
+    contexts: Sequence[Context | None] = (None,),
 ) -> tuple[str, list[str]]:
-    """Encode random texts behind `PREFIX`.
+    """Encode random texts behind `PREFIX` and each of the contexts, as those of one document.
 
     Returns:
         A prompt of `PREFIX`, the texts and a question; and the texts.
@@ -43,5 +49,5 @@ def make_prompt(
         ConfigError: a count below 1.
     """
     *given, question = make_texts(engine, *[text_tokens] * texts, question_tokens)
-    engine.encode(given, prefix=PREFIX, context=None)
+    engine.encode([given], prefix=PREFIX, context=contexts)
     return PREFIX + "\n".join([*given, question]), given

@@ -51,7 +51,7 @@ def bench_ttft(
     ratio: float = 0.15,
     repeats: int = 5,
 ) -> list[TtftRow]:
-    """Encode chunks once, then time every method in turn on a prompt of them.
+    """Encode a document's chunks as an index does, and time every method on a prompt of them.
 
     The first row, `transformers`, is the model's own forward pass on the same ids; then come `full`
     and `methods`. A method with a ratio of its own, such as `auto`, keeps it.
@@ -61,7 +61,8 @@ def bench_ttft(
     """
     check_prompts_are_new(engine)
     configs = {name: _config(name, ratio) for name in dict.fromkeys(["full", *methods])}
-    prompt, _ = make_prompt(engine, modules, module_tokens, question_tokens)
+    contexts = (engine.primer, None)
+    prompt, _ = make_prompt(engine, modules, module_tokens, question_tokens, contexts)
     ids = torch.tensor([engine.prefill(prompt, configs["full"]).tokens.ids])
     variants = {PLAIN: partial(_plain, engine, ids)}
     for name, config in configs.items():
