@@ -92,12 +92,13 @@ def test_documents_are_asked_in_the_fastest_dtype(tmp_path):
         summary = rag.ingest(corpus, progress=False)
         assert summary.added == 2
         assert summary.encoded == summary.chunks > 10
-        answer = rag.ask("What does breakpoint() enter?", max_tokens=24)
+        question = "Which function does breakpoint() call?"
+        answer = rag.ask(question, max_tokens=24)
         assert "pep-0553" in answer.sources[0].source
-        assert "debugger" in answer.text
+        assert "sys.breakpointhook()" in answer.text
         assert answer.report.cached_tokens > 0.7 * answer.report.prompt_tokens
     with CachedRAG.open(tmp_path / "index") as again:
-        assert again.ask("What does breakpoint() enter?", max_tokens=24).text == answer.text
+        assert again.ask(question, max_tokens=24).text == answer.text
 
 
 def test_embeddings_are_unit_vectors_and_near_means_alike():
