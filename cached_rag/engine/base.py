@@ -157,7 +157,7 @@ class BaseEngine:
             texts: each becomes a chunk. It is found later in every prompt that contains it
                 verbatim, but for white space at its ends. A list among them has the chunks of one
                 document in their order; behind a context they are read behind each other, too,
-                which brings answers nearer at no cost (docs/methods.md, "How chunks are encoded").
+                which brings answers nearer (docs/methods.md, "How chunks are encoded").
             prefix: what prompts will say before their chunks (see `head`); None for the
                 tokenizer's BOS token, if it has one.
             progress: called after each batch with the number of chunks in it.

@@ -89,6 +89,13 @@ def has_kv(llm, text):
     return any(library.holds(behind, module.token_ids) for behind in library.encoded_after())
 
 
+def starts(llm):
+    """Where the KV of each chunk begins."""
+    library = llm.engine.library
+    (behind,) = library.encoded_after()
+    return [library.fetch(behind, library.table.get(one).token_ids).start for one in CHUNKS]
+
+
 def held(llm):
     return [has_kv(llm, chunk) for chunk in CHUNKS]
 
@@ -162,6 +169,17 @@ def test_filters_are_those_of_the_store_inside(store, wanted):
     assert {document.metadata["year"] for document in found} == {1901, 1902}
     retriever = store.as_retriever(search_kwargs={"k": 3, "filter": wanted})
     assert {document.metadata["year"] for document in retriever.invoke("copper")} == {1901, 1902}
+
+
+def test_texts_of_one_source_are_encoded_behind_each_other(store, llm):
+    sources = ["a.txt", "a.txt", None]
+    texts = [
+        Document(chunk, metadata={} if source is None else {"source": source})
+        for chunk, source in zip(CHUNKS, sources, strict=True)
+    ]
+    store.add_documents(texts)
+    first, second, alone = starts(llm)
+    assert first == alone < second
 
 
 def test_adding_prefills_and_deleting_forgets(store, llm):

@@ -30,7 +30,7 @@ from llama_index.core.query_engine import (
 from llama_index.core.question_gen import LLMQuestionGenerator
 from llama_index.core.question_gen.types import BaseQuestionGenerator, SubQuestion
 from llama_index.core.response_synthesizers import get_response_synthesizer
-from llama_index.core.schema import TextNode
+from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.tools import QueryEngineTool
 from llama_index.llms.cached_rag import CachedRAGLLM, module_text
 from llama_index.postprocessor.cached_rag import CachedPostprocessor
@@ -92,6 +92,18 @@ def runs(llm, use):
     llm.encode_nodes(nodes())
     use()
     return cold, llm.reports()
+
+
+def test_nodes_of_one_document_are_encoded_behind_each_other(llm):
+    given = [TextNode(text=chunk) for chunk in CHUNKS]
+    for node, document in zip(given, ("d0", "d0", "d1"), strict=True):
+        node.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id=document)
+    llm.encode_nodes(given)
+    library = llm.loaded_engine().library
+    (behind,) = library.encoded_after()
+    chunks = [library.table.get(chunk).token_ids for chunk in CHUNKS]
+    first, second, other = (library.fetch(behind, ids).start for ids in chunks)
+    assert first == other < second
 
 
 def cached(reports):

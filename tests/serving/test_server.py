@@ -151,6 +151,28 @@ def test_documents_are_cached_and_forgotten(client, server):
     assert usage.prompt_tokens_details.cached_tokens < 0.5 * usage.prompt_tokens
 
 
+def test_a_list_among_documents_is_one_and_is_reported_and_forgotten_as_such(server, engine):
+    documents = f"{server[0]}/v1/documents"
+    page, other, alone = (f"{word} {CHUNKS[0]}" for word in ("Leaf", "Twig", "Root"))
+    long = "word " * 2000
+    done = httpx.post(documents, json={"texts": [[page, other, ""], alone]}, timeout=60).json()
+    assert (done["encoded"], done["known"]) == (3, 0)
+    assert [skipped["index"] for skipped in done["skipped"]] == [0]
+    library = engine.library
+    places = {
+        library.fetch(behind, library.table.get(text).token_ids).start
+        for text in (page, other, alone)
+        for behind in library.encoded_after()
+        if library.holds(behind, library.table.get(text).token_ids)
+    }
+    assert len(places) == 2  # the second page stands behind the first
+    done = httpx.post(documents, json={"texts": [[page, long]]}, timeout=60).json()
+    assert (done["encoded"], done["known"], len(done["skipped"])) == (0, 1, 1)
+    body = {"texts": [[page, other], alone]}
+    assert httpx.request("DELETE", documents, json=body, timeout=60).json()["deleted"] >= 3
+    assert all(library.table.get(text) is None for text in (page, other, alone))
+
+
 def test_a_beginning_that_fills_the_context_is_refused_before_any_text_is_read(
     server, engine, monkeypatch
 ):
