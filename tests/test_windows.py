@@ -187,3 +187,11 @@ def test_windows_have_every_wanted_chunk_once_and_end_with_one(most, step):
         assert lead <= max(0, room)
         assert len(one.lead) == at or lead + len(chunks[at - len(one.lead) - 1]) + 2 > room
         assert own <= most - LEAD_TOKENS or len(one.chunks) == 1
+
+
+@pytest.mark.parametrize("tokens", [128, 256, 512])
+def test_only_the_first_chunk_of_a_document_has_none_before_it(tokens):
+    chunks = [(number,) * tokens for number in range(20)]
+    found = list(windows(chunks, lambda _: True, (0, 0), 2048))
+    assert len(found) > 1
+    assert [bool(one.lead) for one in found] == [False] + [True] * (len(found) - 1)

@@ -3,7 +3,7 @@
 A chunk whose document stands before it while it is encoded has KV that is nearer to what full
 prefill computes behind other chunks of that document, or of one like it: a page of a price list
 that was read behind other pages knows that it is one of many (docs/quality.md, "Behind their
-documents"). Of long documents a third more tokens are computed at most, those of the leads.
+documents"). Of long documents up to half as many tokens more are computed, those of the leads.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from cached_rag.backends.base import Backend
 from cached_rag.kv.module import ModuleKV
 from cached_rag.library.encode import encode_mean
 
-# Most tokens of a window that stand there only for what follows, and are computed once more.
-LEAD_TOKENS = 512
+# Most tokens of a window that stand there only for what follows, and are computed once more: two
+# chunks of 256 tokens, or one of 512, with what is between them.
+LEAD_TOKENS = 544
 Ids = tuple[int, ...]
 
 
