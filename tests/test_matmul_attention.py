@@ -96,7 +96,7 @@ def test_what_all_keys_have_in_common_costs_no_precision(far_keys):
     assert torch.allclose(merged.view(1, 4, 40, 16).float(), exact, atol=0.05)
     expected = reference(*(tensor.float() for tensor in (grouped, keys, values)), 0.25)[1]
     assert torch.allclose(lse, expected, atol=0.1)
-    slots = torch.arange(40)
-    weights = head_mean(query[0], keys[0], slots, None, None)
-    true = head_mean(query[0].float(), keys[0].float(), slots, None, None)
+    rows = Rows(torch.arange(40), 40)
+    weights = head_mean(query[0], keys[0], rows, None, None)
+    true = head_mean(query[0].float(), keys[0].float(), rows, None, None)
     assert torch.allclose(weights, true, atol=0.03)

@@ -190,8 +190,9 @@ def _place(resources: Resources, plan: Plan, buffer: KVBuffer) -> LayerLoader | 
         model computes.
     """
     model = resources.model
-    is_at_hand = all(isinstance(place.kv, ModuleKV) for place in plan.placements)
-    if not is_at_hand or (plan.placements and model.shapes.device.type == "cuda"):
+    here = model.shapes.device.type
+    kept = [place.kv for place in plan.placements]
+    if not all(isinstance(kv, ModuleKV) and kv.keys.device.type == here for kv in kept):
         return LayerLoader(buffer, plan.placements, model.rule)
     for place in plan.placements:
         buffer.place(place.kv, place.begin, model.rule)

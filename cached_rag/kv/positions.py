@@ -8,6 +8,7 @@ dimensions pair up, how many rotate, and with which frequencies differs by model
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from cached_rag.errors import RelocationError
 
 Style = Literal["none", "half", "interleaved"]
-# Keys are rotated in parts of about so many elements, whose fp32 copies fit the CPU's caches.
+# On a CPU, keys are rotated in parts of about so many elements, whose fp32 copies fit its caches.
 _SLICE_ELEMENTS = 1 << 19
 # Pairs of dimensions smaller than this share of a head's average hold nothing but rounding errors.
 _LEAST_PAIR = 1e-3
@@ -124,8 +125,12 @@ class PositionRule:
         return out
 
 
+@functools.lru_cache(maxsize=1024)
 def _angles(rule: LayerRule, delta: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of the rotation, (rotary_dim / 2,) fp32 each, of an angle computed in fp64."""
+    """cos and sin of the rotation, (rotary_dim / 2,) fp32 each, of an angle computed in fp64.
+
+    Kept, because a copy to a GPU is waited for, and every layer of a prompt asks for the same.
+    """
     angle = torch.tensor(rule.inv_freq, dtype=torch.float64) * delta
     return angle.cos().float().to(device), angle.sin().float().to(device)
 
@@ -136,7 +141,8 @@ def _rotate(keys: torch.Tensor, rule: LayerRule, delta: int, out: torch.Tensor) 
         out.copy_(keys)
         return
     cos, sin = _angles(rule, delta, keys.device)
-    step = max(1, _SLICE_ELEMENTS // keys[0].numel())
+    is_cpu = keys.device.type == "cpu"
+    step = max(1, _SLICE_ELEMENTS // keys[0].numel()) if is_cpu else len(keys)
     for begin in range(0, keys.shape[0], step):
         source, target = keys[begin : begin + step], out[begin : begin + step]
         first, second = _pairs(source.float(), rule)

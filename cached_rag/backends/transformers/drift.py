@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 
 from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.kv.buffer import KVBuffer
@@ -34,13 +35,17 @@ class _Samples:
         picked: (num_picked,) indices of the rows that lie in a chunk.
         weights: (num_modules, num_picked) fp32; multiplied by the picked rows' movements they give
             each chunk's movement.
-        modules: (begin, end) slots of each chunk that has a sample.
+        begin, end: slots from the first chunk that has a sample to the last one.
+        chunk: (end - begin,) index of the chunk that each of them lies in; the number of chunks,
+            where it lies in none.
     """
 
     rows: Rows
     picked: torch.Tensor
     weights: torch.Tensor
-    modules: tuple[tuple[int, int], ...]
+    begin: int = 0
+    end: int = 0
+    chunk: torch.Tensor | None = None
 
 
 class Drift:
@@ -69,16 +74,17 @@ class Drift:
         if layer == 0:  # its KV depends on the token alone, not on the text before it
             return
         samples = self._samples(rows)
-        if not samples.modules:
+        if samples.chunk is None:
             return
         slots = rows.slots[samples.picked]
         sides = ((keys, buffer.keys[layer]), (values, buffer.values[layer]))
         moves = [fresh[:, :, samples.picked].float() - held[:, :, slots] for fresh, held in sides]
         means = [(samples.weights @ moved).to(keys.dtype) for moved in moves]
+        by_chunk = [F.pad(mean, (0, 0, 0, 1)) for mean in means]  # zeros for what is in no chunk
+        shifts = [mean.index_select(2, samples.chunk) for mean in by_chunk]
         # From here on nothing can fail for want of memory, which would leave one side moved.
-        for (_, held), mean in zip(sides, means, strict=True):
-            for module, (begin, end) in enumerate(samples.modules):
-                held[:, :, begin:end] += mean[:, :, module : module + 1]
+        for (_, held), shift in zip(sides, shifts, strict=True):
+            held[:, :, samples.begin : samples.end] += shift
 
     def _samples(self, rows: Rows) -> _Samples:
         if self._last is None or self._last.rows is not rows:
@@ -86,16 +92,22 @@ class Drift:
         return self._last
 
     def _sampled(self, rows: Rows) -> _Samples:
-        spoken, counts = [], []
+        spoken, counts, device = [], [], rows.slots.device
+        slots = rows.slots.cpu()  # a GPU would be waited for at each question below
         for begin, end in self._modules:
-            offsets = (rows.slots - begin).clamp(min=0) * (rows.slots < end)
+            offsets = (slots - begin).clamp(min=0) * (slots < end)
             if offsets.any():
                 spoken.append((begin, end))
                 counts.append((offsets / _SETTLED).sqrt())
         if not spoken:
             nothing = torch.empty(0, dtype=torch.int64)
-            return _Samples(rows, nothing, torch.empty(0, 0), ())
+            return _Samples(rows, nothing, torch.empty(0, 0))
         counted = torch.stack(counts)
         picked = counted.any(dim=0).nonzero().squeeze(1)
         weights = counted[:, picked] / (counted.sum(dim=1, keepdim=True) + _CAUTION)
-        return _Samples(rows, picked, weights, tuple(spoken))
+        first, last = spoken[0][0], spoken[-1][1]
+        chunk = torch.full((last - first,), len(spoken))
+        for index, (begin, end) in enumerate(spoken):
+            chunk[begin - first : end - first] = index
+        picked, weights, chunk = (part.to(device) for part in (picked, weights, chunk))
+        return _Samples(rows, picked, weights, first, last, chunk)

@@ -30,6 +30,7 @@ class Observer:
         self.layers = selector.observed_layers(layout)
         self._selector = selector
         self._question = layout.question
+        self._rows: tuple[Rows, Rows] | None = None  # of a pass, and the question's among them
 
     def __call__(
         self,
@@ -44,16 +45,18 @@ class Observer:
         """Score the tokens by the question's attention in one layer, if that layer is observed."""
         if layer not in self.layers:
             return
-        asking = int((rows.slots < self._question).sum())
-        asked, slots = query[0, :, asking:], rows.slots[asking:]
-        weights = head_mean(asked, keys[0], slots, scale, window, softcap)
+        if self._rows is None or self._rows[0] is not rows:
+            self._rows = rows, rows.narrowed(rows.slots >= self._question)
+        asking = self._rows[1]
+        asked = query[0, :, -len(asking) :]
+        weights = head_mean(asked, keys[0], asking, scale, window, softcap)
         self.scores.append(self._selector.score(weights))
 
 
 def head_mean(
     query: torch.Tensor,
     keys: torch.Tensor,
-    slots: torch.Tensor,
+    rows: Rows,
     scale: float | None,
     window: int | None,
     softcap: float | None = None,
@@ -61,7 +64,7 @@ def head_mean(
     """Attention weights of some rows over all keys, averaged over the heads.
 
     Args:
-        query: (num_heads, num_rows, head_dim) of the rows at `slots`.
+        query: (num_heads, num_rows, head_dim) of `rows`.
         keys: (num_kv_heads, length, head_dim).
 
     Returns:
@@ -70,7 +73,8 @@ def head_mean(
     heads, count, head_dim = query.shape
     grouped = query.reshape(keys.shape[0], -1, head_dim)
     # Without a window, every row sees all keys up to the first row's; only later ones need a mask.
-    first = int(slots[0]) + 1 if window is None else 0
+    slots = rows.slots
+    first = rows.first + 1 if window is None else 0
     positions = torch.arange(first, keys.shape[1], device=slots.device)
     hidden = positions > slots[:, None]
     if window is not None:

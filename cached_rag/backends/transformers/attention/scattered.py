@@ -67,7 +67,7 @@ class Rows:
     _plans: dict[int | None, list[_Block]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        self.first, self.last = int(self.slots[0]), int(self.slots[-1])
+        self.first, self.last = self.slots[[0, -1]].tolist()  # one wait for a GPU, not two
         self.is_contiguous = self.last - self.first + 1 == len(self)
         self.sees = self.visible()
 
@@ -123,12 +123,16 @@ class Rows:
     ) -> bool:
         """Whether `_attend_unmasked` is possible and the faster way."""
         is_plain = softcap is None and (window is None or window > self.last)
-        is_flash = query.device.type == "cpu" and query.dtype == torch.bfloat16
         is_even = query.shape[0] == 1 and query.shape[3] == values.shape[3]
-        behind = self.first > 0 and self.is_contiguous and len(self) >= _UNMASKED_ROWS
+        behind = self.first > 0 and self.is_contiguous
         # A subclass lets rows see others than those up to their own.
         own = self.sees is self.slots
-        return is_plain and is_flash and is_even and behind and own and flash_has_matrix_units()
+        if not (is_plain and is_even and behind and own):
+            return False
+        if query.device.type == "cuda":
+            return len(self) > 1 and query.dtype != torch.float32
+        is_flash = query.dtype == torch.bfloat16 and flash_has_matrix_units()
+        return is_flash and len(self) >= _UNMASKED_ROWS
 
     def _attend_unmasked(
         self,
@@ -157,7 +161,10 @@ class Rows:
             rows = slice(0, len(self))
             return [_Block(rows, rows, masked=False, causal=len(self) > 1)]
         blocks = []
-        size = -(-len(self) // -(-len(self) // _BLOCK_ROWS))  # blocks of one size
+        most = _BLOCK_ROWS
+        if self.slots.device.type == "cuda":  # few large kernels, as long as their mask is kept
+            most = max(most, _MASK_BYTES_KEPT // (4 * self.length))
+        size = -(-len(self) // -(-len(self) // most))  # blocks of one size
         for begin in range(0, len(self), size):
             end = min(begin + size, len(self))
             low, high = int(self.sees[begin]), int(self.sees[end - 1])
