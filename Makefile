@@ -27,7 +27,7 @@ LLAMA_TESTS := $(filter-out %_benchmark.py,$(wildcard tests/integrations/test_ll
 # of who is not.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test quick figures test-scale test-faults test-soak test-load test-langchain test-llama-index notebooks site lint format bench clean
+.PHONY: demo test quick figures test-scale test-faults test-soak test-load test-gpu test-langchain test-llama-index notebooks site lint format bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/cached-rag demo
@@ -57,6 +57,10 @@ test-soak: $(VENV)/.dev
 test-load: $(VENV)/.dev
 	$(PIP) "locust>=2.40,<3"
 	PYTHONPATH=tests $(BIN)/python -m load --write docs/reliability.md
+
+# What a GPU computes is what the CPU computes; skips itself without one.
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/test_cuda.py
 
 test-langchain: $(VENV)/.dev
 	$(PIP) --no-deps --upgrade --target $(VENV)/langchain-lowest $(LANGCHAIN_LOWEST)

@@ -34,7 +34,9 @@ _BLOCK_ROWS = 128
 # From this many rows on, attention without a mask is worth two passes and their merging.
 _UNMASKED_ROWS = 64
 # Masks of up to this many bytes are kept for the other layers; larger ones are built in each layer.
-_MASK_BYTES_KEPT = 64 << 20
+_MASK_BYTES_KEPT, _MASK_BYTES_KEPT_ON_GPU = 64 << 20, 512 << 20
+# A GPU computes few large blocks faster than many small ones: (row, key) pairs of one.
+_GPU_BLOCK_SCORES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -162,8 +164,8 @@ class Rows:
             return [_Block(rows, rows, masked=False, causal=len(self) > 1)]
         blocks = []
         most = _BLOCK_ROWS
-        if self.slots.device.type == "cuda":  # few large kernels, as long as their mask is kept
-            most = max(most, _MASK_BYTES_KEPT // (4 * self.length))
+        if self.slots.device.type == "cuda":
+            most = max(most, _GPU_BLOCK_SCORES // self.length)
         size = -(-len(self) // -(-len(self) // most))  # blocks of one size
         for begin in range(0, len(self), size):
             end = min(begin + size, len(self))
@@ -225,7 +227,9 @@ class Rows:
             hidden |= keys <= slots - window
         mask = torch.zeros(hidden.shape, dtype=dtype, device=slots.device)
         mask.masked_fill_(hidden, float("-inf"))
-        if mask.nbytes * len(self._blocks(window)) <= _MASK_BYTES_KEPT:
+        is_gpu = slots.device.type == "cuda"
+        most = _MASK_BYTES_KEPT_ON_GPU if is_gpu else _MASK_BYTES_KEPT
+        if mask.nbytes * len(self._blocks(window)) <= most:
             self._masks[name] = mask
         return mask
 
