@@ -54,6 +54,7 @@ def random_model(shape: str, tokenizer_file: str, device: str) -> LanguageModel:
 
 
 def main() -> None:
+    """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="7b")
     parser.add_argument("--tokenizer", required=True, help="Qwen2.5's tokenizer.json")
