@@ -39,8 +39,8 @@ quick: $(VENV)/.dev
 	$(PYTEST) -m "not real"
 
 # Stores on other machines, workers, and vLLM where CACHED_RAG_VLLM_PYTHON names its interpreter.
-SCALE_TESTS := tests/store/test_remote.py tests/test_shared_store.py tests/test_workers.py \
-	tests/test_scale.py $(wildcard tests/integrations/test_ray_*.py tests/integrations/test_vllm_*.py)
+SCALE_TESTS := tests/kv/test_remote.py tests/kv/test_shared_store.py tests/rag/test_workers.py \
+	tests/evaluation/test_scale.py $(wildcard tests/integrations/test_ray_*.py tests/integrations/test_vllm_*.py)
 test-scale: $(VENV)/.dev
 	$(BIN)/python -m pytest $(SCALE_TESTS)
 
@@ -60,7 +60,7 @@ test-load: $(VENV)/.dev
 
 # What a GPU computes is what the CPU computes; skips itself without one.
 test-gpu: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/test_cuda.py
+	$(BIN)/python -m pytest tests/backends/test_cuda.py
 
 test-langchain: $(VENV)/.dev
 	$(PIP) --no-deps --upgrade --target $(VENV)/langchain-lowest $(LANGCHAIN_LOWEST)

@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: `make test` has a
 import pytest
 import torch
 from hypothesis import settings
+from indexes import WordEmbedding
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.bloom import modeling_bloom
@@ -20,7 +21,7 @@ from transformers.models.falcon import modeling_falcon
 from transformers.models.mpt import modeling_mpt
 from transformers.utils import logging
 
-from cached_rag import Engine, LanguageModel, StoreConfig, load_model, wrap_model
+from cached_rag import CachedRAG, Engine, LanguageModel, StoreConfig, load_model, wrap_model
 from cached_rag.backends.transformers.inspection import cache_argument
 
 if "HYPOTHESIS_EXAMPLES" not in os.environ and "SCHEMA_EXAMPLES" not in os.environ:
@@ -251,3 +252,44 @@ def count_at_rest(items: list[Any], seconds: float = 0.2) -> int:
         count = len(items)
         time.sleep(seconds)
     return count
+
+
+QUESTION = "What happened?"
+
+
+def ask(*chunks, system="You answer briefly."):
+    context = "\n\n".join(chunks)
+    return [
+        {"role": "system", "content": system},
+        {"role": "user", "content": f"{context}\n\n{QUESTION}"},
+    ]
+
+
+@pytest.fixture
+def docs(tmp_path):
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for name, chunk in zip("abc", CHUNKS, strict=True):
+        (folder / f"{name}.txt").write_text(f"About {name}\n\n{chunk}")
+    return folder
+
+
+@pytest.fixture
+def opened(tmp_path):
+    made = []
+
+    def open_it(index="index", **options):
+        bound = options.get("sequence_bytes", 0)
+        store = StoreConfig(
+            path=str(tmp_path / index / "kv"), sequence_bytes=bound, keeps_repaired=True
+        )
+        engine = Engine(tiny_model("llama"), store)
+        rag = CachedRAG.open(
+            tmp_path / index, engine=engine, embedding=WordEmbedding(), chunk_tokens=128, **options
+        )
+        made.append(rag)
+        return rag
+
+    yield open_it
+    for rag in made:
+        rag.close()

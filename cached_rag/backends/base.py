@@ -2,7 +2,7 @@
 
 A backend only computes. The engine decides which tokens are computed, for which request and in
 which order; `kv` defines the buffers that hold keys and values. To add a backend, write a class
-with the members of `Backend` and run the engine on it in `tests/test_backends.py`.
+with the members of `Backend` and run the engine on it in `tests/backends/test_backends.py`.
 """
 
 from __future__ import annotations

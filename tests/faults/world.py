@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from conftest import CHUNKS, tiny_model
-from test_rag import WordEmbedding
+from indexes import WordEmbedding
 
 from cached_rag import PRIMER, CachedRAG, Engine, StoreConfig
 from cached_rag.backends.base import Backend

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conftest import CHUNKS
+from indexes import WordEmbedding
 from llama_index.llms.cached_rag import SentenceTransformerEmbedding
-from test_rag import WordEmbedding
 
 from cached_rag import Embedder
 

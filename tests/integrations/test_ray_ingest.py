@@ -16,19 +16,18 @@ from types import SimpleNamespace
 import pytest
 import ray
 from conftest import CHUNKS
+from indexes import WordEmbedding, assert_same_index, ingest
 from ray import cloudpickle
 from ray_cached_rag import RayConfig
 from ray_cached_rag.cluster import connected, room
 from ray_cached_rag.worker import MOST_ATTEMPTS, Attempts, Worker
-from test_rag import WordEmbedding
-from test_workers import assert_same_index, ingest
 
 from cached_rag import CachedRAG, ClusterError, ConfigError, IngestRecipe, IngestTask, StoreConfig
 from cached_rag.rag import DocumentIndex
 
 # Workers do not have the tests' modules, so what comes from them is sent whole.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-cloudpickle.register_pickle_by_value(sys.modules["test_rag"])
+cloudpickle.register_pickle_by_value(sys.modules["indexes"])
 
 ASKER = """
 import sys

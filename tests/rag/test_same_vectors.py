@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import CHUNKS, tiny_tokenizer
-from test_rag import WordEmbedding, opened  # noqa: F401 (a fixture)
+from indexes import WordEmbedding
 from transformers import BertConfig, BertModel
 
 from cached_rag import CachedRAG, IndexMismatchError
@@ -36,14 +36,14 @@ class Wider(WordEmbedding):
         return np.concatenate([np.zeros_like(found), found], axis=1)
 
 
-def rag_with(opened, embedding):  # noqa: F811
+def rag_with(opened, embedding):
     rag = opened(context="none")
     rag._embedder = embedding
     return rag
 
 
 @pytest.mark.parametrize("other", [Shuffled, Wider])
-def test_chunks_are_embedded_anew_once_and_the_right_one_is_found(opened, caplog, other):  # noqa: F811
+def test_chunks_are_embedded_anew_once_and_the_right_one_is_found(opened, caplog, other):
     rag_with(opened, WordEmbedding()).add_texts(TEXTS, progress=False)
     rag = rag_with(opened, other())
     with caplog.at_level(logging.WARNING):
@@ -56,7 +56,7 @@ def test_chunks_are_embedded_anew_once_and_the_right_one_is_found(opened, caplog
     assert not caplog.text
 
 
-def test_a_negative_control_finds_the_wrong_chunk(opened, monkeypatch):  # noqa: F811
+def test_a_negative_control_finds_the_wrong_chunk(opened, monkeypatch):
     monkeypatch.setattr("cached_rag.rag.folder.see_same_vectors", lambda *_: None)
     rag_with(opened, WordEmbedding()).add_texts(TEXTS, progress=False)
     found = [
@@ -65,7 +65,7 @@ def test_a_negative_control_finds_the_wrong_chunk(opened, monkeypatch):  # noqa:
     assert not all(found)
 
 
-def test_added_documents_do_not_hide_what_is_old(opened):  # noqa: F811
+def test_added_documents_do_not_hide_what_is_old(opened):
     rag_with(opened, WordEmbedding()).add_texts(TEXTS, progress=False)
     new = {"d": "Tin is brought to the harbour by mules."}
     rag_with(opened, Shuffled()).add_texts(new, progress=False)
@@ -74,7 +74,7 @@ def test_added_documents_do_not_hide_what_is_old(opened):  # noqa: F811
         assert rag.search(text, k=1)[0].text.endswith(text)
 
 
-def test_a_read_only_index_says_who_can_mend_it(opened, monkeypatch):  # noqa: F811
+def test_a_read_only_index_says_who_can_mend_it(opened, monkeypatch):
     rag_with(opened, WordEmbedding()).add_texts(TEXTS, progress=False)
     rag = rag_with(opened, Shuffled())
     monkeypatch.setattr(type(rag.index), "is_read_only", True)

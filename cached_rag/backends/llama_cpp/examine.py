@@ -25,7 +25,7 @@ _PROBE_TOKENS = 24
 # by whole turns, perhaps, over a long one; so a rule has to hold over both.
 _NEAR, _FAR = 300, 10_000
 # Largest error of moved keys, as a share of a pair of dimensions' size. Rounding to 8 bits causes
-# up to a fifth of that; a wrong rule gives about 1 (tests/test_llama_backend.py has both).
+# up to a fifth of that; a wrong rule gives about 1 (tests/backends/test_llama_backend.py has both).
 _TOLERANCE = 0.25
 # Most that logits over KV that was put in may differ, in nats, and as a share of what wrong KV
 # does. Nothing is rounded on that way, but sums are taken in another order, and a last bit that

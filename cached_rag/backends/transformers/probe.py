@@ -39,7 +39,7 @@ _PROBE_DELTA = 61
 # Sliding windows are set to this while the model is examined, so that some tokens are outside.
 _PROBE_WINDOW = 5
 # Largest error allowed of a row, as a share of what the layer adds to it. In fp32, rounding causes
-# about 1e-6, one key too many or too few at least 1e-2 (tests/test_probe.py tests both).
+# about 1e-6, one key too many or too few at least 1e-2 (tests/backends/test_probe.py tests both).
 TOLERANCE = 1e-3
 # The same between two places, where rotation angles are rounded, too.
 _PLACE_TOLERANCE = 1e-2

@@ -1,0 +1,745 @@
+"""The command line as a user has it, on the tiny model saved to a folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from unittest.mock import Mock
+
+import pytest
+from conftest import CHUNKS
+from fastapi.testclient import TestClient
+from indexes import WordEmbedding
+from typer.testing import CliRunner
+
+from cached_rag import CachedRAG, ConfigError, DocumentError, Engine, StoreError
+from cached_rag.cli import demo
+from cached_rag.cli import main as cli
+from cached_rag.cli.terminal import plain, print_json, sooner
+from cached_rag.rag import Embedder
+from cached_rag.rag.settings import SYSTEM
+
+run = CliRunner().invoke
+
+
+@pytest.fixture(autouse=True)
+def words(monkeypatch, tmp_path):
+    monkeypatch.setattr(Embedder, "embed", WordEmbedding.embed)
+    monkeypatch.setattr(Embedder, "load", lambda _: None)
+    monkeypatch.setenv("CACHED_RAG_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def index(tmp_path, model_folder):
+    for name, chunk in zip("abc", CHUNKS, strict=True):
+        (tmp_path / "docs").mkdir(exist_ok=True)
+        (tmp_path / "docs" / f"{name}.txt").write_text(chunk)
+    path = tmp_path / "index"
+    options = ["--index", str(path), "--model", model_folder, "--dtype", "float32", "--json"]
+    result = run(cli.app, ["ingest", str(tmp_path / "docs"), *options])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["encoded"] == 3
+    return path
+
+
+def test_ask_prints_one_object_with_text_sources_and_report(index):
+    arguments = ["ask", "copper green?", "--index", str(index), "-k", "2", "--max-tokens", "5"]
+    result = run(cli.app, [*arguments, "--dtype", "float32", "--json", "--compare"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert set(answer) == {"text", "sources", "report", "full"}
+    assert answer["report"]["modules_hit"] == 2
+    assert answer["full"]["report"]["method"] == "full"
+    shown = run(cli.app, [*arguments, "--dtype", "float32", "--compare"])
+    assert "than full prefill" in shown.stdout
+
+
+def test_ask_drafts_unless_it_is_told_not_to(index):
+    arguments = ["ask", "copper green?", "--index", str(index), "--max-tokens", "60", "--json"]
+    plain, found = (
+        json.loads(run(cli.app, [*arguments, "--dtype", "float32", *more]).stdout)
+        for more in (["--no-drafts"], [])
+    )
+    assert found["text"] == plain["text"]
+    assert found["report"]["drafted_tokens"] > plain["report"]["drafted_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"), [(2.5, "2.5x sooner"), (1.0, "1.0x sooner"), (0.5, "2.0x later")]
+)
+def test_sooner_says_later_below_one(ratio, said):
+    assert sooner(ratio) == said
+
+
+def test_store_commands_count_verify_and_prune(index):
+    where = ["--index", str(index), "--json"]
+    stats = json.loads(run(cli.app, ["store", "stats", *where]).stdout)
+    assert stats["texts"] == stats["modules"] == 7  # three chunks twice, and their prefix
+    assert "7 texts, " in run(cli.app, ["store", "stats", "--index", str(index)]).stdout
+    assert run(cli.app, ["store", "verify", *where]).exit_code == 0
+    victim = next((index / "kv" / "blobs").glob("*/*"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    found = run(cli.app, ["store", "verify", *where])
+    assert found.exit_code == 1
+    assert len(json.loads(found.stdout)["problems"]) == 1
+    pruned = json.loads(run(cli.app, ["store", "prune", *where, "--max-bytes", "0"]).stdout)
+    assert pruned["files"] == 7
+
+
+def test_store_stats_names_a_folder_as_it_is_called(index, tmp_path):
+    odd = index.rename(tmp_path / ("x" * 200 + "[bold]"))
+    shown = run(cli.app, ["store", "stats", "--index", str(odd)])
+    assert shown.exit_code == 0, shown.exception
+    assert str(odd) in shown.stdout
+
+
+def test_prune_keeps_no_less_than_nothing(index):
+    refused = run(cli.app, ["store", "prune", "--index", str(index), "--max-bytes", "-5"])
+    assert refused.exit_code == 2
+    stats = run(cli.app, ["store", "stats", "--index", str(index), "--json"])
+    assert json.loads(stats.stdout)["texts"] == 7
+
+
+def test_demo_names_its_folder_as_it_is_called(tmp_path, monkeypatch, model_folder):
+    monkeypatch.setattr(demo, "DOCUMENTS", ())
+    monkeypatch.setattr(demo, "_compared", lambda _: "compared")
+    monkeypatch.setattr(CachedRAG, "ask", lambda *_, **__: None)
+    odd = tmp_path / ("x" * 200 + "[bold]")
+    shown = run(cli.app, ["demo", "--index", str(odd), "--model", model_folder])
+    assert shown.exit_code == 0, shown.exception
+    assert f"The index is in {odd};" in shown.stdout
+
+
+def test_demo_refuses_a_file_where_its_folder_would_be(tmp_path, model_folder):
+    (tmp_path / "file").write_text("")
+    refused = run(cli.app, ["demo", "--index", str(tmp_path / "file"), "--model", model_folder])
+    assert isinstance(refused.exception, ConfigError)
+    assert "is a file, and an index is a folder" in str(refused.exception)
+
+
+def test_who_interrupts_an_ingestion_is_told_how_it_goes_on(index, tmp_path, monkeypatch):
+    (tmp_path / "docs" / "new.txt").write_text(CHUNKS[0][::-1])
+    monkeypatch.setattr(CachedRAG, "ingest", Mock(side_effect=KeyboardInterrupt))
+    stopped = run(cli.app, ["ingest", str(tmp_path / "docs"), "--index", str(index)])
+    assert stopped.exit_code == 130
+    assert "the same command goes on from there" in " ".join(stopped.stderr.split())
+
+
+def test_ingest_says_what_it_made_and_what_it_did_not_find(index, tmp_path, monkeypatch):
+    options = ["--index", str(index), "--dtype", "float32"]
+    shown = " ".join(run(cli.app, ["ingest", str(tmp_path / "docs"), *options]).stdout.split())
+    assert "3 unchanged" in shown
+    assert re.search(r"the index has \d+ MiB of KV", shown)
+    (tmp_path / "empty").mkdir()
+    nothing = run(cli.app, ["ingest", str(tmp_path / "empty"), *options])
+    assert "there is no file of a known kind" in nothing.stderr
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    missing = run(cli.app, ["ingest", str(tmp_path / "nowhere"), *options])
+    assert isinstance(missing.exception, DocumentError)
+
+
+def test_explain_says_before_it_answers_that_it_cannot_write(index, tmp_path, monkeypatch):
+    monkeypatch.setattr(CachedRAG, "ask", lambda *_, **__: pytest.fail("it was asked"))
+    for page in (tmp_path / "nowhere" / "a.html", tmp_path):
+        result = run(cli.app, ["explain", "q", "--index", str(index), "--html", str(page)])
+        assert isinstance(result.exception, ConfigError)
+        assert str(page) in str(result.exception)
+
+
+def test_schema_encode_fails_where_nothing_can_be_kept(tmp_path, model_folder):
+    (tmp_path / "a.xml").write_text(
+        '<schema name="a"><module name="m">Copper turns green in the air.</module></schema>'
+    )
+    (tmp_path / "file").write_text("")  # where the folder would be
+    command = ["schema", "encode", str(tmp_path / "a.xml"), "--model", model_folder]
+    command += ["--dtype", "float32", "--json", "--store"]
+    lost = run(cli.app, [*command, str(tmp_path / "file")])
+    assert isinstance(lost.exception, StoreError)
+    kept = run(cli.app, [*command, str(tmp_path / "kv")])
+    assert kept.exit_code == 0, kept.output
+    assert json.loads(kept.stdout)["encoded"] > 0
+
+
+def test_verify_looks_into_all_three_databases(index):
+    where = ["--index", str(index), "--json"]
+
+    def problems():
+        found = run(cli.app, ["store", "verify", *where])
+        assert found.exit_code == 1, found.output
+        return [problem["key"] for problem in json.loads(found.stdout)["problems"]]
+
+    for path, change in (
+        (index / "documents.sqlite", "UPDATE chunks SET text = 'other' WHERE id = 1"),
+        (index / "kv" / "catalog.sqlite", "UPDATE modules SET token_ids = x'00' WHERE id = 1"),
+    ):
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute(change)
+            connection.commit()
+    assert problems() == ["documents.sqlite chunks", "catalog.sqlite modules"]
+    for path in (index / "kv" / "index.sqlite", index / "kv" / "catalog.sqlite"):
+        path.write_bytes(b"no database" * 1000)
+    assert problems() == ["documents.sqlite chunks", "catalog.sqlite", "index.sqlite"]
+
+
+def test_ingest_of_an_empty_path_is_not_of_this_folder(index, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path / "docs")
+    for more in ([], ["--watch"]):
+        arguments = ["ingest", "", "--index", str(index), "--dtype", "float32", *more]
+        result = run(cli.app, arguments)
+        assert isinstance(result.exception, DocumentError)
+        assert "the path is empty" in str(result.exception)
+
+
+def test_ingest_says_in_one_line_what_it_passed_over(index, tmp_path):
+    for name in ("a.bin", "b.bin", "c.png", "Makefile", ".hidden.bin"):
+        (tmp_path / "docs" / name).write_text("text")
+    command = ["ingest", str(tmp_path / "docs"), "--index", str(index), "--dtype", "float32"]
+    shown = " ".join(run(cli.app, command).stderr.split())
+    assert "4 files passed over: 2 .bin, " in shown
+    assert "1 .png" in shown
+    assert "1 without suffix" in shown
+    assert "known kinds: .c, .cbl, .cc," in shown
+    found = json.loads(run(cli.app, [*command, "--json"]).stdout)
+    assert found["passed_over"][0] == [".bin", 2]
+    assert found["skipped"] == []
+
+
+def test_prune_drops_kv_of_other_dtypes_and_says_what(index, tmp_path, model_folder):
+    where = ["--index", str(index), "--json"]
+    again = run(cli.app, ["ingest", str(tmp_path / "docs"), "--dtype", "bfloat16", *where])
+    assert json.loads(again.stdout)["encoded"] == 3
+
+    def prune(*options):
+        return run(cli.app, ["store", "prune", *options, *where])
+
+    unused = ["--unused", "--dtype", "float32"]
+    trial = json.loads(prune(*unused, "--dry-run").stdout)
+    assert [(one["model"], one["dtype"], one["files"]) for one in trial["unused"]] == [
+        (model_folder, "bfloat16", 7)
+    ]
+    assert json.loads(prune(*unused, "--dtype", "bfloat16").stdout)["files"] == 0
+    assert json.loads(prune(*unused).stdout) == trial | {"is_dry_run": False}
+    assert json.loads(prune(*unused).stdout)["files"] == 0
+    assert json.loads(run(cli.app, ["store", "stats", *where]).stdout)["modules"] == 7
+    shown = run(cli.app, ["store", "prune", *unused, "--index", str(index)]).stdout
+    assert "0 files removed" in shown
+    for bad in (["--dry-run"], ["--unused", "--dtype", "float16"]):
+        assert isinstance(prune(*bad).exception, ConfigError)
+
+
+def test_ask_prints_what_the_user_should_know(index):
+    arguments = ["ask", "copper green?", "--index", str(index), "--dtype", "bfloat16"]
+    shown = " ".join(run(cli.app, [*arguments, "--max-tokens", "2"]).stderr.split())
+    assert "in float32; this engine is" in shown
+    assert "`cached-rag ingest`" in shown
+
+
+def test_documents_are_listed_and_deleted(index, tmp_path):
+    where = ["--index", str(index)]
+    listed = json.loads(run(cli.app, ["list", *where, "--json"]).stdout)["documents"]
+    assert [one["source"] for one in listed] == ["docs/a.txt", "docs/b.txt", "docs/c.txt"]
+    assert listed[1] == {
+        "source": "docs/b.txt",
+        "title": CHUNKS[1],
+        "chunks": 1,
+        "is_encoded": True,
+    }
+    assert "docs/c.txt" in run(cli.app, ["list", *where]).stdout
+    refused = run(cli.app, ["delete", "docs/a.txt", "docs/d.txt", *where])
+    assert isinstance(refused.exception, DocumentError)
+    gone = run(
+        cli.app, ["delete", "docs/a.txt", str(tmp_path / "docs" / "b.txt"), *where, "--json"]
+    )
+    assert gone.exit_code == 0, gone.output
+    deleted = json.loads(gone.stdout)["deleted"]
+    assert deleted == [
+        {"source": "docs/a.txt", "chunks": 1, "kvs": 2},
+        {"source": "docs/b.txt", "chunks": 1, "kvs": 2},
+    ]
+    left = json.loads(run(cli.app, ["list", *where, "--json"]).stdout)["documents"]
+    assert [one["source"] for one in left] == ["docs/c.txt"]
+
+
+def test_doctor_reports_the_rule_and_passes_its_self_test(model_folder):
+    result = run(cli.app, ["doctor", "--model", model_folder, "--dtype", "float32", "--json"])
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert "half rotary" in facts["position_rule"]
+    assert facts["texts"] == facts["modules"] == 0
+    assert facts["prefill_tokens_per_s_512"] >= facts["prefill_tokens_per_s_1024"] > 0
+    assert "2 chunks loaded" in facts["loading_from_memory"]
+    assert all(test["passed"] for test in facts["self_test"])
+
+
+def test_bench_prints_rows_and_the_machine(model_folder):
+    sizes = ["--modules", "3", "--module-tokens", "64", "--question-tokens", "8", "--repeats", "2"]
+    result = run(
+        cli.app, ["bench", "--model", model_folder, *sizes, "--dtype", "float32", "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [row["method"] for row in found["rows"]] == [
+        "transformers",
+        "full",
+        "reuse",
+        "cacheblend",
+    ]
+    full, reuse, blend = (row["charged_recompute"] for row in found["rows"][1:])
+    assert reuse < 0.3 < blend < full == 1  # of four layers the first two are computed in full
+    assert found["rows"][0]["prompt_tokens"] == pytest.approx(3 * 64 + 8, rel=0.15)
+    assert found["ingest"]["tokens_per_s"] > 0
+    assert found["machine"]["cores"]
+
+
+def bench(*arguments):
+    result = run(cli.app, ["bench", *map(str, arguments), "--dtype", "float32", "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["rows"]
+
+
+def test_options_before_a_command_that_does_not_have_them_are_refused(model_folder):
+    done = run(cli.app, ["bench", "--model", model_folder, "kernels"])
+    assert done.exit_code
+    assert "model stand before kernels" in str(done.exception)
+
+
+def test_files_for_results_are_looked_at_before_anything_is_measured(tmp_path):
+    for path in (tmp_path, tmp_path / "nowhere" / "rows.csv"):
+        for option in ("--csv", "--plot"):
+            done = run(cli.app, ["eval", "--data", "no.jsonl", "--model", "none", option, path])
+            assert "name a file in a folder that is there" in str(done.exception)
+
+
+def test_bench_serving_prints_a_row_for_each_way(model_folder):
+    sizes = ["--shared-tokens", 600, "--private-tokens", 20, "--new-tokens", 4, "--repeats", 1]
+    rows = bench("serving", "--model", model_folder, *sizes, "--requests", "3,5")
+    ways = ["relay", "copied", "recomputed", "sequential"]
+    assert [row["method"] for row in rows] == ways * 2
+    assert [row["requests"] for row in rows] == [3] * 4 + [5] * 4
+    relay, copied, recomputed, sequential = rows[4:]
+    assert relay["kv_bytes"] < copied["kv_bytes"] / 2
+    assert copied["kv_bytes"] > 4 * sequential["kv_bytes"]
+    # Each of five prompts computes its beginning, 600 tokens and more, or none does.
+    assert recomputed["computed_tokens"] - copied["computed_tokens"] >= 5 * 600
+    assert copied["computed_tokens"] == sequential["computed_tokens"] < 5 * 60
+    assert relay["computed_tokens"] <= copied["computed_tokens"]
+    arriving = bench(
+        "serving", "--model", model_folder, *sizes, "--rates", "50", "--methods", "relay"
+    )
+    assert arriving[0]["requests_per_s"] > 0
+    for wrong in (["--methods", "magic"], ["--methods", "magic", "--rates", "1"]):
+        bad = run(cli.app, ["bench", "serving", "--model", model_folder, *wrong])
+        assert isinstance(bad.exception, ConfigError)
+
+
+def test_bench_attention_prints_the_theory(model_folder, tmp_path):
+    sizes = ["--batches", "1,8", "--shared-tokens", "64,256", "--plot", tmp_path / "plot.png"]
+    rows = bench("attention", "--model", model_folder, *sizes)
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+    assert [(row["batch"], row["shared_tokens"]) for row in rows] == [
+        (1, 64),
+        (8, 64),
+        (1, 256),
+        (8, 256),
+    ]
+    # Eight rows of 64 + 128 or 256 + 128 keys: the scheduler has them in a slab, copied or not.
+    kernels = {(row["relay_kernels"], row["copied_kernels"]) for row in rows}
+    assert kernels == {("flash, padded", "padded")}
+
+
+def test_bench_kernels_times_both_for_rows_and_keys(model_folder):
+    sizes = ["--tokens", "1,3", "--keys", "16,2000", "--repeats", 1]
+    rows = bench("kernels", "--model", model_folder, *sizes)
+    # Four heads, two of them keys': a token is two rows. In fp32 only flash is ever taken.
+    assert [(row["tokens"], row["rows"], row["keys"], row["taken"]) for row in rows] == [
+        (1, 2, 16, "flash"),
+        (3, 6, 16, "flash"),
+        (1, 2, 2000, "flash"),
+        (3, 6, 2000, "flash"),
+    ]
+    assert all(row["flash_ms"] > 0 and row["matmul_ms"] > 0 for row in rows)
+    bad = run(cli.app, ["bench", "kernels", "--model", model_folder, "--keys", "0"])
+    assert isinstance(bad.exception, ConfigError)
+
+
+def test_bench_traffic_compares_methods(tmp_path, model_folder):
+    write_set(tmp_path / "set.jsonl", "Why is copper green?", "Who?", "Where?")
+    rows = bench(
+        "traffic",
+        tmp_path / "set.jsonl",
+        "--model",
+        model_folder,
+        "--clients",
+        "1,2",
+        "--new-tokens",
+        3,
+    )
+    ways = [(method, clients) for method in ("full", "prefix", "auto") for clients in (1, 2)]
+    assert [(row["method"], row["clients"]) for row in rows] == ways
+    assert rows[4]["cached"] > rows[0]["cached"]
+    for row in rows:
+        assert row["ttft_p50_ms"] < row["ttft_p95_ms"]
+        assert 0 <= row["gap_p50_ms"] <= row["gap_p95_ms"]  # 0: tokens that came together
+        assert 1 <= row["answer_tokens"] <= 3
+    nobody = run(
+        cli.app,
+        [
+            "bench",
+            "traffic",
+            str(tmp_path / "set.jsonl"),
+            "--model",
+            model_folder,
+            "--clients",
+            "0",
+        ],
+    )
+    assert isinstance(nobody.exception, ConfigError)
+
+
+def test_bench_chat_prints_every_turn_of_every_method(model_folder):
+    sizes = ["--documents", "3", "--document-tokens", "40", "--question-tokens", "12"]
+    rows = bench(
+        *("chat", "--model", model_folder, *sizes),
+        *("--turns", "3", "--new-tokens", "6", "--repeats", "1"),
+    )
+    turns = [(row["method"], row["turn"]) for row in rows]
+    methods = ("full, nothing kept", "full", "prefix", "auto")
+    assert turns == [(method, turn) for method in methods for turn in (1, 2, 3)]
+    for row in rows:
+        is_kept = row["turn"] > 1 and row["method"] != methods[0]
+        assert (row["kept"] > 0.5) == is_kept  # every chat begins as a new one
+    first = {row["method"]: row["cached"] for row in rows if row["turn"] == 1}
+    assert first[methods[0]] == first["full"] == 0 < first["prefix"] < first["auto"]
+
+
+def test_bench_traffic_takes_a_single_question(tmp_path, model_folder):
+    path = write_set(tmp_path / "set.jsonl", "Why is copper green?", "Who?")
+    options = ["--model", model_folder, "--limit", 1, "--new-tokens", 2, "--methods", "full"]
+    (row,) = bench("traffic", path, *options)
+    assert row["ttft_p50_ms"] == row["ttft_p95_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["serving", "--requests", "3,many"],
+        ["serving", "--rates", "often"],
+        ["attention", "--batches", "1,x"],
+        ["kernels", "--keys", "1.5"],
+        ["answers", "--prompt-tokens", "1k"],
+    ],
+)
+def test_bench_says_which_numbers_are_none(arguments, model_folder):
+    result = run(cli.app, ["bench", *arguments, "--model", model_folder])
+    assert isinstance(result.exception, ConfigError)
+    assert "numbers, comma-separated" in str(result.exception)
+
+
+def test_bench_takes_methods_with_several_options(model_folder):
+    sizes = ["--chunks", "2", "--chunk-tokens", "32", "--question-tokens", "8", "--repeats", "1"]
+    methods = "cacheblend:score=kv,gradual=true,reuse"
+    rows = bench("--model", model_folder, *sizes, "--methods", methods)
+    names = ["transformers", "full", "cacheblend:score=kv,gradual=true", "reuse"]
+    assert [row["method"] for row in rows] == names
+
+
+def test_figures_are_rounded_to_four_where_they_are_printed():
+    @dataclasses.dataclass
+    class Row:
+        name: str
+        count: int
+        long_ms: float
+        short_ms: float
+        none: float | None
+
+    row = plain(Row("a", 12345, 7632.44, 0.0123456, None))
+    assert row == {
+        "name": "a",
+        "count": 12345,
+        "long_ms": 7632,
+        "short_ms": 0.01235,
+        "none": None,
+    }
+
+
+def test_serve_refuses_what_cannot_be(model_folder, index):
+    both = ["--index", str(index)]
+    for options in ([*both, "--store", "x"], [*both, "--first-exact"], ["--api-key", "red:"]):
+        result = run(cli.app, ["serve", "--model", model_folder, *options])
+        assert isinstance(result.exception, ConfigError)
+
+
+def test_serve_serves_an_index_until_it_is_stopped(index, monkeypatch):
+    def asked_once(server, sockets):
+        assert sockets[0].getsockname()[0] == "0.0.0.0"
+        settings = server.config.app.state.service.engine.settings
+        assert (settings.sequence_bytes, settings.keeps_repaired) == (5000, False)
+        server._ready()
+        with TestClient(server.config.app) as client:
+            asked = [{"role": "system", "content": SYSTEM}]
+            asked += [{"role": "user", "content": f"{CHUNKS[0]} Why?"}]
+            body = {"model": "m", "messages": asked}
+            response = client.post("/v1/chat/completions", json=body | {"max_tokens": 3})
+            answers.append(response.json())
+
+    answers = []
+    monkeypatch.setattr("cached_rag.server.run.Server.run", asked_once)
+    options = ["--name", "m", "--host", "0.0.0.0", "--port", "0", "--dtype", "float32"]
+    refused = run(cli.app, ["serve", "--index", str(index), *options])
+    assert isinstance(refused.exception, ConfigError)
+    assert "--no-keys" in str(refused.exception)
+    options += ["--no-keys", "--recent-bytes", "5000", "--exact-only"]
+    result = run(cli.app, ["serve", "--index", str(index), *options])
+    assert result.exit_code == 0, result.output
+    assert answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert "GiB of KV on disk (--disk-bytes)" in result.stderr
+    assert "serving m at http://0.0.0.0:" in result.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--first-exact",)])
+def test_served_documents_are_encoded_behind_the_head_alone_if_asked(
+    model_folder, monkeypatch, options
+):
+    def encoded(server, sockets):
+        engine = server.config.app.state.service.engine
+        with TestClient(server.config.app, "http://127.0.0.1") as client:
+            body = {"texts": [CHUNKS[0]], "messages": [{"role": "user", "content": "{documents}?"}]}
+            assert client.post("/v1/documents", json=body).status_code == 200
+        found.extend(bool(behind.context) for behind in engine.library.encoded_after())
+        server._ready()
+
+    found = []
+    monkeypatch.setattr("cached_rag.server.run.Server.run", encoded)
+    result = run(cli.app, ["serve", "--model", model_folder, "--port", "0", *options])
+    assert result.exit_code == 0, result.output
+    assert sorted(found) == ([False, True] if options else [True])
+
+
+def write_set(path, *questions):
+    rows = [
+        {"id": q, "question": q, "answers": ["copper"], "chunks": [{"text": c} for c in CHUNKS]}
+        for q in questions
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def test_eval_prints_rows_and_writes_files(model_folder, tmp_path):
+    sets = [write_set(tmp_path / f"{name}.jsonl", "What is green?", "Who?") for name in "ab"]
+    files = ["--csv", str(tmp_path / "out.csv"), "--plot", str(tmp_path / "out.png")]
+    options = ["--methods", "full,reuse,epic,auto", "--ratio", "0.1,0.2", "--limit", "1"]
+    command = ["eval", "--data", *sets, *options, "--model", model_folder, "--dtype", "float32"]
+    result = run(cli.app, [*command, *files, "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert [(row["data"], row["method"], row["ratio"]) for row in rows[:5]] == [
+        ("a", "full", 1.0),
+        ("a", "reuse", 0.0),
+        ("a", "epic", 0.1),
+        ("a", "epic", 0.2),
+        ("a", "auto", 0.15),
+    ]
+    assert len(rows) == 15  # of either set, and of both together
+    assert (tmp_path / "out.csv").read_text().startswith("method,ratio,data,n,")
+    assert (tmp_path / "out.png").stat().st_size > 1000
+    again = run(cli.app, [*command, "--json"])  # from the journal: the very same
+    assert json.loads(again.stdout)["rows"] == rows
+    shown = run(cli.app, command)
+    assert "fewer than 30 questions" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ask", "q", "--index", "nowhere"], "there is no index at nowhere"),
+        (["store", "stats", "--index", "nowhere"], "there is no index at nowhere"),
+        (["doctor", "--model", "./no-model"], "there is no model folder"),
+        (["eval", "--data", "x.jsonl", "--methods", "nope"], "method 'nope' is not one of"),
+        (["eval", "--data", "x.jsonl", "--ratio", "much"], "a ratio is a number"),
+        (["bench", "answers", "--prompt-tokens", "0"], "prompt tokens are whole numbers, 1 or"),
+        (["bench", "traffic", "x.jsonl", "--clients", "4,-1"], "clients are whole numbers, 1 or"),
+        (["bench", "traffic", "x.jsonl", "--clients", ","], "clients are whole numbers, 1 or"),
+        (["doctor", "--model", "x.gguf"], "there is no GGUF file"),
+        (["doctor", "--model", "smollm2-135m", "--dtype", "int7"], "dtype 'int7' is not one of"),
+    ],
+)
+def test_errors_are_one_line_and_exit_1(arguments, message, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["cached-rag", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        "ingest",
+        "ask",
+        "list",
+        "delete",
+        "demo",
+        "doctor",
+        "bench",
+        "bench serving",
+        "bench attention",
+        "bench kernels",
+        "bench traffic",
+        "bench answers",
+        "bench peers",
+        "bench mixing",
+        "bench stored",
+        "bench weights",
+        "serve",
+        "store stats",
+        "store verify",
+        "store prune",
+    ],
+)
+def test_every_command_has_help(command):
+    result = run(cli.app, [*command.split(), "--help"])
+    assert result.exit_code == 0
+    assert "Usage" in result.stdout
+
+
+def test_chat_answers_turn_by_turn_and_shows_what_it_used(index):
+    arguments = ["chat", "--index", str(index), "-k", "1", "--max-tokens", "3", "--no-condense"]
+    said = "copper green?\n/sources\nand lighthouses?\n/new\n/sources\n\nnever asked\n"
+    result = run(cli.app, [*arguments, "--dtype", "float32"], input=said)
+    assert result.exit_code == 0, result.output
+    assert result.output.count("prompt tokens from cache") == 2
+    said = " ".join(result.output.split()) + " "  # without the breaks of narrow terminals
+    _, first, shown, _, new, none, _ = said.split("> ")
+    assert CHUNKS[1][:40] in first
+    assert shown.count(CHUNKS[1][:40]) == 2  # as a title, and as a text
+    assert shown.count(CHUNKS[1]) == 1  # titles are cut
+    assert new == none == ""
+
+
+def test_a_chat_does_not_take_commands_for_questions(index):
+    arguments = ["chat", "--index", str(index), "-k", "1", "--max-tokens", "3", "--no-condense"]
+    said = "/help\n/halp me\n /etc is copper?\n/quit\nnever asked\n"
+    result = run(cli.app, [*arguments, "--dtype", "float32"], input=said)
+    assert result.exit_code == 0, result.output
+    assert result.output.count("/new begins anew") == 3
+    assert "there is no /halp" in result.output
+    assert result.output.count("prompt tokens from cache") == 1
+
+
+def test_a_last_question_that_fails_is_an_exit_code(index):
+    arguments = ["chat", "--index", str(index), "-k", "1", "--max-tokens", "100000"]
+    result = run(cli.app, [*arguments, "--dtype", "float32"], input="copper green?\n")
+    assert result.exit_code == 1
+    assert "error: " in result.output
+
+
+def test_workers_of_a_cluster_need_a_cluster(tmp_path):
+    arguments = ["ingest", str(tmp_path), "--index", str(tmp_path / "index"), "--ray-workers", "3"]
+    result = run(cli.app, arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert "go with --ray" in str(result.exception)
+
+
+def test_an_interrupt_while_libraries_load_is_no_error():
+    load = "import sys, cached_rag.cli as cli\nsys.modules['cached_rag.cli.main'] = Interrupted()\n"
+    class_ = "class Interrupted:\n    def __getattr__(self, name): raise KeyboardInterrupt\n"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{class_}{load}cli.run()"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_search_shows_the_nearest_chunks(index):
+    arguments = ["search", "copper green?", "--index", str(index), "-k", "1"]
+    found = json.loads(run(cli.app, [*arguments, "--json"]).stdout)["hits"]
+    assert [hit["source"] for hit in found] == ["docs/b.txt"]
+    shown = " ".join(run(cli.app, [*arguments, "--where", "source=*c.txt"]).stdout.split())
+    assert CHUNKS[2] in shown
+    assert CHUNKS[1] not in shown
+
+
+def test_where_chooses_the_chunks(index):
+    arguments = ["ask", "copper green?", "--index", str(index), "--max-tokens", "2", "--json"]
+    result = run(cli.app, [*arguments, "--dtype", "float32", "--where", "source=docs/[bc].txt"])
+    names = [hit["source"] for hit in json.loads(result.stdout)["sources"]]
+    assert sorted(names) == ["docs/b.txt", "docs/c.txt"]
+    for wrong, says in (("source", "FIELD=VALUE"), ("page=1", "no chunk has a field 'page'")):
+        result = run(cli.app, [*arguments, "--dtype", "float32", "--where", wrong])
+        assert isinstance(result.exception, ConfigError)
+        assert says in str(result.exception)
+
+
+def test_ingest_watch_goes_on_until_interrupted(index, tmp_path, monkeypatch):
+    seen = []
+
+    def interrupted(self, path):
+        seen.append(path)
+        yield self.ingest(path, progress=False)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CachedRAG, "watch", interrupted)
+    result = run(cli.app, ["ingest", str(tmp_path / "docs"), "--index", str(index), "--watch"])
+    assert result.exit_code == 0, result.output
+    assert "3 unchanged" in result.output
+    assert seen == [str(tmp_path / "docs")]
+    named = ["ingest", str(tmp_path), "--index", str(index), "--watch", "--name", "x"]
+    assert isinstance(run(cli.app, named).exception, ConfigError)
+
+
+def test_one_object_is_in_a_pipe_at_once(monkeypatch):
+    with monkeypatch.context() as patch:
+        reading, writing = os.pipe()
+        with open(writing, "w") as pipe, open(reading) as other:
+            patch.setattr(sys, "stdout", pipe)
+            os.set_blocking(reading, False)
+            print_json({"added": 1})
+            assert other.read() == '{"added": 1}\n'
+
+
+def test_a_home_is_found_where_the_shell_leaves_it(index, monkeypatch):
+    monkeypatch.setenv("HOME", str(index.parent))
+    for arguments in (["list"], ["store", "stats"], ["store", "verify"]):
+        result = run(cli.app, [*arguments, f"--index=~/{index.name}", "--json"])
+        assert result.exit_code == 0, result.exception
+    nobody = run(cli.app, ["list", "--index=~nobody-of-that-name/x"])
+    assert isinstance(nobody.exception, ConfigError)
+
+
+def test_machines_share_kv_by_remote(index, tmp_path, model_folder):
+    """Another machine has the documents, but no KV: it gets that from the shared store."""
+    shared = tmp_path / "shared"
+    where = ["--index", str(index), "--dtype", "float32", "--json", "--remote", f"file://{shared}"]
+    docs = str(tmp_path / "docs")
+    sent = json.loads(run(cli.app, ["ingest", docs, *where]).stdout)
+    assert (sent["encoded"], sent["unsent"]) == (0, 0)  # what was there already is sent
+    for blob in (index / "kv" / "blobs").rglob("*.safetensors"):
+        blob.unlink()
+    found = run(cli.app, ["ask", "copper green?", *where, "-k", "3", "--max-tokens", "2"])
+    assert json.loads(found.stdout)["report"]["modules_hit"] == 3
+    before = len(list(shared.rglob("*.raw")))
+    gone = ["delete", "docs/a.txt", *where[:2], *where[4:]]
+    assert run(cli.app, gone).exit_code == 0
+    # Its KV behind the primer, and that behind the head alone.
+    assert len(list(shared.rglob("*.raw"))) == before - 2
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_code_page_that_lacks_a_character_fails_no_command(tmp_path, options):
+    name, code = "m\N{SNOWMAN}", "from cached_rag.cli import run; run()"
+    (tmp_path / "a.xml").write_text(f'<schema name="s"><module name="{name}"/></schema>', "utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", code, "schema", "check", "a.xml", *options],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONIOENCODING": "cp1252"},
+        capture_output=True,
+    )
+    assert (done.returncode, done.stderr) == (1, b"")
+    assert (b"'m?'" in done.stdout) == (not options)

@@ -1,0 +1,392 @@
+"""Every method: which rows it takes, and that the rows it takes are computed right."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+import torch
+from conftest import plain_logits, random_ids, tiny_model
+from modules import (
+    TOLERANCE,
+    WATCHED,
+    assembled,
+    copy,
+    garbage,
+)
+
+from cached_rag import ConfigError, GenerationConfig, ModelError
+from cached_rag.backends.transformers.attention.scattered import Rows
+from cached_rag.backends.transformers.drift import Drift
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.methods import (
+    SELECTORS,
+    AnchorFlow,
+    Auto,
+    CacheBlend,
+    Epic,
+    Fast,
+    InfoFlow,
+    Layout,
+    ProphetKV,
+    Random,
+    Reuse,
+    Union,
+    name_of,
+    parse_method,
+)
+from cached_rag.methods.base import LayerCheck, StaticSelector
+
+RATIOED = sorted(set(SELECTORS) - {"reuse", "full", "prefix"})
+
+
+@dataclass(frozen=True)
+class Chosen(StaticSelector):
+    """The slow twin: the rows another method chose, computed in one pass from layer 0."""
+
+    rows: torch.Tensor
+    transfers_drift: bool = False
+
+    def first_rows(self, layout):
+        return layout.fresh | self.rows
+
+
+def small_layout(layers=4):
+    live = torch.zeros(40, dtype=torch.bool)
+    live[[16, 27]] = live[34:] = True
+    exact = torch.arange(40) < 6
+    return Layout(live, exact, ((6, 16), (17, 27), (28, 34)), layers)
+
+
+@pytest.mark.parametrize("name", RATIOED)
+def test_r_1_equals_full_prefill_and_r_0_is_reuse(name):
+    model, buffer, tokens, layout = assembled("llama")
+    plain = plain_logits(model, tokens[0].tolist())[-1]
+
+    def logits(selector):
+        return model.repair(copy(buffer), tokens, layout, selector).logits[0]
+
+    whole, nothing = (parse_method(name, SELECTORS, {"recompute_ratio": r}) for r in (1.0, 0.0))
+    assert torch.allclose(logits(whole), plain, atol=TOLERANCE)
+    assert not torch.allclose(logits(nothing), plain, atol=1e-2)
+    if name in ("anchorflow", "auto", "fast"):
+        anchors = Chosen(Epic(8).first_rows(layout), transfers_drift=True)
+        assert torch.equal(logits(nothing), logits(anchors))
+    elif name != "cacheblend":  # which recomputes its first layers whatever the ratio
+        assert torch.equal(logits(nothing), logits(Reuse()))
+
+
+@pytest.mark.parametrize("family", WATCHED)
+@pytest.mark.parametrize(
+    "selector", [ProphetKV(0.2), InfoFlow(0.2), AnchorFlow(0.1, anchor_tokens=3)], ids=repr
+)
+def test_what_the_question_pass_computed_is_used_again_without_harm(family, selector):
+    """Twin: the same rows in a single pass from layer 0, all of them."""
+    model, buffer, tokens, layout = assembled(family)
+    seen = []
+
+    class Recording(type(selector)):
+        def choose(self, scores, layout):
+            seen.append(super().choose(scores, layout))
+            return seen[0]
+
+    recording = Recording(**dataclasses.asdict(selector))
+    ours, twin = copy(buffer), copy(buffer)
+    done = model.repair(ours, tokens, layout, recording)
+    once = Chosen(seen[0], selector.transfers_drift)
+    plain = model.repair(twin, tokens, layout, once)
+    assert torch.allclose(done.logits, plain.logits, atol=TOLERANCE)
+    assert torch.allclose(ours.keys, twin.keys, atol=TOLERANCE)
+    assert torch.allclose(ours.values, twin.values, atol=TOLERANCE)
+    stale = model.repair(copy(buffer), tokens, layout, Reuse())
+    if model.decoder.windows[0] is None:  # control; tiny windows end before what was repaired
+        assert not torch.allclose(done.logits, stale.logits, atol=1e-3)
+
+
+def test_the_question_pass_is_charged_and_layer_0_only_once():
+    model, buffer, tokens, layout = assembled("llama")
+    live, layers = int(layout.fresh.sum()), layout.num_layers
+    chosen = int(0.2 * int(layout.reused.sum()))
+    done = model.repair(copy(buffer), tokens, layout, ProphetKV(0.2))
+    assert done.computed == live * layers + chosen * layers + live * (layers - 1)
+    first_only = parse_method("a3", SELECTORS, {"recompute_ratio": 0.2})
+    done = model.repair(copy(buffer), tokens, layout, first_only)
+    assert done.computed == (live + chosen) * layers
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "qwen3"])
+def test_observed_weights_are_the_models_own(family):
+    """Twin: the attention weights that the model itself returns in eager mode, all fresh."""
+    model = tiny_model(family)
+    ids, question = random_ids(90, seed=5), 70
+    tokens = torch.tensor([ids])
+    live = torch.arange(90) >= question
+    layout = Layout(live, torch.zeros(90, dtype=torch.bool), ((0, question),), 4)
+    shown = []
+
+    class Showing(ProphetKV):
+        def score(self, weights):
+            shown.append(weights)
+            return super().score(weights)
+
+    buffer = KVBuffer.like(model.shapes, 90)
+    model.prefill(buffer, tokens)
+    model.repair(buffer, tokens, layout, Showing(0.5))
+    model.decoder.model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            own = model.decoder.model(tokens, output_attentions=True).attentions
+    finally:
+        model.decoder.model.set_attn_implementation("cached_rag")
+    assert len(shown) == len(own) == 4
+    for ours, theirs in zip(shown, own, strict=True):
+        assert torch.allclose(ours, theirs[0, :, question:].mean(dim=0), atol=1e-5)
+        assert torch.allclose(ours.sum(dim=1), torch.ones(20), atol=1e-5)
+
+
+def test_rows_say_what_was_computed_in_every_layer():
+    model, buffer, tokens, layout = assembled("llama")
+    for selector, chosen in ((Reuse(), 0), (ProphetKV(0.2), 12), (CacheBlend(0.2), 12)):
+        rows = model.repair(copy(buffer), tokens, layout, selector).rows
+        assert int(layout.reused[rows].sum()) == chosen
+        assert set(layout.fresh.nonzero().flatten().tolist()) <= set(rows.tolist())
+        assert not bool(layout.exact[rows].any())
+
+
+def test_models_that_cannot_be_watched_are_refused_by_name():
+    model, buffer, tokens, layout = assembled("falcon")
+    assert not model.decoder.is_fast
+    with pytest.raises(ModelError, match="cannot be watched"):
+        model.repair(buffer, tokens, layout, ProphetKV(0.2))
+
+
+@pytest.mark.parametrize("name", sorted(SELECTORS))
+def test_live_rows_are_always_computed_and_exact_ones_never(name):
+    layout = small_layout()
+    rows = parse_method(name, SELECTORS, {"recompute_ratio": 0.3}).first_rows(layout)
+    assert bool((rows | ~layout.fresh).all())
+    assert not bool((rows & layout.exact).any())
+
+
+def test_epic_takes_the_first_tokens_of_every_module():
+    layout = small_layout()
+    rows = (Epic(3).first_rows(layout) & layout.reused).nonzero().flatten().tolist()
+    assert rows == [6, 7, 8, 17, 18, 19, 28, 29, 30]
+    assert int((Epic(recompute_ratio=0.5).first_rows(layout) & layout.reused).sum()) == 13
+
+
+def test_random_is_the_same_every_time_and_differs_by_seed():
+    layout = small_layout()
+    first = Random(0.5).first_rows(layout)
+    assert torch.equal(first, Random(0.5).first_rows(layout))
+    assert not torch.equal(first, Random(0.5, seed=1).first_rows(layout))
+    assert int((first & layout.reused).sum()) == 13
+
+
+def test_question_methods_take_the_highest_scores():
+    layout = small_layout()
+    scores = torch.zeros(2, 40)
+    scores[0, 8], scores[1, 30], scores[:, 3], scores[:, 35] = 1.0, 2.0, 9.0, 9.0
+    chosen = ProphetKV(2 / 26).choose(scores, layout)
+    assert chosen.nonzero().flatten().tolist() == [8, 30]  # neither exact nor live rows
+
+
+def test_infoflow_looks_at_late_layers_and_takes_the_norm():
+    assert InfoFlow(0.2).observed_layers(small_layout(10)) == (5, 6, 7, 8, 9)
+    assert InfoFlow(0.2, depth=0.8).observed_layers(small_layout(10)) == (8, 9)
+    weights = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]])
+    assert torch.allclose(InfoFlow(0.2).score(weights), 2**0.5 * weights[0])
+
+
+def test_auto_does_not_ask_where_much_of_the_prompt_is_live():
+    def asks(live, length, method=Auto):
+        fresh = torch.arange(length) >= length - live
+        modules = ((0, length - live),)
+        return bool(method().observed_layers(Layout(fresh, torch.zeros_like(fresh), modules, 4)))
+
+    assert asks(250, 1000)
+    assert not asks(251, 1000)
+    assert asks(128, 200)  # few tokens are soon computed again
+    assert not asks(129, 200)
+    assert asks(251, 1000, AnchorFlow)  # asked for by its name, it does as it says
+    assert not asks(251, 1000, Fast)
+    few = Layout(torch.arange(400) >= 100, torch.zeros(400, dtype=torch.bool), ((0, 100),), 4)
+    assert torch.equal(Auto().first_rows(few), Epic(8).first_rows(few))
+
+
+def test_fast_chooses_a_fifth_of_what_auto_does():
+    fresh = torch.arange(1020) >= 1000
+    layout = Layout(fresh, torch.zeros_like(fresh), ((0, 1000),), 4)
+    assert (Fast().budget(layout), Auto().budget(layout)) == (30, 150)
+    assert name_of(Fast()) == name_of(Auto()) == "anchorflow"
+
+
+def test_a_union_takes_what_any_member_takes():
+    layout = small_layout()
+    union = parse_method("epic:anchor_tokens=1+prophetkv:recompute_ratio=0.04", SELECTORS, {})
+    scores = torch.zeros(4, 40)
+    scores[:, 22] = 1.0
+    assert union.observed_layers(layout) == (0, 1, 2, 3)
+    assert union.choose(scores, layout).nonzero().flatten().tolist() == [6, 17, 22, 28]
+    model, buffer, tokens, layout = assembled("llama")
+    done = model.repair(copy(buffer), tokens, layout, union)
+    alone = model.repair(copy(buffer), tokens, layout, Epic(1))
+    assert not torch.allclose(done.logits, alone.logits, atol=1e-4)
+
+
+def moved_in_words(before, fresh, slots, modules):
+    """The slow twin of `Drift`: token by token what its docstring says, in fp32."""
+    after = before.clone()
+    for begin, end in modules:
+        spoken = [i for i, slot in enumerate(slots) if begin < slot < end]
+        if spoken:
+            counts = [((slots[i] - begin) / 64) ** 0.5 for i in spoken]
+            moves = [fresh[:, :, i] - before[:, :, slots[i]] for i in spoken]
+            mean = sum(count * move for count, move in zip(counts, moves, strict=True))
+            for slot in range(begin, end):
+                after[:, :, slot] += mean / (sum(counts) + 4)
+    return after
+
+
+def test_drift_moves_the_other_tokens_of_a_module_and_no_others():
+    model, buffer, _, layout = assembled("llama")
+    before = copy(buffer)
+    begin = layout.modules[1][0]
+    slots = [begin + 2, begin + 9, begin + 11, layout.modules[2][0], layout.fresh.shape[0] - 1]
+    rows = Rows(torch.tensor(slots), layout.fresh.shape[0])
+    shape = (1, model.shapes.num_kv_heads, len(slots), model.shapes.head_dim)
+    keys, values = torch.randn(shape), torch.randn(shape)
+    drift = Drift(layout.modules)
+    drift.transfer(0, rows, keys, values, buffer)
+    assert torch.equal(buffer.keys, before.keys)  # layer 0 knows words only
+    drift.transfer(2, rows, keys, values, buffer)
+    for ours, old, fresh in (
+        (buffer.keys, before.keys, keys),
+        (buffer.values, before.values, values),
+    ):
+        twin = moved_in_words(old[2], fresh, slots, layout.modules)
+        assert torch.allclose(ours[2], twin, atol=1e-6)
+        assert torch.equal(ours[[0, 1, 3]], old[[0, 1, 3]])
+        length = layout.fresh.shape[0]
+        touched = (ours[2] != old[2]).any(dim=(0, 1, 3))[:length].nonzero().squeeze(1)
+        # The second module alone: a first token, as that of the third, says nothing.
+        assert touched.tolist() == list(range(*layout.modules[1]))
+
+
+def test_drift_is_what_text_before_a_module_does_to_all_of_it():
+    """Where a module moved as one, the tokens not recomputed end where full prefill has them."""
+    model, _, tokens, layout = assembled("llama")
+    whole = garbage(model, tokens.shape[1])
+    model.prefill(whole, tokens)
+    stale = copy(whole)
+    for begin, end in layout.modules:
+        shift = torch.randn(model.shapes.num_layers - 1, 1, 1, 1, model.shapes.value_dim)
+        stale.values[1:, :, :, begin:end] += shift
+    error = {}
+    for transfers in (True, False):
+        repaired = copy(stale)
+        selector = AnchorFlow(0.5, anchor_tokens=4, transfers_drift=transfers)
+        model.repair(repaired, tokens, layout, selector)
+        error[transfers] = float(
+            (repaired.values - whole.values)[:, :, :, : tokens.shape[1]].norm()
+        )
+    assert error[True] < 0.75 * error[False]
+
+
+def test_anchorflow_takes_anchors_and_of_the_rest_what_the_question_wants():
+    layout = small_layout()
+    scores = torch.zeros(2, 40)
+    scores[:, [6, 22, 31]] = 1.0
+    scores[:, 33] = 0.5
+    chosen = AnchorFlow(3 / 26, anchor_tokens=1).choose(scores, layout)
+    assert chosen.nonzero().flatten().tolist() == [6, 17, 22, 28, 31, 33]
+
+
+def test_anchorflow_takes_the_windows_that_the_question_wants():
+    fresh = torch.zeros(40, dtype=torch.bool)
+    fresh[30:] = True
+    layout = Layout(fresh, torch.zeros(40, dtype=torch.bool), ((0, 12), (12, 30)), 2)
+    scores = torch.zeros(2, 40)
+    scores[:, 9] = 1.0  # alone among its neighbours
+    scores[:, 21:24] = 0.5
+    method = AnchorFlow(5 / 30, anchor_tokens=1, window=4)
+    assert method.choose(scores, layout).nonzero().flatten().tolist() == [0, 12, 21, 22, 23, 24]
+
+
+@pytest.mark.parametrize("text", ["cacheblend+epic", "prophetkv+infoflow"])
+def test_what_cannot_be_joined_is_refused(text):
+    with pytest.raises(ConfigError, match="joined"):
+        parse_method(text, SELECTORS, {})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nope",
+        "epic:nope=1",
+        "epic:anchor_tokens",
+        "epic:anchor_tokens=-1",
+        "epic:anchor_tokens=1.5",
+        "epic:anchor_tokens=[1]",
+        "random:seed=99999999999999999999",
+        "random:seed=x",
+        "anchorflow:transfers_drift=maybe",
+        "anchorflow:window=0",
+        "infoflow:depth=true",
+        "infoflow:recompute_ratio=NaN",
+        "cacheblend:check_layer=[1.5]",
+    ],
+)
+def test_bad_methods_are_refused(text):
+    with pytest.raises(ConfigError):
+        GenerationConfig(method=text).selector()
+
+
+def test_methods_as_text_and_as_selectors():
+    assert GenerationConfig(method="epic:anchor_tokens=4").selector() == Epic(4)
+    assert GenerationConfig(method="epic:anchor_tokens=4", recompute_ratio=0.5).selector() == Epic(
+        4
+    )
+    joined = Union(members=(Epic(8), InfoFlow(0.04)))
+    with pytest.raises(ConfigError, match="ratios of their own"):
+        Union(1.0, (Epic(8), InfoFlow(0.04)))
+    with pytest.raises(ConfigError, match="adaptive"):
+        GenerationConfig(method="epic:anchor_tokens=2+infoflow", adaptive=True)
+    text = "epic:anchor_tokens=8+infoflow:recompute_ratio=0.04"
+    assert GenerationConfig(method=text).selector() == joined
+    own = CacheBlend(0.3, score="keys")
+    assert GenerationConfig(method=own).selector() is own
+    assert GenerationConfig(method=own).method_name == "cacheblend"
+
+
+def check(layer, fresh_values, fresh_keys=None):
+    zeros = torch.zeros(1, 6, 2)
+    slots, reused = torch.arange(6), torch.tensor([True] * 5 + [False])
+    keys = zeros if fresh_keys is None else fresh_keys
+    return LayerCheck(layer, slots, reused, keys, fresh_values, zeros, zeros)
+
+
+def test_cacheblend_by_values_by_keys_and_over_several_layers():
+    layout = Layout(
+        torch.tensor([False] * 5 + [True]), torch.zeros(6, dtype=torch.bool), ((0, 5),), 8
+    )
+    values, keys = torch.zeros(1, 6, 2), torch.zeros(1, 6, 2)
+    values[0, 1], keys[0, 3] = 5.0, 7.0
+    for score, token in (("values", 1), ("keys", 3)):
+        kept = CacheBlend(0.2, score=score).narrow(check(1, values, keys), layout)
+        assert kept.nonzero().flatten().tolist() == [token, 5]
+    several = CacheBlend(0.4, check_layer=(1, 3, 5))
+    assert several.check_layers(layout) == (1, 3, 5)
+    kept = [int(several.narrow(check(layer, values), layout).sum()) for layer in (1, 3, 5)]
+    assert kept[0] > kept[-1] == 3  # narrower and narrower, down to the ratio
+
+
+def test_auto_takes_less_of_settled_modules_and_fast_the_same():
+    fresh = torch.arange(1010) >= 1000
+    spans = ((0, 400), (400, 1000))
+    whole = Layout(fresh, torch.zeros(1010, dtype=torch.bool), spans, 4)
+    half = dataclasses.replace(whole, settled=spans[1:])
+    assert (Auto().budget(whole), Auto().budget(half)) == (150, 108)
+    assert Auto(recompute_ratio=0.3).budget(half) == 216
+    assert Fast().budget(whole) == Fast().budget(half) == 30
