@@ -92,7 +92,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy cached_rag
-	$(BIN)/mypy -p langchain_cached_rag -p ray_cached_rag -p vllm_cached_rag -p llama_index.llms.cached_rag \
+	$(BIN)/mypy -p langchain_cached_rag -p ray_cached_rag -p vllm_cached_rag -p docs.experiments -p llama_index.llms.cached_rag \
 		-p llama_index.retrievers.cached_rag -p llama_index.vector_stores.cached_rag \
 		-p llama_index.response_synthesizers.cached_rag -p llama_index.postprocessor.cached_rag
 

@@ -14,7 +14,7 @@ A page has, as a comment that readers do not see:
     -->
     <!-- end -->
 
-The first line behind the name is the command, which is given `--json` (`python -m` needs none);
+The first line behind the name is the command, which is given `--json` if it is ours;
 each other line is a column, its title and how a row of the command's is written in it. Lines "only"
 leave rows out, lines "say" put words in a cell's place, and a line "from: NAME" takes another list
 of what the command prints than "rows". What it printed is kept in docs/figures/NAME.json, with the
@@ -25,6 +25,7 @@ then one command.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -69,8 +70,10 @@ class Block:
     def measure(self) -> None:
         """Run the command in the working directory, and keep what it prints."""
         words = shlex.split(self.command)
-        words += ["--json"] if words[0] == "cached-rag" else []
-        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+        is_ours = words[0] == "cached-rag" or words[:3] == ["python", "-m", "docs.experiments"]
+        words += ["--json"] if is_ours else []
+        here = os.environ | {"PYTHONPATH": str(DOCS.parent)}
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, env=here)
         found = json.loads(done.stdout.strip().splitlines()[-1])
         kept = {"command": self.command, "date": str(date.today()), **found}
         self._file.write_text(json.dumps(kept, indent=1) + "\n")

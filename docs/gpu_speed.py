@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from cached_rag import Engine, LanguageModel, StoreConfig, wrap_model
 from cached_rag.backends.transformers.hardware import best_device, fastest_dtype
-from cached_rag.benchmarks.ttft import bench_ttft
+from cached_rag.evaluation.ttft import bench_ttft
 
 # Of Qwen2.5's models.
 SHAPES: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conftest import tiny_model
 
-from cached_rag.benchmarks import machine
+from cached_rag.evaluation.machine import machine
 
 
 def origin(command: str) -> str:

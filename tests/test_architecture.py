@@ -18,13 +18,14 @@ ROOT = Path(cached_rag.__file__).parent
 FLOORS = (
     *("errors", "defaults", "hints", "methods", "grammar", "config", "kv", "backends", "library"),
     *("engine",),
-    *("explain", "pml", "rag", "server", "benchmarks", "evaluation", "cli"),
+    *("explain", "pml", "rag", "server", "evaluation", "cli"),
 )
-PUBLIC = ("cached_rag", "cached_rag.benchmarks", "cached_rag.evaluation", "cached_rag.pml")
+PUBLIC = ("cached_rag", "cached_rag.pml")
 FRAMEWORKS = (
     *("langchain_core", "langchain", "llama_index", "langchain_cached_rag"),
     *("ray", "ray_cached_rag"),
     *("vllm", "vllm_cached_rag"),
+    "docs",
 )
 
 

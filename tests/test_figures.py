@@ -14,6 +14,7 @@ import pytest
 import typer
 
 from cached_rag.cli.main import app
+from docs.experiments.__main__ import app as experiments
 
 ROOT = Path(__file__).parent.parent
 _SPEC = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures.py")
@@ -51,7 +52,9 @@ def test_a_table_is_what_its_command_printed(block):
         assert kept["machine"][fact]
     words = shlex.split(block.command)
     command, rest = typer.main.get_command(app), [*words[1:], "--json"]
-    if words[:2] == ["python", "-m"]:
+    if words[:3] == ["python", "-m", "docs.experiments"]:
+        command, rest = typer.main.get_command(experiments), [*words[3:], "--json"]
+    elif words[:2] == ["python", "-m"]:
         module = typer.Typer()
         module.command()(importlib.import_module(words[2]).main)
         command, rest = typer.main.get_command(module), words[3:]

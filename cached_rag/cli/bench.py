@@ -1,27 +1,23 @@
-"""`cached-rag bench`: each command runs one benchmark and prints its figures."""
+"""`cached-rag bench`: times of each method, of the first token and of whole answers."""
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cached_rag.cli.bench_answers import answers, chat, memory, weights_formats
-from cached_rag.cli.bench_peers import peers_command
-from cached_rag.cli.bench_quality import mixing, signals
-from cached_rag.cli.bench_scale import scale
-from cached_rag.cli.bench_serving import attention, kernels, serving, traffic
-from cached_rag.cli.bench_stored import stored
+from cached_rag.cli.demo import CORPUS
 from cached_rag.cli.options import (
     BackendName,
     Device,
     Dtype,
     Methods,
     Model,
+    NewTokens,
     Repeats,
     Weights,
+    counts,
     names,
 )
 from cached_rag.cli.terminal import (
@@ -30,42 +26,33 @@ from cached_rag.cli.terminal import (
     plain,
     print_json,
     print_machine,
-    print_markdown,
+    print_rows,
     print_table,
 )
 from cached_rag.defaults import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cached_rag.benchmarks.ttft import TtftRow
+    from cached_rag.evaluation.ttft import TtftRow
 
 
 bench_app = typer.Typer(
     help="Measure speed, as ratios within one run. Without a command: time to first token of each "
     "method, against full prefill."
 )
+_ROOM = 128  # a prompt is some tokens longer than asked for if its chunks do not fit exactly
 
 
 @bench_app.callback(invoke_without_command=True)
 def ttft(
     context: typer.Context,
     model: Model = DEFAULT_MODEL,
-    chunks: Annotated[
-        int, typer.Option("--chunks", "--modules", min=1, help="Chunks in the prompt.")
-    ] = 8,
-    chunk_tokens: Annotated[
-        int, typer.Option("--chunk-tokens", "--module-tokens", min=1, help="Tokens of each chunk.")
-    ] = 512,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks in the prompt.")] = 8,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each chunk.")] = 512,
     question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 32,
-    methods: Methods = "reuse,cacheblend",
+    methods: Methods = "auto,fast,reuse",
     ratio: Annotated[float, typer.Option(help="Share of cached tokens to recompute.")] = 0.15,
     repeats: Repeats = 5,
-    loading: Annotated[
-        bool, typer.Option(help="Also time KV on disk, in a temporary folder below this one.")
-    ] = False,
-    remote: Annotated[
-        str | None, typer.Option(help="With --loading: also time this store on another machine.")
-    ] = None,
     dtype: Dtype = None,
     device: Device = None,
     weights: Weights = "as stored",
@@ -73,22 +60,16 @@ def ttft(
     as_json: Json = False,
 ) -> None:
     """Time to first token of each method against full prefill, in one run."""
-    if remote is not None and not loading:
-        raise ConfigError("--remote belongs to --loading")
     if context.invoked_subcommand is not None:
         _refuse_options(context)
         return
     from cached_rag import Engine
-    from cached_rag.benchmarks import (
-        NEW_PROMPTS,
-        bench_ingest,
-        bench_loading,
-        bench_ttft,
-        machine,
-    )
+    from cached_rag.evaluation.ingest import bench_ingest
+    from cached_rag.evaluation.machine import machine
+    from cached_rag.evaluation.new_prompts import NEW_PROMPTS
+    from cached_rag.evaluation.ttft import bench_ttft
 
     sizes: dict[str, Any] = {"modules": chunks, "module_tokens": chunk_tokens}
-    stored = []
     how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
     how["backend"] = backend
     with Engine.load(model, store=NEW_PROMPTS, **how) as engine:
@@ -102,19 +83,11 @@ def ttft(
         )
         encoding = bench_ingest(engine, **sizes)
         facts = machine(engine.model)
-        if loading:
-            with tempfile.TemporaryDirectory(dir=".") as folder:
-                stored = bench_loading(
-                    engine.model, Path(folder), **sizes, repeats=repeats, remote=remote
-                )
     if as_json:
-        found: dict[str, Any] = {"rows": [plain(row) for row in rows], "ingest": plain(encoding)}
-        found |= {"loading": [plain(row) for row in stored]} if loading else {}
+        found = {"rows": [plain(row) for row in rows], "ingest": plain(encoding)}
         print_json(found | {"machine": facts})
         return
     print_table([_cells(row) for row in rows])
-    for timed in stored:
-        out.print(f"{timed.method}, KV in {timed.loading}: {timed.ttft_ms:.1f} ms")
     out.print(
         f"ingestion: {encoding.tokens_per_s:.0f} tokens/s, {encoding.ratio:.2f}x the model's own "
         f"batched prefill"
@@ -144,36 +117,42 @@ def _refuse_options(context: typer.Context) -> None:
         )
 
 
-@bench_app.command("models")
-def models(
-    models: Annotated[
-        list[str],
-        typer.Argument(metavar="NAME", help="Aliases, Hugging Face ids, folders, .gguf files."),
-    ],
+@bench_app.command()
+def answers(
+    model: Model = DEFAULT_MODEL,
+    methods: Methods = "full,auto",
+    prompt_tokens: Annotated[
+        str, typer.Option(help="Lengths of prompts, comma-separated.")
+    ] = "1024,4096",
+    chunk_tokens: Annotated[
+        int, typer.Option(min=1, help="About how many tokens a chunk has.")
+    ] = 512,
+    new_tokens: NewTokens = 64,
+    texts: Annotated[Path, typer.Option(help="Folder of plain texts to cut chunks from.")] = CORPUS,
     repeats: Repeats = 3,
     dtype: Dtype = None,
     device: Device = None,
     weights: Weights = "as stored",
     as_json: Json = False,
 ) -> None:
-    """Loading, memory, speed and methods of models, each in its own process (docs/models.md)."""
-    from cached_rag.benchmarks import bench_models, machine
+    """Whole answers of each method over chunks of your texts, beside transformers' own."""
+    from cached_rag import Engine, StoreConfig
+    from cached_rag.evaluation.answers import bench_answers, joined, make_questions
+    from cached_rag.evaluation.machine import machine
+    from cached_rag.evaluation.peers.base import Peer
+    from cached_rag.evaluation.peers.own import Own
+    from cached_rag.evaluation.peers.transformers import Transformers
 
-    rows = bench_models(models, dtype=dtype, device=device, weights=weights, repeats=repeats)
-    print_markdown(rows, machine(), as_json=as_json)
-
-
-@bench_app.command()
-def architectures(as_json: Json = False) -> None:
-    """Which methods each architecture has, or why it is refused; tried on tiny random models."""
-    from cached_rag.benchmarks import bench_architectures, machine
-
-    print_markdown(bench_architectures(), machine(), as_json=as_json)
-
-
-for command in (serving, attention, kernels, traffic, answers, mixing, signals, memory, chat):
-    bench_app.command()(command)
-bench_app.command("peers")(peers_command)
-bench_app.command()(scale)
-bench_app.command()(stored)
-bench_app.command("weights")(weights_formats)
+    lengths, corpus = counts(prompt_tokens, "prompt tokens"), joined(texts)
+    # Nothing is kept of finished prompts, and nothing is computed while another one answers.
+    store = StoreConfig(sequence_bytes=0, write_back=False, learn_prefixes=False)
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
+    with Engine.load(model, store=store, **how) as engine:
+        peers: dict[str, Peer] = {name: Own(engine, name) for name in names(methods)}
+        peers = {"transformers": Transformers(engine), **peers}
+        sizes = {"chunk_tokens": chunk_tokens, "new_tokens": new_tokens, "rounds": repeats + 1}
+        questions = make_questions(engine, corpus, lengths, **sizes)
+        rows = [row for asked in questions for row in bench_answers(peers, asked, new_tokens)]
+        about = {name: peer.about for name, peer in peers.items()}
+        facts = machine(engine.model) | {"peers": about}
+    print_rows(rows, facts, as_json=as_json)

@@ -34,7 +34,7 @@ def doctor_command(
 ) -> None:
     """What this machine and model can do, and whether reuse computes what the model would."""
     from cached_rag import Engine
-    from cached_rag.benchmarks.examine import examine, self_test
+    from cached_rag.evaluation.examine import examine, self_test
 
     how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
     how["backend"] = backend

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib import import_module
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -149,9 +148,9 @@ def _workers(address: str | None, **options: float | None) -> IngestWorkers | No
         if given:
             raise ConfigError("--ray-workers, --ray-cpus and --ray-gpus go with --ray")
         return None
-    # by its name, as the core imports no framework
-    found: IngestWorkers = import_module("ray_cached_rag").RayConfig(address, **given)
-    return found
+    from cached_rag.rag.workers import workers
+
+    return workers(address, **given)
 
 
 def _keep_in_step(rag: CachedRAG, path: str, *, as_json: bool) -> None:

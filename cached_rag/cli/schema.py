@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,26 +15,18 @@ from cached_rag.cli.options import (
     Dtype,
     MaxTokens,
     Method,
-    Methods,
     Model,
-    Plot,
     Quality,
-    Repeats,
-    names,
-    numbers,
 )
 from cached_rag.cli.terminal import (
     Json,
     err,
     out,
-    plain,
     print_json,
-    print_machine,
     print_reports,
-    print_table,
 )
 from cached_rag.defaults import DEFAULT_MODEL
-from cached_rag.errors import ConfigError, PMLError
+from cached_rag.errors import PMLError
 
 if TYPE_CHECKING:
     from cached_rag.pml import Schema, SchemaPrompt
@@ -180,133 +171,3 @@ def _prompt(schema: Schema, prompt: str) -> SchemaPrompt:
     if prompt.lstrip().startswith("<"):
         return schema.prompt_from_string(prompt)
     return schema.prompt_from_file(prompt)
-
-
-@schema_app.command("eval")
-def evaluate(
-    file: File,
-    model: Model = DEFAULT_MODEL,
-    methods: Methods = "reuse,auto",
-    prompts: Annotated[int, typer.Option(min=1, help="Random prompts.")] = 20,
-    dtype: Dtype = None,
-    device: Device = None,
-    as_json: Json = False,
-) -> None:
-    """What each layout, encoding and method costs in quality, on random prompts of a schema."""
-    from cached_rag import Engine
-    from cached_rag.benchmarks import NEW_PROMPTS
-    from cached_rag.evaluation.schemas import evaluate_schema, schema_trials
-    from cached_rag.pml import Schema
-
-    schema, trials = Schema.from_file(file), schema_trials(names(methods))
-    with (
-        Engine.load(model, store=NEW_PROMPTS, dtype=dtype, device=device) as engine,
-        Progress(console=err, disable=as_json) as bar,
-    ):
-        task = bar.add_task(schema.name, total=prompts)
-        options: dict[str, Any] = {"prompts": prompts, "progress": lambda: bar.advance(task)}
-        rows = evaluate_schema(engine, schema, trials, **options)
-    if as_json:
-        print_json({"rows": [dataclasses.asdict(row) for row in rows]})
-    else:
-        print_table(
-            [
-                {
-                    **dataclasses.asdict(row.trial),
-                    "KL": f"{row.kl.mean:.3f}",
-                    "same first token": f"{row.agreement:.0%}",
-                    "NLL - full": f"{row.nll.mean:+.3f} ({row.nll.low:+.3f}, {row.nll.high:+.3f})",
-                    "speed-up": f"{row.speedup:.1f}x",
-                    "charged": f"{row.charged:.3f}",
-                }
-                for row in rows
-            ]
-        )
-
-
-@schema_app.command()
-def demo(
-    examples: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="NAMES", help="code, learner or trip; all by default."),
-    ] = None,
-    model: Model = DEFAULT_MODEL,
-    max_tokens: MaxTokens = 48,
-    repeats: Repeats = 3,
-    dtype: Dtype = None,
-    device: Device = None,
-    as_json: Json = False,
-) -> None:
-    """The three applications of the Prompt Cache paper, cached against full prefill."""
-    from cached_rag import Engine
-    from cached_rag.benchmarks import NEW_PROMPTS, bench_prompt, footprint, machine
-    from cached_rag.pml.examples import EXAMPLES
-
-    chosen = examples or list(EXAMPLES)
-    if unknown := [name for name in chosen if name not in EXAMPLES]:
-        raise ConfigError(f"no example {unknown[0]!r}; there are {', '.join(EXAMPLES)}")
-    found: dict[str, Any] = {}
-    with Engine.load(model, store=NEW_PROMPTS, dtype=dtype, device=device) as engine:
-        for name in chosen:
-            for prompt in EXAMPLES[name]().prompts:
-                rows = bench_prompt(engine, prompt, max_tokens=max_tokens, repeats=repeats)
-                shown = [plain(row) for row in rows]
-                found.setdefault(name, []).append(shown)
-                if not as_json:
-                    out.print(name)
-                    print_table(shown)
-        weight = footprint(engine)
-        facts = machine(engine.model)
-    if as_json:
-        print_json({"examples": found, "bytes": dataclasses.asdict(weight), "machine": facts})
-        return
-    out.print(
-        f"KV: {weight.memory:.0f} bytes a token in memory; layers x heads x (key + value) x "
-        f"bytes of the dtype = {weight.formula}"
-    )
-
-
-@schema_app.command()
-def bench(
-    lengths: Annotated[
-        str, typer.Option(help="Prompt tokens, comma-separated.")
-    ] = "512,1024,2048,4096,8000",
-    model: Model = DEFAULT_MODEL,
-    method: Annotated[str, typer.Option(help="What is timed against full prefill.")] = "reuse",
-    repeats: Repeats = 3,
-    plot: Plot = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    as_json: Json = False,
-) -> None:
-    """Time to first token by prompt length: full prefill, KV in memory, KV on this disk."""
-    from cached_rag.backends.transformers.loading import load_model
-    from cached_rag.benchmarks import bench_lengths, machine, plot_lengths
-
-    wanted = numbers(lengths, int, "lengths are numbers")
-    loaded = load_model(model, dtype, device)
-    with (
-        tempfile.TemporaryDirectory(dir=".") as folder,
-        Progress(console=err, disable=as_json) as bar,
-    ):
-        task = bar.add_task("rounds", total=repeats + 1)
-        options: dict[str, Any] = {"method": method, "repeats": repeats}
-        options["on_round"] = lambda: bar.advance(task)
-        rows = bench_lengths(loaded, wanted, Path(folder), **options)
-    if plot is not None:
-        plot_lengths(rows, plot)
-    if as_json:
-        print_json({"rows": [plain(row) for row in rows], "machine": machine(loaded)})
-        return
-    print_table(
-        [
-            {
-                "tokens": row.prompt_tokens,
-                "full ms": f"{row.full_ms:.0f}",
-                "memory ms": f"{row.memory_ms:.0f} ({row.full_ms / row.memory_ms:.1f}x)",
-                "disk ms": f"{row.disk_ms:.0f} ({row.full_ms / row.disk_ms:.1f}x)",
-            }
-            for row in rows
-        ]
-    )
-    print_machine(machine(loaded))

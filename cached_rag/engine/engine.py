@@ -310,5 +310,6 @@ class Engine(BaseEngine):
             self.tokenization,
             self._resources.learning,
             self._rendered(prompt),
+            self._encoder.start,
             self.sequences if self.settings.harvests else None,
         )

@@ -6,7 +6,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -18,7 +18,7 @@ from cached_rag.library.bringing import wanted
 from cached_rag.library.encodings import Encodings
 from cached_rag.library.learning import Learning
 from cached_rag.library.library import Library
-from cached_rag.library.matching import Match, align
+from cached_rag.library.matching import EncodedAfter, Match, align
 from cached_rag.library.plan import Plan, make_plan
 from cached_rag.library.sequences import Sequences
 from cached_rag.methods import Takes
@@ -61,6 +61,7 @@ class TextPlanner:
     """Plans one rendered prompt.
 
     Attributes:
+        starts: see `make_plan`.
         kept: finished prompts, of which chunks without KV are taken; None to take none.
     """
 
@@ -68,6 +69,7 @@ class TextPlanner:
     tokenization: Tokenization
     learning: Learning
     rendered: Rendered
+    starts: Callable[[EncodedAfter], int | None]
     kept: Sequences | None = None
 
     @property
@@ -131,7 +133,10 @@ class TextPlanner:
     ) -> tuple[Tokens, Plan]:
         clock = Clock()
         sink_ids = self.tokenization.sink_ids
-        plan = make_plan(self.library, tokens, matches, sink_ids, lazy=lazy, kept=self.kept)
+        kept, starts = self.kept, self.starts
+        plan = make_plan(
+            self.library, tokens, matches, sink_ids, starts=starts, lazy=lazy, kept=kept
+        )
         report.load_ms = brought_ms + clock.lap()
         report.notes += [note for note in notes if note not in report.notes]
         unused = () if takes is Takes.ALL else plan.harvested

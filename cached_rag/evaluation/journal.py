@@ -31,7 +31,7 @@ class Journal:
 
         Args:
             run: what all of its measurements have in common.
-            machine: where those that are added come from, see `benchmarks.machine`.
+            machine: where those that are added come from, see `machine`.
 
         Raises:
             EvaluationError: the file is another run's, or damaged, or cannot be read and written.

@@ -9,13 +9,13 @@ import torch
 
 from cached_rag.backends.prompt_text import Message
 from cached_rag.backends.thread import on_model_thread
-from cached_rag.benchmarks.new_prompts import check_prompts_are_new
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.decoding import Prefilled, answer_alone
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Clock
 from cached_rag.errors import EvaluationError
 from cached_rag.evaluation.metrics import exact_match, f1, rouge_l
+from cached_rag.evaluation.new_prompts import check_prompts_are_new
 from cached_rag.pml import SchemaPrompt
 
 

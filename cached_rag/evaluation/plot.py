@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cached_rag.benchmarks.plotting import new_figure, save
+from cached_rag.evaluation.plotting import new_figure, save
 from cached_rag.evaluation.summary import POOLED
 
 

@@ -16,8 +16,8 @@ from cached_rag.config import MOST_PRIMERS
 from cached_rag.errors import ConfigError
 from cached_rag.kv.fingerprint import digest
 
-# How the names of means begin.
-MEAN = "mean:"
+# How the names of means begin, and of contexts with the same passages before every chunk.
+MEAN, _FIXED = "mean:", "fixed:"
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,11 @@ class Context:
     others: tuple[Context, ...] = ()
 
     @property
+    def is_fixed(self) -> bool:
+        """Whether it has the same passages before every chunk."""
+        return self.name.startswith((_FIXED, MEAN))
+
+    @property
     def ways(self) -> tuple[Context, ...]:
         """Itself and the others: how often a chunk is encoded."""
         return (self, *self.others)
@@ -43,7 +48,7 @@ class Context:
     @classmethod
     def fixed(cls, *passages: str) -> Context:
         """A context with the same passages before every chunk."""
-        return cls(f"fixed:{digest(*passages, 'an empty line after each')}", lambda _: passages)
+        return cls(f"{_FIXED}{digest(*passages, 'an empty line after each')}", lambda _: passages)
 
     @classmethod
     def mean(cls, *contexts: Context) -> Context:

@@ -83,6 +83,7 @@ class Encoder:
     _last: dict[tuple[EncodedAfter, tuple[Passages, ...]], list[ModuleKV | None]] = field(
         default_factory=dict
     )
+    _starts: dict[EncodedAfter, int] = field(default_factory=dict)
 
     def read(
         self,
@@ -195,6 +196,18 @@ class Encoder:
             wanted = self._wanted(behind, records)
             if wanted or behind not in self.library.encoded_after():
                 self._encode_wanted(behind, wanted, lambda *counts: done.append(counts), window)
+
+    def start(self, behind: EncodedAfter) -> int | None:
+        """The position at which chunks that stand alone are encoded; None if it is not known."""
+        context = self.contexts.get(behind.context)
+        if context is None or not context.is_fixed:
+            return None
+        if behind not in self._starts:
+            room = self._room - len(behind.prefix_ids)
+            passages = self._passages(self._ways(behind)[0], "", room)
+            between = len(self._between) * len(passages)
+            self._starts[behind] = len(behind.prefix_ids) + sum(map(len, passages)) + between
+        return self._starts[behind]
 
     def register(self, texts: Sequence[str]) -> int:
         """See `Engine.register`."""

@@ -9,7 +9,7 @@ computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,7 +38,7 @@ class Placement:
         source: (what the KV was encoded after, its token ids), by which the library finds it; None
             if it is not the library's.
         origin: where the KV was when it was planned.
-        encoded_at: the position of its chunk's first token when that was encoded.
+        is_settled: see `Layout.settled`.
         name: of the module that the tokens are, in a prompt of a schema; else empty.
     """
 
@@ -48,7 +48,7 @@ class Placement:
     is_chunk: bool = True
     source: tuple[EncodedAfter, tuple[int, ...]] | None = None
     origin: Origin = KEPT
-    encoded_at: int = 0
+    is_settled: bool = False
     name: str = ""
 
     @property
@@ -152,18 +152,8 @@ class Plan:
             if place.is_exact:
                 exact[place.begin : place.end] = True
         approximate = [place for place in self.placements if not place.is_exact]
-        # Without a document, chunks behind the same context were all encoded at the same position.
-        first: dict[EncodedAfter, int] = {}
-        for place in approximate:
-            if place.source:
-                behind = place.source[0]
-                first[behind] = min(place.encoded_at, first.get(behind, place.encoded_at))
         spans = tuple((place.begin, place.end) for place in approximate)
-        settled = tuple(
-            (place.begin, place.end)
-            for place in approximate
-            if place.source and place.encoded_at > first[place.source[0]]
-        )
+        settled = tuple((place.begin, place.end) for place in approximate if place.is_settled)
         return Layout(fresh, exact, spans, num_layers, settled)
 
 
@@ -173,6 +163,7 @@ def make_plan(
     matches: Sequence[Match],
     sink_ids: tuple[int, ...],
     *,
+    starts: Callable[[EncodedAfter], int | None] = lambda _: None,
     lazy: bool = False,
     kept: Sequences | None = None,
 ) -> Plan:
@@ -182,6 +173,8 @@ def make_plan(
         tokens: the prompt's.
         matches: the chunks that were found in the prompt, and aligned with its tokens.
         sink_ids: the tokens before chunks that were encoded without a prefix.
+        starts: where chunks that stand alone are encoded, see `Encoder.start`; further on, some of
+            their document stood before them.
         lazy: KV on disk is only opened, and read when it is used.
         kept: finished prompts, of which chunks without KV are taken; None to take none.
     """
@@ -208,12 +201,14 @@ def make_plan(
                 chunks.append((match.chunk.text_digest, begin))
             continue
         offset = begin - match.first
-        encoded_at, kv = kv.start, kv.slice(offset, offset + end - begin)
+        start = starts(encoded_after)
+        is_settled = start is not None and kv.start > start
+        kv = kv.slice(offset, offset + end - begin)
         is_in_place = encodings.is_in_place(encoded_after, match)
         is_exact = offset == 0 and kv.start == begin and is_in_place
         source = None if encoded_after == HARVESTED else (encoded_after, match.chunk.token_ids)
         placements.append(
-            Placement(begin, kv, is_exact, source=source, origin=origin, encoded_at=encoded_at)
+            Placement(begin, kv, is_exact, source=source, origin=origin, is_settled=is_settled)
         )
         chunks.append((match.chunk.text_digest, end))
     return Plan(tuple(placements), tuple(found), len(ids), tuple(chunks))

@@ -11,13 +11,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cached_rag.config import StoreConfig
-from cached_rag.errors import ClusterError, ConfigError, DocumentError, StoreError
+from cached_rag.errors import (
+    ClusterError,
+    ConfigError,
+    DocumentError,
+    MissingPackageError,
+    StoreError,
+)
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.rag.confined import ConfinedReader
 from cached_rag.rag.embedding import Embedder, Embeddings
@@ -229,10 +235,26 @@ def helped(
 
 
 def _of(ray: str | IngestWorkers) -> IngestWorkers:
-    if isinstance(ray, str):  # the core imports no framework: this one is asked for by its name
-        found: IngestWorkers = import_module("ray_cached_rag").RayConfig(address=ray)
-        return found
-    return ray
+    return workers(ray) if isinstance(ray, str) else ray
+
+
+def workers(address: str, **options: float) -> IngestWorkers:
+    """The workers of a Ray cluster.
+
+    They come as an entry point of the group `cached_rag.workers`, so the core knows no framework.
+
+    Args:
+        options: of `ray_cached_rag.RayConfig`.
+
+    Raises:
+        MissingPackageError: Ray is not installed, or this package is only on the path.
+        ConfigError: an option is refused.
+    """
+    for found in entry_points(group="cached_rag.workers", name="ray"):
+        made: IngestWorkers = found.load()(address=address, **options)
+        return made
+    missing = ImportError("its entry point is not there, as if this package were not installed")
+    raise MissingPackageError("ingestion by workers", "ray", missing)
 
 
 def _for_workers(store: StoreConfig) -> StoreConfig:

@@ -24,6 +24,7 @@ from cached_rag.cli import main as cli
 from cached_rag.cli.terminal import plain, print_json, sooner
 from cached_rag.rag import Embedder
 from cached_rag.rag.settings import SYSTEM
+from docs.experiments import __main__ as experiments
 
 run = CliRunner().invoke
 
@@ -278,7 +279,8 @@ def test_doctor_reports_the_rule_and_passes_its_self_test(model_folder):
 
 
 def test_bench_prints_rows_and_the_machine(model_folder):
-    sizes = ["--modules", "3", "--module-tokens", "64", "--question-tokens", "8", "--repeats", "2"]
+    sizes = ["--chunks", "3", "--chunk-tokens", "64", "--question-tokens", "8", "--repeats", "2"]
+    sizes += ["--methods", "reuse,cacheblend"]
     result = run(
         cli.app, ["bench", "--model", model_folder, *sizes, "--dtype", "float32", "--json"]
     )
@@ -297,16 +299,16 @@ def test_bench_prints_rows_and_the_machine(model_folder):
     assert found["machine"]["cores"]
 
 
-def bench(*arguments):
-    result = run(cli.app, ["bench", *map(str, arguments), "--dtype", "float32", "--json"])
+def bench(*arguments, app=experiments.app):
+    result = run(app, [*map(str, arguments), "--dtype", "float32", "--json"])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)["rows"]
 
 
 def test_options_before_a_command_that_does_not_have_them_are_refused(model_folder):
-    done = run(cli.app, ["bench", "--model", model_folder, "kernels"])
+    done = run(cli.app, ["bench", "--model", model_folder, "answers"])
     assert done.exit_code
-    assert "model stand before kernels" in str(done.exception)
+    assert "model stand before answers" in str(done.exception)
 
 
 def test_files_for_results_are_looked_at_before_anything_is_measured(tmp_path):
@@ -334,7 +336,7 @@ def test_bench_serving_prints_a_row_for_each_way(model_folder):
     )
     assert arriving[0]["requests_per_s"] > 0
     for wrong in (["--methods", "magic"], ["--methods", "magic", "--rates", "1"]):
-        bad = run(cli.app, ["bench", "serving", "--model", model_folder, *wrong])
+        bad = run(experiments.app, ["serving", "--model", model_folder, *wrong])
         assert isinstance(bad.exception, ConfigError)
 
 
@@ -364,7 +366,7 @@ def test_bench_kernels_times_both_for_rows_and_keys(model_folder):
         (3, 6, 2000, "flash"),
     ]
     assert all(row["flash_ms"] > 0 and row["matmul_ms"] > 0 for row in rows)
-    bad = run(cli.app, ["bench", "kernels", "--model", model_folder, "--keys", "0"])
+    bad = run(experiments.app, ["kernels", "--model", model_folder, "--keys", "0"])
     assert isinstance(bad.exception, ConfigError)
 
 
@@ -388,9 +390,8 @@ def test_bench_traffic_compares_methods(tmp_path, model_folder):
         assert 0 <= row["gap_p50_ms"] <= row["gap_p95_ms"]  # 0: tokens that came together
         assert 1 <= row["answer_tokens"] <= 3
     nobody = run(
-        cli.app,
+        experiments.app,
         [
-            "bench",
             "traffic",
             str(tmp_path / "set.jsonl"),
             "--model",
@@ -436,7 +437,7 @@ def test_bench_traffic_takes_a_single_question(tmp_path, model_folder):
     ],
 )
 def test_bench_says_which_numbers_are_none(arguments, model_folder):
-    result = run(cli.app, ["bench", *arguments, "--model", model_folder])
+    result = run(experiments.app, [*arguments, "--model", model_folder])
     assert isinstance(result.exception, ConfigError)
     assert "numbers, comma-separated" in str(result.exception)
 
@@ -444,7 +445,7 @@ def test_bench_says_which_numbers_are_none(arguments, model_folder):
 def test_bench_takes_methods_with_several_options(model_folder):
     sizes = ["--chunks", "2", "--chunk-tokens", "32", "--question-tokens", "8", "--repeats", "1"]
     methods = "cacheblend:score=kv,gradual=true,reuse"
-    rows = bench("--model", model_folder, *sizes, "--methods", methods)
+    rows = bench("bench", "--model", model_folder, *sizes, "--methods", methods, app=cli.app)
     names = ["transformers", "full", "cacheblend:score=kv,gradual=true", "reuse"]
     assert [row["method"] for row in rows] == names
 
@@ -563,8 +564,6 @@ def test_eval_prints_rows_and_writes_files(model_folder, tmp_path):
         (["eval", "--data", "x.jsonl", "--methods", "nope"], "method 'nope' is not one of"),
         (["eval", "--data", "x.jsonl", "--ratio", "much"], "a ratio is a number"),
         (["bench", "answers", "--prompt-tokens", "0"], "prompt tokens are whole numbers, 1 or"),
-        (["bench", "traffic", "x.jsonl", "--clients", "4,-1"], "clients are whole numbers, 1 or"),
-        (["bench", "traffic", "x.jsonl", "--clients", ","], "clients are whole numbers, 1 or"),
         (["doctor", "--model", "x.gguf"], "there is no GGUF file"),
         (["doctor", "--model", "smollm2-135m", "--dtype", "int7"], "dtype 'int7' is not one of"),
     ],
@@ -589,15 +588,7 @@ def test_errors_are_one_line_and_exit_1(arguments, message, monkeypatch, capsys,
         "demo",
         "doctor",
         "bench",
-        "bench serving",
-        "bench attention",
-        "bench kernels",
-        "bench traffic",
         "bench answers",
-        "bench peers",
-        "bench mixing",
-        "bench stored",
-        "bench weights",
         "serve",
         "store stats",
         "store verify",
@@ -608,6 +599,32 @@ def test_every_command_has_help(command):
     result = run(cli.app, [*command.split(), "--help"])
     assert result.exit_code == 0
     assert "Usage" in result.stdout
+
+
+def test_every_experiment_has_help():
+    names = [
+        command.name or command.callback.__name__ for command in experiments.app.registered_commands
+    ]
+    assert len(names) > 15
+    for name in names:
+        result = run(experiments.app, [name.replace("_", "-"), "--help"])
+        assert result.exit_code == 0
+        assert "Usage" in result.stdout
+
+
+@pytest.mark.parametrize("clients", ["4,-1", ","])
+def test_experiments_refuse_numbers_that_are_none(clients):
+    result = run(experiments.app, ["traffic", "x.jsonl", "--clients", clients])
+    assert "clients are whole numbers, 1 or" in str(result.exception)
+
+
+def test_bench_answers_prints_a_row_for_transformers_and_each_method(model_folder):
+    sizes = ["--prompt-tokens", "200", "--chunk-tokens", "64", "--new-tokens", "4", "--repeats", 1]
+    rows = bench("bench", "answers", "--model", model_folder, *sizes, app=cli.app)
+    assert [row["peer"] for row in rows] == ["transformers", "full", "auto"]
+    assert rows[1]["agreement"] == 1  # full prefill's tokens are transformers' own
+    nowhere = run(cli.app, ["bench", "answers", "--texts", "nowhere"])
+    assert "there is no folder of texts" in str(nowhere.exception)
 
 
 def test_chat_answers_turn_by_turn_and_shows_what_it_used(index):

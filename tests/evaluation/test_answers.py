@@ -32,14 +32,15 @@ from cached_rag import (
 from cached_rag.backends import resolve
 from cached_rag.backends.process import peak_bytes
 from cached_rag.backends.prompt_text import Rendered
-from cached_rag.benchmarks import bench_answers, make_questions, memory
-from cached_rag.benchmarks.peers import Means, Question, Sample, open_peers, vllm
-from cached_rag.benchmarks.peers.llama_cpp import LlamaCpp, gguf_file
-from cached_rag.benchmarks.peers.llama_server import LlamaServer
-from cached_rag.benchmarks.peers.own import Own
-from cached_rag.benchmarks.peers.transformers import Transformers
-from cached_rag.benchmarks.peers.vllm import Vllm
-from cached_rag.cli import main as cli
+from cached_rag.evaluation.answers import bench_answers, make_questions
+from cached_rag.evaluation.peers.own import Own
+from cached_rag.evaluation.peers.transformers import Transformers
+from docs.experiments import __main__ as cli
+from docs.experiments import memory
+from docs.experiments.peers import Means, Question, Sample, open_peers, vllm
+from docs.experiments.peers.llama_cpp import LlamaCpp, gguf_file
+from docs.experiments.peers.llama_server import LlamaServer
+from docs.experiments.peers.vllm import Vllm
 
 CORPUS = "\n".join(f"{number}. {CHUNKS[number % 3]}" for number in range(120))
 NUM_TOKENS = 12
@@ -288,7 +289,7 @@ def test_the_command_prints_a_row_for_each_peer_and_length(model_folder, tmp_pat
     options = ["--model", model_folder, "--texts", tmp_path / "texts", "--chunk-tokens", 100]
     options += ["--prompt-tokens", "200,400", "--new-tokens", 6, "--repeats", 1]
     options += ["--dtype", "float32", "--json"]
-    result = CliRunner().invoke(cli.app, ["bench", "answers", *map(str, options)])
+    result = CliRunner().invoke(cli.app, ["answers", *map(str, options)])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert [row["peer"] for row in found["rows"]] == ["transformers", "full", "auto"] * 2
@@ -297,7 +298,7 @@ def test_the_command_prints_a_row_for_each_peer_and_length(model_folder, tmp_pat
     assert set(found["machine"]["peers"]) == {"transformers", "full", "auto"}
     assert set(found["machine"]["missing"]) == {"llama.cpp", "vllm"}
     assert "without vllm: " in result.stderr
-    bad = CliRunner().invoke(cli.app, ["bench", "answers", "--texts", str(tmp_path / "none")])
+    bad = CliRunner().invoke(cli.app, ["answers", "--texts", str(tmp_path / "none")])
     assert "no folder of texts" in str(bad.exception)
 
 
@@ -306,7 +307,7 @@ def test_memory_is_measured_in_processes_of_their_own(model_folder, llama_gguf, 
     options = ["--model", llama_gguf, "--backend", "llama.cpp", "--texts", tmp_path]
     options += ["--chunk-tokens", 100, "--prompt-tokens", 200, "--new-tokens", 4, "--repeats", 1]
     options += ["--peers", "llama.cpp,auto", "--json"]
-    result = CliRunner().invoke(cli.app, ["bench", "memory", *map(str, options)])
+    result = CliRunner().invoke(cli.app, ["memory", *map(str, options)])
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
     assert [row["peer"] for row in rows] == ["llama.cpp", "auto"]

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import ast
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 from doubles import Recording
 
-from cached_rag import ConfigError, Engine, GenerationConfig, benchmarks
+from cached_rag import ConfigError, Engine, GenerationConfig
 from cached_rag.backends.transformers.attention import kernels
 from cached_rag.backends.transformers.attention.kernels import reference
-from cached_rag.benchmarks.attention import intensity, make_steps, theory
-from cached_rag.benchmarks.loop import cold_ms, medians, take_turns
-from cached_rag.benchmarks.serving import METHODS, Workload
-from cached_rag.benchmarks.traffic import bench_traffic, drawn
+from cached_rag.evaluation.loop import cold_ms, medians, take_turns
 from cached_rag.kv.buffer import KVShapes
 from cached_rag.kv.slab import LONGEST
+from docs.experiments.attention import intensity, make_steps, theory
+from docs.experiments.serving import METHODS, Workload
+from docs.experiments.traffic import bench_traffic, drawn
 
 KV_HEADS, HEADS, DIM = 2, 6, 16
-ABOUT_TRANSFORMERS = {"attention", "kernels", "architectures", "models"}
 
 
 def test_the_loop_takes_turns_and_drops_the_rounds_to_warm_up():
@@ -72,15 +69,6 @@ def test_short_calls_are_warmed_up_twice_and_timed_without_gradients():
     assert modes == {"a": [True] * 5, "b": [True] * 5}
     assert list(found) == ["a", "b"]
     assert min(found.values()) > 0
-
-
-def test_benchmarks_know_a_model_as_a_backend_but_those_about_transformers():
-    knowing = set()
-    for path in Path(benchmarks.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if getattr(node, "module", None) and "backends.transformers" in node.module:
-                knowing.add(path.stem)
-    assert knowing == ABOUT_TRANSFORMERS
 
 
 def shapes(dtype=torch.float32):

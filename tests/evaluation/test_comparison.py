@@ -7,7 +7,9 @@ import threading
 import pytest
 
 from cached_rag import EvaluationError
-from cached_rag.evaluation import Example, compare, comparison
+from cached_rag.evaluation.data import Example
+from docs.experiments import comparison
+from docs.experiments.comparison import compare
 
 EXAMPLES = [Example(str(i), f"q{i}", ("green",), ("a chunk",)) for i in range(4)]
 

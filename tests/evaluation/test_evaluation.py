@@ -16,9 +16,9 @@ import torch
 from conftest import CHUNKS, NEW_PROMPTS, plain_cache, plain_logits, tiny_model
 
 from cached_rag import ConfigError, Engine, EvaluationError, GenerationConfig
-from cached_rag.evaluation import Journal, Settings, evaluate, make_trials, origins, summarise
 from cached_rag.evaluation.data import Example, load_examples
 from cached_rag.evaluation.encodings import Encodings
+from cached_rag.evaluation.journal import Journal, origins
 from cached_rag.evaluation.measure import divergence, read
 from cached_rag.evaluation.metrics import (
     bootstrap,
@@ -32,6 +32,9 @@ from cached_rag.evaluation.nearness import Nearness
 from cached_rag.evaluation.plot import plot_frontier
 from cached_rag.evaluation.prompts import is_long, messages
 from cached_rag.evaluation.released import BottomRightRows
+from cached_rag.evaluation.run import Settings, evaluate
+from cached_rag.evaluation.summary import summarise
+from cached_rag.evaluation.trial import make_trials
 from cached_rag.library.context import PRIMER, primer
 from cached_rag.library.matching import HARVESTED
 

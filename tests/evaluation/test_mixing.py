@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 from cached_rag import ConfigError
 from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.backends.transformers.prefill import choose_rows
-from cached_rag.cli.main import app
 from cached_rag.config import GenerationConfig
-from cached_rag.evaluation import Example, bench_mixing
+from cached_rag.evaluation.data import Example
 from cached_rag.evaluation.encodings import Encodings
 from cached_rag.evaluation.measure import figures, read
-from cached_rag.evaluation.mixing import _Mixed
-from cached_rag.evaluation.probes import Watching, over_anchors
 from cached_rag.evaluation.prompts import messages
 from cached_rag.methods import Epic, InfoFlow
+from docs.experiments.__main__ import app
+from docs.experiments.mixing import _Mixed, bench_mixing
+from docs.experiments.probes import Watching, over_anchors
 
 EXAMPLES = [
     Example("1", "What turned green?", ("copper",), tuple(CHUNKS)),
@@ -153,7 +153,7 @@ def test_the_command_prints_a_row_a_mixture(model_folder, tmp_path):
     data = tmp_path / "set.jsonl"
     row = {"id": 1, "question": "Who?", "answers": ["the keeper"]}
     data.write_text(json.dumps(row | {"chunks": [{"text": text} for text in CHUNKS]}))
-    args = ["bench", "mixing", str(data), "--model", model_folder, "--dtype", "float32", "--json"]
+    args = ["mixing", str(data), "--model", model_folder, "--dtype", "float32", "--json"]
     done = CliRunner().invoke(app, args)
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)

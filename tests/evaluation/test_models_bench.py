@@ -10,9 +10,10 @@ from conftest import tiny_model
 from packaging.version import Version
 
 from cached_rag import ModelError
-from cached_rag.benchmarks import bench_architectures, bench_models
-from cached_rag.cli.main import app
 from cached_rag.cli.terminal import markdown, plain
+from docs.experiments.__main__ import app
+from docs.experiments.architectures import bench_architectures
+from docs.experiments.models import bench_models
 
 REFUSED = {"Qwen 3 Next", "LFM 2", "Mamba"}
 UNMOVABLE = {"GPT-2", "OPT", "DeepSeek 3"}
@@ -48,7 +49,7 @@ def test_models_are_measured_each_in_a_process_of_its_own(model_folder):
 
 
 def test_the_command_prints_them(capsys):
-    app(["bench", "architectures", "--json"], standalone_mode=False)
+    app(["architectures", "--json"], standalone_mode=False)
     found = json.loads(capsys.readouterr().out)
     assert found["rows"][0]["family"] == "Llama 2, 3"
     assert found["machine"]["torch"]

@@ -14,12 +14,14 @@ from cached_rag import (
     Report,
     Schema,
 )
-from cached_rag.benchmarks import bench_prompt, bench_traffic, bench_ttft
-from cached_rag.evaluation import summarise_comparison
 from cached_rag.evaluation.encodings import Encodings
 from cached_rag.evaluation.measure import read
-from cached_rag.evaluation.schemas import evaluate_schema
+from cached_rag.evaluation.ttft import bench_ttft
 from cached_rag.library.encode import EncodeSummary
+from docs.experiments.comparison import summarise_comparison
+from docs.experiments.lengths import bench_prompt
+from docs.experiments.schemas import evaluate_schema
+from docs.experiments.traffic import bench_traffic
 
 
 def test_nothing_is_measured_on_prompts_that_may_have_been_kept():

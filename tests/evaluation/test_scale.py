@@ -9,19 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from cached_rag import ConfigError
-from cached_rag.benchmarks import (
-    Constants,
-    answer_seconds,
-    earning,
-    harmonic,
-    hit_rates,
-    lru_hits,
-    places,
-    scale_row,
-    uses_needed,
-    zipf_trace,
-)
-from cached_rag.cli import main as cli
+from docs.experiments import __main__ as cli
+from docs.experiments.popularity import earning, harmonic, hit_rates, lru_hits, zipf_trace
+from docs.experiments.scale import Constants, answer_seconds, places, scale_row, uses_needed
 
 KNOWN = Constants(tokens_per_s=1000, token_bytes=20_000, chunk_tokens=360, workers=10)
 
@@ -106,13 +96,13 @@ def test_the_command_measures_what_it_is_not_told(model_folder):
     run = CliRunner().invoke
     options = ["--chunks", "1e4", "--kept", "0.1", "--chunk-tokens", "32", "--json"]
     given = ["--tokens-per-s", "1000", "--token-bytes", "20000"]
-    told = json.loads(run(cli.app, ["bench", "scale", *given, *options]).stdout)
+    told = json.loads(run(cli.app, ["scale", *given, *options]).stdout)
     assert told["scale"][0]["kv_gb"] == 6.4
     assert [row["tier"] for row in told["places"]] == ["memory", "disk", "objects"]
     measure = ["--model", model_folder, "--dtype", "float32", *given[:2]]
-    found = run(cli.app, ["bench", "scale", *measure, *options])
+    found = run(cli.app, ["scale", *measure, *options])
     assert found.exit_code == 0, found.output
     bare = 4 * 2 * 2 * 16 * 4  # layers, sides, heads, their width, float32
     assert bare < json.loads(found.stdout)["constants"]["token_bytes"] < 2 * bare
-    shown = run(cli.app, ["bench", "scale", *given, *options[:-1]])
+    shown = run(cli.app, ["scale", *given, *options[:-1]])
     assert "earn their place" in shown.stdout

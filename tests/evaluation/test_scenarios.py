@@ -1,4 +1,4 @@
-"""Scenarios of `cached-rag bench peers`: what is asked, what is counted, and who answers."""
+"""Scenarios of `peers`: what is asked, what is counted, and who answers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from typer.testing import CliRunner
 
 from cached_rag import ConfigError, Engine
 from cached_rag.backends.prompt_text import Rendered
-from cached_rag.benchmarks import Scenarios, bench_scenario
-from cached_rag.benchmarks.peers import EVERYBODY, Means, Question, Sample, open_peers
-from cached_rag.benchmarks.peers.base import Peer
-from cached_rag.benchmarks.peers.kvboost import KVBoost
-from cached_rag.benchmarks.peers.own import Own
-from cached_rag.benchmarks.peers.transformers import Transformers
-from cached_rag.benchmarks.scenarios import pays_after
-from cached_rag.cli.main import app
+from cached_rag.evaluation.peers.base import Peer
+from cached_rag.evaluation.peers.own import Own
+from cached_rag.evaluation.peers.transformers import Transformers
+from docs.experiments.__main__ import app
+from docs.experiments.peers import EVERYBODY, Means, Question, Sample, open_peers
+from docs.experiments.peers.kvboost import KVBoost
+from docs.experiments.scenarios import Scenarios, bench_scenario, pays_after
 
 ASKED = [
     (CHUNKS[:2], "Who lit the lamp?", "the keeper"),
@@ -84,7 +83,7 @@ def test_a_chat_grows_by_what_was_said(made):
 def test_rows_are_paired_and_say_when_learning_has_paid(made, monkeypatch):
     stream = made.named("stream", "set", ASKED)
     slow, quick = Counting(9000, 400, 800), Counting(9000, 200, 200, ids=(1, 9))
-    monkeypatch.setattr("cached_rag.benchmarks.scenarios._seconds", lambda work: work() or 2.0)
+    monkeypatch.setattr("docs.experiments.scenarios._seconds", lambda work: work() or 2.0)
     first, second = bench_scenario({"slow": slow, "quick": quick}, stream, 2)
     assert slow.told[::2] == list(stream.questions)
     assert slow.told[1::2] == ["settled"] * 3
@@ -191,7 +190,7 @@ def test_kvboost_is_asked_as_it_says_and_named_where_it_is_not_there(model_folde
         with pytest.raises(ConfigError, match="pip install --no-deps kvboost"):
             KVBoost(engine)
         monkeypatch.setitem(sys.modules, "kvboost", types.SimpleNamespace(KVBoost=Engine_))
-        monkeypatch.setattr("cached_rag.benchmarks.peers.kvboost.version", lambda _: "0.9.0")
+        monkeypatch.setattr("docs.experiments.peers.kvboost.version", lambda _: "0.9.0")
         peer = KVBoost(engine)
         stream = Scenarios(engine).named("stream", "set", ASKED)
         peer.learn(stream.texts, stream.head)
@@ -216,7 +215,7 @@ def test_the_command_writes_rows_and_a_plot(model_folder, tmp_path, monkeypatch)
     ]
     data.write_text("\n".join(map(json.dumps, rows)))
     plot = tmp_path / "peers.svg"
-    args = ["bench", "peers", str(data), "--model", model_folder, "--dtype", "float32"]
+    args = ["peers", str(data), "--model", model_folder, "--dtype", "float32"]
     args += ["--peers", "transformers,transformers-prefix,full,auto", "--questions", "2"]
     done = CliRunner().invoke(app, [*args, "--new-tokens", "3", "--json", "--plot", str(plot)])
     assert done.exit_code == 0, done.output

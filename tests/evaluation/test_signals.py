@@ -11,9 +11,9 @@ from conftest import CHUNKS
 from typer.testing import CliRunner
 
 from cached_rag import ConfigError
-from cached_rag.cli.main import app
-from cached_rag.evaluation import bench_signals, load_examples
-from cached_rag.evaluation.signals import OTHERS, STRONG, _rows, _signals
+from cached_rag.evaluation.data import load_examples
+from docs.experiments.__main__ import app
+from docs.experiments.signals import OTHERS, STRONG, _rows, _signals, bench_signals
 
 SURE, OTHER, UNSURE = (
     torch.tensor(p).log() for p in ([1 - 1e-6, 1e-6], [1e-6, 1 - 1e-6], [0.5] * 2)
@@ -50,7 +50,7 @@ def test_the_command_prints_two_rows_a_signal(model_folder, tmp_path):
     data, texts = tmp_path / "set.jsonl", [{"text": text} for text in CHUNKS]
     row = {"question": "Who?", "answers": ["the keeper"], "chunks": texts}
     data.write_text("\n".join(json.dumps(row | {"id": at}) for at in range(4)))
-    args = ["bench", "signals", str(data), "--model", model_folder, "--dtype", "float32", "--json"]
+    args = ["signals", str(data), "--model", model_folder, "--dtype", "float32", "--json"]
     done = CliRunner().invoke(app, args)
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)["rows"]

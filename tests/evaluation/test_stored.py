@@ -9,9 +9,8 @@ from conftest import tiny_model
 from typer.testing import CliRunner
 
 from cached_rag import ConfigError, Engine, StoreConfig, StoreError
-from cached_rag.benchmarks import bench_stored
-from cached_rag.benchmarks.stored import chunk_text
-from cached_rag.cli.main import app
+from docs.experiments.__main__ import app
+from docs.experiments.stored import bench_stored, chunk_text
 
 
 def test_rows_count_what_is_stored(tmp_path):
@@ -30,7 +29,7 @@ def test_rows_count_what_is_stored(tmp_path):
 
 
 def test_a_store_that_lost_chunks_is_no_measurement(tmp_path, monkeypatch):
-    from cached_rag.benchmarks import stored
+    from docs.experiments import stored
 
     real = stored._encode
 
@@ -51,7 +50,7 @@ def test_counts_must_grow(counts, tmp_path):
 
 
 def test_the_command_prints_a_row_a_count(model_folder):
-    args = ["bench", "stored", "--model", model_folder, "--chunks", "4,6", "-k", "2"]
+    args = ["stored", "--model", model_folder, "--chunks", "4,6", "-k", "2"]
     done = CliRunner().invoke(app, [*args, "--prompts", "1", "--dtype", "float32", "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)

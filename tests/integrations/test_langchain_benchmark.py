@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from conftest import CHUNKS
-from langchain_cached_rag import benchmark
 from typer.testing import CliRunner
 
-from cached_rag.evaluation import Example
+from cached_rag.evaluation.data import Example
+from docs.experiments import langchain as benchmark
 
 EXAMPLES = [
     Example("1", "What turned green?", ("copper",), tuple(CHUNKS)),

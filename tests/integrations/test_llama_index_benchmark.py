@@ -6,10 +6,11 @@ import pytest
 import typer
 from conftest import CHUNKS
 from llama_index.core import MockEmbedding, VectorStoreIndex
-from llama_index.llms.cached_rag import CachedRAGLLM, benchmark
+from llama_index.llms.cached_rag import CachedRAGLLM
 from typer.testing import CliRunner
 
-from cached_rag.evaluation import Example
+from cached_rag.evaluation.data import Example
+from docs.experiments import llama_index as benchmark
 
 EXAMPLES = [
     Example("1", "What turned green?", ("copper",), tuple(CHUNKS)),

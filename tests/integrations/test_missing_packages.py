@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cached_rag import CachedRAG, CachedRAGError, Embedder, MissingPackageError
-from cached_rag.benchmarks.plotting import new_figure
+from cached_rag.evaluation.plotting import new_figure
 
 ROOT, TESTS = Path(__file__).parents[2], Path(__file__).parents[1]
 RAG = (

@@ -143,6 +143,23 @@ def test_auto_repairs_less_of_what_was_encoded_behind_its_document(engine):
     assert repaired["document"] < repaired["apart"]
 
 
+def test_what_stands_behind_a_lead_counts_wherever_its_window_begins():
+    with Engine(tiny_model("llama"), NEW_PROMPTS) as engine:
+        texts = [f"{number}. {text}" for number in range(60) for text in CHUNKS]
+        engine.encode([texts], head_of(engine), context=BEFORE)
+        starts = [kept(engine, text).start for text in texts]
+        begin = [at for at in range(1, len(texts)) if starts[at] < starts[at - 1]]
+        assert len(begin) > 1  # each the first of its window, behind the end of the one before
+        prompt = ask(*(texts[at] for at in begin[:3]))
+        done = engine.prefill(prompt, method="auto")
+        layout = done.plan.layout(4)
+        done.release()
+        assert layout.settled == layout.modules
+        first = engine.prefill(ask(texts[begin[0]], texts[0]), method="auto")
+        assert first.plan.layout(4).settled == first.plan.layout(4).modules[:1]
+        first.release()
+
+
 def test_a_document_longer_than_the_model_s_context_is_encoded_in_parts():
     with Engine(tiny_model("llama"), NEW_PROMPTS) as engine:
         room = engine.model.context_length

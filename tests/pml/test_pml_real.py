@@ -9,10 +9,10 @@ import torch
 from conftest import NEW_PROMPTS, smollm2
 
 from cached_rag import Engine, GenerationConfig
-from cached_rag.benchmarks import bench_prompt, footprint
 from cached_rag.evaluation.measure import figures, read
 from cached_rag.kv.buffer import KVShapes
 from cached_rag.pml.examples import EXAMPLES
+from docs.experiments.lengths import bench_prompt, footprint
 
 pytestmark = pytest.mark.real
 

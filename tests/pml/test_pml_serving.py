@@ -27,9 +27,10 @@ from cached_rag import (
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.cli import main as cli
 from cached_rag.engine.report import Report
-from cached_rag.evaluation.schemas import evaluate_schema, schema_trials
 from cached_rag.pml.frames import frames
 from cached_rag.pml.layout import lay_out
+from docs.experiments import __main__ as experiments
+from docs.experiments.schemas import evaluate_schema, schema_trials
 
 HOUSE = """<schema name="house">
   <system>You know the house.</system>
@@ -343,22 +344,22 @@ def test_eval_demo_and_bench_report(files, model_folder, monkeypatch):
     monkeypatch.chdir(files)
     model = ["--model", model_folder, "--dtype", "float32", "--json"]
     options = ["--methods", "reuse", "--prompts", "2", *model]
-    rows = json.loads(run(cli.app, ["schema", "eval", "house.xml", *options]).stdout)["rows"]
+    rows = json.loads(run(experiments.app, ["schema-eval", "house.xml", *options]).stdout)["rows"]
     assert {row["trial"]["behind"] for row in rows} == {"nothing", "head", "schema"}
     assert len(rows) == 6
-    lengths = ["schema", "bench", "--lengths", "80,300", "--repeats", "1", *model]
-    found = json.loads(run(cli.app, [*lengths, "--plot", "lengths.png"]).stdout)["rows"]
+    lengths = ["schema-lengths", "--lengths", "80,300", "--repeats", "1", *model]
+    found = json.loads(run(experiments.app, [*lengths, "--plot", "lengths.png"]).stdout)["rows"]
     assert [row["prompt_tokens"] > 60 for row in found] == [True, True]
     assert all(row["disk_ms"] > 0 and row["full_ms"] > 0 for row in found)
     assert (files / "lengths.png").stat().st_size > 1000
-    wrong = run(cli.app, ["schema", "bench", "--lengths", "80,x", *model])
+    wrong = run(experiments.app, ["schema-lengths", "--lengths", "80,x", *model])
     assert isinstance(wrong.exception, ConfigError)
-    unknown = run(cli.app, ["schema", "demo", "trips", *model])
+    unknown = run(experiments.app, ["schema-demo", "trips", *model])
     assert isinstance(unknown.exception, ConfigError)
 
 
 def test_memory_a_token_is_what_the_formula_says():
-    from cached_rag.benchmarks import footprint
+    from docs.experiments.lengths import footprint
 
     engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     with pytest.raises(ConfigError, match="nothing is in memory"):

@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 _OPS = torch.ops.aten
 # In bf16 on a CPU without matrix units, products are faster than torch's flash kernel once the keys
 # no longer fit the cache. Pairs (rows, keys), ascending: with at least this many rows, flash is
-# used up to this many keys. Each head of a group counts as a row. `cached-rag bench kernels` times
-# both.
+# used up to this many keys. Each head of a group counts as a row.
+# `python -m docs.experiments kernels` times both.
 FLASH_KEYS = ((1, 16384), (48, 8192), (96, 3072), (192, 2048), (384, 1024))
 _SMALL = (torch.bfloat16, torch.float16)
 

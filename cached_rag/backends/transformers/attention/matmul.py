@@ -59,7 +59,8 @@ def prefers_matmul(query: torch.Tensor) -> bool:
 def flash_has_matrix_units() -> bool:
     """Whether this CPU has matrix units (AMX), with which torch's flash kernel is the faster one.
 
-    `cached-rag bench kernels` times both: with AMX, flash takes .1 to .6 of the products' time.
+    `python -m docs.experiments kernels` times both: with AMX, flash takes .1 to .6 of the
+    products' time.
     """
     return torch.cpu._is_amx_tile_supported()
 

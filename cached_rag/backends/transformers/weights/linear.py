@@ -17,7 +17,7 @@ from cached_rag.backends.transformers.weights.groups import GROUP, Groups
 
 _OPS = torch.ops.aten
 # Up to so many rows, a kernel is faster than the product of dense bf16 weights; measured by
-# `cached-rag bench kernels --weights` on two cores with AVX-512.
+# `python -m docs.experiments kernels --weights` on two cores with AVX-512.
 INT4_ROWS = 12
 INT8_ROWS = 6
 # Weights are converted so many rows at a time, since they pass through fp32.

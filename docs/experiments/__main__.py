@@ -1,0 +1,39 @@
+"""`python -m docs.experiments COMMAND`: each runs one experiment and prints its figures."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from cached_rag.cli.terminal import err
+from cached_rag.errors import CachedRAGError
+from docs.experiments.commands.answers import answers, chat, memory, weights_formats
+from docs.experiments.commands.models import architectures, loading, models
+from docs.experiments.commands.peers import peers_command
+from docs.experiments.commands.quality import mixing, signals
+from docs.experiments.commands.scale import scale
+from docs.experiments.commands.schemas import schema_demo, schema_eval, schema_lengths
+from docs.experiments.commands.serving import attention, kernels, serving, traffic
+from docs.experiments.commands.stored import stored
+from docs.experiments.commands.vllm import vllm_handoff
+
+app = typer.Typer(
+    help="What the docs' figures come from.", no_args_is_help=True, add_completion=False
+)
+for command in (
+    *(answers, chat, memory, models, architectures, loading, mixing, signals, scale),
+    *(serving, attention, kernels, traffic, stored),
+    *(schema_demo, schema_eval, schema_lengths, vllm_handoff),
+):
+    app.command()(command)
+app.command("peers")(peers_command)
+app.command("weights")(weights_formats)
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except CachedRAGError as error:
+        err.print(f"error: {error}", style="red", markup=False, highlight=False)
+        sys.exit(1)

@@ -1,0 +1,1 @@
+"""The command line of the experiments: a file a subject."""

@@ -1,0 +1,238 @@
+"""Serves requests whose prompts have one beginning, in four ways (RelayAttention, section 4.1).
+
+- "recomputed": nothing is shared or stored, so each request prefills the beginning. The paper's
+  vLLM.
+- "copied": the beginning's KV comes from the store and is copied for each row. The paper's vLLM-PS
+  computes it once, too, but keeps one copy for all rows; in both, each row reads it for itself.
+- "relay": the beginning's KV is kept once and read once for all rows. The paper's vLLM-RA.
+- "sequential": as "copied", one request after another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+
+from cached_rag.backends.base import Backend
+from cached_rag.backends.thread import submit
+from cached_rag.config import BatchConfig, GenerationConfig
+from cached_rag.engine.decoding import Generation
+from cached_rag.engine.engine import Engine
+from cached_rag.errors import ConfigError
+from cached_rag.evaluation.loop import medians
+from cached_rag.evaluation.new_prompts import NEW_PROMPTS
+from cached_rag.evaluation.texts import make_texts
+
+METHODS = ("relay", "copied", "recomputed", "sequential")
+_OPENING = "Follow these rules.\n\n"
+
+
+@dataclass(frozen=True)
+class ServingRow:
+    """One way of serving all requests at once.
+
+    Attributes:
+        tokens_per_s: answer tokens per second, prefill included; median over rounds.
+        speedup: `tokens_per_s` over that of "copied", or of the first method without it.
+        step_ms: median milliseconds per token of an answer, after the first.
+        kv_bytes: most bytes of KV that running answers held at a time.
+        computed_tokens: tokens of all prompts that were prefilled.
+    """
+
+    method: str
+    requests: int
+    tokens_per_s: float
+    speedup: float
+    step_ms: float
+    kv_bytes: int
+    computed_tokens: int
+
+
+@dataclass(frozen=True)
+class ArrivalRow:
+    """One way of serving requests that arrive at random times (RelayAttention, section 4.3).
+
+    Attributes:
+        rate: requests per second that arrive, on average.
+        requests_per_s: requests per second that were answered.
+        latency_ms: milliseconds from arrival to last token, divided by the answer's tokens; mean
+            over requests.
+    """
+
+    method: str
+    rate: float
+    requests_per_s: float
+    latency_ms: float
+
+
+class Workload:
+    """Prompts with one beginning, and an engine for each way to serve them."""
+
+    def __init__(
+        self,
+        model: Backend,
+        shared_tokens: int,
+        private_tokens: int,
+        requests: int,
+        max_rows: int | None = None,
+    ) -> None:
+        """Make prompts and engines, and encode the shared beginning.
+
+        Args:
+            max_rows: most answers at a time; None for all at once.
+
+        Raises:
+            ConfigError: a count below 1.
+        """
+        every = BatchConfig(max_rows=max_rows or requests)
+        self.engines = {
+            "relay": Engine(model, NEW_PROMPTS, every),
+            "copied": Engine(model, NEW_PROMPTS, replace(every, shares=False)),
+            "recomputed": Engine(model, NEW_PROMPTS, replace(every, shares=False)),
+            "sequential": Engine(model, NEW_PROMPTS, BatchConfig(max_rows=1, shares=False)),
+        }
+        engine = self.engines["relay"]
+        shared, *texts = make_texts(engine, shared_tokens, *[private_tokens] * requests)
+        self.prompts = [f"{_OPENING}{shared}\n{text}" for text in texts]
+        for name, engine in self.engines.items():
+            if name != "recomputed":
+                engine.encode([shared], _OPENING, context=None)  # exact where it stands
+
+    def close(self) -> None:
+        """Close all engines."""
+        for engine in self.engines.values():
+            engine.close()
+
+
+def bench_serving(
+    model: Backend,
+    *,
+    shared_tokens: int = 2048,
+    private_tokens: int = 128,
+    requests: int = 16,
+    new_tokens: int = 32,
+    repeats: int = 3,
+    methods: Sequence[str] = METHODS,
+) -> list[ServingRow]:
+    """Ask all requests at once, by every method in turn.
+
+    Raises:
+        ConfigError: a count below 1, or an unknown method.
+    """
+    _check(methods, new_tokens)
+    config = _config(new_tokens)
+    with closing(Workload(model, shared_tokens, private_tokens, requests)) as work:
+        variants = {
+            name: partial(_timed, work.engines[name], work.prompts, config) for name in methods
+        }
+        found = medians(variants, repeats)
+    base = found.get("copied", found[methods[0]])["tokens_per_s"]
+    return [
+        ServingRow(
+            name,
+            requests,
+            figures["tokens_per_s"],
+            figures["tokens_per_s"] / base,
+            figures["step_ms"],
+            int(figures["kv_bytes"]),
+            int(figures["computed_tokens"]),
+        )
+        for name, figures in found.items()
+    ]
+
+
+def _check(methods: Sequence[str], new_tokens: int) -> None:
+    if set(methods) - set(METHODS) or new_tokens < 1:
+        raise ConfigError(f"methods are {', '.join(METHODS)}; new tokens at least 1")
+
+
+def _config(new_tokens: int) -> GenerationConfig:
+    """Every token takes a step, whatever the answer says."""
+    return GenerationConfig("prefix", max_tokens=new_tokens, ignore_eos=True, drafts=False)
+
+
+def _timed(engine: Engine, prompts: Sequence[str], config: GenerationConfig) -> dict[str, float]:
+    """The figures of one round, named as in `ServingRow`."""
+    streams = [engine.stream(prompt, config) for prompt in prompts]
+    began = time.perf_counter()
+    held = 0
+    for stream in streams:
+        stream.start()
+    answers: list[Generation] = []
+    for stream in streams:
+        for _ in stream:
+            held = max(held, engine.scheduler.nbytes)
+        answers.append(stream.result())
+    seconds = time.perf_counter() - began
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    reports = [answer.report for answer in answers]
+    later = [
+        (report.total_ms - report.ttft_ms) / max(1, report.output_tokens - 1) for report in reports
+    ]
+    computed = sum(report.prompt_tokens - report.cached_tokens for report in reports)
+    return {
+        "tokens_per_s": tokens / seconds,
+        "step_ms": statistics.median(later),
+        "kv_bytes": held,
+        "computed_tokens": computed,
+    }
+
+
+def bench_arrivals(
+    model: Backend,
+    rates: Sequence[float],
+    *,
+    shared_tokens: int = 2048,
+    private_tokens: int = 128,
+    requests: int = 32,
+    new_tokens: int = 32,
+    max_rows: int = 16,
+    methods: Sequence[str] = ("relay", "copied"),
+) -> list[ArrivalRow]:
+    """Ask at random times (a Poisson process), the same ones for every method, for each rate.
+
+    Raises:
+        ConfigError: as `bench_serving`.
+    """
+    _check(methods, new_tokens)
+    # In the model's thread, where requests are answered (see `backends/thread.py`).
+    sizes = shared_tokens, private_tokens, requests, max_rows
+    made = submit(partial(Workload, model, *sizes)).result()
+    config = _config(new_tokens)
+    rows = []
+    with closing(made) as work:
+        for rate in rates:
+            for method in methods:
+                engine = work.engines[method]
+                asyncio.run(_arriving(engine, work.prompts[:1], config, rate))  # to warm up
+                figures = asyncio.run(_arriving(engine, work.prompts, config, rate))
+                rows.append(ArrivalRow(method, rate, *figures))
+    return rows
+
+
+async def _arriving(
+    engine: Engine, prompts: Sequence[str], config: GenerationConfig, rate: float
+) -> tuple[float, float]:
+    """Requests answered per second, and mean milliseconds per token."""
+    draw = random.Random(0)
+    latencies: list[float] = []
+
+    async def ask(prompt: str) -> None:
+        arrived = time.perf_counter()
+        stream = engine.stream(prompt, config)
+        await stream.atext()
+        latencies.append((time.perf_counter() - arrived) * 1000 / len(stream.token_ids))
+
+    began = time.perf_counter()
+    tasks = []
+    for prompt in prompts:
+        tasks.append(asyncio.create_task(ask(prompt)))
+        await asyncio.sleep(draw.expovariate(rate))
+    await asyncio.gather(*tasks)
+    return len(prompts) / (time.perf_counter() - began), statistics.fmean(latencies)
