@@ -16,7 +16,7 @@ from typing import Any, Literal
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.grammar import Grammar
 from cached_rag.hints import unknown_settings
-from cached_rag.methods import SELECTORS, Selector, Union, name_of, parse_method
+from cached_rag.methods import SELECTORS, Selector, UnionSelector, name_of, parse_method
 
 METHODS = tuple(SELECTORS)
 # How near answers are to full prefill's, in words, and the method that each of them means.
@@ -136,7 +136,7 @@ class GenerationConfig:
         chosen = self.selector()
         if self.adaptive:
             ratio = getattr(chosen, "recompute_ratio", None)
-            has_ratio = ratio is not None and not isinstance(chosen, Union)
+            has_ratio = ratio is not None and not isinstance(chosen, UnionSelector)
             _require(has_ratio, f"{self.method} has no recompute_ratio to be adaptive")
 
     def _take_quality(self, word: str) -> None:

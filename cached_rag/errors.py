@@ -32,6 +32,29 @@ from importlib.util import find_spec
 # Most characters of what is said about PML, which it may quote.
 _LONGEST = 2000
 
+__all__ = [
+    "BusyError",
+    "CachedRAGError",
+    "ClosedError",
+    "ClusterError",
+    "ConfigError",
+    "ContextOverflowError",
+    "CorruptBlobError",
+    "CutOffError",
+    "DocumentError",
+    "EvaluationError",
+    "IndexMismatchError",
+    "MissingPackageError",
+    "ModelError",
+    "ModelNotFoundError",
+    "PMLError",
+    "RelocationError",
+    "SlowDocumentError",
+    "StoreError",
+    "StoreFullError",
+    "needs_extra",
+]
+
 
 class CachedRAGError(Exception):
     """Base of all errors raised by this library."""

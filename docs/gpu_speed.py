@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from cached_rag import Engine, LanguageModel, StoreConfig, wrap_model
+from cached_rag import Engine, StoreConfig, wrap_model
 from cached_rag.backends.transformers.hardware import best_device, fastest_dtype
 from cached_rag.evaluation.ttft import bench_ttft
+from cached_rag.spi import LanguageModel
 
 # Of Qwen2.5's models.
 SHAPES: dict[str, dict[str, Any]] = {

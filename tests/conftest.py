@@ -21,8 +21,9 @@ from transformers.models.falcon import modeling_falcon
 from transformers.models.mpt import modeling_mpt
 from transformers.utils import logging
 
-from cached_rag import CachedRAG, Engine, LanguageModel, StoreConfig, load_model, wrap_model
+from cached_rag import CachedRAG, Engine, StoreConfig, load_model, wrap_model
 from cached_rag.backends.transformers.inspection import cache_argument
+from cached_rag.spi import LanguageModel
 
 if "HYPOTHESIS_EXAMPLES" not in os.environ and "SCHEMA_EXAMPLES" not in os.environ:
     # The suite's examples are the same each time; a long run finds others.

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
-from cached_rag import ModelError
 from cached_rag.backends.base import Prefilled
+from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
 
 

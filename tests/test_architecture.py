@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 
 import cached_rag
+from cached_rag import spi
 
 ROOT = Path(cached_rag.__file__).parent
 # From the ground up; a package may import those before it.
 FLOORS = (
-    *("errors", "defaults", "hints", "methods", "grammar", "config", "kv", "backends", "library"),
-    *("engine",),
-    *("explain", "pml", "rag", "server", "evaluation", "cli"),
+    *("errors", "defaults", "hints", "lazily", "methods", "grammar", "config"),
+    *("kv", "backends", "library", "engine"),
+    *("explain", "pml", "rag", "server", "evaluation", "cli", "spi"),
 )
-PUBLIC = ("cached_rag", "cached_rag.pml")
+PUBLIC = ("cached_rag", "cached_rag.errors", "cached_rag.pml", "cached_rag.spi")
 FRAMEWORKS = (
     *("langchain_core", "langchain", "llama_index", "langchain_cached_rag"),
     *("ray", "ray_cached_rag"),
@@ -75,23 +76,28 @@ def test_a_core_import_loads_no_framework_and_does_nothing():
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
-def test_every_public_name_is_there():
-    for name in cached_rag.__all__:
-        assert getattr(cached_rag, name) is not None
+@pytest.mark.parametrize("named", [cached_rag, spi])
+def test_every_public_name_is_there(named):
+    for name in named.__all__:
+        assert getattr(named, name) is not None
     with pytest.raises(AttributeError):
-        cached_rag.nothing  # noqa: B018
+        named.nothing  # noqa: B018
 
 
-def test_every_public_name_is_the_one_that_type_checkers_see():
-    (checked,) = (
-        n for n in ast.parse((ROOT / "__init__.py").read_text()).body if type(n) is ast.If
-    )
+@pytest.mark.parametrize("named", [cached_rag, spi])
+def test_every_public_name_is_the_one_that_type_checkers_see(named):
+    (checked,) = (n for n in ast.parse(Path(named.__file__).read_text()).body if type(n) is ast.If)
     seen = {}
     for node in checked.body:
         module = importlib.import_module(node.module)
         seen |= {alias.name: getattr(module, alias.name) for alias in node.names}
-    assert seen.keys() == set(cached_rag.__all__)
-    assert [name for name, one in seen.items() if getattr(cached_rag, name) is not one] == []
+    assert seen.keys() == set(named.__all__)
+    assert [name for name, one in seen.items() if getattr(named, name) is not one] == []
+
+
+def test_users_have_few_names_and_none_is_another_s():
+    assert len(cached_rag.__all__) <= 26
+    assert set(cached_rag.__all__).isdisjoint(spi.__all__)
 
 
 def test_integrations_use_public_names_only():

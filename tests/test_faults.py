@@ -12,10 +12,10 @@ from faults import flips, forged, kills, mounts, pressure, replaced, untrusted, 
 from faults.campaigns import CAMPAIGNS
 from faults.far import DAMAGES
 
-from cached_rag import DocumentError
 from cached_rag.backends import cache
 from cached_rag.backends.transformers import loading
 from cached_rag.backends.transformers.complete import copied
+from cached_rag.errors import DocumentError
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import blob
 from cached_rag.rag import confined, load_document

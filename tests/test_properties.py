@@ -18,9 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from cached_rag import ConfigError, DocumentError, Hit, PMLError, Schema, StoreError
+from cached_rag import ConfigError, Hit, Schema
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.tokenizer import Tokenization
+from cached_rag.errors import DocumentError, PMLError, StoreError
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store.blob import _checksum, contents, opened
 from cached_rag.kv.store.codecs import Int8Codec, RawCodec

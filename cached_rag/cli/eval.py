@@ -38,8 +38,7 @@ def evaluate_command(
     methods: Annotated[
         str,
         typer.Option(
-            help="Methods to compare, comma-separated; also `method@encoding`, `mapreduce`, "
-            "`maprerank`, `cacheblend-released`: docs/experiments.md."
+            help="Methods to compare, comma-separated; also `method@encoding`: docs/experiments.md."
         ),
     ] = _METHODS,
     ratio: Annotated[

@@ -29,7 +29,8 @@ from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.naming import shown
 
 if TYPE_CHECKING:
-    from cached_rag import CachedRAG, IngestSummary, IngestWorkers
+    from cached_rag import CachedRAG, IngestSummary
+    from cached_rag.rag.workers import IngestWorkers
 
 # What a shell knows a command by that was interrupted.
 _INTERRUPTED = 130

@@ -63,7 +63,7 @@ class Generation:
         return self.trace_source.trace if self.trace_source else None
 
 
-class Prefilled(Protocol):
+class PrefilledRequest(Protocol):
     """A prompt whose KV is complete."""
 
     @property
@@ -186,7 +186,7 @@ def _logprobs(token: int, logits: torch.Tensor, top: int) -> TokenLogprobs:
 
 
 @torch.inference_mode()
-def answer_alone(model: Backend, prefill: Prefilled, config: GenerationConfig) -> Generation:
+def answer_alone(model: Backend, prefill: PrefilledRequest, config: GenerationConfig) -> Generation:
     """Answer a prefilled prompt, token after token. The caller releases the prefill.
 
     Raises:

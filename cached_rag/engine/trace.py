@@ -59,7 +59,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Part:
+class TracePart:
     """A chunk in a prompt, or other text that KV was taken for.
 
     Attributes:
@@ -98,7 +98,7 @@ class Trace:
 
     text: str
     spans: tuple[Span, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TracePart, ...]
     full_ms: float | None = None
 
     @property
@@ -195,7 +195,7 @@ class Coverage:
         full_ms = None if profile is None else profile.compute_s(len(tokens)) * 1000
         return Trace(text, spans, tuple(part for _, _, part in parts), full_ms)
 
-    def _parts(self) -> Iterator[tuple[int, int, Part]]:
+    def _parts(self) -> Iterator[tuple[int, int, TracePart]]:
         """The chunks, and other runs of tokens with KV: (first token, token after the last, it)."""
         for match in self.matches:
             found = max(self.uses, key=lambda use: _common(use, match), default=None)
@@ -209,12 +209,12 @@ class Coverage:
 
     def _part(
         self, begin: int, end: int, use: _Use | None, name: str = "", state: str = "hit"
-    ) -> Part:
+    ) -> TracePart:
         found = np.bincount(self.kinds[begin:end], minlength=len(_KINDS)).tolist()
         counts = dict(zip(_KINDS, found, strict=True))
         if use is None:
-            return Part(name, "", state, counts)
-        return Part(name, use.name, state, counts, use.origin, use.moved_by)
+            return TracePart(name, "", state, counts)
+        return TracePart(name, use.name, state, counts, use.origin, use.moved_by)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

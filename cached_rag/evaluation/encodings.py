@@ -16,7 +16,6 @@ from cached_rag.backends.thread import on_model_thread
 from cached_rag.config import GenerationConfig, StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.evaluation.data import Example
-from cached_rag.evaluation.nearness import Nearness
 from cached_rag.evaluation.prompts import messages
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.module import ModuleKV
@@ -38,14 +37,13 @@ _APART = StoreConfig(
 )
 
 
-class Encodings:
+class EncodedEngines:
     """The engines of one model and one data set, made when they are first needed."""
 
     def __init__(self, model: Backend, examples: Sequence[Example], *, long: bool) -> None:
         self._model, self._examples, self._long = model, examples, long
         self._pool = list(dict.fromkeys(chunk for e in examples for chunk in e.chunks))
         self._engines: dict[str, Engine] = {}
-        self.nearness = Nearness(self._pool)
 
     def engine(
         self, encoding: str, chunks: Sequence[str], document: tuple[str, ...] = ()
@@ -72,7 +70,7 @@ class Encodings:
             engine.encode([], head, context=None)
             self._harvest(engine, chunks, int(count or 4))
             return engine
-        if kind in ("both", "asked", "neighbours"):  # so that KV of a prompt's first chunk is exact
+        if kind in ("both", "asked"):  # so that KV of a prompt's first chunk is exact
             engine.encode(chunks, head, context=None)
         if kind == "half":
             chunks = [chunk for chunk in chunks if random.Random(chunk).random() < 0.5]
@@ -109,8 +107,6 @@ class Encodings:
             return primer(count)
         if kind in ("asked", "alone-primer", "elsewhere", "half"):
             return PRIMER
-        if kind == "neighbours":
-            return Context(f"neighbours:{count}", lambda text: self.nearness.before(text, count))
         if kind == "strangers":
             return Context(f"strangers:{count}", lambda text: self._strangers(text, count))
         return None

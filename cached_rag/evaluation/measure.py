@@ -10,7 +10,7 @@ import torch
 from cached_rag.backends.prompt_text import Message
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.config import GenerationConfig
-from cached_rag.engine.decoding import Prefilled, answer_alone
+from cached_rag.engine.decoding import PrefilledRequest, answer_alone
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Clock
 from cached_rag.errors import EvaluationError
@@ -20,7 +20,7 @@ from cached_rag.pml import SchemaPrompt
 
 
 @dataclass(frozen=True)
-class Reading:
+class Measurement:
     """One measurement.
 
     Attributes:
@@ -50,7 +50,7 @@ def read(
     reference: str | None,
     *,
     generates: bool = True,
-) -> Reading:
+) -> Measurement:
     """Prefill a prompt, generate an answer, and compute the likelihood of the reference.
 
     Args:
@@ -67,12 +67,12 @@ def read(
 
 def read_on(
     engine: Engine,
-    prefill_prompt: Callable[[], Prefilled],
+    prefill_prompt: Callable[[], PrefilledRequest],
     config: GenerationConfig,
     reference: str | None,
     *,
     generates: bool = True,
-) -> Reading:
+) -> Measurement:
     """As `read`, for a prompt that `prefill_prompt` prefills."""
     check_prompts_are_new(engine)
     shown = config if generates else config.replace(max_tokens=1)
@@ -95,11 +95,11 @@ def score(
     config: GenerationConfig,
     reference: str | None,
     text: str,
-) -> Reading:
+) -> Measurement:
     """As `read`, for an answer `text` that was generated elsewhere; times are not measured."""
     check_prompts_are_new(engine)
 
-    def prefill_prompt() -> Prefilled:
+    def prefill_prompt() -> PrefilledRequest:
         return engine.prefill(prompt, config)
 
     return _scored(engine, prefill_prompt, prefill_prompt(), config, reference, text)
@@ -107,12 +107,12 @@ def score(
 
 def _scored(
     engine: Engine,
-    prefill_prompt: Callable[[], Prefilled],
-    prefill: Prefilled,
+    prefill_prompt: Callable[[], PrefilledRequest],
+    prefill: PrefilledRequest,
     config: GenerationConfig,
     reference: str | None,
     text: str | None,
-) -> Reading:
+) -> Measurement:
     report = prefill.report
     plain = report.charged_recompute
     try:
@@ -127,12 +127,12 @@ def _scored(
     charged, ttft_ms = report.charged_recompute, report.ttft_ms
     nll, along = told or (None, None)
     own_nll = own[0] if own else None
-    return Reading(text, nll, own_nll, log_probs, along, charged, ttft_ms, report.total_ms)
+    return Measurement(text, nll, own_nll, log_probs, along, charged, ttft_ms, report.total_ms)
 
 
 @torch.inference_mode()
 def _told(
-    engine: Engine, prefill: Prefilled, text: str, config: GenerationConfig
+    engine: Engine, prefill: PrefilledRequest, text: str, config: GenerationConfig
 ) -> tuple[float, torch.Tensor] | None:
     """How likely a prefilled prompt makes an answer, which the model is told (teacher forcing).
 
@@ -160,7 +160,9 @@ def _told(
     return -float(log_probs.gather(1, wanted).mean()), log_probs
 
 
-def figures(reading: Reading, full: Reading, answers: Sequence[str]) -> dict[str, float | None]:
+def figures(
+    reading: Measurement, full: Measurement, answers: Sequence[str]
+) -> dict[str, float | None]:
     """A measurement as numbers, compared with full prefill of the same prompt.
 
     Returns:

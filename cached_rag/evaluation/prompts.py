@@ -9,9 +9,6 @@ from cached_rag.evaluation.data import Example
 
 _BRIEF = "Answer the question with the help of the documents. Answer with a few words only."
 _LONG = "Answer the question with the help of the documents."
-_SUMMARISE = (
-    "Summarise what the document says that helps to answer the question. Use one or two sentences."
-)
 _LONG_ANSWER_WORDS = 15
 
 
@@ -27,12 +24,4 @@ def messages(chunks: Sequence[str], question: str, *, long: bool) -> list[Messag
     return [
         {"role": "system", "content": _LONG if long else _BRIEF},
         {"role": "user", "content": f"{context}\n\nQuestion: {question.strip()}"},
-    ]
-
-
-def summarise(chunk: str, question: str) -> list[Message]:
-    """The prompt of MapReduce's first step: summarise one document with regard to the question."""
-    return [
-        {"role": "system", "content": _SUMMARISE},
-        {"role": "user", "content": f"{chunk}\n\nQuestion: {question.strip()}"},
     ]

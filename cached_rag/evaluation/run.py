@@ -16,15 +16,13 @@ from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError, EvaluationError
 from cached_rag.evaluation.data import Example, load_examples
-from cached_rag.evaluation.encodings import Encodings
+from cached_rag.evaluation.encodings import EncodedEngines
 from cached_rag.evaluation.journal import Journal
-from cached_rag.evaluation.measure import Reading, figures, read
+from cached_rag.evaluation.measure import Measurement, figures, read
 from cached_rag.evaluation.metrics import right
 from cached_rag.evaluation.prompts import is_long, messages
-from cached_rag.evaluation.released import read_released
-from cached_rag.evaluation.several import SEVERAL
 from cached_rag.evaluation.summary import POOLED
-from cached_rag.evaluation.trial import BASELINE, RELEASED, Trial
+from cached_rag.evaluation.trial import BASELINE, Trial
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.context import PRIMER
 
@@ -150,7 +148,7 @@ def evaluate(
     sets = {path: settings.asked(path) for path in settings.data}
     for path, examples in sets.items():
         long = is_long(settings.examples(path))
-        encodings = Encodings(engine.model, settings.examples(path), long=long)
+        encodings = EncodedEngines(engine.model, settings.examples(path), long=long)
         for done, example in enumerate(examples, 1):
             _evaluate_example(path.stem, example, settings, encodings, journal, long=long)
             progress(path.stem, done, len(examples))
@@ -160,7 +158,7 @@ def _evaluate_example(
     data: str,
     example: Example,
     settings: Settings,
-    encodings: Encodings,
+    encodings: EncodedEngines,
     journal: Journal,
     *,
     long: bool,
@@ -185,24 +183,18 @@ class _Asked:
     """One example, and how it is asked."""
 
     example: Example
-    encodings: Encodings
+    encodings: EncodedEngines
     long: bool
     generates: bool
 
-    def read(self, trial: Trial) -> Reading:
+    def read(self, trial: Trial) -> Measurement:
         """Measure the example with one trial."""
         example, encodings = self.example, self.encodings
         engine = encodings.engine(trial.encoded, example.chunks, example.document)
         tokens = _LONG_ANSWER_TOKENS if self.long else _ANSWER_TOKENS
         reference = example.reference
-        chunks = encodings.nearness.arranged(trial.order, example)
+        chunks = example.chunks[::-1] if trial.is_reversed else example.chunks
         prompt = messages(chunks, example.question, long=self.long)
-        method = trial.name.partition("@")[0]
-        if method in SEVERAL:
-            plain = GenerationConfig(method="full", max_tokens=tokens)
-            return SEVERAL[method](engine, example, plain, reference, self.long)
-        if method == RELEASED:
-            return read_released(engine, prompt, trial.ratio, tokens, reference, self.generates)
         config = trial.config(tokens)
         if trial.asks_others:
             encodings.ask_others(engine, trial.encoded, example, config)

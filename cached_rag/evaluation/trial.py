@@ -12,20 +12,17 @@ from cached_rag.config import GenerationConfig
 from cached_rag.errors import ConfigError
 from cached_rag.methods import has_own_ratio
 
+# Encoded as by default, in a prompt where the chunks stand the other way round.
+_REVERSED = "reversed"
 ENCODINGS = (
-    *("alone", "alone-primer", "prefix", "primer", "both", "neighbours", "strangers"),
+    *("alone", "alone-primer", "prefix", "primer", "both", "strangers"),
     *("apart", "primers", "harvested", "elsewhere", "elsewhere-prefix", "half", "asked"),
+    _REVERSED,
 )
-# Those that take a number: `neighbours:2`. `primers` is an earlier name of `primer`.
-_COUNTED = ("primer", "primers", "both", "neighbours", "strangers", "harvested", "asked")
-# Encoded as by default, in a prompt where the chunks stand in another order than the set's.
-ORDERS = ("reversed", "nearest", "shuffled", "told")
+# Those that take a number: `strangers:2`. `primers` is an earlier name of `primer`.
+_COUNTED = ("primer", "primers", "both", "strangers", "harvested", "asked")
 DEFAULT_ENCODING = "primer"
-# No methods of the engine, but measured through it: other ways to ask (CacheBlend, section 7), and
-# CacheBlend with the errors of its released code.
-ASKED_OTHERWISE = ("mapreduce", "maprerank")
-RELEASED = "cacheblend-released"
-_WITHOUT_RATIO = {"full": 1.0, "prefix": 1.0, "reuse": 0.0, "mapreduce": 1.0, "maprerank": 1.0}
+_WITHOUT_RATIO = {"full": 1.0, "prefix": 1.0, "reuse": 0.0}
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,8 @@ class Trial:
     Attributes:
         name: as written by the user.
         method: the method's part of the name.
-        encoding: one of `ENCODINGS`, some with a number after a colon (`_COUNTED`), or of
-            `ORDERS`; empty to encode nothing.
+        encoding: one of `ENCODINGS`, some with a number after a colon (`_COUNTED`); empty to
+            encode nothing.
         ratio: share of cached tokens to recompute.
     """
 
@@ -51,16 +48,16 @@ class Trial:
         return GenerationConfig(method=self.method, recompute_ratio=ratio, max_tokens=max_tokens)
 
     @property
-    def order(self) -> str:
-        """How chunks stand in the prompt, one of `ORDERS`; empty for the set's order."""
-        return self.encoding if self.encoding in ORDERS else ""
+    def is_reversed(self) -> bool:
+        """Whether chunks stand in the prompt the other way round."""
+        return self.encoding == _REVERSED
 
     @property
     def encoded(self) -> str:
-        """`encoding` as far as it says what is encoded; empty for what computes all anew."""
+        """How chunks are encoded; empty for what computes all anew."""
         if self.method == BASELINE.method:
             return ""
-        return DEFAULT_ENCODING if self.order else self.encoding
+        return DEFAULT_ENCODING if self.is_reversed else self.encoding
 
     @property
     def asks_others(self) -> bool:
@@ -84,8 +81,7 @@ def make_trials(names: Sequence[str], ratios: Sequence[float]) -> list[Trial]:
         _check_encoding(encoding or DEFAULT_ENCODING)
         for ratio in _ratios(method, ratios):
             trial = Trial(name, method, encoding or DEFAULT_ENCODING, ratio)
-            if method not in (*ASKED_OTHERWISE, RELEASED):
-                trial.config(1)
+            trial.config(1)
             trials.setdefault((name, ratio), trial)
     return list(trials.values())
 
@@ -94,8 +90,6 @@ def _ratios(method: str, ratios: Sequence[float]) -> Sequence[float]:
     fixed = _WITHOUT_RATIO.get(method)
     if fixed is not None:
         return [fixed]
-    if method == RELEASED:
-        return ratios
     own = GenerationConfig(method=method).selector()
     whole = GenerationConfig(method=method, recompute_ratio=1.0).selector()
     if not has_own_ratio(method) and whole != own:
@@ -105,9 +99,8 @@ def _ratios(method: str, ratios: Sequence[float]) -> Sequence[float]:
 
 def _check_encoding(text: str) -> None:
     kind, colon, count = text.partition(":")
-    known = (*ENCODINGS, *ORDERS)
-    if kind not in known:
-        raise ConfigError(f"encoding {text!r} is not one of {', '.join(known)}")
+    if kind not in ENCODINGS:
+        raise ConfigError(f"encoding {text!r} is not one of {', '.join(ENCODINGS)}")
     if colon and not (kind in _COUNTED and count.isdecimal() and int(count)):
         raise ConfigError(
             f"encoding {text!r}: a number from 1 on may follow {', '.join(_COUNTED)}, and nothing "

@@ -10,7 +10,7 @@ from itertools import accumulate, groupby
 from typing import Any
 
 from cached_rag.engine.report import Report
-from cached_rag.engine.trace import Counts, Kind, Part, Span, Trace
+from cached_rag.engine.trace import Counts, Kind, Span, Trace, TracePart
 
 MEANING = {
     Kind.IN_PLACE: "was read before at this place, behind the same text; its KV is used as it is",
@@ -106,7 +106,7 @@ class View:
         known = {part.digest for part in self.trace.parts}
         return [name for digest, name in self.names.items() if digest not in known]
 
-    def _name(self, part: Part, first: Span | None) -> str:
+    def _name(self, part: TracePart, first: Span | None) -> str:
         if part.digest in self.names:
             return self.names[part.digest]
         if part.digest and first is not None:
@@ -201,7 +201,7 @@ def stages(report: Report) -> list[Stage]:
     return [Stage(name, begin, ms) for (name, ms), begin in pairs if ms]
 
 
-def _said(part: Part) -> str:
+def _said(part: TracePart) -> str:
     """What became of a part, in words."""
     found = f"{part.tokens} tokens"
     if part.origin is None:

@@ -19,7 +19,7 @@ from cached_rag.methods.prophetkv import ProphetKV
 from cached_rag.methods.question import QuestionSelector
 from cached_rag.methods.random_rows import Random
 from cached_rag.methods.reuse import Full, Prefix, Reuse
-from cached_rag.methods.union import Union
+from cached_rag.methods.union import UnionSelector
 
 __all__ = [
     "A3",
@@ -40,7 +40,7 @@ __all__ = [
     "SELECTORS",
     "Selector",
     "Takes",
-    "Union",
+    "UnionSelector",
     "has_own_ratio",
     "name_of",
     "parse_method",
@@ -70,7 +70,7 @@ def name_of(method: Selector) -> str:
 
 def spelled(method: Selector) -> str:
     """A method's name with the options that are not its defaults, as `parse_method` reads them."""
-    if isinstance(method, Union):
+    if isinstance(method, UnionSelector):
         return "+".join(map(spelled, method.members))
     known: Any = fields(method) if is_dataclass(method) else ()
     given = {field.name: getattr(method, field.name) for field in known}

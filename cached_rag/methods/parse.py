@@ -10,7 +10,7 @@ from typing import Any
 
 from cached_rag.errors import ConfigError
 from cached_rag.methods.base import Selector
-from cached_rag.methods.union import Union
+from cached_rag.methods.union import UnionSelector
 
 # They have no options in their names, and join no other.
 _ALONE = ("auto", "fast", "full", "prefix")
@@ -35,7 +35,7 @@ def parse_method(
     """
     parts = [part.strip() for part in text.split("+")]
     members = [_member(part, table, defaults, is_joined=len(parts) > 1) for part in parts]
-    return members[0] if len(members) == 1 else Union(members=tuple(members))
+    return members[0] if len(members) == 1 else UnionSelector(members=tuple(members))
 
 
 def _member(

@@ -13,7 +13,7 @@ from cached_rag.methods.question import QuestionSelector
 
 
 @dataclass(frozen=True)
-class Union(QuestionSelector):
+class UnionSelector(QuestionSelector):
     """Union of methods' rows; at most one may ask the question, none may have check layers.
 
     Attributes:

@@ -15,13 +15,13 @@ from functools import cache, lru_cache, partial
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.errors import PMLError
 from cached_rag.pml.frames import frame_ids, frames, markup_ids
-from cached_rag.pml.layout import Ids, Layout, Run
+from cached_rag.pml.layout import Ids, ModuleRun, SchemaLayout
 from cached_rag.pml.nodes import Mark, Text
 from cached_rag.pml.prompt import Argument, Bit
 
 
 @dataclass(frozen=True)
-class Piece:
+class PromptPiece:
     """Tokens that follow each other in the prompt.
 
     Attributes:
@@ -30,20 +30,22 @@ class Piece:
     """
 
     ids: Ids
-    run: Run | None = None
+    run: ModuleRun | None = None
     start: int | None = None
 
 
 class Assembler:
     """Turns prompts of one schema into tokens."""
 
-    def __init__(self, layout: Layout, tokenization: Tokenization, *, is_compact: bool) -> None:
+    def __init__(
+        self, layout: SchemaLayout, tokenization: Tokenization, *, is_compact: bool
+    ) -> None:
         self._layout, self._tokenization = layout, tokenization
         self._is_compact = is_compact
         self._frames = lru_cache(64)(self._framed)
         self._markup = cache(partial(markup_ids, tokenization))
 
-    def pieces(self, bits: Sequence[Bit]) -> list[Piece]:
+    def pieces(self, bits: Sequence[Bit]) -> list[PromptPiece]:
         """A prompt's tokens, the header of the answer included.
 
         Raises:
@@ -55,10 +57,10 @@ class Assembler:
         found = [_of(begin)] if begin and begin.ids else []
         found += [self._piece(bit) for bit in bits]
         if bits and isinstance(bits[-1], Mark):
-            found.append(Piece(self._markup("", True)))
+            found.append(PromptPiece(self._markup("", True)))
         return found
 
-    def _chat(self, bits: Sequence[Bit]) -> list[Piece]:
+    def _chat(self, bits: Sequence[Bit]) -> list[PromptPiece]:
         """A prompt of messages only, with the chat template around all of them."""
         begins = [bit for bit in bits if isinstance(bit, Mark) and bit.is_begin]
         *before, last = self._frames(tuple(mark.role for mark in begins))
@@ -70,9 +72,9 @@ class Assembler:
                 found += next(frames)
         # The pieces after the question are new text without a run, so that they are computed: some
         # methods take the last computed text for the question.
-        return [*found, *(Piece(piece.ids) for piece in last)]
+        return [*found, *(PromptPiece(piece.ids) for piece in last)]
 
-    def positions(self, pieces: Sequence[Piece]) -> list[int] | None:
+    def positions(self, pieces: Sequence[PromptPiece]) -> list[int] | None:
         """The tokens' positions; None if there are no gaps, so that each is the token's index."""
         if self._is_compact:
             return None
@@ -86,14 +88,14 @@ class Assembler:
             following += len(piece.ids)
         return found
 
-    def _piece(self, bit: Bit) -> Piece:
+    def _piece(self, bit: Bit) -> PromptPiece:
         if isinstance(bit, Text | Mark) and bit.number is not None:
             return _of(self._layout.texts[bit.number])
         if isinstance(bit, Mark):
-            return Piece(self._markup(bit.role, bit.is_begin))
+            return PromptPiece(self._markup(bit.role, bit.is_begin))
         ids = tuple(self._tokenization.following(bit.text).ids)
         if not isinstance(bit, Argument):
-            return Piece(ids)
+            return PromptPiece(ids)
         if len(ids) > bit.param.length:
             raise PMLError(
                 f"the argument {bit.text.strip()!r} has {len(ids)} tokens and parameter "
@@ -102,9 +104,9 @@ class Assembler:
                 bit.where,
                 bit.file,
             )
-        return Piece(ids, start=self._layout.texts[bit.param.number].start)
+        return PromptPiece(ids, start=self._layout.texts[bit.param.number].start)
 
-    def _framed(self, roles: tuple[str, ...]) -> list[list[Piece]]:
+    def _framed(self, roles: tuple[str, ...]) -> list[list[PromptPiece]]:
         """The template's text around messages, as the schema's runs where the text is theirs."""
         found = []
         known = list(zip(self._layout.frames, self._layout.frame_texts, strict=True))
@@ -112,11 +114,11 @@ class Assembler:
             run, own = known[index] if index < len(known) else (None, "")
             if run is not None and run.ids and text.startswith(own):
                 rest = frame_ids(self._tokenization, text[len(own) :], is_first=False)
-                found.append([_of(run), *([Piece(rest)] if rest else [])])
+                found.append([_of(run), *([PromptPiece(rest)] if rest else [])])
             else:
-                found.append([Piece(frame_ids(self._tokenization, text, is_first=not index))])
+                found.append([PromptPiece(frame_ids(self._tokenization, text, is_first=not index))])
         return found
 
 
-def _of(run: Run) -> Piece:
-    return Piece(run.ids, run, run.start)
+def _of(run: ModuleRun) -> PromptPiece:
+    return PromptPiece(run.ids, run, run.start)

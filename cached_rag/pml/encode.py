@@ -16,7 +16,7 @@ from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.module import ModuleKV
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
-from cached_rag.pml.layout import Ids, Run
+from cached_rag.pml.layout import Ids, ModuleRun
 from cached_rag.pml.recipes import Recipe, Recipes
 from cached_rag.pml.units import Unit
 
@@ -91,7 +91,7 @@ class RunEncoder:
         done.units.add(unit)
         done.tokens += sum(run.length for run in unit.runs)
 
-    def _context(self, run: Run, done: Encoded) -> ModuleKV:
+    def _context(self, run: ModuleRun, done: Encoded) -> ModuleKV:
         """KV of a run that a unit is encoded behind; computed first if there is none."""
         recipe = self.recipes.single[run]
         found = done.kv.get(recipe.source) or self.library.fetch(*recipe.source)
@@ -100,7 +100,7 @@ class RunEncoder:
             found = done.kv[recipe.source]
         return found
 
-    def _compute(self, unit: Unit, context: dict[Run, ModuleKV]) -> dict[Run, ModuleKV]:
+    def _compute(self, unit: Unit, context: dict[ModuleRun, ModuleKV]) -> dict[ModuleRun, ModuleKV]:
         """KV of a unit's runs, computed in one forward pass over the KV of their context."""
         at = self.recipes.positions(unit)
         every = (*unit.context, *unit.runs)

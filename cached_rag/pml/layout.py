@@ -22,7 +22,7 @@ Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class ModuleRun:
     """Neighbouring tokens that belong to one module, or to every prompt.
 
     Attributes:
@@ -54,7 +54,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SchemaLayout:
     """A schema's runs.
 
     Attributes:
@@ -67,12 +67,12 @@ class Layout:
         order: all runs in document order.
     """
 
-    texts: dict[int, Run]
-    frames: tuple[Run, ...]
+    texts: dict[int, ModuleRun]
+    frames: tuple[ModuleRun, ...]
     frame_texts: tuple[str, ...]
-    begin: Run | None
+    begin: ModuleRun | None
     size: int
-    order: tuple[Run, ...]
+    order: tuple[ModuleRun, ...]
 
 
 @dataclass
@@ -89,15 +89,15 @@ class _Setter:
     unknown: int | None
     markup: Callable[[str, bool], Ids]
     position: int = 0
-    texts: dict[int, Run] = field(default_factory=dict)
-    order: list[Run] = field(default_factory=list)
-    begins: list[Run] = field(default_factory=list)
+    texts: dict[int, ModuleRun] = field(default_factory=dict)
+    order: list[ModuleRun] = field(default_factory=list)
+    begins: list[ModuleRun] = field(default_factory=list)
 
-    def put(self, ids: Ids, unit: Path = (), *, is_cached: bool = True) -> Run:
-        run = Run(ids, self.position, len(ids), unit, ids, is_cached)
+    def put(self, ids: Ids, unit: Path = (), *, is_cached: bool = True) -> ModuleRun:
+        run = ModuleRun(ids, self.position, len(ids), unit, ids, is_cached)
         return self._add(run)
 
-    def _add(self, run: Run) -> Run:
+    def _add(self, run: ModuleRun) -> ModuleRun:
         self.position = run.end
         if run.length:
             self.order.append(run)
@@ -110,7 +110,7 @@ class _Setter:
                 self.texts[child.number] = self.put(ids, child.unit, is_cached=child.is_cached)
             elif isinstance(child, Param):
                 fill = self._placeholder(child)
-                run = Run((), self.position, child.length, child.unit, fill, is_cached=False)
+                run = ModuleRun((), self.position, child.length, child.unit, fill, is_cached=False)
                 self.texts[child.number] = self._add(run)
             elif isinstance(child, Mark):
                 assert child.number is not None
@@ -138,7 +138,7 @@ class _Setter:
         return ids if self.unknown is None else ids + (self.unknown,) * (param.length - len(ids))
 
 
-def lay_out(schema: SchemaNode, tokenization: Tokenization) -> Layout:
+def lay_out(schema: SchemaNode, tokenization: Tokenization) -> SchemaLayout:
     """All positions of a schema.
 
     Raises:
@@ -158,7 +158,7 @@ def lay_out(schema: SchemaNode, tokenization: Tokenization) -> Layout:
         setter = _Setter(tokenization, unknown, cache(partial(markup_ids, tokenization)))
         begin = setter.put(tokenization.begin_ids)
         setter.nodes(schema.children)
-    return Layout(
+    return SchemaLayout(
         setter.texts,
         tuple(around),
         tuple(said),

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cached_rag.backends.tokenizer import Tokenization
-from cached_rag.pml.layout import Layout, Run, lay_out
+from cached_rag.pml.layout import ModuleRun, SchemaLayout, lay_out
 from cached_rag.pml.nodes import Leaf, Mark, Message, Module, Node, Param, Text, Union
 from cached_rag.pml.schema import Schema
 
@@ -49,7 +49,7 @@ def outline(schema: Schema, tokenization: Tokenization) -> Outline:
 
 @dataclass(frozen=True)
 class _Drawn:
-    layout: Layout
+    layout: SchemaLayout
     tokenization: Tokenization
 
     def schema(self, schema: Schema) -> Outline:
@@ -66,11 +66,11 @@ class _Drawn:
             if not isinstance(child, Mark) or self._run(child).length:
                 yield child
 
-    def _run(self, leaf: Leaf) -> Run:
+    def _run(self, leaf: Leaf) -> ModuleRun:
         assert leaf.number is not None
         return self.layout.texts[leaf.number]
 
-    def _template(self, run: Run) -> Outline:
+    def _template(self, run: ModuleRun) -> Outline:
         text = self.tokenization.tokenizer.decode(run.ids)
         return Outline("template", _short(text), run.length, run.start, run.end)
 

@@ -25,9 +25,9 @@ from cached_rag.library.encode import EncodeSummary
 from cached_rag.library.plan import Placement, Plan
 from cached_rag.library.shelf import Origin
 from cached_rag.methods import Takes
-from cached_rag.pml.assembly import Assembler, Piece
+from cached_rag.pml.assembly import Assembler, PromptPiece
 from cached_rag.pml.encode import Encoded, RunEncoder
-from cached_rag.pml.layout import Layout, Run, lay_out
+from cached_rag.pml.layout import ModuleRun, SchemaLayout, lay_out
 from cached_rag.pml.nodes import SchemaNode
 from cached_rag.pml.prompt import Argument, Bit, New
 from cached_rag.pml.recipes import Recipe, Recipes, Trail
@@ -44,7 +44,7 @@ class SchemaPlanner:
     """
 
     model: Backend
-    layout: Layout
+    layout: SchemaLayout
     assembler: Assembler
     encoder: RunEncoder
     scaffolds: Sequence[Unit]
@@ -74,14 +74,14 @@ class SchemaPlanner:
         """The number of a prompt's tokens."""
         return sum(len(piece.ids) for piece in self.assembler.pieces(bits))
 
-    def bring(self, pieces: Sequence[Piece]) -> list[str]:
+    def bring(self, pieces: Sequence[PromptPiece]) -> list[str]:
         """Bring the prompt's KV from another machine into memory; returns notes for the user."""
         recipes = self._recipes(pieces).values()
         return self.encoder.library.bring([Wanted((recipe.source,)) for recipe in recipes])
 
     def plan(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[PromptPiece],
         takes: Takes,
         notes: Sequence[str],
         report: Report,
@@ -114,7 +114,7 @@ class SchemaPlanner:
 
     def _placements(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[PromptPiece],
         positions: Sequence[int] | None,
         report: Report,
         *,
@@ -151,8 +151,8 @@ class SchemaPlanner:
 
     def _encode_missing(
         self,
-        found: dict[Run, LayerSource | None],
-        recipes: dict[Run, Recipe],
+        found: dict[ModuleRun, LayerSource | None],
+        recipes: dict[ModuleRun, Recipe],
         report: Report,
     ) -> None:
         """Encode the runs for which no KV was found, and add it to `found`."""
@@ -166,13 +166,13 @@ class SchemaPlanner:
         if done.problem is not None:
             report.notes.append(f"{done.problem} It is computed anew next time.")
 
-    def _recipes(self, pieces: Sequence[Piece]) -> dict[Run, Recipe]:
+    def _recipes(self, pieces: Sequence[PromptPiece]) -> dict[ModuleRun, Recipe]:
         """The recipe of each run's KV: a scaffold's, if the prompt has all runs of the scaffold."""
         single = self.encoder.recipes.single
         # A run without tokens, as some templates leave them around messages, has no recipe.
         there = {piece.run for piece in pieces if piece.run is not None and piece.ids}
         chosen = {run: single[run] for run in there if run.is_cached}
-        held: set[Run] = set()
+        held: set[ModuleRun] = set()
         for scaffold in self.scaffolds:
             own = self.encoder.recipes.of[scaffold]
             texts = {run for run in scaffold.runs if not run.is_param}
@@ -182,8 +182,8 @@ class SchemaPlanner:
         return chosen
 
     def _where_they_are(
-        self, pieces: Sequence[Piece], positions: Sequence[int] | None
-    ) -> list[Piece]:
+        self, pieces: Sequence[PromptPiece], positions: Sequence[int] | None
+    ) -> list[PromptPiece]:
         """The pieces for a model whose keys cannot be moved.
 
         A part of the chat template at another position than the schema's becomes new text, which
@@ -204,7 +204,7 @@ class SchemaPlanner:
                         f"{self.model.rule.reason}. Shorten the text, give it room with a <param> "
                         'in the schema, or use method="full"'
                     )
-                piece = Piece(piece.ids)
+                piece = PromptPiece(piece.ids)
             found.append(piece)
             begin += len(piece.ids)
         return found

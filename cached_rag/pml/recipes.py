@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.matching import EncodedAfter
-from cached_rag.pml.layout import Ids, Run
+from cached_rag.pml.layout import Ids, ModuleRun
 from cached_rag.pml.units import Unit, Units
 
 
@@ -76,18 +76,18 @@ class Recipes:
             room: how many positions the model has before its rotary frequencies change.
         """
         self._is_compact, self._is_movable, self._room = is_compact, is_movable, room
-        self.single: dict[Run, Recipe] = {}
-        self.of: dict[Unit, dict[Run, Recipe]] = {}
+        self.single: dict[ModuleRun, Recipe] = {}
+        self.of: dict[Unit, dict[ModuleRun, Recipe]] = {}
         for unit in units.single:
             self.of[unit] = self._recipes(unit)
             self.single |= self.of[unit]
         for unit in units.scaffolds:
             self.of[unit] = self._recipes(unit)
 
-    def _recipes(self, unit: Unit) -> dict[Run, Recipe]:
+    def _recipes(self, unit: Unit) -> dict[ModuleRun, Recipe]:
         trail, is_true = Trail(is_movable=self._is_movable), True
         names = []
-        found: dict[Run, Recipe] = {}
+        found: dict[ModuleRun, Recipe] = {}
         at = self.positions(unit)
         for run in unit.context:
             seen = trail.add(run.ids, at[run])
@@ -102,7 +102,7 @@ class Recipes:
                 found[run] = Recipe(unit, name, run.ids, seen if is_true else None)
         return found
 
-    def positions(self, unit: Unit) -> dict[Run, int]:
+    def positions(self, unit: Unit) -> dict[ModuleRun, int]:
         """First position of each run of a unit and its context, while the unit is encoded."""
         every = (*unit.context, *unit.runs)
         is_beyond = unit.runs[-1].end > self._room

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from cached_rag.pml.layout import Layout, Run
+from cached_rag.pml.layout import ModuleRun, SchemaLayout
 from cached_rag.pml.nodes import (
     Message,
     Module,
@@ -44,8 +44,8 @@ class Unit:
     """
 
     name: str
-    runs: tuple[Run, ...]
-    context: tuple[Run, ...]
+    runs: tuple[ModuleRun, ...]
+    context: tuple[ModuleRun, ...]
     is_scaffold: bool = False
 
 
@@ -58,17 +58,17 @@ class Units:
         scaffolds: units of scaffolds, those of most runs first.
     """
 
-    def __init__(self, schema: SchemaNode, layout: Layout, behind: str) -> None:
+    def __init__(self, schema: SchemaNode, layout: SchemaLayout, behind: str) -> None:
         self._layout, self._behind = layout, behind
         self._head = tuple(takewhile(lambda run: not run.unit and not run.is_param, layout.order))
-        self._own: dict[Path, list[Run]] = defaultdict(list)
+        self._own: dict[Path, list[ModuleRun]] = defaultdict(list)
         for run in layout.order:
             self._own[run.unit].append(run)
         self._order = {run: index for index, run in enumerate(layout.order)}
-        self._contexts: dict[Path, tuple[Run, ...]] = {}
+        self._contexts: dict[Path, tuple[ModuleRun, ...]] = {}
         # Text outside modules that will be one unit, until something interrupts it; its context.
-        self._text: list[Run] = []
-        self._text_context: tuple[Run, ...] = ()
+        self._text: list[ModuleRun] = []
+        self._text_context: tuple[ModuleRun, ...] = ()
         self.single: list[Unit] = []
         self._schema(schema)
         found = [self._scaffold(scaffold) for scaffold in schema.scaffolds]
@@ -76,7 +76,7 @@ class Units:
         self.scaffolds.sort(key=lambda unit: len(unit.runs), reverse=True)
 
     def _schema(self, schema: SchemaNode) -> None:
-        before: list[Run] = []
+        before: list[ModuleRun] = []
         if self._layout.begin is not None:
             self._run(self._layout.begin, before)
         self._nodes(schema.children, before)
@@ -84,7 +84,7 @@ class Units:
             self._run(self._layout.frames[-1], before)
         self._end_text()
 
-    def _nodes(self, children: Sequence[Node], before: list[Run]) -> None:
+    def _nodes(self, children: Sequence[Node], before: list[ModuleRun]) -> None:
         """Find units among nodes.
 
         Args:
@@ -104,7 +104,7 @@ class Units:
                 assert child.number is not None
                 self._run(self._layout.texts[child.number], before)
 
-    def _run(self, run: Run, before: list[Run]) -> None:
+    def _run(self, run: ModuleRun, before: list[ModuleRun]) -> None:
         if not run.length:
             return
         if run.unit or run.is_param:
@@ -126,7 +126,7 @@ class Units:
             self.single.append(Unit("", tuple(self._text), self._text_context))
         self._text = []
 
-    def _stand_in(self, union: Union) -> list[Run]:
+    def _stand_in(self, union: Union) -> list[ModuleRun]:
         """Runs that stand for a union in the contexts after it: those of its stand-in module.
 
         A module with parameters cannot stand in, since its arguments are not known.
@@ -147,7 +147,7 @@ class Units:
         context = self._contexts[runs[0].unit] if runs else ()
         return Unit(scaffold.name, runs, context, is_scaffold=True)
 
-    def _context(self, before: Sequence[Run]) -> tuple[Run, ...]:
+    def _context(self, before: Sequence[ModuleRun]) -> tuple[ModuleRun, ...]:
         if self._behind == "schema":
             return tuple(before)
         return self._head if before and self._behind == "head" else ()

@@ -18,7 +18,7 @@ from cached_rag.rag.hit import Hit
 from cached_rag.rag.index import DocumentIndex
 from cached_rag.rag.prompts import Prompts, Turn, searched
 from cached_rag.rag.reranking import Reranker
-from cached_rag.rag.retrieval import Found, Wanted, check_question, find
+from cached_rag.rag.retrieval import Retrieval, Retrieved, check_question, find
 
 if TYPE_CHECKING:
     from cached_rag.engine.engine import Engine
@@ -47,7 +47,7 @@ class Asking:
     candidates: int = 0
     by: str = "vectors"
 
-    def find(self, text: str, wanted: Wanted) -> Found:
+    def find(self, text: str, wanted: Retrieval) -> Retrieved:
         """The chunks for a text; their KV begins to come from the disk."""
         order = (self.reranker, self.candidates, self.by)
         found = find(self.index, self.embedder, text, wanted, *order)
@@ -62,7 +62,7 @@ class Asking:
         self,
         question: str,
         said: Sequence[Turn],
-        wanted: Wanted,
+        wanted: Retrieval,
         config: GenerationConfig,
         *,
         reorder: bool,
@@ -95,7 +95,7 @@ class Asking:
         question: str,
         prompt: Rendered,
         hits: Sequence[Hit],
-        found: Found,
+        found: Retrieved,
         text: str,
         config: GenerationConfig,
         clock: Clock,
@@ -113,7 +113,7 @@ class Asking:
         stream = self.engine.stream(prompt, config, clock=clock)
         return AnswerStream(stream, question, tuple(hits), search_ms, list(found.notes), text)
 
-    def decline(self, question: str, found: Found, text: str, search_ms: float) -> AnswerStream:
+    def decline(self, question: str, found: Retrieved, text: str, search_ms: float) -> AnswerStream:
         """Say that nothing was found, without asking the model; see `begin`."""
         from cached_rag.engine.stream import ToldStream
 

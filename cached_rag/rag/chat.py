@@ -20,7 +20,7 @@ from cached_rag.rag.answer import Answer, AnswerStream, conversation
 from cached_rag.rag.asking import Asking
 from cached_rag.rag.hit import Hit
 from cached_rag.rag.prompts import Turn, searched
-from cached_rag.rag.retrieval import Wanted, check_question
+from cached_rag.rag.retrieval import Retrieval, check_question
 
 _REWRITE = (
     "Rewrite this question so that it can be understood without our conversation. Write only the "
@@ -54,7 +54,7 @@ class Chat:
     def __init__(
         self,
         asking: Callable[[], Asking],
-        wanted: Wanted,
+        wanted: Retrieval,
         config: GenerationConfig,
         *,
         condense: bool,

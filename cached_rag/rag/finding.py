@@ -27,7 +27,7 @@ _NO_DOCUMENT_STARTS = (".", "~$", "~wrl")
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundFile:
     """What lies at a path, hidden files aside.
 
     Attributes:
@@ -45,7 +45,7 @@ class Found:
     unreadable: tuple[tuple[Path, str], ...] = ()
 
 
-def look_at(path: Path | str) -> Found:
+def look_at(path: Path | str) -> FoundFile:
     """A file itself, of whatever kind, or all files below a folder.
 
     A link below a folder counts if it leads to a file in the folder that is not found otherwise.
@@ -54,7 +54,7 @@ def look_at(path: Path | str) -> Found:
         DocumentError: nothing is there.
     """
     root = Path(path).expanduser()
-    return _Look(root, root.resolve()).found() if is_folder(root) else Found((root,))
+    return _Look(root, root.resolve()).found() if is_folder(root) else FoundFile((root,))
 
 
 def is_folder(path: Path) -> bool:
@@ -115,14 +115,14 @@ class _Look:
     others: Counter[str] = field(default_factory=Counter)
     unreadable: dict[Path, str] = field(default_factory=dict)
 
-    def found(self) -> Found:
+    def found(self) -> FoundFile:
         for file in self._walk():
             try:
                 self._take(file)
             except OSError as error:  # in a folder whose names may be read, and nothing else
                 self._note(error)
         files = tuple(sorted((self.links | self.files).values()))
-        return Found(files, self._passed_over(), tuple(self.unreadable.items()))
+        return FoundFile(files, self._passed_over(), tuple(self.unreadable.items()))
 
     def _passed_over(self) -> tuple[tuple[str, int], ...]:
         rest = Counter(dict(self.others.most_common()[_MOST_SUFFIXES:]))

@@ -28,7 +28,7 @@ from cached_rag.rag.hit import Hit
 from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.prompts import Prompts, searched
 from cached_rag.rag.reranking import Reranker, cross_encoder
-from cached_rag.rag.retrieval import Wanted, find
+from cached_rag.rag.retrieval import Retrieval, find
 from cached_rag.rag.roots import absolute, is_path
 from cached_rag.rag.settings import asked_for
 
@@ -270,7 +270,7 @@ class CachedRAG(IndexFolder):
     ) -> AnswerStream:
         """As `ask`, piece by piece."""
         config = (config or GenerationConfig()).replace(**options)
-        wanted = Wanted(k, min_score, where, answer_anyway)
+        wanted = Retrieval(k, min_score, where, answer_anyway)
         said = conversation(history)
         return self._asking().answer(question, said, wanted, config, reorder=reorder)
 
@@ -303,7 +303,7 @@ class CachedRAG(IndexFolder):
             ConfigError: a bad setting or history.
         """
         config = (config or GenerationConfig()).replace(**options)
-        wanted, said = Wanted(k, min_score, where, answer_anyway), resumed(history)
+        wanted, said = Retrieval(k, min_score, where, answer_anyway), resumed(history)
         return Chat(self._asking, wanted, config, condense=condense, said=said)
 
     @property
@@ -359,7 +359,7 @@ class CachedRAG(IndexFolder):
         """
         self._agree()
         text = searched(question, conversation(history))
-        wanted = Wanted(k, min_score, where)
+        wanted = Retrieval(k, min_score, where)
         order = (self._reranker, self._candidates, self.settings["search"])
         found = find(self.index, self.embedder, text, wanted, *order)
         return list(found.hits)

@@ -21,7 +21,7 @@ MOST_CHUNKS = 100
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Retrieval:
     """Which chunks are wanted; see `CachedRAG.ask`.
 
     Raises:
@@ -51,26 +51,26 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Found:
+class Retrieved:
     """What a search found, best first, and what to tell the user about it."""
 
     hits: tuple[Hit, ...]
     notes: tuple[str, ...]
 
-    def noting(self, note: str) -> Found:
+    def noting(self, note: str) -> Retrieved:
         """With one more thing to tell."""
-        return Found(self.hits, (*self.notes, note))
+        return Retrieved(self.hits, (*self.notes, note))
 
 
 def find(
     index: DocumentIndex,
     embedder: Embeddings,
     text: str,
-    wanted: Wanted,
+    wanted: Retrieval,
     reranker: Reranker | None = None,
     candidates: int = 0,
     by: str = "vectors",
-) -> Found:
+) -> Retrieved:
     """The chunks nearest to a text.
 
     Args:
@@ -91,7 +91,7 @@ def find(
     hits = [hit for hit in near if hit.score >= least]
     if reranker and hits:
         hits = _reranked(reranker, text, hits)
-    return Found(tuple(hits[: wanted.k]), tuple(_remarks(near, hits)))
+    return Retrieved(tuple(hits[: wanted.k]), tuple(_remarks(near, hits)))
 
 
 def check_question(text: str) -> None:

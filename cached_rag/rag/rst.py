@@ -64,7 +64,7 @@ def rst_to_html(source: str) -> tuple[str, str]:
     """
     header, rest = _split_header(source)
     rest = _ROLE.sub(_spell_role, rest)
-    parser, writer = _Parser(inliner=_inliner()), _Writer()
+    parser, writer = _RstParser(inliner=_inliner()), _Writer()
     return header, publish_string(rest, parser=parser, writer=writer, settings_overrides=_SETTINGS)
 
 
@@ -193,7 +193,7 @@ _DIRECTIVES: dict[type[Directive], type[Directive]] = {
 }
 
 
-class _Known(states.RSTState):
+class _KnownNames(states.RSTState):
     """A state of docutils' parser; those of its directives that are not listed are nothing here."""
 
     nested_sm_cache: ClassVar[list[Any]] = []  # type: ignore[misc]  # apart from other parsers'
@@ -213,12 +213,12 @@ class _Known(states.RSTState):
 
 
 # docutils finds the directives' construct here, by the function.
-_Known.explicit = copy(states.Body.explicit)  # type: ignore[attr-defined]
-_Known.explicit.constructs = [  # type: ignore[attr-defined]
-    (_Known.directive if read is states.Body.directive else read, pattern)
+_KnownNames.explicit = copy(states.Body.explicit)  # type: ignore[attr-defined]
+_KnownNames.explicit.constructs = [  # type: ignore[attr-defined]
+    (_KnownNames.directive if read is states.Body.directive else read, pattern)
     for read, pattern in states.Body.explicit.constructs
 ]
-_STATES = tuple(type(state.__name__, (_Known, state), {}) for state in states.state_classes)
+_STATES = tuple(type(state.__name__, (_KnownNames, state), {}) for state in states.state_classes)
 
 
 def _inliner() -> states.Inliner:
@@ -238,7 +238,7 @@ def _inliner() -> states.Inliner:
     return inliner
 
 
-class _Parser(Parser):
+class _RstParser(Parser):
     """Reads lines of any length, with the states from above."""
 
     def parse(self, inputstring: str, document: nodes.document) -> None:

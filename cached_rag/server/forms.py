@@ -106,13 +106,13 @@ class NamedChoice(Strict):
     function: _Named
 
 
-class _Known(Strict):
+class _KnownForm(Strict):
     name: str
 
 
 class _OfTheTools(Strict):
     type: Literal["function"]
-    function: _Known
+    function: _KnownForm
 
 
 class _Allowed(Strict):

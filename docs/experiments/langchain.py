@@ -24,9 +24,10 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnablePassthrough
 
-from cached_rag import DEFAULT_MODEL, ConfigError, Engine, LanguageModel, StoreConfig
+from cached_rag import ConfigError, Engine, StoreConfig
 from cached_rag.evaluation.data import Example, load_examples
 from cached_rag.evaluation.machine import machine
+from cached_rag.spi import DEFAULT_MODEL, LanguageModel
 from docs.experiments.comparison import compare, summarise_comparison
 
 TODAY = "ChatHuggingFace"

@@ -33,9 +33,10 @@ from llama_index.llms.cached_rag.base import CachedRAGLLM
 from llama_index.llms.cached_rag.callbacks import CacheReportHandler
 from llama_index.llms.cached_rag.embeddings import SentenceTransformerEmbedding
 
-from cached_rag import DEFAULT_MODEL, ConfigError, Engine, LanguageModel, StoreConfig
+from cached_rag import ConfigError, Engine, StoreConfig
 from cached_rag.evaluation.data import Example, load_examples
 from cached_rag.evaluation.machine import machine
+from cached_rag.spi import DEFAULT_MODEL, LanguageModel
 from docs.experiments.comparison import compare, summarise_comparison
 
 TODAY = "HuggingFaceLLM"

@@ -21,7 +21,7 @@ from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError
 from cached_rag.evaluation.data import Example
-from cached_rag.evaluation.encodings import Encodings
+from cached_rag.evaluation.encodings import EncodedEngines
 from cached_rag.evaluation.metrics import bootstrap
 from cached_rag.evaluation.prompts import messages
 from cached_rag.kv.buffer import KVBuffer
@@ -102,7 +102,7 @@ def bench_mixing(
     asked = [example for example in examples if example.reference]
     if not asked:
         raise ConfigError("no question of this set has an answer, so there is no likelihood")
-    encodings = Encodings(model, examples, long=False)
+    encodings = EncodedEngines(model, examples, long=False)
     found: dict[str, list[_Found]] = {}
     for example in asked:
         mixed = _Mixed(model, encodings.engine(encoding, example.chunks), example)

@@ -14,7 +14,7 @@ from typing import Any
 
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
-from cached_rag.evaluation.measure import Reading, figures, read
+from cached_rag.evaluation.measure import Measurement, figures, read
 from cached_rag.evaluation.metrics import Interval, bootstrap
 from cached_rag.pml import Import, Said, Schema, SchemaPrompt
 from cached_rag.pml.nodes import Message, Module, Node, Union, params
@@ -79,7 +79,7 @@ def evaluate_schema(
         RelocationError: a compact layout on a model whose keys cannot be moved.
     """
     rng = random.Random(seed)
-    found: dict[SchemaTrial, list[tuple[dict[str, Any], Reading, Reading]]] = {}
+    found: dict[SchemaTrial, list[tuple[dict[str, Any], Measurement, Measurement]]] = {}
     for number in range(prompts):
         prompt = random_prompt(schema, rng, _QUESTIONS[number % len(_QUESTIONS)])
         config = GenerationConfig(method="full", max_tokens=answer_tokens)
@@ -96,7 +96,9 @@ def evaluate_schema(
     return [_row(trial, readings) for trial, readings in found.items()]
 
 
-def _row(trial: SchemaTrial, readings: list[tuple[dict[str, Any], Reading, Reading]]) -> SchemaRow:
+def _row(
+    trial: SchemaTrial, readings: list[tuple[dict[str, Any], Measurement, Measurement]]
+) -> SchemaRow:
     paired = [(r.nll, f.nll) for _, r, f in readings if r.nll is not None and f.nll is not None]
     return SchemaRow(
         trial,

@@ -16,8 +16,8 @@ from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError
 from cached_rag.evaluation.data import Example
-from cached_rag.evaluation.encodings import Encodings
-from cached_rag.evaluation.measure import Reading, figures, read
+from cached_rag.evaluation.encodings import EncodedEngines
+from cached_rag.evaluation.measure import Measurement, figures, read
 from cached_rag.evaluation.metrics import bootstrap
 from cached_rag.evaluation.prompts import messages
 from cached_rag.evaluation.trial import DEFAULT_ENCODING
@@ -69,7 +69,7 @@ def bench_signals(
     asked = [example for example in examples if example.reference]
     if len(asked) < _FEWEST:
         raise ConfigError(f"signals need {_FEWEST} questions with an answer, not {len(asked)}")
-    encodings = Encodings(engine.model, examples, long=False)
+    encodings = EncodedEngines(engine.model, examples, long=False)
     signals, costs = [], []
     for example in asked:
         own = encodings.engine(DEFAULT_ENCODING, example.chunks)
@@ -82,7 +82,7 @@ def bench_signals(
     return [row for name in signals[0] for row in _rows(name, [s[name] for s in signals], costs)]
 
 
-def _read(engine: Engine, example: Example, method: str) -> Reading:
+def _read(engine: Engine, example: Example, method: str) -> Measurement:
     config = GenerationConfig(method=method, max_tokens=_ANSWER_TOKENS)
     prompt = messages(example.chunks, example.question, long=False)
     return read(engine, prompt, config, example.reference)
@@ -98,7 +98,7 @@ def _first(engine: Engine, example: Example, chunks: Sequence[str]) -> torch.Ten
         prefill.release()
 
 
-def _cost(auto: Reading, full: Reading, example: Example) -> tuple[float, float, float]:
+def _cost(auto: Measurement, full: Measurement, example: Example) -> tuple[float, float, float]:
     """KL along the reference, NLL and F1 of `auto`, the last two less full prefill's."""
     found, before = (figures(reading, full, example.answers) for reading in (auto, full))
     (nll, plain_nll), (f1, plain_f1) = (

@@ -1,6 +1,6 @@
 """LangChain on models that reuse the KV of text they have read before."""
 
-from cached_rag import needs_extra
+from cached_rag.errors import needs_extra
 
 with needs_extra("langchain", "the integration with LangChain"):
     from langchain_cached_rag.callbacks import CacheReportHandler

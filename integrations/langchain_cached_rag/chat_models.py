@@ -14,7 +14,8 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 
-from cached_rag import ConfigError, Engine, SchemaPrompt, Stream, Tools
+from cached_rag import ConfigError, Engine, Tools
+from cached_rag.spi import SchemaPrompt, Stream
 from langchain_cached_rag.errors import known_to_agents
 from langchain_cached_rag.fields import asked
 from langchain_cached_rag.messages import Prompt, handed_over, logprobs, metadata, plain, usage

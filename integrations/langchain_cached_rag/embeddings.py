@@ -23,9 +23,9 @@ class SentenceTransformerEmbeddings(Embeddings):
         """A vector a text.
 
         Raises:
-            cached_rag.ModelNotFoundError: the embedding model cannot be loaded.
-            cached_rag.MissingPackageError: `[rag]`, which brings sentence-transformers, is not
-                installed.
+            cached_rag.errors.ModelNotFoundError: the embedding model cannot be loaded.
+            cached_rag.errors.MissingPackageError: `[rag]`, which brings sentence-transformers,
+                is not installed.
         """
         return self._embedder.embed(texts).tolist() if texts else []
 

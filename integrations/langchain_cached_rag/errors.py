@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from langchain_core import exceptions
 
-from cached_rag import BusyError, CachedRAGError, ContextOverflowError
+from cached_rag import CachedRAGError
+from cached_rag.errors import BusyError, ContextOverflowError
 
 if TYPE_CHECKING:
     from langchain_core.exceptions import ContextOverflowError as TheirOverflow

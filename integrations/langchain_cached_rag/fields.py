@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from cached_rag import (
-    DEFAULT_MODEL,
-    CachedRAG,
-    ConfigError,
-    Engine,
-    GenerationConfig,
-    unknown_settings,
-)
+from cached_rag import CachedRAG, ConfigError, Engine, GenerationConfig
+from cached_rag.spi import DEFAULT_MODEL, unknown_settings
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -72,7 +66,7 @@ class Fields(BaseModel):
     engine: Engine | CachedRAG | None = Field(default=None, exclude=True, repr=False)
     """One to share, instead of the settings above."""
     method: str = "auto"
-    """How cached KV is used; see `cached_rag.METHODS`."""
+    """How cached KV is used; see `cached_rag.spi.METHODS`."""
     quality: str | None = None
     """The same in a word, instead of a method: "exact", "auto" or "fast"."""
     recompute_ratio: float | None = None

@@ -13,8 +13,9 @@ from langchain_core.language_models.base import LangSmithParams
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from pydantic import PrivateAttr
 
-from cached_rag import Generation as Answer
-from cached_rag import Report, SchemaPrompt, Stream
+from cached_rag import Report
+from cached_rag.spi import Generation as Answer
+from cached_rag.spi import SchemaPrompt, Stream
 from langchain_cached_rag.fields import CALL_SETTINGS, GENERATION_SETTINGS, asked
 from langchain_cached_rag.messages import Prompt, logprobs, metadata, usage
 from langchain_cached_rag.settings import EngineSettings

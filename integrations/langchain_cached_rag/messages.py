@@ -22,7 +22,8 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.prompt_values import PromptValue
 from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, MessagesPlaceholder
 
-from cached_rag import Engine, Report, TokenLogprobs
+from cached_rag import Engine, Report
+from cached_rag.spi import TokenLogprobs
 
 Prompt = str | list[dict[str, Any]]
 _ROLES = {

@@ -16,7 +16,7 @@ from langchain_core.runnables import RunnableConfig, ensure_config
 from langchain_core.runnables.config import patch_config
 from pydantic import BeforeValidator, ConfigDict, InstanceOf
 
-from cached_rag import Encode, Learner, Progress
+from cached_rag.spi import Encode, Learner, Progress
 from langchain_cached_rag.origins import Origins
 from langchain_cached_rag.settings import EngineSettings
 from langchain_cached_rag.unwrap import takes, unwrapped

@@ -42,7 +42,7 @@ class PMLPromptTemplate(BasePromptTemplate[Any]):
         """A <prompt> with {variables} in its texts and arguments.
 
         Raises:
-            cached_rag.PMLError: it is wrong, or not of this schema.
+            cached_rag.errors.PMLError: it is wrong, or not of this schema.
         """
         return cls.from_function(SchemaTemplate.from_string(schema, prompt))
 

@@ -15,16 +15,8 @@ from weakref import WeakValueDictionary
 from langchain_core.prompts import BasePromptTemplate
 from pydantic import PrivateAttr
 
-from cached_rag import (
-    CachedRAG,
-    ConfigError,
-    EncodeSummary,
-    Engine,
-    Progress,
-    StoreConfig,
-    encode_progress,
-    template_head,
-)
+from cached_rag import CachedRAG, ConfigError, Engine, StoreConfig
+from cached_rag.spi import EncodeSummary, Progress, encode_progress, template_head
 from langchain_cached_rag.fields import GENERATION_SETTINGS, Fields
 from langchain_cached_rag.messages import Prompt, filled
 
@@ -219,8 +211,8 @@ class EngineSettings(Fields):
 
         Raises:
             ValueError: the prompt has no such variable, or another one stands before it.
-            cached_rag.ContextOverflowError: a text exceeds the model's context.
-            cached_rag.StoreFullError: no room left; what was encoded before is kept.
+            cached_rag.errors.ContextOverflowError: a text exceeds the model's context.
+            cached_rag.errors.StoreFullError: no room left; what was encoded before is kept.
         """
         engine = self.loaded_engine()
         head = None

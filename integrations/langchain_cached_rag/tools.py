@@ -13,8 +13,9 @@ from typing import Any
 from langchain_core.messages import InvalidToolCall, ToolCall, ToolCallChunk
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
-from cached_rag import CallPart, ConfigError, Engine, Tools
-from cached_rag import ToolCall as Call
+from cached_rag import ConfigError, Engine, Tools
+from cached_rag.spi import CallPart
+from cached_rag.spi import ToolCall as Call
 from langchain_cached_rag.forms import json_schema
 
 # Options of a call that say what form its answer has.

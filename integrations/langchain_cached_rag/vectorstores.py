@@ -16,7 +16,8 @@ from langchain_core.prompts import BasePromptTemplate
 from langchain_core.runnables import Runnable
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
-from cached_rag import ConfigError, Encode, Learner, Ledger, Progress
+from cached_rag import ConfigError
+from cached_rag.spi import Encode, Learner, Ledger, Progress
 from langchain_cached_rag.settings import EngineSettings
 from langchain_cached_rag.unwrap import unwrapped
 

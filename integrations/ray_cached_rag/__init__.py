@@ -1,6 +1,6 @@
 """Ingestion by the machines of a Ray cluster, or by several processes of this machine."""
 
-from cached_rag import needs_extra
+from cached_rag.errors import needs_extra
 
 with needs_extra("ray", "the integration with Ray", "ray", "pandas", "pyarrow"):
     from ray_cached_rag.config import RayConfig

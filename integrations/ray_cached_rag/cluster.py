@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from cached_rag import ClusterError
+from cached_rag.errors import ClusterError
 
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent anywhere

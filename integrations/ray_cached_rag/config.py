@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cached_rag import ConfigError, IngestRecipe, IngestTask, PreparedBatch
+from cached_rag import ConfigError
+from cached_rag.spi import IngestRecipe, IngestTask, PreparedBatch
 from ray_cached_rag.cluster import connected, room
 from ray_cached_rag.pool import prepared
 

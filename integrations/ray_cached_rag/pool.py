@@ -10,7 +10,9 @@ import ray
 from ray.data import ActorPoolStrategy, from_items
 from ray.exceptions import RayError
 
-from cached_rag import CachedRAGError, ClusterError, IngestRecipe, IngestTask, PreparedBatch
+from cached_rag import CachedRAGError
+from cached_rag.errors import ClusterError
+from cached_rag.spi import IngestRecipe, IngestTask, PreparedBatch
 from ray_cached_rag.worker import Attempts, Worker
 
 

@@ -9,16 +9,9 @@ from typing import Any
 import numpy as np
 import ray
 
-from cached_rag import (
-    CachedRAGError,
-    ClusterError,
-    IngestRecipe,
-    IngestTask,
-    IngestWorker,
-    MissingPackageError,
-    PreparedBatch,
-    PreparedDocument,
-)
+from cached_rag import CachedRAGError
+from cached_rag.errors import ClusterError, MissingPackageError
+from cached_rag.spi import IngestRecipe, IngestTask, IngestWorker, PreparedBatch, PreparedDocument
 
 # How often a batch is begun whose worker dies each time, before its documents are skipped.
 MOST_ATTEMPTS = 3

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from cached_rag import CachedRAGError, ConfigError, Engine, StoreConfig, needs_extra
+from cached_rag import CachedRAGError, ConfigError, Engine, StoreConfig
+from cached_rag.errors import needs_extra
 from vllm_cached_rag.node import PrefillNode
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)

@@ -17,7 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
-from cached_rag import CachedRAGError, Handoff
+from cached_rag import CachedRAGError
+from cached_rag.spi import Handoff
 from vllm_cached_rag.blocks import Load, layers_in_order, whole_blocks
 from vllm_cached_rag.settings import Settings
 from vllm_cached_rag.ticket import Ticket, ticket_of

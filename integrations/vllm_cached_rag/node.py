@@ -8,15 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cached_rag import (
-    CachedRAGError,
-    ConfigError,
-    Engine,
-    GenerationConfig,
-    Handoff,
-    Prompt,
-    Report,
-)
+from cached_rag import CachedRAGError, ConfigError, Engine, GenerationConfig, Report
+from cached_rag.spi import Handoff, Prompt
 from vllm_cached_rag.settings import Settings
 from vllm_cached_rag.ticket import Ticket
 

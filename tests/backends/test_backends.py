@@ -7,7 +7,8 @@ import torch
 from conftest import CHUNKS, ask, random_ids, tiny_model
 from doubles import Plain, Recording
 
-from cached_rag import Engine, ModelError, Schema, StoreConfig
+from cached_rag import Engine, Schema, StoreConfig
+from cached_rag.errors import ModelError
 
 METHODS = ("full", "prefix", "reuse", "epic:anchor_tokens=8", "random:recompute_ratio=0.5")
 

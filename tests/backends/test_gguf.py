@@ -20,7 +20,7 @@ from gguf import GGMLQuantizationType as Kind
 from tiny_gguf import write_gguf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from cached_rag import ModelError, ModelNotFoundError, load_model
+from cached_rag import load_model
 from cached_rag.backends import cache, resolve
 from cached_rag.backends.load import load_backend
 from cached_rag.backends.transformers import loading, memory
@@ -28,6 +28,7 @@ from cached_rag.backends.transformers.gguf import convert
 from cached_rag.backends.transformers.gguf_fields import set_attention_scale
 from cached_rag.backends.transformers.gguf_rope import refuse_scaling, set_rotation
 from cached_rag.backends.transformers.weights.packing import densify
+from cached_rag.errors import ModelError, ModelNotFoundError
 
 
 @pytest.fixture(scope="module")

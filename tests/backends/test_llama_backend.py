@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM
 from transformers import GenerationConfig as Settings
 from typer.testing import CliRunner
 
-from cached_rag import CachedRAG, ConfigError, Engine, ModelError, Schema, StoreConfig
+from cached_rag import CachedRAG, ConfigError, Engine, Schema, StoreConfig
 from cached_rag.backends.base import StepInput
 from cached_rag.backends.llama_cpp import api, loading
 from cached_rag.backends.llama_cpp import context as context_module
 from cached_rag.backends.llama_cpp import model as backend_module
 from cached_rag.backends.llama_cpp.context import MAX_SEQUENCES, Work
-from cached_rag.backends.llama_cpp.facts import Outline
+from cached_rag.backends.llama_cpp.facts import FileOutline
 from cached_rag.backends.llama_cpp.loading import load_llama_cpp
 from cached_rag.backends.llama_cpp.prompt import neighbours
 from cached_rag.backends.llama_cpp.state import StateFormat
@@ -35,6 +35,7 @@ from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.transformers.loading import load_model
 from cached_rag.cli.main import app
 from cached_rag.engine.drafts import DEAREST
+from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.rows import RowKV
@@ -406,7 +407,7 @@ def test_a_folder_is_no_gguf(model_folder):
 
 
 def test_an_outline_has_what_ggufs_own_reader_has_but_for_lists(path):
-    whole, outline = gguf.GGUFReader(path), Outline(path)
+    whole, outline = gguf.GGUFReader(path), FileOutline(path)
     assert list(outline.fields) == list(whole.fields)
     assert [one.name for one in outline.tensors] == [one.name for one in whole.tensors]
     for a, b in zip(outline.tensors, whole.tensors, strict=True):

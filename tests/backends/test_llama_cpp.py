@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 
-from cached_rag import MissingPackageError, ModelError
 from cached_rag.backends.llama_cpp import api
+from cached_rag.errors import MissingPackageError, ModelError
 
 
 def installed(folder, version, *files):
@@ -40,7 +40,7 @@ def test_only_the_pinned_build_is_loaded(version, files, error, message, tmp_pat
 
 
 def test_structs_have_the_builds_sizes_and_other_defaults_are_noticed():
-    sizes = {api.ModelParams: 80, api.ContextParams: 168, api.Batch: 56}
+    sizes = {api.ModelParams: 80, api.ContextParams: 168, api.BatchStruct: 56}
     assert {kind: ctypes.sizeof(kind) for kind in sizes} == sizes
     assert "n_batch = 0" in api.unlike_defaults(api.ContextParams(n_ctx=512))
     assert "lazy_mode = 0" in api.unlike_defaults(api.ModelParams(n_gpu_layers=-1))

@@ -10,10 +10,10 @@ import torch
 from conftest import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cached_rag import ModelError
 from cached_rag.backends.transformers import probe
 from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.backends.transformers.row_pass import Decoder
+from cached_rag.errors import ModelError
 
 DTYPES = ("float32", "bfloat16", "float16")
 _SMALL = {"vocab_size": 240, "num_hidden_layers": 2}

@@ -13,10 +13,11 @@ from conftest import tiny_model, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from tiny_gguf import write_gguf
 
-from cached_rag import ModelError, load_model
+from cached_rag import load_model
 from cached_rag.backends.llama_cpp.loading import load_llama_cpp
 from cached_rag.backends.transformers.loading import load_tokenizer
 from cached_rag.backends.untrusted import check_counts, judged
+from cached_rag.errors import ModelError
 
 
 @pytest.fixture(scope="module")

@@ -18,19 +18,11 @@ from tiny_gguf import write_gguf
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from cached_rag import (
-    CachedRAG,
-    ConfigError,
-    Embedder,
-    Engine,
-    ModelError,
-    ModelNotFoundError,
-    StoreConfig,
-    load_model,
-)
+from cached_rag import CachedRAG, ConfigError, Embedder, Engine, StoreConfig, load_model
 from cached_rag.backends import hub
 from cached_rag.backends.transformers.weights.linear import FewBitLinear
 from cached_rag.cli.main import app
+from cached_rag.errors import ModelError, ModelNotFoundError
 
 # peft 0.21 asks transformers 5.23 for what that calls by another name now
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is:FutureWarning")
@@ -264,7 +256,7 @@ def test_the_server_has_an_adapter_and_thinking(monkeypatch):
 
 
 def test_without_peft_an_adapter_says_what_to_install(model_folder, adapter, monkeypatch):
-    from cached_rag import MissingPackageError
+    from cached_rag.errors import MissingPackageError
 
     monkeypatch.setattr("cached_rag.errors.find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match=r"a LoRA adapter needs more.*\[lora\]"):

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from tiny_gguf import write_gguf
 from transformers import AutoModelForCausalLM
 
-from cached_rag import Engine, ModelError
+from cached_rag import Engine
 from cached_rag.backends.cache import cache_dir
+from cached_rag.errors import ModelError
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is:FutureWarning")
 CPU = {"dtype": "float32", "device": "cpu"}

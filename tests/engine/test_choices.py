@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cached_rag import METHODS, ConfigError, GenerationConfig
+from cached_rag import ConfigError, GenerationConfig
+from cached_rag.spi import METHODS
 
 
 def test_a_misspelt_method_is_told_all_methods_and_the_nearest():

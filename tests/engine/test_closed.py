@@ -9,7 +9,8 @@ from conftest import CHUNKS, tiny_model
 from doubles import Recording
 from indexes import WordEmbedding
 
-from cached_rag import CachedRAG, ClosedError, Engine, Schema, StoreConfig
+from cached_rag import CachedRAG, Engine, Schema, StoreConfig
+from cached_rag.errors import ClosedError
 
 SCHEMA = '<schema name="s"><module name="m">A module about the keeper of a lamp.</module></schema>'
 ASKED = {

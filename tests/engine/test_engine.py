@@ -17,16 +17,10 @@ from conftest import (
     tiny_tokenizer,
 )
 
-from cached_rag import (
-    PRIMER,
-    ConfigError,
-    ContextOverflowError,
-    Engine,
-    RelocationError,
-    StoreConfig,
-)
+from cached_rag import PRIMER, ConfigError, Engine, StoreConfig
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.tokenizer import Tokenization
+from cached_rag.errors import ContextOverflowError, RelocationError
 
 
 def plain_ids(messages):

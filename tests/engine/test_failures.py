@@ -11,7 +11,8 @@ from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 from crowd import GREEDY, alone, begun
 from doubles import Ends, Recording
 
-from cached_rag import BatchConfig, ContextOverflowError, Engine
+from cached_rag import BatchConfig, Engine
+from cached_rag.errors import ContextOverflowError
 
 GUILTY = 3
 ASKED = [f"{chunk} And why is number {n} so?" for n, chunk in enumerate([*CHUNKS, *CHUNKS])]

@@ -6,20 +6,14 @@ import pytest
 import torch
 from conftest import CHUNKS, tiny_model
 
-from cached_rag import (
-    BatchConfig,
-    ConfigError,
-    Engine,
-    GenerationConfig,
-    ModelError,
-    StoreConfig,
-)
+from cached_rag import BatchConfig, ConfigError, Engine, GenerationConfig, StoreConfig
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.backends.transformers.prefill import choose_rows
 from cached_rag.engine.decoding import answer_alone
 from cached_rag.engine.sharing import Sharing
 from cached_rag.engine.trace import Kind
+from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods import AnchorFlow, InfoFlow, Layout
 

@@ -13,16 +13,9 @@ from conftest import CHUNKS, NEW_PROMPTS, count_at_rest, tiny_model
 from controls import TOKENIZER
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cached_rag import (
-    BatchConfig,
-    BusyError,
-    ContextOverflowError,
-    Engine,
-    Import,
-    Schema,
-    wrap_model,
-)
+from cached_rag import BatchConfig, Engine, Import, Schema, wrap_model
 from cached_rag.backends.tokenizer import Tokenization
+from cached_rag.errors import BusyError, ContextOverflowError
 
 PROMPT = f"{CHUNKS[0]} Why?"
 GREEDY = {"max_tokens": 4}

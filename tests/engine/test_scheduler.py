@@ -15,15 +15,9 @@ from conftest import CHUNKS, NEW_PROMPTS, count_at_rest, tiny_model
 from crowd import ASKED, DOCUMENTS, GREEDY, PARTS, alone, begun
 from doubles import Recording
 
-from cached_rag import (
-    BatchConfig,
-    BusyError,
-    ConfigError,
-    ContextOverflowError,
-    Engine,
-    StoreConfig,
-)
+from cached_rag import BatchConfig, ConfigError, Engine, StoreConfig
 from cached_rag.engine.waiting import Waiting
+from cached_rag.errors import BusyError, ContextOverflowError
 
 PROMPTS = [f"{chunk}\n\nWhat is said {word}?" for chunk in CHUNKS for word in ("here", "there")]
 

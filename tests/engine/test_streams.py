@@ -15,8 +15,9 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
-from cached_rag import BatchConfig, BusyError, Engine
+from cached_rag import BatchConfig, Engine
 from cached_rag.engine.sampling import Detokenizer
+from cached_rag.errors import BusyError
 
 PROMPTS = [f"{chunk}\n\nWhat is said here?" for chunk in CHUNKS]
 

@@ -22,16 +22,11 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 from vllm_double import Server, served, tokens
 
-from cached_rag import (
-    ConfigError,
-    ContextOverflowError,
-    Engine,
-    ModelError,
-    ModelNotFoundError,
-)
+from cached_rag import ConfigError, Engine
 from cached_rag.backends import resolve
 from cached_rag.backends.process import peak_bytes
 from cached_rag.backends.prompt_text import Rendered
+from cached_rag.errors import ContextOverflowError, ModelError, ModelNotFoundError
 from cached_rag.evaluation.answers import bench_answers, make_questions
 from cached_rag.evaluation.peers.own import Own
 from cached_rag.evaluation.peers.transformers import Transformers

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from cached_rag import EvaluationError
+from cached_rag.errors import EvaluationError
 from cached_rag.evaluation.data import Example
 from docs.experiments import comparison
 from docs.experiments.comparison import compare

@@ -14,7 +14,7 @@ from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.backends.transformers.prefill import choose_rows
 from cached_rag.config import GenerationConfig
 from cached_rag.evaluation.data import Example
-from cached_rag.evaluation.encodings import Encodings
+from cached_rag.evaluation.encodings import EncodedEngines
 from cached_rag.evaluation.measure import figures, read
 from cached_rag.evaluation.prompts import messages
 from cached_rag.methods import Epic, InfoFlow
@@ -37,7 +37,7 @@ def test_all_exact_is_full_prefill_and_nothing_exact_is_reuse(engine):
     for figure in (whole.kl, whole.kl_along, whole.nll_diff, whole.attention):
         assert figure == pytest.approx(0, abs=1e-5)
     assert nothing.attention > rows["40 %, by the question"].attention > 1e-4
-    encodings, twins = Encodings(engine.model, EXAMPLES, long=False), []
+    encodings, twins = EncodedEngines(engine.model, EXAMPLES, long=False), []
     for example in EXAMPLES[:2]:
         prompt, plain = messages(example.chunks, example.question, long=False), []
         for encoding, method in (("primer", "reuse"), ("", "full")):
@@ -68,7 +68,7 @@ def test_shares_are_those_of_what_is_exact(engine):
 
 
 def test_what_is_told_after_the_question_chooses_too(engine):
-    encodings = Encodings(engine.model, EXAMPLES, long=False)
+    encodings = EncodedEngines(engine.model, EXAMPLES, long=False)
     mixed = _Mixed(engine.model, encodings.engine("primer", EXAMPLES[0].chunks), EXAMPLES[0])
     asked, count = InfoFlow(0.4), len(mixed.prompt)
     alone = mixed._chosen(asked)
@@ -79,7 +79,7 @@ def test_what_is_told_after_the_question_chooses_too(engine):
 
 @pytest.mark.parametrize("anchors", [2, 10_000])
 def test_a_question_over_anchors_is_computed_of_their_values_alone(engine, anchors):
-    encodings = Encodings(engine.model, EXAMPLES, long=False)
+    encodings = EncodedEngines(engine.model, EXAMPLES, long=False)
     mixed = _Mixed(engine.model, encodings.engine("primer", EXAMPLES[0].chunks), EXAMPLES[0])
     layout, ids = mixed.layout, mixed._ids[:, : len(mixed.prompt)]
     hidden = layout.reused & ~Epic(anchors).first_rows(layout)
@@ -102,7 +102,7 @@ def test_a_question_over_anchors_is_computed_of_their_values_alone(engine, ancho
 
 
 def test_the_farthest_are_those_whose_values_differ_most(engine):
-    encodings = Encodings(engine.model, EXAMPLES, long=False)
+    encodings = EncodedEngines(engine.model, EXAMPLES, long=False)
     mixed = _Mixed(engine.model, encodings.engine("primer", EXAMPLES[0].chunks), EXAMPLES[0])
     stale, full = mixed._buffer().values[1, 0], mixed._full.values[1, 0]
     reused = mixed.layout.reused.nonzero()[:, 0].tolist()
@@ -113,7 +113,7 @@ def test_the_farthest_are_those_whose_values_differ_most(engine):
 
 
 def test_the_highest_norms_are_those_of_the_models_own_hidden_states(engine):
-    encodings = Encodings(engine.model, EXAMPLES, long=False)
+    encodings = EncodedEngines(engine.model, EXAMPLES, long=False)
     mixed = _Mixed(engine.model, encodings.engine("primer", EXAMPLES[0].chunks), EXAMPLES[0])
     model, states = engine.model.decoder.model, []
     hook = model.model.layers[-1].register_forward_pre_hook(
@@ -136,7 +136,7 @@ def test_the_highest_norms_are_those_of_the_models_own_hidden_states(engine):
 
 def test_a_draft_is_what_reuse_answers(engine):
     example = EXAMPLES[0]
-    encodings = Encodings(engine.model, EXAMPLES, long=False)
+    encodings = EncodedEngines(engine.model, EXAMPLES, long=False)
     own = encodings.engine("primer", example.chunks)
     prompt = messages(example.chunks, example.question, long=False)
     config = GenerationConfig(method="reuse", max_tokens=4, ignore_eos=True)

@@ -8,7 +8,8 @@ import pytest
 from conftest import tiny_model
 from typer.testing import CliRunner
 
-from cached_rag import ConfigError, Engine, StoreConfig, StoreError
+from cached_rag import ConfigError, Engine, StoreConfig
+from cached_rag.errors import StoreError
 from docs.experiments.__main__ import app
 from docs.experiments.stored import bench_stored, chunk_text
 

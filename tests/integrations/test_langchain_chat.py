@@ -25,14 +25,8 @@ from langchain_core.messages import (
 from langchain_core.prompts import ChatPromptTemplate
 from pydantic import ValidationError
 
-from cached_rag import (
-    BusyError,
-    CachedRAG,
-    ConfigError,
-    ContextOverflowError,
-    Engine,
-    wrap_model,
-)
+from cached_rag import CachedRAG, ConfigError, Engine, wrap_model
+from cached_rag.errors import BusyError, ContextOverflowError
 
 QUESTION = f"{CHUNKS[0]}\n\nWhy?"
 

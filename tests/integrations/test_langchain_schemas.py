@@ -10,7 +10,8 @@ from langchain_cached_rag import CachedRAGLLM, ChatCachedRAG, PMLPromptTemplate
 from langchain_core.language_models import FakeListChatModel
 from langchain_core.output_parsers import StrOutputParser
 
-from cached_rag import PMLError, Schema
+from cached_rag import Schema
+from cached_rag.errors import PMLError
 from cached_rag.pml import MaxTokens, prompt_function
 
 RULES = "Copper is mined in the hills; it turns green when it reacts with the air for years."

@@ -7,7 +7,9 @@ import pickle
 
 import pytest
 
-from cached_rag import ConfigError, Ledger, StoreError
+from cached_rag import ConfigError
+from cached_rag.errors import StoreError
+from cached_rag.spi import Ledger
 
 ROWS = [("a", "doc", "one"), ("b", "doc", "two"), ("c", "other", " two\n")]
 

@@ -8,7 +8,8 @@ from llama_index.core import Document, SummaryIndex
 from llama_index.core.llms.mock import MockLLM
 from llama_index.llms.cached_rag import CachedRAGLLM, PMLPromptTemplate
 
-from cached_rag import PMLError, Schema
+from cached_rag import Schema
+from cached_rag.errors import PMLError
 
 RULES = "You are given notes of a journey. Answer from them, and say so where they are silent."
 SCHEMA = Schema.from_string(

@@ -25,7 +25,8 @@ from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from pydantic import BaseModel, Field
 from test_llama_index_engines import unclosed  # noqa: F401
 
-from cached_rag import ConfigError, CutOffError, Engine, Tools
+from cached_rag import ConfigError, Engine, Tools
+from cached_rag.errors import CutOffError
 
 pytestmark = pytest.mark.filterwarnings("ignore:<aiosqlite:ResourceWarning")
 

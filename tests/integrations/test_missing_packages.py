@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cached_rag import CachedRAG, CachedRAGError, Embedder, MissingPackageError
+from cached_rag import CachedRAG, CachedRAGError, Embedder
+from cached_rag.errors import MissingPackageError
 from cached_rag.evaluation.plotting import new_figure
 
 ROOT, TESTS = Path(__file__).parents[2], Path(__file__).parents[1]

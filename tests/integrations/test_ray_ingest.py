@@ -22,8 +22,10 @@ from ray_cached_rag import RayConfig
 from ray_cached_rag.cluster import connected, room
 from ray_cached_rag.worker import MOST_ATTEMPTS, Attempts, Worker
 
-from cached_rag import CachedRAG, ClusterError, ConfigError, IngestRecipe, IngestTask, StoreConfig
+from cached_rag import CachedRAG, ConfigError, StoreConfig
+from cached_rag.errors import ClusterError
 from cached_rag.rag import DocumentIndex
+from cached_rag.spi import IngestRecipe, IngestTask
 
 # Workers do not have the tests' modules, so what comes from them is sent whole.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -12,7 +12,8 @@ import torch
 from conftest import CHUNKS, NEW_PROMPTS, plain_cache, tiny_model
 from vllm_cached_rag.node import Handed, PrefillNode
 
-from cached_rag import ConfigError, Engine, Handoff
+from cached_rag import ConfigError, Engine
+from cached_rag.spi import Handoff
 
 BLOCK, BLOCKS = 16, 40
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"

@@ -17,7 +17,8 @@ import pytest
 from test_catalog import record
 from test_stores import key, module, same
 
-from cached_rag import CachedRAGError, CorruptBlobError, StoreConfig, StoreError
+from cached_rag import CachedRAGError, StoreConfig
+from cached_rag.errors import CorruptBlobError, StoreError
 from cached_rag.kv.store import Catalog, ChunkRecord, DiskStore, Maker, database
 from cached_rag.kv.store.database import Database
 from cached_rag.library.library import Library

@@ -23,9 +23,10 @@ import torch
 from conftest import CHUNKS, tiny_model
 from test_stores import key, module, same
 
-from cached_rag import CorruptBlobError, Engine, StoreConfig, StoreError
+from cached_rag import Engine, StoreConfig
 from cached_rag.backends.resolve import file_digest
 from cached_rag.engine.profile import kept_profile, profile_key, profile_of
+from cached_rag.errors import CorruptBlobError, StoreError
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import DiskStore, Maker, MemoryStore, TieredStore, database, disk
 from cached_rag.library.library import Library

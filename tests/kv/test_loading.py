@@ -11,7 +11,8 @@ import torch
 from conftest import CHUNKS, ask, tiny_model
 from safetensors import safe_open
 
-from cached_rag import CorruptBlobError, Engine, StoreConfig
+from cached_rag import Engine, StoreConfig
+from cached_rag.errors import CorruptBlobError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.loader import LayerLoader
 from cached_rag.kv.module import ModuleKV

@@ -10,7 +10,8 @@ from contextlib import closing
 import pytest
 import torch
 
-from cached_rag import StoreConfig, StoreError
+from cached_rag import StoreConfig
+from cached_rag.errors import StoreError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import Catalog, ChunkRecord, Maker, holdings

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cached_rag import CorruptBlobError, StoreConfig, StoreError, StoreFullError
+from cached_rag import StoreConfig
+from cached_rag.errors import CorruptBlobError, StoreError, StoreFullError
 from cached_rag.kv.fingerprint import ids_digest
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import DiskStore, MemoryStore, Prefetcher, TieredStore, blob

@@ -7,7 +7,8 @@ import torch
 from applications import DOCUMENTS, anything_llm, document, langchain, open_webui
 from conftest import CHUNKS, tiny_model
 
-from cached_rag import ConfigError, Engine, StoreConfig, StoreError
+from cached_rag import ConfigError, Engine, StoreConfig
+from cached_rag.errors import StoreError
 from cached_rag.kv.store.holdings import forget
 from cached_rag.library import learned
 from cached_rag.library.recurring import LONGEST, SHORTEST, Recurring

@@ -16,9 +16,10 @@ from modules import (
     garbage,
 )
 
-from cached_rag import ConfigError, GenerationConfig, ModelError
+from cached_rag import ConfigError, GenerationConfig
 from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.backends.transformers.drift import Drift
+from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods import (
     SELECTORS,
@@ -32,7 +33,7 @@ from cached_rag.methods import (
     ProphetKV,
     Random,
     Reuse,
-    Union,
+    UnionSelector,
     name_of,
     parse_method,
 )
@@ -348,9 +349,9 @@ def test_methods_as_text_and_as_selectors():
     assert GenerationConfig(method="epic:anchor_tokens=4", recompute_ratio=0.5).selector() == Epic(
         4
     )
-    joined = Union(members=(Epic(8), InfoFlow(0.04)))
+    joined = UnionSelector(members=(Epic(8), InfoFlow(0.04)))
     with pytest.raises(ConfigError, match="ratios of their own"):
-        Union(1.0, (Epic(8), InfoFlow(0.04)))
+        UnionSelector(1.0, (Epic(8), InfoFlow(0.04)))
     with pytest.raises(ConfigError, match="adaptive"):
         GenerationConfig(method="epic:anchor_tokens=2+infoflow", adaptive=True)
     text = "epic:anchor_tokens=8+infoflow:recompute_ratio=0.04"

@@ -17,8 +17,9 @@ from conftest import (
     tiny_model,
 )
 
-from cached_rag import Engine, Import, RelocationError, Said, Schema
+from cached_rag import Engine, Import, Said, Schema
 from cached_rag.engine.report import Report
+from cached_rag.errors import RelocationError
 
 TOLERANCE = 1e-4
 # longrope is tested below its switch elsewhere; a schema reaches further.

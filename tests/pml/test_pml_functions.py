@@ -8,7 +8,8 @@ from typing import Annotated
 import pytest
 from conftest import NEW_PROMPTS, tiny_model
 
-from cached_rag import Engine, PMLError, Said, Schema
+from cached_rag import Engine, Said, Schema
+from cached_rag.errors import PMLError
 from cached_rag.pml import MaxTokens, assistant, prompt_function, system, user
 from cached_rag.pml.nodes import Module, Param, Text, Union, walk
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cached_rag import Import, PMLError, Said, Schema
+from cached_rag import Import, Said, Schema
+from cached_rag.errors import PMLError
 from cached_rag.pml import SchemaTemplate
 from cached_rag.pml.nodes import Module, Param, Text, Union, walk
 

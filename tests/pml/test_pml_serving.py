@@ -13,20 +13,11 @@ import torch
 from conftest import NEW_PROMPTS, tiny_model, tiny_tokenizer
 from typer.testing import CliRunner
 
-from cached_rag import (
-    ConfigError,
-    ContextOverflowError,
-    Engine,
-    Import,
-    PMLError,
-    Said,
-    Schema,
-    StoreConfig,
-    wrap_model,
-)
+from cached_rag import ConfigError, Engine, Import, Said, Schema, StoreConfig, wrap_model
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.cli import main as cli
 from cached_rag.engine.report import Report
+from cached_rag.errors import ContextOverflowError, PMLError
 from cached_rag.pml.frames import frames
 from cached_rag.pml.layout import lay_out
 from docs.experiments import __main__ as experiments

@@ -9,7 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from cached_rag import Answer, BusyError, ConfigError, ContextOverflowError
+from cached_rag import Answer, ConfigError
+from cached_rag.errors import BusyError, ContextOverflowError
 from cached_rag.rag.prompts import Prompts
 
 PRINTABLE = [chr(code) for code in range(32, 127)]

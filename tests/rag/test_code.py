@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cached_rag import DocumentError
+from cached_rag.errors import DocumentError
 from cached_rag.rag import Document, Splitter, load_document
 from cached_rag.rag.code import LANGUAGES
 

@@ -14,8 +14,9 @@ from doubles import Recording
 from indexes import WordEmbedding
 from typer.testing import CliRunner
 
-from cached_rag import BatchConfig, CachedRAG, Engine, Schema, StoreConfig, StoreError
+from cached_rag import BatchConfig, CachedRAG, Engine, Schema, StoreConfig
 from cached_rag.cli.main import app
+from cached_rag.errors import StoreError
 from cached_rag.kv.store import Catalog, DiskStore, MemoryStore, TieredStore, disk, holdings
 
 LONG = " ".join(CHUNKS * 3)

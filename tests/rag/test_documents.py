@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from pypdf import PdfWriter
 
-from cached_rag import ConfigError, DocumentError
+from cached_rag import ConfigError
 from cached_rag.cli.demo import CORPUS
+from cached_rag.errors import DocumentError
 from cached_rag.rag import Chunk, Document, DocumentIndex, Splitter, find_documents
 from cached_rag.rag.finding import look_at
 from cached_rag.rag.readers import load_document

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_identity import docs, ingest, rag, sources  # noqa: F401
 
-from cached_rag import DocumentError
+from cached_rag.errors import DocumentError
 from cached_rag.rag.finding import look_at
 from cached_rag.rag.watch import _changed
 

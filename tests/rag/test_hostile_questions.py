@@ -18,15 +18,13 @@ from cached_rag import (
     CachedRAG,
     CachedRAGError,
     ConfigError,
-    ContextOverflowError,
-    DocumentError,
     Embedder,
     Engine,
-    ModelNotFoundError,
     Schema,
     StoreConfig,
     load_model,
 )
+from cached_rag.errors import ContextOverflowError, DocumentError, ModelNotFoundError
 
 HALF = "a \ud800 question about copper and about lighthouses"
 # Most seconds; what would be quadratic takes hours.

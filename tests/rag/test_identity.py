@@ -9,7 +9,8 @@ import pytest
 from conftest import CHUNKS, tiny_model
 from indexes import WordEmbedding
 
-from cached_rag import CachedRAG, ConfigError, DocumentError, Engine, StoreConfig
+from cached_rag import CachedRAG, ConfigError, Engine, StoreConfig
+from cached_rag.errors import DocumentError
 
 
 @pytest.fixture

@@ -15,9 +15,10 @@ from conftest import NEW_PROMPTS, tiny_model
 from indexes import WordEmbedding
 from typer.testing import CliRunner
 
-from cached_rag import CachedRAG, ConfigError, DocumentError, DocumentLimits, Engine
+from cached_rag import CachedRAG, ConfigError, DocumentLimits, Engine
 from cached_rag.cli.main import app
 from cached_rag.cli.terminal import visible
+from cached_rag.errors import DocumentError
 from cached_rag.rag import READERS, confined, load_document
 from cached_rag.rag.confined import ConfinedReader
 

@@ -13,7 +13,8 @@ from indexes import WordEmbedding
 from pypdf import PdfReader, PdfWriter
 from test_documents import PDF
 
-from cached_rag import ConfigError, DocumentError, StoreError
+from cached_rag import ConfigError
+from cached_rag.errors import DocumentError, StoreError
 from cached_rag.kv.store.signed import row_sum
 from cached_rag.rag import Chunk, DocumentIndex, Splitter, load_document
 

@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 
-from cached_rag import DocumentError
+from cached_rag.errors import DocumentError
 from cached_rag.rag import archive
 from cached_rag.rag.code import LANGUAGES
 from cached_rag.rag.finding import find_documents

@@ -9,8 +9,9 @@ from conftest import CHUNKS, tiny_model
 from indexes import WordEmbedding
 from tqdm import tqdm
 
-from cached_rag import CachedRAG, Engine, LanguageModel, StoreConfig
+from cached_rag import CachedRAG, Engine, StoreConfig
 from cached_rag.rag import preparing, progress
+from cached_rag.spi import LanguageModel
 
 
 class Bar(progress.Bar):

@@ -12,12 +12,10 @@ import pytest
 from conftest import CHUNKS, tiny_model
 from indexes import WordEmbedding
 
-from cached_rag import (
-    CachedRAG,
-    ConfigError,
+from cached_rag import CachedRAG, ConfigError, Engine
+from cached_rag.errors import (
     ContextOverflowError,
     DocumentError,
-    Engine,
     IndexMismatchError,
     ModelNotFoundError,
     StoreFullError,

@@ -13,7 +13,8 @@ from conftest import CHUNKS, tiny_tokenizer
 from indexes import WordEmbedding
 from transformers import BertConfig, BertModel
 
-from cached_rag import CachedRAG, IndexMismatchError
+from cached_rag import CachedRAG
+from cached_rag.errors import IndexMismatchError
 from cached_rag.rag.embedding import Embedder
 
 TEXTS = dict(zip("abc", CHUNKS, strict=True))

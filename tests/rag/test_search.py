@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from indexes import WordEmbedding
 
-from cached_rag import CachedRAG, ConfigError, ModelNotFoundError
+from cached_rag import CachedRAG, ConfigError
+from cached_rag.errors import ModelNotFoundError
 from cached_rag.rag import Chunk, DocumentIndex
 from cached_rag.rag.words import WordSearch, fused
 

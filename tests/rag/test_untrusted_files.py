@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cached_rag import DocumentError, DocumentLimits
+from cached_rag import DocumentLimits
+from cached_rag.errors import DocumentError
 from cached_rag.rag import confined, load_document, opening
 from cached_rag.rag.confined import ConfinedReader
 from cached_rag.rag.finding import look_at

@@ -14,8 +14,9 @@ import pytest
 from conftest import CHUNKS, tiny_model
 from indexes import WordEmbedding, assert_same_index, ingest, rows
 
-from cached_rag import CachedRAG, ClusterError, ConfigError, Engine, StoreConfig, StoreError
+from cached_rag import CachedRAG, ConfigError, Engine, StoreConfig
 from cached_rag.cli.ingest import IngestCommand
+from cached_rag.errors import ClusterError, StoreError
 from cached_rag.kv.store.remote import RemoteTier
 from cached_rag.rag import preparing
 

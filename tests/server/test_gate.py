@@ -15,8 +15,8 @@ import pytest
 from conftest import CHUNKS, tiny_model
 from served import GREEDY, MESSAGES, connected, received, serving, until
 
-from cached_rag import ConfigError, Engine, GenerationConfig, StoreConfig, StoreFullError
-from cached_rag.errors import BusyError, StoreError
+from cached_rag import ConfigError, Engine, GenerationConfig, StoreConfig
+from cached_rag.errors import BusyError, StoreError, StoreFullError
 from cached_rag.server.documents import Documents
 from cached_rag.server.gate import LOCAL_HOSTS
 from cached_rag.server.protocol import CompletionRequest

@@ -17,7 +17,8 @@ from conftest import CHUNKS, tiny_model
 from served import GREEDY, NAME, reads, running, serving, until
 from starlette.middleware.cors import CORSMiddleware
 
-from cached_rag import CachedRAG, ContextOverflowError, Engine
+from cached_rag import CachedRAG, Engine
+from cached_rag.errors import ContextOverflowError
 from cached_rag.rag import Embedder
 from cached_rag.server.index import ServedIndex
 

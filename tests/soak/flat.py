@@ -13,8 +13,9 @@ import psutil
 import torch
 from faults import world
 
-from cached_rag import ContextOverflowError, Engine
+from cached_rag import Engine
 from cached_rag.backends.process import return_memory
+from cached_rag.errors import ContextOverflowError
 
 
 @dataclass(frozen=True)

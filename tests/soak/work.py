@@ -14,7 +14,8 @@ from pathlib import Path
 
 from faults import world
 
-from cached_rag import CachedRAG, ConfigError, DocumentError
+from cached_rag import CachedRAG, ConfigError
+from cached_rag.errors import DocumentError
 
 _EXACT = ("prefix", "cacheblend:recompute_ratio=1")
 # What may be said to somebody who asks while others delete.

@@ -115,7 +115,7 @@ class ContextParams(Structure):
     )
 
 
-class Batch(Structure):
+class BatchStruct(Structure):
     """`struct llama_batch`."""
 
     _fields_ = (
@@ -194,8 +194,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_state_seq_get_size": (c_size_t, (_HANDLE, c_int32)),
     "llama_state_seq_get_data": (c_size_t, (_HANDLE, c_void_p, c_size_t, c_int32)),
     "llama_state_seq_set_data": (c_size_t, (_HANDLE, c_void_p, c_size_t, c_int32)),
-    "llama_batch_get_one": (Batch, (POINTER(c_int32), c_int32)),
-    "llama_decode": (c_int32, (_HANDLE, Batch)),
+    "llama_batch_get_one": (BatchStruct, (POINTER(c_int32), c_int32)),
+    "llama_decode": (c_int32, (_HANDLE, BatchStruct)),
     "llama_get_logits_ith": (POINTER(c_float), (_HANDLE, c_int32)),
 }
 

@@ -65,7 +65,7 @@ class FullError(Exception):
         self.cells = cells
 
 
-class Context:
+class LlamaContext:
     """One context of a model.
 
     Attributes:
@@ -281,7 +281,7 @@ class Context:
         ones = np.ones(count, dtype=np.int32)
         places = sequences.ctypes.data + 4 * np.arange(count, dtype=np.uint64)
         int32, int8 = ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_int8)
-        batch = api.Batch(
+        batch = api.BatchStruct(
             n_tokens=count,
             token=ids.ctypes.data_as(int32),
             pos=positions.ctypes.data_as(int32),

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from cached_rag.backends.llama_cpp.context import Context, Work
+from cached_rag.backends.llama_cpp.context import LlamaContext, Work
 from cached_rag.backends.llama_cpp.facts import Frequencies
 from cached_rag.backends.llama_cpp.prompt import Prompt
 from cached_rag.backends.llama_cpp.state import StateFormat
@@ -42,7 +42,7 @@ def probe_ids(library: ctypes.CDLL, vocab: int, size: int) -> list[int]:
 
 
 def examined(
-    context: Context, architecture: str, frequencies: Frequencies, ids: list[int]
+    context: LlamaContext, architecture: str, frequencies: Frequencies, ids: list[int]
 ) -> PositionRule:
     """Learn the states' format, and the rule by which keys are moved.
 
@@ -66,14 +66,18 @@ def examined(
     return _rule(context, architecture, frequencies, ids, here)
 
 
-def _read(context: Context, sequence: int, begin: int, tokens: int) -> KVBuffer:
+def _read(context: LlamaContext, sequence: int, begin: int, tokens: int) -> KVBuffer:
     buffer = KVBuffer.like(context.shapes, tokens)
     context.read(sequence, begin, buffer.keys[:, 0], buffer.values[:, 0])
     return buffer
 
 
 def _rule(
-    context: Context, architecture: str, frequencies: Frequencies, ids: list[int], here: KVBuffer
+    context: LlamaContext,
+    architecture: str,
+    frequencies: Frequencies,
+    ids: list[int],
+    here: KVBuffer,
 ) -> PositionRule:
     """How keys depend on position, from the same tokens at three places."""
     there = {delta: _moved(context, ids, delta) for delta in (_NEAR, _FAR)}
@@ -90,7 +94,7 @@ def _rule(
     return PositionRule(tuple(layers))
 
 
-def _moved(context: Context, ids: list[int], begin: int) -> torch.Tensor:
+def _moved(context: LlamaContext, ids: list[int], begin: int) -> torch.Tensor:
     """(num_layers, num_kv_heads, seq_len, head_dim) keys of tokens from position `begin` on."""
     with context.opened() as sequence:
         context.compute([Work(sequence, ids, begin, 0)])
@@ -98,7 +102,7 @@ def _moved(context: Context, ids: list[int], begin: int) -> torch.Tensor:
 
 
 def _check_parts(
-    context: Context, ids: list[int], cuts: list[int], here: KVBuffer, expected: torch.Tensor
+    context: LlamaContext, ids: list[int], cuts: list[int], here: KVBuffer, expected: torch.Tensor
 ) -> None:
     """See that tokens computed between KV that was put in give the logits of a plain prefill.
 

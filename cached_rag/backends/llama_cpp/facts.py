@@ -45,7 +45,7 @@ class Facts:
         return self.text("general.architecture") or ""
 
 
-class Outline(BoundedReader):
+class FileOutline(BoundedReader):
     """A GGUF's fields and tensors, without what is in lists.
 
     Of a vocabulary of 150,000 tokens gguf's own reader makes objects that take 500 MB.
@@ -62,7 +62,7 @@ class Outline(BoundedReader):
         return end - orig_offs, [], [], [gguf.GGUFValueType.ARRAY]
 
 
-def check_kind(facts: Facts, reader: Outline, name: str) -> None:
+def check_kind(facts: Facts, reader: FileOutline, name: str) -> None:
     """See that a model's KV is one plain cache.
 
     Raises:
@@ -102,7 +102,7 @@ def shapes_of(facts: Facts) -> KVShapes:
     )
 
 
-def frequencies_of(facts: Facts, reader: Outline) -> Frequencies:
+def frequencies_of(facts: Facts, reader: FileOutline) -> Frequencies:
     """Rotary frequencies that the file may mean: as they are, scaled, or with a factor each."""
     dim = int(facts.number("{arch}.rope.dimension_count", 0)) or shapes_of(facts).head_dim
     base = facts.number("{arch}.rope.freq_base", 10_000.0)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from cached_rag.backends.llama_cpp import api
-from cached_rag.backends.llama_cpp.context import Context
+from cached_rag.backends.llama_cpp.context import LlamaContext
 from cached_rag.backends.llama_cpp.examine import examined, probe_ids
 from cached_rag.backends.llama_cpp.facts import (
     Facts,
-    Outline,
+    FileOutline,
     check_kind,
     frequencies_of,
     shapes_of,
@@ -66,14 +66,14 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
         )
     path = whole_file(source)
     _check_memory(name, path)
-    reader = Outline(path)  # first, for llama.cpp ends the process over some files
+    reader = FileOutline(path)  # first, for llama.cpp ends the process over some files
     params = api.default_params(library, api.ModelParams)
     params.n_gpu_layers = -1 if on_gpu else 0
     params.load_mode = api.LOAD_MODE_NONE  # mapped, it would change with the file, or end with it
     handle = library.llama_model_load_from_file(os.fsencode(path), params)
     if not handle:
         raise ModelError(f"llama.cpp cannot load {path}; its messages in the log say why")
-    context: Context | None = None
+    context: LlamaContext | None = None
     try:
         facts = Facts(library, handle)
         check_kind(facts, reader, name)
@@ -81,7 +81,7 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
         del reader
         shapes, vocab = shapes_of(facts), library.llama_model_get_vocab(handle)
         size = library.llama_vocab_n_tokens(vocab)
-        context = Context(library, handle, shapes, size, threads or torch.get_num_threads())
+        context = LlamaContext(library, handle, shapes, size, threads or torch.get_num_threads())
         tokenizer = tokenizer_of(source, path)
         if gguf_source(name) != source:
             raise ModelError(f"{path} was changed while it was loaded; load it again")
@@ -117,7 +117,7 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
     return model
 
 
-def _release(library: ctypes.CDLL, context: Context | None, handle: int) -> None:
+def _release(library: ctypes.CDLL, context: LlamaContext | None, handle: int) -> None:
     if context is not None:
         context.free()
     library.llama_model_free(handle)

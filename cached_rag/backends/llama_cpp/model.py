@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from cached_rag.backends.base import Chosen, Prefilled, StepInput
-from cached_rag.backends.llama_cpp.context import MAX_SEQUENCES, Context, FullError, Work
+from cached_rag.backends.llama_cpp.context import MAX_SEQUENCES, FullError, LlamaContext, Work
 from cached_rag.backends.llama_cpp.prompt import Prompt
 from cached_rag.backends.llama_cpp.residents import Residents
 from cached_rag.backends.transformers.memory import free_bytes
@@ -44,7 +44,7 @@ class LlamaCppModel:
     """
 
     name: str
-    context: Context
+    context: LlamaContext
     tokenizer: Any
     shapes: KVShapes
     rule: PositionRule

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cached_rag.backends.llama_cpp.context import Context, Work
+from cached_rag.backends.llama_cpp.context import LlamaContext, Work
 from cached_rag.backends.llama_cpp.state import Part
 from cached_rag.kv.buffer import KVBuffer
 
@@ -41,7 +41,7 @@ class Prompt:
         """How many slots it has in the sequence in the end."""
         return self.slots[-1] + 1
 
-    def compose(self, context: Context, sequence: int, num_logits: int) -> torch.Tensor:
+    def compose(self, context: LlamaContext, sequence: int, num_logits: int) -> torch.Tensor:
         """Fill an empty sequence, and write the KV of the computed tokens to the buffer.
 
         Returns:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, ref
 
-from cached_rag.backends.llama_cpp.context import Context
+from cached_rag.backends.llama_cpp.context import LlamaContext
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
 
@@ -35,7 +35,7 @@ class Resident:
 class Residents:
     """The prompts in one context, by the buffer that holds them, or by their `RowKV`."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: LlamaContext) -> None:
         self._context = context
         self._found: WeakKeyDictionary[Owner, Resident] = WeakKeyDictionary()
         self._sequences: dict[int, ref[Owner]] = {}

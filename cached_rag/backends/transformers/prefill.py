@@ -58,7 +58,7 @@ def prefill_selected(
     Args:
         selector: the method.
         rows_type: decides which slots a row sees. Other than `Rows` only where something is
-            compared with it (`evaluation/released.py`, `evaluation/probes.py`).
+            compared with it (`docs/experiments/probes.py`).
     """
     if isinstance(selector, QuestionSelector) and selector.observed_layers(layout):
         return _prefill_asked(decoder, buffer, token_ids, layout, selector, ready)

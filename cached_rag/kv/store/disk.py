@@ -30,7 +30,7 @@ from cached_rag.kv.store.blob import (
 )
 from cached_rag.kv.store.codecs import Codec, codec_by_name
 from cached_rag.kv.store.database import BRIEFLY_S
-from cached_rag.kv.store.drafts import Drafts
+from cached_rag.kv.store.drafts import DraftFiles
 from cached_rag.kv.store.entries import Entries, Entry
 
 _log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class DiskStore:
         self._usable: set[str] = set()
         self._unusable: set[str] = set()
         self._entries = Entries(self.path / _INDEX)
-        self._drafts = Drafts(self.path / "blobs" / _DRAFTS, self.path / "drafts.lock")
+        self._drafts = DraftFiles(self.path / "blobs" / _DRAFTS, self.path / "drafts.lock")
 
     def close(self) -> None:
         """Write down which entries were used lately, and close the index."""

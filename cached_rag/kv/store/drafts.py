@@ -25,7 +25,7 @@ except ImportError:  # on Windows no draft is ever taken for abandoned
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Drafts:
+class DraftFiles:
     """The folder of drafts, made when it is first needed, and the file that serves as its lock."""
 
     def __init__(self, folder: Path, lock: Path) -> None:

@@ -36,7 +36,7 @@ _MOST_TENSORS, _MOST_AXES, _LARGEST = 16, 8, 1 << 48
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """A tensor in a file, and the byte at which it begins."""
 
     dtype: torch.dtype
@@ -120,14 +120,14 @@ class TensorFile:
             raise ValueError("it is cut short")
 
 
-def _layout(entry: dict[str, object], offset: int, room: int) -> Layout:
+def _layout(entry: dict[str, object], offset: int, room: int) -> TensorLayout:
     """Where a tensor is, if there is room for all of it."""
     dtype = _DTYPES[str(entry["dtype"])]
     shape, (begin, end) = _numbers(entry["shape"]), _numbers(entry["data_offsets"])
     nbytes = math.prod(shape) * dtype.itemsize
     if not shape or end - begin != nbytes or end > room:
         raise ValueError("its header and its length do not agree")
-    return Layout(dtype, shape, offset + begin)
+    return TensorLayout(dtype, shape, offset + begin)
 
 
 def _numbers(entry: object) -> tuple[int, ...]:

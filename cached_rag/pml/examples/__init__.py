@@ -18,14 +18,14 @@ _SOURCES = ("bisect", "queue", "sched", "contextvars", "this")
 
 
 @dataclass(frozen=True)
-class Example:
+class Application:
     """A schema, and prompts that import different parts of it."""
 
     schema: Schema
     prompts: tuple[SchemaPrompt, ...]
 
 
-def code() -> Example:
+def code() -> Application:
     """Several source files, each a module, and a task about some of them."""
     schema = Schema.from_string(_code_source())
     tasks = [
@@ -36,10 +36,10 @@ def code() -> Example:
         schema.prompt(*(Import(f"{name}.py") for name in files), Said("user", task))
         for files, task in tasks
     ]
-    return Example(schema, tuple(prompts))
+    return Application(schema, tuple(prompts))
 
 
-def learner() -> Example:
+def learner() -> Application:
     """A learner's profile: one module of each of six unions."""
     schema = Schema.from_file(_file("learner.xml"))
     traits = [
@@ -47,10 +47,12 @@ def learner() -> Example:
         ("university", "practitioner", "years-ago", "by-doing", "project", "ambitious"),
     ]
     task = Said("user", "Describe the learner's profile concisely.")
-    return Example(schema, tuple(schema.prompt(*map(Import, chosen), task) for chosen in traits))
+    return Application(
+        schema, tuple(schema.prompt(*map(Import, chosen), task) for chosen in traits)
+    )
 
 
-def trip() -> Example:
+def trip() -> Application:
     """A travel plan with parameters and nested modules."""
     schema = Schema.from_file(_file("trip.xml"))
     task = Said("user", "Make a travel plan.")
@@ -59,10 +61,10 @@ def trip() -> Example:
         schema.prompt(Import("plan", abroad, days="a week"), task),
         schema.prompt(Import("plan", Import("at-home", city="Turin"), days="three days"), task),
     )
-    return Example(schema, prompts)
+    return Application(schema, prompts)
 
 
-EXAMPLES: dict[str, Callable[[], Example]] = {"code": code, "learner": learner, "trip": trip}
+EXAMPLES: dict[str, Callable[[], Application]] = {"code": code, "learner": learner, "trip": trip}
 
 
 def _file(name: str) -> Path:

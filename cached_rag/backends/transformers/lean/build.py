@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from cached_rag.backends.transformers.inspection import decoder_layers
-from cached_rag.backends.transformers.lean.layer import Heads, LeanLayer, Norms
+from cached_rag.backends.transformers.lean.layer import HeadShapes, LeanLayer, Norms
 from cached_rag.backends.transformers.lean.model import LeanModel
 from cached_rag.backends.transformers.lean.norms import lean_norm
 from cached_rag.backends.transformers.weights.groups import Groups, joined
@@ -68,12 +68,12 @@ def _layer(layer: Any, index: int) -> LeanLayer:
     )
 
 
-def _heads(attention: Any, width: int) -> Heads:
+def _heads(attention: Any, width: int) -> HeadShapes:
     """How a layer attends, from its attention module and the width of its fused projection."""
     dim: int = attention.head_dim
     count = attention.o_proj.in_features // dim
     query_norm = getattr(attention, "q_norm", None)
-    return Heads(
+    return HeadShapes(
         count=count,
         kv_count=(width // dim - count) // 2,
         dim=dim,

@@ -15,7 +15,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadShapes:
     """How a layer attends.
 
     Attributes:
@@ -70,7 +70,7 @@ class LeanLayer(nn.Module):
     def __init__(
         self,
         index: int,
-        heads: Heads,
+        heads: HeadShapes,
         norms: Norms,
         linears: dict[str, nn.Module],
         activation: Callable[[torch.Tensor], torch.Tensor],

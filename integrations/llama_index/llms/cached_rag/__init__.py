@@ -1,6 +1,6 @@
 """LlamaIndex models that reuse the KV of text they have read before."""
 
-from cached_rag import needs_extra
+from cached_rag.errors import needs_extra
 
 with needs_extra("llama-index", "the integration with LlamaIndex"):
     from llama_index.llms.cached_rag.base import CachedRAGLLM

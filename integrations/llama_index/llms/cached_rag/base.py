@@ -44,17 +44,8 @@ from llama_index.llms.cached_rag.tools import (
     taken,
 )
 
-from cached_rag import (
-    CachedRAG,
-    ConfigError,
-    EncodeSummary,
-    Engine,
-    SchemaPrompt,
-    Stream,
-    Tools,
-    template_head,
-    unknown_settings,
-)
+from cached_rag import CachedRAG, ConfigError, Engine, Tools
+from cached_rag.spi import EncodeSummary, SchemaPrompt, Stream, template_head, unknown_settings
 
 
 class CachedRAGLLM(PromptingLLM):

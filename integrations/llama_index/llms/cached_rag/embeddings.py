@@ -18,7 +18,7 @@ class SentenceTransformerEmbedding(BaseEmbedding):
         Settings.embed_model = SentenceTransformerEmbedding()
 
     Raises:
-        cached_rag.ModelNotFoundError: at the first use, the model cannot be loaded.
+        cached_rag.errors.ModelNotFoundError: at the first use, the model cannot be loaded.
     """
 
     model_name: str = Field(

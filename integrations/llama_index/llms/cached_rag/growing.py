@@ -10,7 +10,8 @@ from llama_index.llms.cached_rag.messages import chat_response
 from llama_index.llms.cached_rag.settings import EngineSettings
 from llama_index.llms.cached_rag.tools import blocks
 
-from cached_rag import Stream, Tools
+from cached_rag import Tools
+from cached_rag.spi import Stream
 
 _T = TypeVar("_T")
 

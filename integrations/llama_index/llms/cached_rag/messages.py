@@ -18,7 +18,7 @@ from llama_index.core.base.llms.types import (
 from llama_index.llms.cached_rag.settings import EngineSettings
 from llama_index.llms.cached_rag.tools import called
 
-from cached_rag import Stream
+from cached_rag.spi import Stream
 
 Prompt = str | list[dict[str, Any]]
 _ROLES = {"function": "tool", "chatbot": "assistant", "model": "assistant", "developer": "system"}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from llama_index.core.schema import NodeWithScore
 from llama_index.llms.cached_rag.nodes import bare_text, module_text
 
-from cached_rag import Learner
+from cached_rag.spi import Learner
 
 
 class Reader(Learner):

@@ -18,14 +18,8 @@ from llama_index.core.bridge.pydantic import (
     field_validator,
 )
 
-from cached_rag import (
-    DEFAULT_MODEL,
-    CachedRAG,
-    ConfigError,
-    Engine,
-    GenerationConfig,
-    StoreConfig,
-)
+from cached_rag import CachedRAG, ConfigError, Engine, GenerationConfig, StoreConfig
+from cached_rag.spi import DEFAULT_MODEL
 
 # Settings that an engine is loaded with, and those by which it is another engine.
 _LOADING = (

@@ -19,7 +19,8 @@ from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.llms.utils import parse_partial_json
 from llama_index.core.tools.types import BaseTool
 
-from cached_rag import CutOffError, Engine, Tools
+from cached_rag import Engine, Tools
+from cached_rag.errors import CutOffError
 
 # Options of a call that say what form its answer has.
 _OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")

@@ -1,6 +1,6 @@
 """Response synthesis that leaves chunks whole."""
 
-from cached_rag import needs_extra
+from cached_rag.errors import needs_extra
 
 with needs_extra("llama-index", "the integration with LlamaIndex"):
     from llama_index.response_synthesizers.cached_rag.base import CachedSynthesizer, WholeChunks

@@ -13,7 +13,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.llms.cached_rag import Reader
 from llama_index.llms.cached_rag.unwrap import unwrapped
 
-from cached_rag import Encode
+from cached_rag.spi import Encode
 
 
 class CachedRetriever(BaseRetriever):
@@ -39,7 +39,7 @@ class CachedRetriever(BaseRetriever):
         """Wrap a retriever.
 
         Args:
-            encode: what happens to nodes that have no KV; see `cached_rag.Learner`.
+            encode: what happens to nodes that have no KV; see `cached_rag.spi.Learner`.
             prompt, variable: the template nodes go to, for "eager"; see `CachedRAGLLM.encode`.
             kwargs: `BaseRetriever`'s.
 

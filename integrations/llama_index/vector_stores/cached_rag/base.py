@@ -25,7 +25,7 @@ from llama_index.core.vector_stores.types import (
 from llama_index.llms.cached_rag import CachedRAGLLM, bare_text, module_text
 from llama_index.llms.cached_rag.unwrap import unwrapped
 
-from cached_rag import Learner, Ledger
+from cached_rag.spi import Learner, Ledger
 
 _log = logging.getLogger(__name__)
 

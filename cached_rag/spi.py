@@ -1,0 +1,113 @@
+"""For those who write integrations and backends: what these are made of, and no user needs.
+
+A name is imported when it is first used. It may change between minor versions; the names of
+`cached_rag` itself do not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cached_rag.lazily import imports_from
+
+if TYPE_CHECKING:
+    from cached_rag.backends.transformers.model import LanguageModel
+    from cached_rag.config import METHODS
+    from cached_rag.defaults import DEFAULT_MODEL
+    from cached_rag.engine.base import Prompt
+    from cached_rag.engine.decoding import Generation, TokenLogprobs
+    from cached_rag.engine.learner import Encode, Learner
+    from cached_rag.engine.stream import Stream
+    from cached_rag.engine.template_head import template_head
+    from cached_rag.engine.tools import CallPart, GrowingAnswer
+    from cached_rag.grammar.tools import ToolCall
+    from cached_rag.hints import unknown_settings
+    from cached_rag.library.encode import EncodeSummary
+    from cached_rag.library.handoff import Handoff
+    from cached_rag.library.ledger import Ledger
+    from cached_rag.pml import SchemaPrompt
+    from cached_rag.rag import IndexedDocument
+    from cached_rag.rag.folder import Deletion
+    from cached_rag.rag.progress import Progress, encode_progress
+    from cached_rag.rag.workers import (
+        IngestRecipe,
+        IngestTask,
+        IngestWorker,
+        IngestWorkers,
+        PreparedBatch,
+        PreparedDocument,
+    )
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "METHODS",
+    "CallPart",
+    "Deletion",
+    "Encode",
+    "EncodeSummary",
+    "Generation",
+    "GrowingAnswer",
+    "Handoff",
+    "IndexedDocument",
+    "IngestRecipe",
+    "IngestTask",
+    "IngestWorker",
+    "IngestWorkers",
+    "LanguageModel",
+    "Learner",
+    "Ledger",
+    "PreparedBatch",
+    "PreparedDocument",
+    "Progress",
+    "Prompt",
+    "SchemaPrompt",
+    "Stream",
+    "TokenLogprobs",
+    "ToolCall",
+    "encode_progress",
+    "template_head",
+    "unknown_settings",
+]
+
+_PLACES = {
+    "backends.transformers.model": ("LanguageModel",),
+    "config": ("METHODS",),
+    "defaults": ("DEFAULT_MODEL",),
+    "engine.base": ("Prompt",),
+    "engine.decoding": (
+        "Generation",
+        "TokenLogprobs",
+    ),
+    "engine.learner": (
+        "Encode",
+        "Learner",
+    ),
+    "engine.stream": ("Stream",),
+    "engine.template_head": ("template_head",),
+    "engine.tools": (
+        "CallPart",
+        "GrowingAnswer",
+    ),
+    "grammar.tools": ("ToolCall",),
+    "hints": ("unknown_settings",),
+    "library.encode": ("EncodeSummary",),
+    "library.handoff": ("Handoff",),
+    "library.ledger": ("Ledger",),
+    "pml": ("SchemaPrompt",),
+    "rag": ("IndexedDocument",),
+    "rag.folder": ("Deletion",),
+    "rag.progress": (
+        "Progress",
+        "encode_progress",
+    ),
+    "rag.workers": (
+        "IngestRecipe",
+        "IngestTask",
+        "IngestWorker",
+        "IngestWorkers",
+        "PreparedBatch",
+        "PreparedDocument",
+    ),
+}
+
+__getattr__ = imports_from(_PLACES, __name__)
