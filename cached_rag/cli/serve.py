@@ -73,8 +73,6 @@ def serve_command(
     sequence_bytes: Annotated[
         int,
         typer.Option(
-            "--sequence-bytes",
-            "--recent-bytes",
             help="Most bytes of KV kept of finished conversations, for their next turn.",
         ),
     ] = 1 << 30,

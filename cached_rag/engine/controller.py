@@ -8,7 +8,7 @@ loaded. Knows rates; knows neither stores nor models.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cached_rag.engine.profile import Profile
@@ -78,21 +78,3 @@ class Controller:
     def is_worth_loading(self, tokens: int, tier: str, preceding: int = 0) -> bool:
         """Whether a chunk behind `preceding` other tokens is loaded faster than computed."""
         return self.profile.load_s(tokens, tier) < self.profile.compute_s(tokens, preceding)
-
-    def cheapest_tier(
-        self, tokens: int, ratio: float, tiers: Mapping[str, float], preceding: int = 0
-    ) -> str | None:
-        """The cheapest tier from which loading takes no longer than recomputing.
-
-        Args:
-            tokens: number of the chunk's tokens.
-            ratio: the recompute ratio.
-            tiers: price of each tier, in any unit.
-            preceding: number of tokens before the chunk.
-
-        Returns:
-            None if loading takes longer even from the fastest tier.
-        """
-        room = ratio * self.profile.compute_s(tokens, preceding)
-        hiding = [tier for tier in tiers if self.profile.load_s(tokens, tier) <= room]
-        return min(hiding, key=lambda tier: tiers[tier], default=None)

@@ -103,7 +103,7 @@ class EncodedEngines:
         left.max_bytes = 0
 
     def _context(self, kind: str, count: int) -> Context | None:
-        if kind in ("primer", "apart", "primers", "both"):
+        if kind in ("primer", "apart", "both"):
             return primer(count)
         if kind in ("asked", "alone-primer", "elsewhere", "half"):
             return PRIMER

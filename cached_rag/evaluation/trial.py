@@ -16,11 +16,11 @@ from cached_rag.methods import has_own_ratio
 _REVERSED = "reversed"
 ENCODINGS = (
     *("alone", "alone-primer", "prefix", "primer", "both", "strangers"),
-    *("apart", "primers", "harvested", "elsewhere", "elsewhere-prefix", "half", "asked"),
+    *("apart", "harvested", "elsewhere", "elsewhere-prefix", "half", "asked"),
     _REVERSED,
 )
-# Those that take a number: `strangers:2`. `primers` is an earlier name of `primer`.
-_COUNTED = ("primer", "primers", "both", "strangers", "harvested", "asked")
+# Those that take a number: `strangers:2`.
+_COUNTED = ("primer", "both", "strangers", "harvested", "asked")
 DEFAULT_ENCODING = "primer"
 _WITHOUT_RATIO = {"full": 1.0, "prefix": 1.0, "reuse": 0.0}
 

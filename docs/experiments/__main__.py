@@ -11,7 +11,6 @@ from cached_rag.errors import CachedRAGError
 from docs.experiments.commands.answers import answers, chat, memory, weights_formats
 from docs.experiments.commands.models import architectures, loading, models
 from docs.experiments.commands.peers import peers_command
-from docs.experiments.commands.quality import mixing, signals
 from docs.experiments.commands.scale import scale
 from docs.experiments.commands.schemas import schema_demo, schema_eval, schema_lengths
 from docs.experiments.commands.serving import attention, kernels, serving, traffic
@@ -22,7 +21,7 @@ app = typer.Typer(
     help="What the docs' figures come from.", no_args_is_help=True, add_completion=False
 )
 for command in (
-    *(answers, chat, memory, models, architectures, loading, mixing, signals, scale),
+    *(answers, chat, memory, models, architectures, loading, scale),
     *(serving, attention, kernels, traffic, stored),
     *(schema_demo, schema_eval, schema_lengths, vllm_handoff),
 ):

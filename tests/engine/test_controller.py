@@ -41,14 +41,6 @@ def test_a_module_that_loads_more_slowly_than_it_is_computed_is_computed():
     assert decision.recompute_ratio == 0.1
 
 
-def test_the_cheapest_tier_that_adds_no_delay():
-    control = Controller(PROFILE, floor=0.05)
-    prices = {"memory": 10.0, "disk": 1.0}
-    assert control.cheapest_tier(1000, 0.3, prices) == "disk"
-    assert control.cheapest_tier(1000, 0.1, prices) == "memory"
-    assert control.cheapest_tier(1000, 0.001, prices) is None
-
-
 def test_a_prompt_of_8k_costs_what_its_length_makes_it_cost():
     assert STEEP.compute_s(8000) == pytest.approx(8 + 8)
     assert STEEP.compute_s(500, preceding=7500) == pytest.approx(0.5 * (1 + 7750 / 4000))
@@ -70,8 +62,6 @@ def test_a_module_is_computed_at_the_front_and_loaded_at_the_end():
     control = Controller(slow, floor=0.1)
     decision = control.decide([(begin, 500, "disk") for begin in (0, 3500, 7500)])
     assert decision.loaded == (False, False, True)
-    assert control.cheapest_tier(1000, 0.7, {"disk": 1.0}) is None
-    assert control.cheapest_tier(1000, 0.7, {"disk": 1.0}, preceding=7500) == "disk"
 
 
 def test_the_fit_recovers_the_coefficients_of_made_up_times():

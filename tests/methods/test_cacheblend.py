@@ -138,8 +138,8 @@ def test_options_are_understood_as_text():
     # As `cached-rag eval --methods` has them; full prefill is what they are compared with.
     trials = make_trials(names(f"{text},prefix"), [0.15])
     assert [(trial.method, trial.ratio) for trial in trials][1:] == [(text, 0.15), ("prefix", 1.0)]
-    encoded = f"{text}@primers:3"
-    assert names(f"auto@primers:2,{encoded},prefix") == ["auto@primers:2", encoded, "prefix"]
+    encoded = f"{text}@primer:3"
+    assert names(f"auto@primer:2,{encoded},prefix") == ["auto@primer:2", encoded, "prefix"]
     for wrong in ("cacheblend:score=both", "cacheblend:gradual=perhaps"):
         with pytest.raises(ConfigError, match=r"values, keys, kv|true or false"):
             parse_method(wrong, SELECTORS, {})

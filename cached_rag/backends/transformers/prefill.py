@@ -17,7 +17,6 @@ from collections.abc import Callable
 import torch
 
 from cached_rag.backends.base import Chosen, Prefilled
-from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.backends.transformers.drift import Drift
 from cached_rag.backends.transformers.observe import Observer
 from cached_rag.backends.transformers.row_pass import Decoder, RowPass
@@ -50,21 +49,18 @@ def prefill_selected(
     token_ids: torch.Tensor,
     layout: Layout,
     selector: Selector,
-    rows_type: type[Rows] = Rows,
     ready: Callable[[int], object] | None = None,
 ) -> Prefilled:
     """See `Backend.repair`. At its check layers the method drops rows.
 
     Args:
         selector: the method.
-        rows_type: decides which slots a row sees. Other than `Rows` only where something is
-            compared with it (`docs/experiments/probes.py`).
     """
     if isinstance(selector, QuestionSelector) and selector.observed_layers(layout):
         return _prefill_asked(decoder, buffer, token_ids, layout, selector, ready)
     slots = selector.first_rows(layout).nonzero().squeeze(1)
     device = token_ids.device
-    run = RowPass(decoder, buffer, token_ids, slots.to(device), 1, rows_type, ready)
+    run = RowPass(decoder, buffer, token_ids, slots.to(device), 1, ready)
     run.layout, run.selector = layout, selector
     run.checks = frozenset(selector.check_layers(layout))
     run.cache.drift = Drift(layout.modules) if selector.transfers_drift else None
@@ -80,13 +76,12 @@ def choose_rows(
     layout: Layout,
     selector: Selector,
     ready: Callable[[int], object] | None = None,
-    rows_type: type[Rows] = Rows,
 ) -> Chosen | None:
-    """See `Backend.choose`; for `rows_type` see `prefill_selected`."""
+    """See `Backend.choose`."""
     if selector.check_layers(layout):
         return None
     if isinstance(selector, QuestionSelector) and selector.observed_layers(layout):
-        return _ask(decoder, buffer, token_ids, layout, selector, ready, rows_type)[0]
+        return _ask(decoder, buffer, token_ids, layout, selector, ready)[0]
     slots = selector.first_rows(layout).nonzero().squeeze(1)
     return Chosen(slots, slots, 0)
 
@@ -122,7 +117,6 @@ def _ask(
     layout: Layout,
     selector: QuestionSelector,
     ready: Callable[[int], object] | None,
-    rows_type: type[Rows] = Rows,
 ) -> tuple[Chosen, RowPass]:
     """Compute the live rows, which have no KV, and watch what the question among them attends to.
 
@@ -139,7 +133,7 @@ def _ask(
         )
     live = layout.fresh.to(token_ids.device)
     slots = live.nonzero().squeeze(1)
-    asked = RowPass(decoder, buffer, token_ids, slots, 0, rows_type, ready)
+    asked = RowPass(decoder, buffer, token_ids, slots, 0, ready)
     observer = Observer(selector, layout)
     asked.watch(observer)
     chosen = selector.choose(torch.stack(observer.scores), layout)

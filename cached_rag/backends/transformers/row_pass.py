@@ -88,7 +88,6 @@ class RowPass:
         token_ids: torch.Tensor,
         slots: torch.Tensor,
         num_logits: int,
-        rows_type: type[Rows] = Rows,
         ready: Callable[[int], object] | None = None,
     ) -> None:
         length = token_ids.shape[1]
@@ -96,7 +95,7 @@ class RowPass:
         self.gaps = None if buffer.positions is None else buffer.positions[:length]
         positions = torch.arange(length) if self.gaps is None else self.gaps
         positions = positions.to(slots.device)
-        rows = rows_type(slots, length)
+        rows = Rows(slots, length)
         # Without our attention, only the last rows of a prompt may enter by themselves: the model's
         # own masks are right for them.
         is_tail = rows.is_contiguous and rows.last == length - 1

@@ -71,15 +71,10 @@ class Rows:
     def __post_init__(self) -> None:
         self.first, self.last = self.slots[[0, -1]].tolist()  # one wait for a GPU, not two
         self.is_contiguous = self.last - self.first + 1 == len(self)
-        self.sees = self.visible()
-
-    def visible(self) -> torch.Tensor:
-        """(num_rows,) the last slot that each row sees, which is its own."""
-        return self.slots
 
     def narrowed(self, keep: torch.Tensor) -> Rows:
         """The rows at these indices, or where a bool mask is true."""
-        return type(self)(self.slots[keep], self.length)
+        return Rows(self.slots[keep], self.length)
 
     def __len__(self) -> int:
         return self.slots.shape[0]
@@ -127,9 +122,7 @@ class Rows:
         is_plain = softcap is None and (window is None or window > self.last)
         is_even = query.shape[0] == 1 and query.shape[3] == values.shape[3]
         behind = self.first > 0 and self.is_contiguous
-        # A subclass lets rows see others than those up to their own.
-        own = self.sees is self.slots
-        if not (is_plain and is_even and behind and own):
+        if not (is_plain and is_even and behind):
             return False
         if query.device.type == "cuda":
             return len(self) > 1 and query.dtype != torch.float32
@@ -169,7 +162,7 @@ class Rows:
         size = -(-len(self) // -(-len(self) // most))  # blocks of one size
         for begin in range(0, len(self), size):
             end = min(begin + size, len(self))
-            low, high = int(self.sees[begin]), int(self.sees[end - 1])
+            low, high = int(self.slots[begin]), int(self.slots[end - 1])
             oldest = 0 if window is None else max(0, low - window + 1)
             keys = slice(oldest, high + 1)
             blocks.append(_Block(slice(begin, end), keys, masked=end - begin > 1))
@@ -194,7 +187,7 @@ class Rows:
         mask = self._mask(block, window, query.dtype) if block.masked else None
         if prefers_matmul(query) and not block.causal:
             if mask is not None and window is None:  # all rows see the keys up to the first row's
-                mask = mask[:, int(self.sees[block.rows.start]) + 1 :]
+                mask = mask[:, int(self.slots[block.rows.start]) + 1 :]
             return matmul_attention(query, keys, values, mask, scale)
         groups = query.shape[1] // keys.shape[1]
         grouped = groups > 1 and query.device.type == "cpu"
@@ -220,7 +213,7 @@ class Rows:
         kept = self._masks.get(name)
         if kept is not None:
             return kept
-        slots = self.sees[block.rows, None]
+        slots = self.slots[block.rows, None]
         keys = torch.arange(block.keys.start, block.keys.stop, device=slots.device)[None]
         hidden = keys > slots
         if window is not None:
