@@ -64,10 +64,9 @@ def ttft(
         _refuse_options(context)
         return
     from cached_rag import Engine
-    from cached_rag.evaluation.ingest import bench_ingest
     from cached_rag.evaluation.machine import machine
-    from cached_rag.evaluation.new_prompts import NEW_PROMPTS
-    from cached_rag.evaluation.ttft import bench_ttft
+    from cached_rag.evaluation.texts import NEW_PROMPTS
+    from cached_rag.evaluation.ttft import bench_ingest, bench_ttft
 
     sizes: dict[str, Any] = {"modules": chunks, "module_tokens": chunk_tokens}
     how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
@@ -139,9 +138,7 @@ def answers(
     from cached_rag import Engine, StoreConfig
     from cached_rag.evaluation.answers import bench_answers, joined, make_questions
     from cached_rag.evaluation.machine import machine
-    from cached_rag.evaluation.peers.base import Peer
-    from cached_rag.evaluation.peers.own import Own
-    from cached_rag.evaluation.peers.transformers import Transformers
+    from cached_rag.evaluation.peers import Own, Peer, Transformers
 
     lengths, corpus = counts(prompt_tokens, "prompt tokens"), joined(texts)
     # Nothing is kept of finished prompts, and nothing is computed while another one answers.

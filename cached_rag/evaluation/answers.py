@@ -18,7 +18,7 @@ from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Report
 from cached_rag.errors import ConfigError
 from cached_rag.evaluation.loop import take_turns
-from cached_rag.evaluation.peers.base import Peer, Question, Sample
+from cached_rag.evaluation.peers import Peer, Question, Sample
 from cached_rag.rag.prompts import Prompts
 
 _SYSTEM = "Answer the question in detail, with the help of the documents."

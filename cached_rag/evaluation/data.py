@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cached_rag.backends.prompt_text import Message
 from cached_rag.errors import EvaluationError
 from cached_rag.kv.fingerprint import digest
 
@@ -114,3 +115,23 @@ def _example(line: str, where: str) -> Example:
 def _chunk(chunk: Mapping[str, Any]) -> str:
     title, text = str(chunk.get("title") or "").strip(), str(chunk["text"]).strip()
     return f"{title}\n{text}" if title else text
+
+
+_BRIEF = "Answer the question with the help of the documents. Answer with a few words only."
+_LONG = "Answer the question with the help of the documents."
+_LONG_ANSWER_WORDS = 15
+
+
+def is_long(examples: Sequence[Example]) -> bool:
+    """Whether a set's answers are sentences rather than a few words, by their median length."""
+    lengths = sorted(len(e.answers[0].split()) for e in examples if e.answers)
+    return bool(lengths) and lengths[len(lengths) // 2] > _LONG_ANSWER_WORDS
+
+
+def messages(chunks: Sequence[str], question: str, *, long: bool) -> list[Message]:
+    """A chat of a system prompt and one user message: the documents, then the question."""
+    context = "\n\n".join(chunks)
+    return [
+        {"role": "system", "content": _LONG if long else _BRIEF},
+        {"role": "user", "content": f"{context}\n\nQuestion: {question.strip()}"},
+    ]

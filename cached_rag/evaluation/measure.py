@@ -15,7 +15,7 @@ from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Clock
 from cached_rag.errors import EvaluationError
 from cached_rag.evaluation.metrics import exact_match, f1, rouge_l
-from cached_rag.evaluation.new_prompts import check_prompts_are_new
+from cached_rag.evaluation.texts import check_prompts_are_new
 from cached_rag.pml import SchemaPrompt
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from cached_rag.config import StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError
 from cached_rag.library.context import Context
@@ -51,3 +52,21 @@ def make_prompt(
     *given, question = make_texts(engine, *[text_tokens] * texts, question_tokens)
     engine.encode([given], prefix=PREFIX, context=contexts)
     return PREFIX + "\n".join([*given, question]), given
+
+
+# Where every prompt is a new one.
+NEW_PROMPTS = StoreConfig(sequence_bytes=0)
+
+
+def check_prompts_are_new(engine: Engine) -> None:
+    """Refuse an engine that keeps KV of finished prompts.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if engine.sequences.max_bytes:
+        raise ConfigError(
+            "this engine keeps the KV of finished prompts, so a prompt that is asked again is no "
+            "new one, and what it costs says nothing of its method; make the engine with "
+            "StoreConfig(sequence_bytes=0)"
+        )

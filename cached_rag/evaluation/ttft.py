@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,8 +11,9 @@ import torch
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.evaluation.loop import medians, milliseconds
-from cached_rag.evaluation.new_prompts import check_prompts_are_new
-from cached_rag.evaluation.texts import make_prompt
+from cached_rag.evaluation.texts import check_prompts_are_new, make_prompt
+from cached_rag.library.encode import BATCH_TOKENS, encode_chunks
+from cached_rag.library.matching import EncodedAfter
 from cached_rag.methods import has_own_ratio
 
 PLAIN = "transformers"
@@ -93,3 +94,42 @@ def _plain(engine: Engine, ids: torch.Tensor) -> dict[str, float]:
         spent = milliseconds(lambda: engine.model.forward(ids).argmax(), engine.model.shapes.device)
     figures = {"ttft_ms": spent, "charged_recompute": 1.0, "match_ms": 0.0, "load_ms": 0.0}
     return figures | {"fuse_ms": spent, "overhead_ms": 0.0}
+
+
+@dataclass(frozen=True)
+class IngestRow:
+    """Encoding chunks into the store, and the model's own forward pass over the same batches.
+
+    Attributes:
+        ratio: `tokens_per_s` over `plain_tokens_per_s`.
+    """
+
+    tokens_per_s: float
+    plain_tokens_per_s: float
+    ratio: float
+
+
+def bench_ingest(
+    engine: Engine, *, modules: int = 8, module_tokens: int = 512, repeats: int = 3
+) -> IngestRow:
+    """Time both in turn on random tokens, in batches of the encoder's size."""
+    generator = torch.Generator().manual_seed(0)
+    size = (modules, module_tokens)
+    ids = torch.randint(0, engine.model.vocab_size, size, generator=generator)
+    batches = torch.split(ids, max(1, BATCH_TOKENS // module_tokens))
+
+    def encode() -> None:
+        for kv in encode_chunks(engine.model, None, [tuple(row) for row in ids.tolist()]):
+            engine.library.put(EncodedAfter((0,)), kv)
+
+    def forward() -> None:
+        for batch in batches:
+            engine.model.forward(batch)
+
+    def rate(work: Callable[[], None]) -> dict[str, float]:
+        spent = milliseconds(work, engine.model.shapes.device)
+        return {"tokens_per_s": 1000 * ids.numel() / spent}
+
+    found = medians({"own": lambda: rate(encode), "plain": lambda: rate(forward)}, repeats)
+    own, plain = (figures["tokens_per_s"] for figures in found.values())
+    return IngestRow(own, plain, own / plain)

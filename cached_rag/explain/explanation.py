@@ -10,8 +10,7 @@ from typing import Any, Protocol
 from cached_rag.engine.report import Report
 from cached_rag.engine.trace import Trace
 from cached_rag.errors import ConfigError
-from cached_rag.explain.page import page
-from cached_rag.explain.plain import plain
+from cached_rag.explain.page import page, plain
 from cached_rag.explain.view import View
 
 

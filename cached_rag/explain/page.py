@@ -5,6 +5,7 @@ Everything that the template prints is escaped and made visible; documents are n
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -12,8 +13,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from cached_rag.engine.trace import Kind
-from cached_rag.explain.view import MEANING, NOT_KNOWN, View, stages
-from cached_rag.explain.visible import visible
+from cached_rag.explain.view import MEANING, NOT_KNOWN, Stage, View, stages
 
 _HERE = Path(__file__).parent
 
@@ -51,3 +51,46 @@ def _template() -> Template:
 def _finalized(value: object) -> object:
     """What is printed for a value: text that can be seen. What the template made stays."""
     return value if isinstance(value, Markup) or not isinstance(value, str) else visible(value)
+
+
+# C0 and C1 controls but for tabs and line ends, marks of direction, surrogates, noncharacters.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"
+    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
+
+
+def visible(text: str) -> str:
+    """The text, with the number of each character that cannot be seen in its place."""
+    return _UNSEEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
+
+
+_WIDTH = 40
+
+
+def plain(view: View) -> str:
+    """The text; the prompt itself is not in it."""
+    total = max(1, view.report.prompt_tokens)
+    lines = [view.report.to_line(), "", "tokens"]
+    for kind, count in view.trace.counts.items():
+        if count:
+            lines.append(f"  {kind.value:<9} {count:>6} {count / total:>4.0%}  {MEANING[kind]}")
+    lines += ["", "parts of the prompt"]
+    for row in view.rows:
+        lines += [f"  {row.name}", f"      {row.said}"]
+    lines += [f"  {name}\n      {NOT_KNOWN}" for name in view.unseen]
+    lines += ["", "time", *_bars(view.stages)]
+    if view.comparison:
+        lines += ["", view.comparison]
+    lines += [f"note: {note}" for note in view.report.notes]
+    return visible("\n".join(lines))
+
+
+def _bars(stages: list[Stage]) -> list[str]:
+    """A line for each stage, with a bar where it lies in the whole time."""
+    scale = _WIDTH / max(1e-9, sum(stage.ms for stage in stages))
+    return [
+        f"  {stage.name:<14} {stage.said:>10}  "
+        f"{' ' * int(stage.begin_ms * scale)}{'█' * round(stage.ms * scale) or '▏'}"
+        for stage in stages
+    ]

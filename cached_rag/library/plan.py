@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from cached_rag.backends.prompt_text import Tokens
 from cached_rag.kv.module import LayerSource, ModuleKV
 from cached_rag.library.encodings import Encodings, shared
-from cached_rag.library.harvest import harvested
 from cached_rag.library.library import Library
-from cached_rag.library.matching import HARVESTED, EncodedAfter, Match
-from cached_rag.library.sequences import Sequences
+from cached_rag.library.matching import HARVESTED, MAX_TRIM, EncodedAfter, Match
+from cached_rag.library.sequences import Sequences, common
 from cached_rag.library.shelf import KEPT, Origin
 from cached_rag.methods import Layout, Takes
 
@@ -242,3 +242,31 @@ def _head(
             part = kv.slice(0, length)
             return [Placement(0, part, is_exact=True, is_chunk=False, origin=origin)]
     return []
+
+
+def harvested(
+    kept: Sequences, namespace: str, token_ids: Sequence[int]
+) -> tuple[int, ModuleKV] | None:
+    """KV of a chunk's tokens from the middle of a kept prompt.
+
+    Args:
+        token_ids: the chunk's tokens, as the prompt to be answered has them. A few of them at each
+            end may be others in the kept prompt, where they merged with other neighbours.
+
+    Returns:
+        The index of the first token that has KV, and the KV; None if there is none.
+    """
+    wanted = np.asarray(token_ids, dtype=np.int64)
+    # What is left has to be most of the text, or else a phrase of any prompt would be taken for it.
+    trim = MAX_TRIM if len(wanted) > 8 * MAX_TRIM else 0
+    inner = wanted[trim : len(wanted) - trim]
+    found = kept.containing(namespace, inner)
+    if found is None:
+        return None
+    sequence, slot = found
+    exact = sequence.ids[: sequence.exact_length]
+    end = slot + len(inner)
+    first = trim - common(wanted[:trim][::-1], exact[:slot][::-1])
+    more = common(wanted[len(wanted) - trim :], exact[end:])
+    kv = sequence.piece(slot - trim + first, end + more)
+    return None if kv is None else (first, kv)

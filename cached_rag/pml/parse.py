@@ -8,6 +8,7 @@ accepted, too.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -29,7 +30,6 @@ from cached_rag.pml.nodes import (
     modules,
     scope,
 )
-from cached_rag.pml.whitespace import separator, split, wider
 
 _NAME = re.compile(r"[^\W\d][\w.\-]*")
 _LENGTH = re.compile(r"0{0,9}[1-9][0-9]{0,6}")
@@ -282,3 +282,37 @@ def _holds_messages(element: Element) -> bool:
     return element.tag not in ROLES and any(
         part.tag in ROLES or _holds_messages(part) for part in inside
     )
+
+
+_WEIGHT = ("", " ", "\n", "\n\n")
+
+
+def separator(space: str) -> str:
+    """White space between two texts, reduced to a space, a line break or a blank line."""
+    return _WEIGHT[min(3, 1 + space.count("\n"))] if space else ""
+
+
+def wider(first: str, second: str) -> str:
+    """The wider of two separators."""
+    return max(first, second, key=_WEIGHT.index)
+
+
+def split(text: str, *, is_code: bool = False) -> tuple[str, str, str]:
+    """(white space before, the text without common indentation, white space after).
+
+    The indentation of code is kept.
+    """
+    body = text.strip()
+    if not body:
+        return text, "", ""
+    at = text.index(body)
+    before, after = text[:at], text[at + len(body) :]
+    if is_code:
+        before, newline, indent = before.rpartition("\n")
+        return before + newline, indent + body, after
+    if "\n" in before:
+        # The text begins on a line of its own, so that line's indentation counts as well.
+        indent = before.rpartition("\n")[2]
+        return before, textwrap.dedent(indent + body).strip(), after
+    first, newline, rest = body.partition("\n")
+    return before, first + newline + textwrap.dedent(rest), after

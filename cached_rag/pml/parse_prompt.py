@@ -8,8 +8,8 @@ from typing import Any
 from cached_rag.errors import PMLError
 from cached_rag.pml.markup import Chars, Element, check_attributes
 from cached_rag.pml.nodes import ROLES
+from cached_rag.pml.parse import separator, split
 from cached_rag.pml.prompt import Import, Part, Said
-from cached_rag.pml.whitespace import separator, split
 
 
 def parse_prompt(root: Element, file: str | None = None) -> tuple[list[Part], dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import zipfile
 from pathlib import Path
 from posixpath import dirname, join, normpath
@@ -9,7 +10,7 @@ from typing import Any
 
 from lxml import etree
 
-from cached_rag.errors import DocumentError
+from cached_rag.errors import DocumentError, MissingPackageError
 
 # A small archive may hold a large document.
 _MOST_BYTES = 200 << 20
@@ -79,3 +80,29 @@ def value(element: Any, name: str = "val") -> str:
     """What an attribute says, of whatever namespace; "" if there is none."""
     said = (text for key, text in element.items() if key.rpartition("}")[2] == name)
     return next(said, "")
+
+
+SUFFIXES = (".rtf", ".json")
+
+
+def read_office(path: Path) -> str:
+    """A document's text.
+
+    Raises:
+        DocumentError: kreuzberg is not installed, or cannot read the file.
+    """
+    try:
+        from kreuzberg import ExtractionConfig, detect_mime_type_from_path, extract_bytes_sync
+    except ImportError as error:
+        missing = MissingPackageError(f"reading {path.suffix} files", "docs", error)
+        raise DocumentError(f"{path}: {missing}") from error
+    data = path.read_bytes().removeprefix(codecs.BOM_UTF8)  # which it would take for text
+    kind, config = detect_mime_type_from_path(str(path)), ExtractionConfig(use_cache=False)
+    try:
+        found = extract_bytes_sync(data, kind, config=config)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # what a bug in Rust is in Python
+            raise
+        raise DocumentError(f"{path}: the parser failed ({error}); repair or remove it") from error
+    title = found.metadata.get("title")
+    return f"Title: {title}\n\n{found.content}" if isinstance(title, str) else found.content

@@ -17,8 +17,7 @@ from cached_rag.rag.embedding import Embeddings
 from cached_rag.rag.hit import Hit
 from cached_rag.rag.index import DocumentIndex
 from cached_rag.rag.prompts import Prompts, Turn, searched
-from cached_rag.rag.reranking import Reranker
-from cached_rag.rag.retrieval import Retrieval, Retrieved, check_question, find
+from cached_rag.rag.retrieval import Reranker, Retrieval, Retrieved, check_question, find
 
 if TYPE_CHECKING:
     from cached_rag.engine.engine import Engine

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import os
+import site
 import subprocess
 import sys
+import sysconfig
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +26,6 @@ import psutil
 from cached_rag.errors import ConfigError, DocumentError, SlowDocumentError
 from cached_rag.rag.document import Document
 from cached_rag.rag.limits import DocumentLimits, too_long
-from cached_rag.rag.modules import trusted_path
 from cached_rag.rag.naming import shown
 from cached_rag.rag.readers import is_built_in, load_document
 
@@ -216,3 +217,40 @@ def _resident(pid: int) -> int:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
         return 0
+
+
+def trusted_path(documents: Path) -> list[str]:
+    """This process's `sys.path` for a process that works on documents.
+
+    Without the current folder, whatever spells it, and without folders at, below or above the
+    documents: a document may be called `kreuzberg.py`, and a folder of documents `docutils`. The
+    interpreter's own folders stay, even if they lie there: this process runs what is in them.
+
+    Args:
+        documents: the file or folder.
+    """
+    folder = documents.resolve()
+    folder = folder if folder.is_dir() else folder.parent
+    installed = sysconfig.get_paths()
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    own = [installed[name] for name in names] + site.getsitepackages()
+    own.append(site.getusersitepackages())
+    resolved = [Path(name).resolve() for name in own]
+
+    def is_trusted(entry: str) -> bool:
+        if not (isinstance(entry, str) and Path(entry).is_absolute()):
+            return False
+        place = Path(entry).resolve()
+        if any(place.is_relative_to(one) for one in resolved):
+            return True
+        is_near = place.is_relative_to(folder) or folder.is_relative_to(place)
+        return not is_near and place != _current()
+
+    return [entry for entry in sys.path if is_trusted(entry)]
+
+
+def _current() -> Path | None:
+    try:
+        return Path.cwd().resolve()
+    except OSError:  # somebody removed it
+        return None

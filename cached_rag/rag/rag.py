@@ -27,8 +27,7 @@ from cached_rag.rag.folder import IndexFolder
 from cached_rag.rag.hit import Hit
 from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.prompts import Prompts, searched
-from cached_rag.rag.reranking import Reranker, cross_encoder
-from cached_rag.rag.retrieval import Retrieval, find
+from cached_rag.rag.retrieval import Reranker, Retrieval, cross_encoder, find
 from cached_rag.rag.roots import absolute, is_path
 from cached_rag.rag.settings import asked_for
 

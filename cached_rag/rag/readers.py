@@ -6,6 +6,7 @@ reStructuredText become HTML, and HTML becomes text with its layout kept.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from cached_rag.errors import DocumentError, MissingPackageError, needs_extra
+from cached_rag.rag.archive import SUFFIXES, read_office
 from cached_rag.rag.code import LANGUAGES
-from cached_rag.rag.decoding import decoded
 from cached_rag.rag.document import Document, Part, assembled, with_line_feeds
-from cached_rag.rag.hyphens import joined
 from cached_rag.rag.limits import MAX_BYTES, MAX_CHARACTERS, limited, text_limit
 from cached_rag.rag.naming import shown
-from cached_rag.rag.office import SUFFIXES, read_office
 from cached_rag.rag.opening import private_copy
 from cached_rag.rag.tables import table_to_text
 
@@ -215,6 +214,121 @@ def _office(module: str, function: str) -> Callable[[Path], Sequence[Part]]:
     return read
 
 
+def is_built_in(path: Path | str) -> bool:
+    """Whether the reader of a file is this package's, and not one that an application added."""
+    suffix = Path(path).suffix.lower()
+    return READERS.get(suffix) is _BUILT_IN.get(suffix)
+
+
+# Of UTF-16 and UTF-32, which alone have zeros in texts.
+_BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
+# A text is UTF-8 with damage in it if at least so many characters are whole for each that is not.
+# In texts of other encodings it is the other way round.
+_WHOLE = 4
+# Beyond ASCII, what texts in Western European languages have; but for letters in whose place others
+# have their own, as Turkish has for those of Icelandic, and for those that Czech has, too.
+_LETTERS = "àáâäåãæçèéêëìíîïñòóôöõøùúûüßœÿ"
+_MARKS = bytes((*range(0x80, 0x8A), 0x8B, *range(0x91, 0x9A), 0x9B, *range(0xA0, 0xC0), 0xD7))
+_WESTERN = {*_LETTERS, *_MARKS.decode("cp1252", errors="ignore")}
+
+
+def decoded(path: Path) -> str:
+    """A file's text: UTF-8, or what its bytes are likeliest to be.
+
+    Raises:
+        DocumentError: it is no text.
+    """
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        if (damaged := _damaged_utf8(data)) is not None:
+            return damaged
+        from charset_normalizer import from_bytes
+
+        found = from_bytes(data)
+        best = found.best()
+        if best is None or (b"\x00" in data[:4096] and not data.startswith(_BYTE_ORDER_MARKS)):
+            raise DocumentError(f"{path}: is not text in any known encoding") from None
+        return _western(data, found) or str(best)
+
+
+def _damaged_utf8(data: bytes) -> str | None:
+    """UTF-8 with U+FFFD for what is none, as where a file was cut; None if it is another encoding.
+
+    A guess would turn all its other characters into nonsense.
+    """
+    text = data.decode("utf-8-sig", errors="replace")
+    lost = text.count("\ufffd")
+    whole = sum(not character.isascii() for character in text) - lost
+    has_mark = data.startswith(codecs.BOM_UTF8)
+    is_utf8 = has_mark or (whole >= _WHOLE * lost and b"\x00" not in data[:4096])
+    return text if is_utf8 else None
+
+
+def _western(data: bytes, found: Any) -> str | None:
+    """The text in cp1252, if that is as good a guess as any; None if another one is better.
+
+    Of guesses that are as good the library takes any, which turns French into Lithuanian letters.
+
+    Args:
+        found: the library's guesses, the best one first.
+    """
+    try:
+        text = data.decode("cp1252")
+    except UnicodeDecodeError:
+        return None
+    letters = {letter for letter in text.lower() if not letter.isascii()}
+    is_hungarian = "õ" in letters and "ã" not in letters  # õ stands where cp1250 has ő
+    guesses = (one for one in found if "cp1252" in (one.encoding, *one.could_be_from_charset))
+    guess = next(guesses, None)
+    if guess is None or is_hungarian or not letters <= _WESTERN:
+        return None
+    return text if guess.coherence >= found.best().coherence else None
+
+
+_WORD = r"[^\W_]+"
+_DIVIDED = re.compile(rf"({_WORD})[-\u2010][ \t]*\n[ \t]*({_WORD})")
+# Words, and words of several parts.
+_WORDS = re.compile(rf"{_WORD}(?:-{_WORD})*")
+# What English words with a hyphen mostly begin with; and what follows one that stands for a part of
+# a word, as in "low- and high-pressure".
+_BEFORE = frozenset(
+    (
+        *("cross", "double", "four", "full", "half", "heavy", "high", "ill", "last", "left"),
+        *("long", "low", "near", "non", "open", "right", "self", "semi", "short", "single"),
+        *("six", "three", "top", "twin", "two", "water", "well"),
+    )
+)
+_BETWEEN = frozenset(("and", "bis", "or", "oder", "to", "und"))
+# Words that are no longer, as "in" and "to", are the beginning or end of many others.
+_SHORT = 3
+
+
+def joined(pages: Sequence[str]) -> list[str]:
+    """Pages whose divided words are whole again: "pro-", "cedure", but "well-", "known" with "-".
+
+    What else the document says decides, and where it says neither, how the word begins.
+    """
+    whole = (_DIVIDED.sub(" ", page) for page in pages)
+    known = {word.lower() for page in whole for word in _WORDS.findall(page)}
+
+    def word(found: re.Match[str]) -> str:
+        begin, end = found[1].lower(), found[2].lower()
+        if end in _BETWEEN:
+            return f"{found[1]}- {found[2]}"
+        is_compound = (
+            not (begin.isalpha() and found[2].isalpha() and found[2].islower())
+            or f"{begin}-{end}" in known
+            or (len(end) > _SHORT and begin in _BEFORE)
+            or (min(len(begin), len(end)) > _SHORT and begin in known and end in known)
+        )
+        hyphen = "-" if is_compound and begin + end not in known else ""
+        return f"{found[1]}{hyphen}{found[2]}"
+
+    return [_DIVIDED.sub(word, page) for page in pages]
+
+
 READERS: dict[str, Callable[[Path], str | Iterable[Part]]] = {
     ".txt": decoded,
     ".text": decoded,
@@ -238,9 +352,3 @@ READERS: dict[str, Callable[[Path], str | Iterable[Part]]] = {
     **dict.fromkeys(LANGUAGES, _read_code),
 }
 _BUILT_IN = dict(READERS)
-
-
-def is_built_in(path: Path | str) -> bool:
-    """Whether the reader of a file is this package's, and not one that an application added."""
-    suffix = Path(path).suffix.lower()
-    return READERS.get(suffix) is _BUILT_IN.get(suffix)

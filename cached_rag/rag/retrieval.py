@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from numbers import Integral, Real
+from typing import Any
 
-from cached_rag.errors import ConfigError
+from cached_rag.backends.thread import on_model_thread
+from cached_rag.errors import ConfigError, ModelNotFoundError, needs_extra
 from cached_rag.rag.embedding import Embeddings
 from cached_rag.rag.filters import Where
 from cached_rag.rag.hit import Hit
 from cached_rag.rag.index import DocumentIndex
-from cached_rag.rag.reranking import Reranker
 
 # Below this similarity a chunk hardly concerns the question (sentence-transformers' models).
 _FAR = 0.25
@@ -131,3 +133,40 @@ def _remarks(near: Sequence[Hit], hits: Sequence[Hit]) -> list[str]:
             f"the nearest chunk is hardly about this (score {best:.2f}); the answer may be made up"
         ]
     return []
+
+
+# Told a question and texts, says how well each of them answers it; the higher, the better.
+Reranker = Callable[[str, list[str]], Sequence[float]]
+
+
+def cross_encoder(name: str, device: str | None = None) -> Reranker:
+    """A reranker that loads a cross-encoder when it is first called.
+
+    Args:
+        name: a hub id or a folder.
+
+    Raises:
+        ModelNotFoundError: when it is called: there is no such model, or it is none that scores.
+        MissingPackageError: likewise: sentence-transformers is not installed.
+    """
+
+    @cache
+    def loaded() -> Any:
+        with needs_extra("rag", "reranking"):
+            from sentence_transformers import CrossEncoder
+        try:
+            return CrossEncoder(name, device=device, num_labels=1)
+        except (OSError, ValueError) as error:
+            raise ModelNotFoundError(
+                f"cannot load the reranker {name!r}: {error}. Give a cross-encoder's hub id, such "
+                "as cross-encoder/ms-marco-MiniLM-L6-v2, or its folder."
+            ) from error
+
+    def rerank(question: str, texts: list[str]) -> Sequence[float]:
+        pairs = [(question, text) for text in texts]
+        scores: Sequence[float] = on_model_thread(
+            lambda: loaded().predict(pairs, show_progress_bar=False).tolist()
+        )
+        return scores
+
+    return rerank

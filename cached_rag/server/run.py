@@ -21,7 +21,7 @@ from fastapi import FastAPI
 
 from cached_rag.backends.process import return_memory
 from cached_rag.errors import ConfigError
-from cached_rag.server.connections import Connection, of
+from cached_rag.server.limits import Connection, of
 
 _log = logging.getLogger(__name__)
 # How long clients have to read the end of a response that was cut off.

@@ -21,8 +21,7 @@ from cached_rag.engine.profile import forget_pages
 from cached_rag.engine.report import Report
 from cached_rag.errors import StoreError
 from cached_rag.evaluation.loop import medians
-from cached_rag.evaluation.new_prompts import NEW_PROMPTS
-from cached_rag.evaluation.texts import make_prompt
+from cached_rag.evaluation.texts import NEW_PROMPTS, make_prompt
 
 _METHODS, _QUESTION_TOKENS = ("reuse", "auto"), 32
 

@@ -26,8 +26,7 @@ from cached_rag.engine.decoding import Generation
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError
 from cached_rag.evaluation.loop import medians
-from cached_rag.evaluation.new_prompts import NEW_PROMPTS
-from cached_rag.evaluation.texts import make_texts
+from cached_rag.evaluation.texts import NEW_PROMPTS, make_texts
 
 METHODS = ("relay", "copied", "recomputed", "sequential")
 _OPENING = "Follow these rules.\n\n"

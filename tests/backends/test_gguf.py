@@ -24,8 +24,7 @@ from cached_rag import load_model
 from cached_rag.backends import cache, resolve
 from cached_rag.backends.load import load_backend
 from cached_rag.backends.transformers import loading, memory
-from cached_rag.backends.transformers.gguf import convert
-from cached_rag.backends.transformers.gguf_fields import set_attention_scale
+from cached_rag.backends.transformers.gguf import convert, set_attention_scale
 from cached_rag.backends.transformers.gguf_rope import refuse_scaling, set_rotation
 from cached_rag.backends.transformers.weights.packing import densify
 from cached_rag.errors import ModelError, ModelNotFoundError

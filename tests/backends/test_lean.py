@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cached_rag.backends.base import StepInput
 from cached_rag.backends.transformers import probe
 from cached_rag.backends.transformers.lean import build, layer
-from cached_rag.backends.transformers.lean.build import lean_model
+from cached_rag.backends.transformers.lean.build import lean_model, lean_norm
 from cached_rag.backends.transformers.lean.model import LeanModel
-from cached_rag.backends.transformers.lean.norms import lean_norm
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
 

@@ -194,7 +194,7 @@ def test_queue_lets_others_go_before_who_is_not_read_yet():
 
 def test_queue_refuses_who_would_wait_too_long(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("cached_rag.engine.pace.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("cached_rag.engine.waiting.time.monotonic", lambda: now[0])
     waiting, line = Waiting(None, 10), [queued("a", object()) for _ in range(40)]
     for one in line[:10]:
         waiting.add(one)
@@ -213,7 +213,7 @@ def test_queue_refuses_who_would_wait_too_long(monkeypatch):
 
 def test_time_in_which_nobody_waits_is_no_pace(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("cached_rag.engine.pace.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("cached_rag.engine.waiting.time.monotonic", lambda: now[0])
     waiting = Waiting(None, 10)
     for _ in range(8):
         now[0] += 1000

@@ -16,7 +16,7 @@ from conftest import CHUNKS, NEW_PROMPTS, plain_cache, plain_logits, tiny_model
 
 from cached_rag import ConfigError, Engine, GenerationConfig
 from cached_rag.errors import EvaluationError
-from cached_rag.evaluation.data import Example, load_examples
+from cached_rag.evaluation.data import Example, is_long, load_examples, messages
 from cached_rag.evaluation.encodings import EncodedEngines
 from cached_rag.evaluation.journal import Journal, origins
 from cached_rag.evaluation.measure import divergence, read
@@ -29,7 +29,6 @@ from cached_rag.evaluation.metrics import (
     rouge_l,
 )
 from cached_rag.evaluation.plot import plot_frontier
-from cached_rag.evaluation.prompts import is_long, messages
 from cached_rag.evaluation.run import Settings, evaluate
 from cached_rag.evaluation.summary import summarise
 from cached_rag.evaluation.trial import make_trials

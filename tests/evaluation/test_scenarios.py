@@ -12,9 +12,7 @@ from typer.testing import CliRunner
 
 from cached_rag import ConfigError, Engine
 from cached_rag.backends.prompt_text import Rendered
-from cached_rag.evaluation.peers.base import Peer
-from cached_rag.evaluation.peers.own import Own
-from cached_rag.evaluation.peers.transformers import Transformers
+from cached_rag.evaluation.peers import Own, Peer, Transformers
 from docs.experiments.__main__ import app
 from docs.experiments.peers import EVERYBODY, Means, Question, Sample, open_peers
 from docs.experiments.peers.kvboost import KVBoost

@@ -6,7 +6,7 @@ import pytest
 from conftest import CHUNKS, tiny_model
 
 from cached_rag import PRIMER, Engine, StoreConfig, primer
-from cached_rag.library.prompt_heads import Heads
+from cached_rag.library.learning import Heads
 
 SYSTEM = "You answer from the documents, in one sentence."
 

@@ -22,7 +22,7 @@ from test_office import (
 
 from cached_rag.rag import load_document
 from cached_rag.rag.document import searchable
-from cached_rag.rag.hyphens import joined
+from cached_rag.rag.readers import joined
 from cached_rag.rag.xlsx import formatted
 
 TABLE = "<table><tr><th>a<th>b<th>c</tr><tr><td>1<td><td>3</tr></table>"

@@ -16,10 +16,9 @@ import pytest
 from cached_rag import DocumentLimits
 from cached_rag.errors import DocumentError
 from cached_rag.rag import confined, load_document, opening
-from cached_rag.rag.confined import ConfinedReader
+from cached_rag.rag.confined import ConfinedReader, trusted_path
 from cached_rag.rag.finding import look_at
 from cached_rag.rag.limits import text_limit
-from cached_rag.rag.modules import trusted_path
 from cached_rag.rag.naming import shown
 from cached_rag.rag.tables import table_to_text
 

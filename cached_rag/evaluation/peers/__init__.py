@@ -1,1 +1,0 @@
-"""Who answers beside a method, in `cached-rag bench answers`: a file a peer."""
