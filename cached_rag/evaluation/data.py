@@ -1,4 +1,4 @@
-"""Question-answering data sets: .jsonl files, one JSON object per line. Knows no model."""
+"""Question-answering data sets, .jsonl files with an object a line; and the prompts of them."""
 
 from __future__ import annotations
 

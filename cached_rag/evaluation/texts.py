@@ -1,4 +1,4 @@
-"""Texts and prompts to time: random words, since only the number of their tokens matters."""
+"""Prompts to time: of random words, as only the number of tokens matters, and new each time."""
 
 from __future__ import annotations
 

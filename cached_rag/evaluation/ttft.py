@@ -1,4 +1,4 @@
-"""Time to first token of each method, against full prefill of the same ids in the same run."""
+"""Time to first token of each method against full prefill of the same ids, and of ingestion."""
 
 from __future__ import annotations
 

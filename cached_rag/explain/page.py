@@ -1,4 +1,4 @@
-"""An explanation as a page of HTML.
+"""An explanation as a page of HTML, and as plain text.
 
 Everything that the template prints is escaped and made visible; documents are not trusted.
 """

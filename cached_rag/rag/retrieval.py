@@ -1,4 +1,4 @@
-"""Finds the chunks that a question is answered from. Knows an index; knows no language model."""
+"""Finds the chunks that a question is answered from, and puts them in order (reranking)."""
 
 from __future__ import annotations
 

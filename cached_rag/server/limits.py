@@ -1,4 +1,4 @@
-"""How much of the machine a server may use: files, memory and disk. Knows no server."""
+"""How much of the machine a server may use: files, memory, disk, and connections."""
 
 from __future__ import annotations
 
