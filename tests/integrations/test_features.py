@@ -65,7 +65,7 @@ def nobody(_: type) -> bool:
 
 
 THINKING = "whether and how hard a model thinks (ours: `chat_template_kwargs`)"
-THINKS = "../test_variants.py::test_the_frameworks_have_them_all"
+THINKS = "../backends/test_variants.py::test_the_frameworks_have_them_all"
 CHAT, TOOLS, CHAINS = (f"test_langchain_{name}.py" for name in ("chat", "tools", "chains"))
 LANGCHAIN = (
     Feature("streams", f"{CHAT}::test_all_ways_of_asking_give_the_same_text", own("_stream")),

@@ -144,7 +144,8 @@ def test_the_kv_is_full_prefills_where_nothing_is_reused(tmp_path):
 
 def test_what_the_connector_needs_loads_no_model_library():
     code = (
-        "import sys; from cached_rag import CachedRAGError, ConfigError, Handoff\n"
+        "import sys; from cached_rag.errors import CachedRAGError, ConfigError\n"
+        "from cached_rag.spi import Handoff\n"
         "import vllm_cached_rag.blocks, vllm_cached_rag.settings, vllm_cached_rag.ticket\n"
         "assert not {'transformers', 'fastapi', 'httpx'} & set(sys.modules)"
     )
