@@ -40,7 +40,6 @@ bench_app = typer.Typer(
     help="Measure speed, as ratios within one run. Without a command: time to first token of each "
     "method, against full prefill."
 )
-_ROOM = 128  # a prompt is some tokens longer than asked for if its chunks do not fit exactly
 
 
 @bench_app.callback(invoke_without_command=True)
@@ -132,9 +131,13 @@ def answers(
     dtype: Dtype = None,
     device: Device = None,
     weights: Weights = "as stored",
+    backend: BackendName = "transformers",
     as_json: Json = False,
 ) -> None:
-    """Whole answers of each method over chunks of your texts, beside transformers' own."""
+    """Whole answers of each method over chunks of your texts.
+
+    Beside transformers' own, if it runs the model.
+    """
     from cached_rag import Engine, StoreConfig
     from cached_rag.evaluation.answers import bench_answers, joined, make_questions
     from cached_rag.evaluation.machine import machine
@@ -144,9 +147,12 @@ def answers(
     # Nothing is kept of finished prompts, and nothing is computed while another one answers.
     store = StoreConfig(sequence_bytes=0, write_back=False, learn_prefixes=False)
     how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
+    how["backend"] = backend
     with Engine.load(model, store=store, **how) as engine:
-        peers: dict[str, Peer] = {name: Own(engine, name) for name in names(methods)}
-        peers = {"transformers": Transformers(engine), **peers}
+        peers: dict[str, Peer] = {}
+        if backend == "transformers":
+            peers["transformers"] = Transformers(engine)
+        peers |= {name: Own(engine, name) for name in names(methods)}
         sizes = {"chunk_tokens": chunk_tokens, "new_tokens": new_tokens, "rounds": repeats + 1}
         questions = make_questions(engine, corpus, lengths, **sizes)
         rows = [row for asked in questions for row in bench_answers(peers, asked, new_tokens)]

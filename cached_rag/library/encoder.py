@@ -83,7 +83,8 @@ class Encoder:
     _last: dict[tuple[EncodedAfter, tuple[Passages, ...]], list[ModuleKV | None]] = field(
         default_factory=dict
     )
-    _starts: dict[EncodedAfter, int] = field(default_factory=dict)
+    # Tokens of a fixed context's passages in so much room: every chunk of a prompt asks.
+    _lengths: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def read(
         self,
@@ -202,12 +203,12 @@ class Encoder:
         context = self.contexts.get(behind.context)
         if context is None or not context.is_fixed:
             return None
-        if behind not in self._starts:
-            room = self._room - len(behind.prefix_ids)
+        room = self._room - len(behind.prefix_ids)
+        if (lengths := self._lengths.get((context.name, room))) is None:
             passages = self._passages(self._ways(behind)[0], "", room)
-            between = len(self._between) * len(passages)
-            self._starts[behind] = len(behind.prefix_ids) + sum(map(len, passages)) + between
-        return self._starts[behind]
+            lengths = sum(len(ids) + len(self._between) for ids in passages)
+            self._lengths[context.name, room] = lengths
+        return len(behind.prefix_ids) + lengths
 
     def register(self, texts: Sequence[str]) -> int:
         """See `Engine.register`."""

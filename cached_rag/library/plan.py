@@ -163,7 +163,7 @@ def make_plan(
     matches: Sequence[Match],
     sink_ids: tuple[int, ...],
     *,
-    starts: Callable[[EncodedAfter], int | None] = lambda _: None,
+    starts: Callable[[EncodedAfter], int | None],
     lazy: bool = False,
     kept: Sequences | None = None,
 ) -> Plan:

@@ -28,9 +28,7 @@ TOLERANCE = 1e-4
 @functools.cache
 def there(family: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
     """The tiny model on the device; the other one stays where it is."""
-    tiny_model.cache_clear()
-    model = tiny_model(family, dtype)
-    tiny_model.cache_clear()
+    model = tiny_model.__wrapped__(family, dtype)
     tokenizer = model.tokenizer
     assert tokenizer.chat_template == TEMPLATE
     return wrap_model(model.decoder.model.to(DEVICE), tokenizer, name=family, revision=family)

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from cached_rag.backends.transformers.attention.kernels import attend, attend_causal
+from cached_rag.backends.transformers.attention.kernels import attend, attend_causal, kernel_of
 from cached_rag.backends.transformers.attention.matmul import (
     capped_attention,
     flash_has_matrix_units,
@@ -80,6 +80,10 @@ class Rows:
         return self.slots.shape[0]
 
     @property
+    def _is_on_gpu(self) -> bool:
+        return self.slots.device.type == "cuda"
+
+    @property
     def index(self) -> slice | torch.Tensor:
         """An index of the rows' slots: a slice if they are contiguous, which copies nothing."""
         return slice(self.first, self.last + 1) if self.is_contiguous else self.slots
@@ -105,7 +109,7 @@ class Rows:
         Returns:
             (batch, num_heads, num_rows, value_dim).
         """
-        if self._needs_no_mask(query, values, window, softcap):
+        if self._needs_no_mask(query, keys, values, window, softcap):
             return self._attend_unmasked(query, keys, values, scale)
         how = (scale, window, softcap)
         parts = [self._attend_block(b, query, keys, values, *how) for b in self._blocks(window)]
@@ -114,6 +118,7 @@ class Rows:
     def _needs_no_mask(
         self,
         query: torch.Tensor,
+        keys: torch.Tensor,
         values: torch.Tensor,
         window: int | None,
         softcap: float | None,
@@ -124,10 +129,11 @@ class Rows:
         behind = self.first > 0 and self.is_contiguous
         if not (is_plain and is_even and behind):
             return False
-        if query.device.type == "cuda":
-            return len(self) > 1 and query.dtype != torch.float32
-        is_flash = query.dtype == torch.bfloat16 and flash_has_matrix_units()
-        return is_flash and len(self) >= _UNMASKED_ROWS
+        if self._is_on_gpu:
+            is_small = query.dtype != torch.float32
+            return is_small and len(self) > 1 and kernel_of(len(self), keys, values) == "flash"
+        is_flash = query.device.type == "cpu" and query.dtype == torch.bfloat16
+        return is_flash and len(self) >= _UNMASKED_ROWS and flash_has_matrix_units()
 
     def _attend_unmasked(
         self,
@@ -157,7 +163,7 @@ class Rows:
             return [_Block(rows, rows, masked=False, causal=len(self) > 1)]
         blocks = []
         most = _BLOCK_ROWS
-        if self.slots.device.type == "cuda":
+        if self._is_on_gpu:
             most = max(most, _GPU_BLOCK_SCORES // self.length)
         size = -(-len(self) // -(-len(self) // most))  # blocks of one size
         for begin in range(0, len(self), size):
@@ -220,8 +226,7 @@ class Rows:
             hidden |= keys <= slots - window
         mask = torch.zeros(hidden.shape, dtype=dtype, device=slots.device)
         mask.masked_fill_(hidden, float("-inf"))
-        is_gpu = slots.device.type == "cuda"
-        most = _MASK_BYTES_KEPT_ON_GPU if is_gpu else _MASK_BYTES_KEPT
+        most = _MASK_BYTES_KEPT_ON_GPU if self._is_on_gpu else _MASK_BYTES_KEPT
         if mask.nbytes * len(self._blocks(window)) <= most:
             self._masks[name] = mask
         return mask
