@@ -103,4 +103,4 @@ _PLACES = {
     "rag.rag": ("CachedRAG",),
 }
 
-__getattr__ = imports_from(_PLACES, __name__)
+__getattr__ = imports_from(_PLACES, __name__, "cached_rag")

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
 
-def imports_from(places: Mapping[str, Sequence[str]], module: str) -> Callable[[str], object]:
-    """A module's `__getattr__` (PEP 562).
+def imports_from(
+    places: Mapping[str, Sequence[str]], module: str, package: str
+) -> Callable[[str], object]:
+    """A module's `__getattr__` (PEP 562), which raises AttributeError for other names.
 
     Args:
-        places: the names, by the module below `cached_rag` that has them.
+        places: the names, by the module below `package` that has them.
         module: whose names they are.
     """
     homes = {name: place for place, names in places.items() for name in names}
@@ -18,6 +20,6 @@ def imports_from(places: Mapping[str, Sequence[str]], module: str) -> Callable[[
     def find(name: str) -> object:
         if name not in homes:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return getattr(import_module(f"cached_rag.{homes[name]}"), name)
+        return getattr(import_module(f"{package}.{homes[name]}"), name)
 
     return find

@@ -110,4 +110,4 @@ _PLACES = {
     ),
 }
 
-__getattr__ = imports_from(_PLACES, __name__)
+__getattr__ = imports_from(_PLACES, __name__, "cached_rag")

@@ -22,6 +22,11 @@ from cached_rag.backends.chat_template import ChatTemplate
 from cached_rag.backends.controls import backends_of, core, encode
 from cached_rag.backends.prompt_text import Rendered, Span, Spans, Tokens
 
+# GPT-2's: a printable character for each byte.
+_ALPHABET = {char: byte for byte, char in bytes_to_unicode().items()}
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # as SentencePiece writes it
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
 
 class Tokenization:
     """A tokenizer and its chat template, with the operations that this library needs."""
@@ -210,12 +215,6 @@ class Tokenization:
                 break
             starts[i] = ends[i] = len(text)
         return Tokens(ids, starts, ends)
-
-
-# GPT-2's: a printable character for each byte.
-_ALPHABET = {char: byte for byte, char in bytes_to_unicode().items()}
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # as SentencePiece writes it
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Spelling:

@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from cached_rag.engine.request import Request
 from cached_rag.errors import BusyError
 
+# The last admissions count, and with fewer than so many nothing is foretold.
+_KEPT, _LEAST = 16, 4
+
 
 class Waiting:
     """The queue: one request of each tenant after the other, in a circle.
@@ -115,10 +118,6 @@ class Waiting:
                 self._tenants.pop(request.tenant, None)
             elif is_first:
                 self._tenants.move_to_end(request.tenant)
-
-
-# The last admissions count, and with fewer than so many nothing is foretold.
-_KEPT, _LEAST = 16, 4
 
 
 class Pace:

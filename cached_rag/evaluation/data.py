@@ -13,6 +13,10 @@ from cached_rag.backends.prompt_text import Message
 from cached_rag.errors import EvaluationError
 from cached_rag.kv.fingerprint import digest
 
+_BRIEF = "Answer the question with the help of the documents. Answer with a few words only."
+_LONG = "Answer the question with the help of the documents."
+_LONG_ANSWER_WORDS = 15
+
 
 @dataclass(frozen=True)
 class Example:
@@ -115,11 +119,6 @@ def _example(line: str, where: str) -> Example:
 def _chunk(chunk: Mapping[str, Any]) -> str:
     title, text = str(chunk.get("title") or "").strip(), str(chunk["text"]).strip()
     return f"{title}\n{text}" if title else text
-
-
-_BRIEF = "Answer the question with the help of the documents. Answer with a few words only."
-_LONG = "Answer the question with the help of the documents."
-_LONG_ANSWER_WORDS = 15
 
 
 def is_long(examples: Sequence[Example]) -> bool:

@@ -10,6 +10,20 @@ from typing import Any
 from cached_rag.errors import EvaluationError, needs_extra
 from cached_rag.evaluation.summary import POOLED
 
+# Of lines and letters; and of what is ours.
+INK, ACCENT = "#8a8f98", "#0f9d8a"
+_STYLE: Any = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color", "grid.color"), INK),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"),
+    "legend.frameon": False,
+    "axes.titlesize": "medium",
+    "axes.titleweight": "bold",
+    "savefig.dpi": 144,
+    "svg.hashsalt": "cached-rag",  # the same figures give the same file
+}
+
 
 def plot_frontier(rows: Sequence[dict[str, Any]], path: Path, loss: str = "kl") -> None:
     """Draw mean `loss` over the data sets against TTFT as a share of full prefill's.
@@ -45,21 +59,6 @@ def _points(rows: Sequence[dict[str, Any]], loss: str) -> list[tuple[float, floa
         )
         for ratio in dict.fromkeys(row["ratio"] for row in rows)
     ]
-
-
-# Of lines and letters; and of what is ours.
-INK, ACCENT = "#8a8f98", "#0f9d8a"
-_STYLE: Any = {
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor"), INK),
-    **dict.fromkeys(("xtick.color", "ytick.color", "grid.color"), INK),
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
-    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"),
-    "legend.frameon": False,
-    "axes.titlesize": "medium",
-    "axes.titleweight": "bold",
-    "savefig.dpi": 144,
-    "svg.hashsalt": "cached-rag",  # the same figures give the same file
-}
 
 
 def new_figure(height: float = 5, panels: int = 1) -> tuple[Any, Any]:

@@ -16,6 +16,9 @@ _WORDS = (
     "answer window bridge valley number silver forest captain morning island castle village road"
 )
 
+# Where every prompt is a new one.
+NEW_PROMPTS = StoreConfig(sequence_bytes=0)
+
 
 def make_texts(engine: Engine, *sizes: int) -> list[str]:
     """Distinct texts of about `sizes` tokens each; the same ones every time.
@@ -52,10 +55,6 @@ def make_prompt(
     *given, question = make_texts(engine, *[text_tokens] * texts, question_tokens)
     engine.encode([given], prefix=PREFIX, context=contexts)
     return PREFIX + "\n".join([*given, question]), given
-
-
-# Where every prompt is a new one.
-NEW_PROMPTS = StoreConfig(sequence_bytes=0)
 
 
 def check_prompts_are_new(engine: Engine) -> None:

@@ -17,6 +17,13 @@ from cached_rag.explain.view import MEANING, NOT_KNOWN, Stage, View, stages
 
 _HERE = Path(__file__).parent
 
+# C0 and C1 controls but for tabs and line ends, marks of direction, surrogates, noncharacters.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"
+    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
+_WIDTH = 40
+
 
 def page(view: View, *, is_whole: bool) -> str:
     """The page; or, for a notebook, only what is in it, with its style."""
@@ -53,19 +60,9 @@ def _finalized(value: object) -> object:
     return value if isinstance(value, Markup) or not isinstance(value, str) else visible(value)
 
 
-# C0 and C1 controls but for tabs and line ends, marks of direction, surrogates, noncharacters.
-_UNSEEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f"
-    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
-)
-
-
 def visible(text: str) -> str:
     """The text, with the number of each character that cannot be seen in its place."""
     return _UNSEEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
-
-
-_WIDTH = 40
 
 
 def plain(view: View) -> str:

@@ -33,6 +33,9 @@ from cached_rag.library.recurring import Recurring
 
 _log = logging.getLogger(__name__)
 
+_REMEMBERED = 256
+_LEARNED = 8
+
 
 class Learning:
     """Offers work to the background queue of one library.
@@ -184,10 +187,6 @@ class Learning:
                 task()
 
         on_model_thread(encode)
-
-
-_REMEMBERED = 256
-_LEARNED = 8
 
 
 class Heads:

@@ -38,6 +38,8 @@ RESERVED = frozenset(("schema", "prompt", "module", "union", "scaffold", *_PARAM
 _SPACE = "xml:space"
 _KINDS = {Module: "module", Param: "parameter", Scaffold: "scaffold"}
 
+_WEIGHT = ("", " ", "\n", "\n\n")
+
 
 class _Around(NamedTuple):
     """What an element inherits from the elements around it.
@@ -282,9 +284,6 @@ def _holds_messages(element: Element) -> bool:
     return element.tag not in ROLES and any(
         part.tag in ROLES or _holds_messages(part) for part in inside
     )
-
-
-_WEIGHT = ("", " ", "\n", "\n\n")
 
 
 def separator(space: str) -> str:

@@ -17,6 +17,12 @@ from cached_rag.pml.nodes import Where
 from cached_rag.pml.prompt import Import, Part, Said
 from cached_rag.pml.schema import Schema, SchemaPrompt
 
+_FORMATTER = string.Formatter()
+_OPENED = re.compile(r"\{\{|\{")
+# What braces may be: doubled, around a field, or alone, which is the mistake.
+_BRACES = re.compile(r"\{\{|\}\}|\{[^{}]*\}|[{}]")
+_NOWHERE = Where()
+
 
 class Fillable(Protocol):
     """Makes prompts from named values: a `SchemaTemplate` or a `PromptFunction`."""
@@ -102,13 +108,6 @@ def _fill(part: Part, values: Mapping[str, object]) -> Part:
     inside = _filled(part.parts, values)
     arguments = {name: text.format(**values) for name, text in part.arguments.items()}
     return Import(part.name, *inside, **arguments).at(part.where)  # type: ignore[arg-type]
-
-
-_FORMATTER = string.Formatter()
-_OPENED = re.compile(r"\{\{|\{")
-# What braces may be: doubled, around a field, or alone, which is the mistake.
-_BRACES = re.compile(r"\{\{|\}\}|\{[^{}]*\}|[{}]")
-_NOWHERE = Where()
 
 
 def names(text: str, where: Where = _NOWHERE) -> Iterator[str]:

@@ -5,8 +5,9 @@ A name is imported when it is first used: the process that reads documents loads
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from cached_rag.lazily import imports_from
 
 if TYPE_CHECKING:
     from cached_rag.rag.document import Document
@@ -28,7 +29,6 @@ _PLACES = {
     "readers": ("READERS", "load_document"),
     "splitting": ("Chunk", "Splitter"),
 }
-_MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
 __all__ = [
     "DEFAULT_EMBEDDING",
@@ -47,8 +47,4 @@ __all__ = [
     "look_at",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__ = imports_from(_PLACES, __name__, __name__)

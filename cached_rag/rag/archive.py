@@ -15,6 +15,8 @@ from cached_rag.errors import DocumentError, MissingPackageError
 # A small archive may hold a large document.
 _MOST_BYTES = 200 << 20
 
+SUFFIXES = (".rtf", ".json")
+
 
 class Archive:
     """An archive's members.
@@ -80,9 +82,6 @@ def value(element: Any, name: str = "val") -> str:
     """What an attribute says, of whatever namespace; "" if there is none."""
     said = (text for key, text in element.items() if key.rpartition("}")[2] == name)
     return next(said, "")
-
-
-SUFFIXES = (".rtf", ".json")
 
 
 def read_office(path: Path) -> str:

@@ -36,6 +36,33 @@ _QUOTES = " \t'\""
 _MOST_SAID = 300
 _FRONT_TITLE = re.compile(r"^title[ \t]*[:=][ \t]*(.+)$", re.MULTILINE | re.IGNORECASE)
 
+# Of UTF-16 and UTF-32, which alone have zeros in texts.
+_BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
+# A text is UTF-8 with damage in it if at least so many characters are whole for each that is not.
+# In texts of other encodings it is the other way round.
+_WHOLE = 4
+# Beyond ASCII, what texts in Western European languages have; but for letters in whose place others
+# have their own, as Turkish has for those of Icelandic, and for those that Czech has, too.
+_LETTERS = "àáâäåãæçèéêëìíîïñòóôöõøùúûüßœÿ"
+_MARKS = bytes((*range(0x80, 0x8A), 0x8B, *range(0x91, 0x9A), 0x9B, *range(0xA0, 0xC0), 0xD7))
+_WESTERN = {*_LETTERS, *_MARKS.decode("cp1252", errors="ignore")}
+_WORD = r"[^\W_]+"
+_DIVIDED = re.compile(rf"({_WORD})[-\u2010][ \t]*\n[ \t]*({_WORD})")
+# Words, and words of several parts.
+_WORDS = re.compile(rf"{_WORD}(?:-{_WORD})*")
+# What English words with a hyphen mostly begin with; and what follows one that stands for a part of
+# a word, as in "low- and high-pressure".
+_BEFORE = frozenset(
+    (
+        *("cross", "double", "four", "full", "half", "heavy", "high", "ill", "last", "left"),
+        *("long", "low", "near", "non", "open", "right", "self", "semi", "short", "single"),
+        *("six", "three", "top", "twin", "two", "water", "well"),
+    )
+)
+_BETWEEN = frozenset(("and", "bis", "or", "oder", "to", "und"))
+# Words that are no longer, as "in" and "to", are the beginning or end of many others.
+_SHORT = 3
+
 
 def load_document(
     path: Path | str,
@@ -220,18 +247,6 @@ def is_built_in(path: Path | str) -> bool:
     return READERS.get(suffix) is _BUILT_IN.get(suffix)
 
 
-# Of UTF-16 and UTF-32, which alone have zeros in texts.
-_BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
-# A text is UTF-8 with damage in it if at least so many characters are whole for each that is not.
-# In texts of other encodings it is the other way round.
-_WHOLE = 4
-# Beyond ASCII, what texts in Western European languages have; but for letters in whose place others
-# have their own, as Turkish has for those of Icelandic, and for those that Czech has, too.
-_LETTERS = "àáâäåãæçèéêëìíîïñòóôöõøùúûüßœÿ"
-_MARKS = bytes((*range(0x80, 0x8A), 0x8B, *range(0x91, 0x9A), 0x9B, *range(0xA0, 0xC0), 0xD7))
-_WESTERN = {*_LETTERS, *_MARKS.decode("cp1252", errors="ignore")}
-
-
 def decoded(path: Path) -> str:
     """A file's text: UTF-8, or what its bytes are likeliest to be.
 
@@ -285,24 +300,6 @@ def _western(data: bytes, found: Any) -> str | None:
     if guess is None or is_hungarian or not letters <= _WESTERN:
         return None
     return text if guess.coherence >= found.best().coherence else None
-
-
-_WORD = r"[^\W_]+"
-_DIVIDED = re.compile(rf"({_WORD})[-\u2010][ \t]*\n[ \t]*({_WORD})")
-# Words, and words of several parts.
-_WORDS = re.compile(rf"{_WORD}(?:-{_WORD})*")
-# What English words with a hyphen mostly begin with; and what follows one that stands for a part of
-# a word, as in "low- and high-pressure".
-_BEFORE = frozenset(
-    (
-        *("cross", "double", "four", "full", "half", "heavy", "high", "ill", "last", "left"),
-        *("long", "low", "near", "non", "open", "right", "self", "semi", "short", "single"),
-        *("six", "three", "top", "twin", "two", "water", "well"),
-    )
-)
-_BETWEEN = frozenset(("and", "bis", "or", "oder", "to", "und"))
-# Words that are no longer, as "in" and "to", are the beginning or end of many others.
-_SHORT = 3
 
 
 def joined(pages: Sequence[str]) -> list[str]:

@@ -21,6 +21,9 @@ _FAR = 0.25
 # The nearest chunks beyond these hardly concern a question, and would take minutes to read.
 MOST_CHUNKS = 100
 
+# Told a question and texts, says how well each of them answers it; the higher, the better.
+Reranker = Callable[[str, list[str]], Sequence[float]]
+
 
 @dataclass(frozen=True)
 class Retrieval:
@@ -133,10 +136,6 @@ def _remarks(near: Sequence[Hit], hits: Sequence[Hit]) -> list[str]:
             f"the nearest chunk is hardly about this (score {best:.2f}); the answer may be made up"
         ]
     return []
-
-
-# Told a question and texts, says how well each of them answers it; the higher, the better.
-Reranker = Callable[[str, list[str]], Sequence[float]]
 
 
 def cross_encoder(name: str, device: str | None = None) -> Reranker:

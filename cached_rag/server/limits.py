@@ -23,6 +23,10 @@ _SPARED = 128
 _FILES_OF_A_SPACE = 6
 _MOST_SPACES = 320
 
+_log = logging.getLogger(__name__)
+# It is the client that has to send something: a request, or the rest of its body.
+_SPEAKING = (h11.IDLE, h11.SEND_BODY)
+
 
 @dataclass(frozen=True)
 class Share:
@@ -74,11 +78,6 @@ def _size(path: Path) -> int:
     with contextlib.suppress(FileNotFoundError):  # another process removed it
         return path.stat().st_size
     return 0
-
-
-_log = logging.getLogger(__name__)
-# It is the client that has to send something: a request, or the rest of its body.
-_SPEAKING = (h11.IDLE, h11.SEND_BODY)
 
 
 class Connection(H11Protocol):

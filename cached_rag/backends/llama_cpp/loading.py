@@ -43,6 +43,8 @@ _TEXTS = (
     "def f(x):\n    return {'a': [x ** 2, None]}  # 100%",
 )
 
+_WHOLE = "whole.gguf"
+
 
 @judged
 def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = False) -> LlamaCppModel:
@@ -148,9 +150,6 @@ def _check_tokenizer(library: ctypes.CDLL, vocab: int, tokenizer: Any, name: str
                 f"llama.cpp cuts {text!r} into other tokens than transformers does with the "
                 f'tokenizer in {name}, so chunks could not be found; use backend="transformers"'
             )
-
-
-_WHOLE = "whole.gguf"
 
 
 def gguf_source(model: str) -> ModelSource:

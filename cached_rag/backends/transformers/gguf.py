@@ -44,6 +44,8 @@ _DENSE = {
     gguf.GGMLQuantizationType.BF16,
 }
 
+_GEMMA_27B = (("gemma2", 46), ("gemma3", 62))
+
 
 def convert(source: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Write a GGUF's configuration, tokenizer and weights into an existing folder.
@@ -260,9 +262,6 @@ def _convert_whole(where: dict[str, str], folder: Path, ends: int | list[int] | 
         del model.config.quantization_config
     model.generation_config.eos_token_id = ends
     model.save_pretrained(folder)
-
-
-_GEMMA_27B = (("gemma2", 46), ("gemma3", 62))
 
 
 def refuse_split(reader: Any, source: Path) -> None:

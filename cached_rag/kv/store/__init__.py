@@ -5,8 +5,9 @@ A name is imported when it is first used: an index's databases are read without 
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from cached_rag.lazily import imports_from
 
 if TYPE_CHECKING:
     from cached_rag.kv.store.base import KVStore, Problem
@@ -18,18 +19,24 @@ if TYPE_CHECKING:
     from cached_rag.kv.store.records import ChunkRecord, Maker
     from cached_rag.kv.store.tiered import TieredStore
 
-_MODULES = {
-    "Catalog": "catalog",
-    "ChunkRecord": "records",
-    "Codec": "codecs",
-    "DiskStore": "disk",
-    "KVStore": "base",
-    "Maker": "records",
-    "MemoryStore": "memory",
-    "Prefetcher": "prefetch",
-    "Problem": "base",
-    "TieredStore": "tiered",
-    "codec_by_name": "codecs",
+_PLACES = {
+    "base": (
+        "KVStore",
+        "Problem",
+    ),
+    "catalog": ("Catalog",),
+    "codecs": (
+        "Codec",
+        "codec_by_name",
+    ),
+    "disk": ("DiskStore",),
+    "memory": ("MemoryStore",),
+    "prefetch": ("Prefetcher",),
+    "records": (
+        "ChunkRecord",
+        "Maker",
+    ),
+    "tiered": ("TieredStore",),
 }
 
 __all__ = [
@@ -46,8 +53,4 @@ __all__ = [
     "codec_by_name",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__ = imports_from(_PLACES, __name__, __name__)
