@@ -14,7 +14,7 @@ from cached_rag.lazily import imports_from
 
 if TYPE_CHECKING:
     from cached_rag.backends.transformers.loading import load_model, wrap_model
-    from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
+    from cached_rag.config import BatchConfig, GenerationConfig, ModelConfig, StoreConfig
     from cached_rag.engine.engine import Engine
     from cached_rag.engine.report import Report
     from cached_rag.engine.tools import Tools
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cached_rag.grammar.grammar import Grammar
     from cached_rag.library.context import PRIMER, Context, primer
     from cached_rag.pml import Import, Said, Schema
-    from cached_rag.rag import DocumentLimits, Embedder, Hit
+    from cached_rag.rag import Embedder, Hit
     from cached_rag.rag.answer import Answer, AnswerStream
     from cached_rag.rag.chat import Chat
     from cached_rag.rag.ingest import IngestSummary
@@ -41,7 +41,6 @@ __all__ = [
     "Chat",
     "ConfigError",
     "Context",
-    "DocumentLimits",
     "Embedder",
     "Engine",
     "Explanation",
@@ -50,6 +49,7 @@ __all__ = [
     "Hit",
     "Import",
     "IngestSummary",
+    "ModelConfig",
     "Report",
     "Said",
     "Schema",
@@ -68,6 +68,7 @@ _PLACES = {
     "config": (
         "BatchConfig",
         "GenerationConfig",
+        "ModelConfig",
         "StoreConfig",
     ),
     "engine.engine": ("Engine",),
@@ -90,7 +91,6 @@ _PLACES = {
         "Schema",
     ),
     "rag": (
-        "DocumentLimits",
         "Embedder",
         "Hit",
     ),

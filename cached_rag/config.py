@@ -8,17 +8,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from numbers import Real
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from cached_rag.errors import ConfigError
 from cached_rag.grammar.grammar import Grammar
-from cached_rag.hints import unknown_settings
-from cached_rag.methods import SELECTORS, Selector, UnionSelector, name_of, parse_method
+from cached_rag.options import check_types, parted, require
 
-METHODS = tuple(SELECTORS)
+if TYPE_CHECKING:
+    from cached_rag.methods import Selector
+else:
+    Selector = Any  # methods need PyTorch, which a command's help does not
+
 # How near answers are to full prefill's, in words, and the method that each of them means.
 QUALITIES = {"exact": "prefix", "auto": "auto", "fast": "fast"}
 # The smallest temperature that is not 0, and the smallest repetition penalty: logits divided by
@@ -31,13 +32,6 @@ KeepsRepaired = bool | Literal["conversation"]
 MOST_PRIMERS = 3
 # What is learned from prompts; see `StoreConfig`.
 Learns = Literal["off", "recurring"]
-# What settings of Python's own types may be given as, and the words for it.
-_KINDS: dict[str, tuple[type[Any], str]] = {
-    "int": (Real, "a whole number"),
-    "float": (Real, "a number"),
-    "bool": (bool, "True or False"),
-    "str": (str, "a string"),
-}
 _METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")
 
 
@@ -47,7 +41,7 @@ class GenerationConfig:
 
     Attributes:
         method: how the KV of chunks is used and repaired (docs/methods.md). The name of one of
-            `METHODS`; with options, as in "epic:anchor_tokens=32"; several, as in
+            `cached_rag.spi.METHODS`; with options, as in "epic:anchor_tokens=32"; several, as in
             "epic+prophetkv"; or a selector of your own.
         quality: the same in a word, instead of a method: "exact" for full prefill's own answers
             (`prefix`), "auto", or "fast" (docs/methods.md has what each keeps). It becomes the
@@ -99,56 +93,58 @@ class GenerationConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _strings(self.stop))
-        _check_types(self)
+        check_types(self)
         if self.quality is not None:
             self._take_quality(self.quality)
-        _require(self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
+        require(self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
         hot = self.temperature
-        _require(0 <= hot < math.inf, f"temperature is 0 or more, and finite, not {hot}")
+        require(0 <= hot < math.inf, f"temperature is 0 or more, and finite, not {hot}")
         if self.temperature < _COLDEST:
             # Some clients send 1e-8 for "none". With that, the likeliest token is as good as
             # certain, and the logits divided by it would overflow.
             object.__setattr__(self, "temperature", 0.0)
-        _require(self.seed is None or abs(self.seed) < 1 << 63, f"no 64-bit seed: {self.seed}")
-        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}")
-        _require(self.top_k >= 0, f"top_k cannot be negative: {self.top_k}")
+        require(self.seed is None or abs(self.seed) < 1 << 63, f"no 64-bit seed: {self.seed}")
+        require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}")
+        require(self.top_k >= 0, f"top_k cannot be negative: {self.top_k}")
         ratio = self.recompute_ratio
-        _require(ratio is None or 0 <= ratio <= 1, f"recompute_ratio must be 0 to 1, not {ratio}")
+        require(ratio is None or 0 <= ratio <= 1, f"recompute_ratio must be 0 to 1, not {ratio}")
         penalty = self.repetition_penalty
         is_sane = penalty is None or _COLDEST <= penalty <= 1 / _COLDEST
-        _require(
+        require(
             is_sane,
             f"repetition_penalty must be {_COLDEST} to {1 / _COLDEST:.0f}, not {penalty}",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             taken = getattr(self, name)
-            _require(-2 <= taken <= 2, f"{name} must be -2 to 2, not {taken}")
+            require(-2 <= taken <= 2, f"{name} must be -2 to 2, not {taken}")
         shown = self.logprobs
-        _require(
-            shown is None or 0 <= shown <= _MOST_LOGPROBS, f"logprobs must be 0 to 20: {shown}"
-        )
+        require(shown is None or 0 <= shown <= _MOST_LOGPROBS, f"logprobs must be 0 to 20: {shown}")
         form = self.grammar
-        _require(form is None or isinstance(form, Grammar), f"this is no Grammar: {form!r}")
-        _require(
+        require(form is None or isinstance(form, Grammar), f"this is no Grammar: {form!r}")
+        require(
             form is None or not self.ignore_eos,
             "an answer in a given form ends with it, so ignore_eos cannot be followed",
         )
         chosen = self.selector()
         if self.adaptive:
+            from cached_rag.methods import UnionSelector
+
             ratio = getattr(chosen, "recompute_ratio", None)
             has_ratio = ratio is not None and not isinstance(chosen, UnionSelector)
-            _require(has_ratio, f"{self.method} has no recompute_ratio to be adaptive")
+            require(has_ratio, f"{self.method} has no recompute_ratio to be adaptive")
 
     def _take_quality(self, word: str) -> None:
         words = ", ".join(QUALITIES)
-        _require(word in QUALITIES, f"quality is one of {words}, not {word!r}")
-        _require(self.method == "auto", f"quality={word!r} and method={self.method!r}: give one")
+        require(word in QUALITIES, f"quality is one of {words}, not {word!r}")
+        require(self.method == "auto", f"quality={word!r} and method={self.method!r}: give one")
         object.__setattr__(self, "method", QUALITIES[word])
         object.__setattr__(self, "quality", None)
 
     @property
     def method_name(self) -> str:
         """The method as reports name it; for `auto` the method that it stands for."""
+        from cached_rag.methods import name_of
+
         if not isinstance(self.method, str):
             return name_of(self.method)
         return self.selector().reported_as or self.method
@@ -159,15 +155,17 @@ class GenerationConfig:
         Raises:
             ConfigError: the method is unknown, or does not have an option.
         """
+        from cached_rag.methods import SELECTORS, parse_method
+
         given = {n: getattr(self, n) for n in _METHOD_OPTIONS if getattr(self, n) is not None}
         if not isinstance(self.method, str):
-            _require(hasattr(self.method, "takes"), f"no method: {self.method!r}; give its name")
+            require(hasattr(self.method, "takes"), f"no method: {self.method!r}; give its name")
             options = ", ".join(given)
-            _require(not given, f"{options}: for methods by name; give {self.method} its own")
+            require(not given, f"{options}: for methods by name; give {self.method} its own")
             return self.method
         found = parse_method(self.method, SELECTORS, given)
         for name in given.keys() - {"recompute_ratio"}:  # a ratio is harmless to any method
-            _require(hasattr(found, name), f"{self.method} has no option {name!r}")
+            require(hasattr(found, name), f"{self.method} has no option {name!r}")
         return found
 
     def replace(self, **options: Any) -> GenerationConfig:
@@ -178,10 +176,43 @@ class GenerationConfig:
         """
         if options.get("quality") is not None:
             options = {"method": "auto"} | options
-        known = [field.name for field in dataclasses.fields(self)]
-        unknown = [name for name in options if name not in known]
-        _require(not unknown, unknown_settings(unknown, known))
-        return dataclasses.replace(self, **options)
+        return dataclasses.replace(self, **parted(options, GenerationConfig)[0])
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """How a model is loaded and what runs it.
+
+    Attributes:
+        dtype: what to compute in: float32, bfloat16 or float16; None for this machine's fastest.
+        device: where to compute: cpu, cuda or mps, with llama.cpp cpu or gpu; None for the best
+            that this machine has.
+        weights: how weights are kept for decoding: "as stored", "bf16", "int8" or "int4".
+        backend: what runs the model: "transformers", or "llama.cpp" for a GGUF.
+        revision: branch, tag or commit of a hub id.
+        adapter: folder or hub id of a LoRA adapter, which is merged into the weights when they are
+            loaded (needs the extra `lora`).
+        model_kwargs: further options of `AutoModelForCausalLM.from_pretrained`.
+        chat_template_kwargs: what the chat template is given besides the messages, such as
+            {"enable_thinking": False}.
+
+    Raises:
+        ConfigError: an option is of another type. Loading says whether it can be had.
+    """
+
+    dtype: str | None = None
+    device: str | None = None
+    weights: str = "as stored"
+    backend: str = "transformers"
+    revision: str | None = None
+    adapter: str | None = None
+    model_kwargs: Mapping[str, Any] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:  # PyTorch's own, too
+            object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        check_types(self)
 
 
 @dataclass(frozen=True)
@@ -214,12 +245,12 @@ class BatchConfig:
     shares: bool = True
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _require(self.max_rows >= 1, f"max_rows must be at least 1, not {self.max_rows}")
-        _require(self.prefill_tokens >= 1, f"prefill_tokens must be at least 1: {self}")
+        check_types(self)
+        require(self.max_rows >= 1, f"max_rows must be at least 1, not {self.max_rows}")
+        require(self.prefill_tokens >= 1, f"prefill_tokens must be at least 1: {self}")
         for name in ("max_bytes", "max_waiting", "max_wait_seconds"):
             bound = getattr(self, name)
-            _require(bound is None or bound > 0, f"{name} must be positive: {bound}")
+            require(bound is None or bound > 0, f"{name} must be positive: {bound}")
 
 
 @dataclass(frozen=True)
@@ -314,31 +345,31 @@ class StoreConfig:
     def __post_init__(self) -> None:
         if isinstance(self.path, os.PathLike):
             object.__setattr__(self, "path", os.fspath(self.path))
-        _check_types(self)
+        check_types(self)
         kept = self.sequence_bytes
-        _require(kept is None or kept >= 0, f"sequence_bytes is negative: {kept}")
-        _require(
+        require(kept is None or kept >= 0, f"sequence_bytes is negative: {kept}")
+        require(
             self.keeps_repaired in (True, False, "conversation"),
             f'keeps_repaired is True, False or "conversation", not {self.keeps_repaired!r}',
         )
-        _require(
+        require(
             self._keeps or not self.harvest,
             "harvest takes KV from earlier prompts, and sequence_bytes=0 or keeps_repaired=False "
             "lets none serve; leave one of them out",
         )
         most = MOST_PRIMERS
-        _require(1 <= self.primers <= most, f"there are 1 to {most} primers, not {self.primers}")
-        _require(
+        require(1 <= self.primers <= most, f"there are 1 to {most} primers, not {self.primers}")
+        require(
             self.learn in ("off", "recurring"), f'learn is "off" or "recurring", not {self.learn!r}'
         )
-        _require(
+        require(
             self.write_back or self.learn == "off",
             'learn="recurring" has texts encoded in the background, and write_back=False lets '
             "nothing be; leave one of them out",
         )
-        _require(0 <= self.audit_rate <= 1, f"audit_rate is a share, not {self.audit_rate}")
-        _require(self.audit_limit > 0, f"audit_limit must be positive, not {self.audit_limit}")
-        _require(
+        require(0 <= self.audit_rate <= 1, f"audit_rate is a share, not {self.audit_rate}")
+        require(self.audit_limit > 0, f"audit_limit must be positive, not {self.audit_limit}")
+        require(
             self.write_back or not self.audit_rate,
             "audit_rate has prompts computed in the background, and write_back=False lets nothing "
             "be; leave one of them out",
@@ -346,20 +377,20 @@ class StoreConfig:
         try:
             self.namespace.encode()
         except UnicodeEncodeError:
-            _require(False, f"a namespace is text, not {self.namespace!r}")
+            require(False, f"a namespace is text, not {self.namespace!r}")
         finish = self.finish_seconds
-        _require(finish >= 0, f"finish_seconds cannot be negative: {finish}")
-        _require(self.memory_bytes > 0, f"memory_bytes must be positive: {self.memory_bytes}")
+        require(finish >= 0, f"finish_seconds cannot be negative: {finish}")
+        require(self.memory_bytes > 0, f"memory_bytes must be positive: {self.memory_bytes}")
         room = self.device_bytes
-        _require(room is None or room >= 0, f"device_bytes is negative: {room}")
+        require(room is None or room >= 0, f"device_bytes is negative: {room}")
         wait, signed = self.remote_timeout, self.signing_key
-        _require(0 < wait < 3600, f"remote_timeout is no number of seconds to wait: {wait}")
-        _require(
+        require(0 < wait < 3600, f"remote_timeout is no number of seconds to wait: {wait}")
+        require(
             signed is None or 16 <= len(signed.encode()) <= 64,
             "signing_key is too short or too long; take 16 to 64 random characters",
         )
         bound = self.disk_bytes
-        _require(bound is None or bound > 0, f"disk_bytes must be positive: {bound}")
+        require(bound is None or bound > 0, f"disk_bytes must be positive: {bound}")
 
     @property
     def harvests(self) -> bool:
@@ -374,34 +405,7 @@ class StoreConfig:
 def _strings(stop: Any) -> tuple[str, ...]:
     found = (stop,) if isinstance(stop, str) else stop or ()
     is_several = isinstance(found, Iterable)
-    _require(is_several, f"stop is a string, or several, not {stop!r}")
+    require(is_several, f"stop is a string, or several, not {stop!r}")
     strings = tuple(found)
-    _require(all(isinstance(s, str) and s for s in strings), "stop strings must not be empty")
+    require(all(isinstance(s, str) and s for s in strings), "stop strings must not be empty")
     return strings
-
-
-def _check_types(settings: Any) -> None:
-    """Check settings of Python's own types, and make numbers of other libraries such ones."""
-    for one in dataclasses.fields(settings):
-        kind, _, also = str(one.type).partition(" | ")
-        given = getattr(settings, one.name)
-        if kind not in _KINDS or also not in ("", "None") or (also and given is None):
-            continue
-        abstract, words = _KINDS[kind]
-        is_one = isinstance(given, abstract) and isinstance(given, bool) == (kind == "bool")
-        is_sane = is_one and given == given and (kind != "int" or given % 1 == 0)
-        _require(is_sane, f"{one.name} is {words}, not {given!r}")
-        if kind in ("int", "float"):
-            object.__setattr__(settings, one.name, _plain(given, kind))
-
-
-def _plain(number: Any, kind: str) -> int | float:
-    try:
-        return int(number) if kind == "int" else float(number)
-    except OverflowError:  # a whole number larger than any float
-        return math.inf if number > 0 else -math.inf
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)

@@ -12,7 +12,6 @@ from cached_rag.lazily import imports_from
 
 if TYPE_CHECKING:
     from cached_rag.backends.transformers.model import LanguageModel
-    from cached_rag.config import METHODS
     from cached_rag.defaults import DEFAULT_MODEL
     from cached_rag.engine.base import Prompt
     from cached_rag.engine.decoding import Generation, TokenLogprobs
@@ -21,10 +20,11 @@ if TYPE_CHECKING:
     from cached_rag.engine.template_head import template_head
     from cached_rag.engine.tools import CallPart, GrowingAnswer
     from cached_rag.grammar.tools import ToolCall
-    from cached_rag.hints import unknown_settings
     from cached_rag.library.encode import EncodeSummary
     from cached_rag.library.handoff import Handoff
     from cached_rag.library.ledger import Ledger
+    from cached_rag.methods import METHODS
+    from cached_rag.options import Setting, parted, settings_of, unknown_settings
     from cached_rag.pml import SchemaPrompt
     from cached_rag.rag import IndexedDocument
     from cached_rag.rag.folder import Deletion
@@ -61,17 +61,19 @@ __all__ = [
     "Progress",
     "Prompt",
     "SchemaPrompt",
+    "Setting",
     "Stream",
     "TokenLogprobs",
     "ToolCall",
     "encode_progress",
+    "parted",
+    "settings_of",
     "template_head",
     "unknown_settings",
 ]
 
 _PLACES = {
     "backends.transformers.model": ("LanguageModel",),
-    "config": ("METHODS",),
     "defaults": ("DEFAULT_MODEL",),
     "engine.base": ("Prompt",),
     "engine.decoding": (
@@ -89,10 +91,11 @@ _PLACES = {
         "GrowingAnswer",
     ),
     "grammar.tools": ("ToolCall",),
-    "hints": ("unknown_settings",),
     "library.encode": ("EncodeSummary",),
     "library.handoff": ("Handoff",),
     "library.ledger": ("Ledger",),
+    "methods": ("METHODS",),
+    "options": ("Setting", "parted", "settings_of", "unknown_settings"),
     "pml": ("SchemaPrompt",),
     "rag": ("IndexedDocument",),
     "rag.folder": ("Deletion",),

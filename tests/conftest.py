@@ -280,7 +280,7 @@ def opened(tmp_path):
     made = []
 
     def open_it(index="index", **options):
-        bound = options.get("sequence_bytes", 0)
+        bound = options.pop("sequence_bytes", 0)
         store = StoreConfig(
             path=str(tmp_path / index / "kv"), sequence_bytes=bound, keeps_repaired=True
         )

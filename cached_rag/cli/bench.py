@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cached_rag.cli.demo import CORPUS
-from cached_rag.cli.options import (
-    BackendName,
-    Device,
-    Dtype,
-    Methods,
-    Model,
-    NewTokens,
-    Repeats,
-    Weights,
-    counts,
-    names,
-)
+from cached_rag.cli.options import Loading, Model, counts, names
+from cached_rag.cli.settings import SettingsCommand, Takes, with_settings
 from cached_rag.cli.terminal import (
     Json,
     out,
@@ -31,6 +22,7 @@ from cached_rag.cli.terminal import (
 )
 from cached_rag.defaults import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
+from cached_rag.options import check_types, require, settings_of
 
 if TYPE_CHECKING:
     from cached_rag.evaluation.ttft import TtftRow
@@ -42,20 +34,73 @@ bench_app = typer.Typer(
 )
 
 
+@dataclass(frozen=True)
+class FirstTokens:
+    """What prompts are made of random tokens, and how often each is asked.
+
+    Attributes:
+        chunks: chunks in the prompt.
+        chunk_tokens: tokens of each chunk.
+        question_tokens: tokens of the question.
+        methods: methods to compare, comma-separated.
+        ratio: share of cached tokens to recompute.
+        repeats: rounds that are measured, after a round to warm up.
+    """
+
+    chunks: int = 8
+    chunk_tokens: int = 512
+    question_tokens: int = 32
+    methods: str = "auto,fast,reuse"
+    ratio: float = 0.15
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        check_counts(self)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What questions are asked about, how long their answers are, and how often.
+
+    Attributes:
+        methods: methods to compare, comma-separated.
+        prompt_tokens: lengths of prompts, comma-separated.
+        chunk_tokens: about how many tokens a chunk has.
+        new_tokens: tokens of an answer.
+        texts: folder of plain texts to cut chunks from; None for the demo's.
+        repeats: rounds that are measured, after a round to warm up.
+    """
+
+    methods: str = "full,auto"
+    prompt_tokens: str = "1024,4096"
+    chunk_tokens: int = 512
+    new_tokens: int = 64
+    texts: str | None = None
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        check_counts(self)
+
+
+def check_counts(settings: Any) -> None:
+    """Refuse whole numbers that are less than 1.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    check_types(settings)
+    for name, value in vars(settings).items():
+        require(not isinstance(value, int) or value >= 1, f"{name} is at least 1, not {value}")
+
+
 @bench_app.callback(invoke_without_command=True)
+@with_settings
 def ttft(
     context: typer.Context,
     model: Model = DEFAULT_MODEL,
-    chunks: Annotated[int, typer.Option(min=1, help="Chunks in the prompt.")] = 8,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each chunk.")] = 512,
-    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 32,
-    methods: Methods = "auto,fast,reuse",
-    ratio: Annotated[float, typer.Option(help="Share of cached tokens to recompute.")] = 0.15,
-    repeats: Repeats = 5,
-    dtype: Dtype = None,
-    device: Device = None,
-    weights: Weights = "as stored",
-    backend: BackendName = "transformers",
+    *,
+    work: Annotated[dict[str, Any], Takes((FirstTokens,), shown=tuple(settings_of(FirstTokens)))],
+    how: Loading,
     as_json: Json = False,
 ) -> None:
     """Time to first token of each method against full prefill, in one run."""
@@ -67,17 +112,16 @@ def ttft(
     from cached_rag.evaluation.texts import NEW_PROMPTS
     from cached_rag.evaluation.ttft import bench_ingest, bench_ttft
 
-    sizes: dict[str, Any] = {"modules": chunks, "module_tokens": chunk_tokens}
-    how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
-    how["backend"] = backend
+    asked = FirstTokens(**work)
+    sizes = {"modules": asked.chunks, "module_tokens": asked.chunk_tokens}
     with Engine.load(model, store=NEW_PROMPTS, **how) as engine:
         rows = bench_ttft(
             engine,
             **sizes,
-            question_tokens=question_tokens,
-            methods=names(methods),
-            ratio=ratio,
-            repeats=repeats,
+            question_tokens=asked.question_tokens,
+            methods=names(asked.methods),
+            ratio=asked.ratio,
+            repeats=asked.repeats,
         )
         encoding = bench_ingest(engine, **sizes)
         facts = machine(engine.model)
@@ -115,23 +159,13 @@ def _refuse_options(context: typer.Context) -> None:
         )
 
 
-@bench_app.command()
+@bench_app.command(cls=SettingsCommand)
+@with_settings
 def answers(
     model: Model = DEFAULT_MODEL,
-    methods: Methods = "full,auto",
-    prompt_tokens: Annotated[
-        str, typer.Option(help="Lengths of prompts, comma-separated.")
-    ] = "1024,4096",
-    chunk_tokens: Annotated[
-        int, typer.Option(min=1, help="About how many tokens a chunk has.")
-    ] = 512,
-    new_tokens: NewTokens = 64,
-    texts: Annotated[Path, typer.Option(help="Folder of plain texts to cut chunks from.")] = CORPUS,
-    repeats: Repeats = 3,
-    dtype: Dtype = None,
-    device: Device = None,
-    weights: Weights = "as stored",
-    backend: BackendName = "transformers",
+    *,
+    work: Annotated[dict[str, Any], Takes((Answers,), shown=tuple(settings_of(Answers)))],
+    how: Loading,
     as_json: Json = False,
 ) -> None:
     """Whole answers of each method over chunks of your texts.
@@ -143,19 +177,19 @@ def answers(
     from cached_rag.evaluation.machine import machine
     from cached_rag.evaluation.peers import Own, Peer, Transformers
 
-    lengths, corpus = counts(prompt_tokens, "prompt tokens"), joined(texts)
+    asked = Answers(**work)
+    lengths = counts(asked.prompt_tokens, "prompt tokens")
+    corpus = joined(CORPUS if asked.texts is None else Path(asked.texts))
     # Nothing is kept of finished prompts, and nothing is computed while another one answers.
     store = StoreConfig(sequence_bytes=0, write_back=False, learn_prefixes=False)
-    how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
-    how["backend"] = backend
     with Engine.load(model, store=store, **how) as engine:
         peers: dict[str, Peer] = {}
-        if backend == "transformers":
+        if how.get("backend", "transformers") == "transformers":
             peers["transformers"] = Transformers(engine)
-        peers |= {name: Own(engine, name) for name in names(methods)}
-        sizes = {"chunk_tokens": chunk_tokens, "new_tokens": new_tokens, "rounds": repeats + 1}
-        questions = make_questions(engine, corpus, lengths, **sizes)
-        rows = [row for asked in questions for row in bench_answers(peers, asked, new_tokens)]
+        peers |= {name: Own(engine, name) for name in names(asked.methods)}
+        sizes = {"chunk_tokens": asked.chunk_tokens, "new_tokens": asked.new_tokens}
+        questions = make_questions(engine, corpus, lengths, **sizes, rounds=asked.repeats + 1)
+        rows = [row for each in questions for row in bench_answers(peers, each, asked.new_tokens)]
         about = {name: peer.about for name, peer in peers.items()}
         facts = machine(engine.model) | {"peers": about}
     print_rows(rows, facts, as_json=as_json)

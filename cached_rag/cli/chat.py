@@ -7,31 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cached_rag.cli.options import (
-    DEFAULT_INDEX,
-    AnswerAnyway,
-    Device,
-    Drafts,
-    Dtype,
-    Index,
-    IndexBackend,
-    IndexWeights,
-    MaxTokens,
-    Method,
-    MinScore,
-    Quality,
-    Remote,
-    RerankerName,
-    Retrieved,
-    SearchBy,
-    Seed,
-    Temperature,
-    Where,
-    filters,
-    opened,
-)
+from cached_rag.cli.options import DEFAULT_INDEX, Index, answering, opened, opening
 from cached_rag.cli.terminal import err, out
 from cached_rag.errors import CachedRAGError
+from cached_rag.rag.settings import Reranking, Retrieval
 
 if TYPE_CHECKING:
     from cached_rag import Chat
@@ -44,46 +23,18 @@ _HELP = (
 
 def chat_command(
     index: Index = DEFAULT_INDEX,
-    k: Retrieved = 6,
-    search: SearchBy = None,
-    reranker: RerankerName = None,
-    where: Where = None,
-    min_score: MinScore = None,
-    answer_anyway: AnswerAnyway = False,
-    method: Method = "auto",
-    quality: Quality = None,
-    max_tokens: MaxTokens = 256,
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
+    *,
+    asked: Annotated[dict[str, Any], answering(Retrieval, shown=("where", "temperature"))],
+    how: Annotated[dict[str, Any], opening(Reranking)],
     condense: Annotated[
         bool, typer.Option(help="Let the model rewrite follow-up questions for the search.")
     ] = True,
-    drafts: Drafts = True,
-    dtype: Dtype = None,
-    device: Device = None,
-    weights: IndexWeights = None,
-    backend: IndexBackend = None,
-    remote: Remote = None,
 ) -> None:
     """Talk to the documents of an index; each turn's KV serves the next."""
-    from cached_rag import GenerationConfig
-
-    config = GenerationConfig(
-        method=method,
-        quality=quality,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        drafts=drafts,
-    )
-    chosen: dict[str, Any] = {"k": k, "where": filters(where), "min_score": min_score}
-    chosen["answer_anyway"] = answer_anyway
-    how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
-    how |= {"search": search, "reranker": reranker}
-    with opened(index, remote, backend=backend, **how) as rag:
+    with opened(index, **how) as rag:
 
         def begin() -> Chat:
-            return rag.chat(**chosen, config=config, condense=condense)
+            return rag.chat(condense=condense, **asked)
 
         chat, has_failed = begin(), False
         err.print(_HELP, style="dim")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import shutil
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Table
 
-from cached_rag.cli.options import Codec, Index, IndexModel
+from cached_rag.cli.options import Index, IndexModel
+from cached_rag.cli.settings import Takes
 from cached_rag.cli.terminal import out, sooner
 from cached_rag.kv.private import make_folder
+from cached_rag.rag.settings import IndexConfig
 
 if TYPE_CHECKING:
     from cached_rag import Answer, CachedRAG, Report
@@ -29,7 +31,12 @@ QUESTIONS = (
 
 
 def demo_command(
-    index: Index = Path("demo-index"), model: IndexModel = None, codec: Codec = None
+    index: Index = Path("demo-index"),
+    model: IndexModel = None,
+    *,
+    how: Annotated[
+        dict[str, Any], Takes((IndexConfig,), shown=("codec",), defaults={"sequence_bytes": 0})
+    ],
 ) -> None:
     """Ingest eight PEPs, ask three questions, compare with full prefill.
 
@@ -38,7 +45,7 @@ def demo_command(
     from cached_rag import CachedRAG
 
     # Each question is asked twice, and what the first left would serve the second.
-    with CachedRAG.open(index, model or MODEL, codec=codec, sequence_bytes=0) as rag:
+    with CachedRAG.open(index, model or MODEL, **how) as rag:
         documents = _copied(index / "documents")
         out.print(f"Loading {rag.settings['model']} ...", markup=False, soft_wrap=True)
         summary = rag.ingest(documents)

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from cached_rag.cli.options import (
-    Device,
-    Dtype,
-    IndexBackend,
-    IndexModel,
-    IndexWeights,
-    at_home,
-    given,
-    opened,
-)
+from cached_rag.cli.options import IndexModel, Loading, at_home, opened
 from cached_rag.cli.terminal import Json, print_json, print_table
 from cached_rag.defaults import DEFAULT_MODEL
 
@@ -26,23 +17,19 @@ def doctor_command(
     index: Annotated[
         Path | None, typer.Option("--index", callback=at_home, help="Also look at this index.")
     ] = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    weights: IndexWeights = None,
-    backend: IndexBackend = None,
+    *,
+    how: Loading,
     as_json: Json = False,
 ) -> None:
     """What this machine and model can do, and whether reuse computes what the model would."""
     from cached_rag import Engine
     from cached_rag.evaluation.examine import examine, self_test
 
-    how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
-    how["backend"] = backend
     if index is not None:
         with opened(index, model=model, **how) as rag:
             facts, tests = examine(rag.engine), self_test(rag.engine)
     else:
-        with Engine.load(model or DEFAULT_MODEL, **given(how)) as engine:
+        with Engine.load(model or DEFAULT_MODEL, **how) as engine:
             facts, tests = examine(engine), self_test(engine)
     if as_json:
         facts["modules"] = facts["texts"]  # the count's earlier name

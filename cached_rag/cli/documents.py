@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import closing
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from cached_rag.cli.options import (
     DEFAULT_INDEX,
+    SETTLED,
     Index,
-    MinScore,
-    Remote,
-    RerankerName,
-    SearchBy,
-    Where,
     filters,
     opened,
+    opening,
     require_index,
 )
+from cached_rag.cli.settings import Takes
 from cached_rag.cli.terminal import Json, out, print_json, print_table
 from cached_rag.rag.naming import shown
+from cached_rag.rag.settings import IndexConfig, Reranking, Retrieval
 
 
 def list_command(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
@@ -50,16 +49,25 @@ def list_command(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
 def search_command(
     question: str,
     index: Index = DEFAULT_INDEX,
-    k: Annotated[int, typer.Option("-k", help="Chunks to show.")] = 6,
-    search: SearchBy = None,
-    reranker: RerankerName = None,
-    where: Where = None,
-    min_score: MinScore = None,
+    *,
+    wanted: Annotated[
+        dict[str, Any],
+        Takes(
+            (Retrieval,),
+            shown=("k", "where", "min_score"),
+            but=("answer_anyway", "reorder"),
+            parsers={"where": filters},
+        ),
+    ],
+    how: Annotated[
+        dict[str, Any],
+        Takes((IndexConfig, Reranking), shown=("search", "reranker", "candidates"), but=SETTLED),
+    ],
     as_json: Json = False,
 ) -> None:
     """Show the chunks nearest to a question."""
-    with opened(index, search=search, reranker=reranker) as rag:
-        hits = rag.search(question, k, where=filters(where), min_score=min_score)
+    with opened(index, **how) as rag:
+        hits = rag.search(question, **wanted)
     if as_json:
         print_json({"hits": [dataclasses.asdict(hit) for hit in hits]})
         return
@@ -73,11 +81,12 @@ def search_command(
 def delete_command(
     sources: Annotated[list[str], typer.Argument(help="As `list` has them, or paths on disk.")],
     index: Index = DEFAULT_INDEX,
-    remote: Remote = None,
+    *,
+    how: Annotated[dict[str, Any], opening()],
     as_json: Json = False,
 ) -> None:
     """Delete documents with their chunks and KV; if one is unknown, nothing is deleted."""
-    with opened(index, remote) as rag:
+    with opened(index, **how) as rag:
         found = dict.fromkeys(rag.index.roots.find(source) for source in sources)
         deleted = [rag.delete(source) for source in found]
     if as_json:

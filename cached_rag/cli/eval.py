@@ -3,27 +3,48 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.progress import Progress, TextColumn
 
-from cached_rag.cli.options import (
-    BackendName,
-    Device,
-    Dtype,
-    Model,
-    Plot,
-    Weights,
-    names,
-    numbers,
-    to_write,
-)
+from cached_rag.cli.options import Loading, Model, names, numbers, to_write
+from cached_rag.cli.settings import Takes
 from cached_rag.cli.terminal import Json, err, out, print_json, print_table
 from cached_rag.defaults import DEFAULT_MODEL
+from cached_rag.evaluation.sample import Sample
 
 _METHODS = "full,prefix,reuse,cacheblend,epic,a3,infoflow,prophetkv,random,auto"
+
+
+@dataclass(frozen=True)
+class Comparing:
+    """Which methods are compared, and where the figures go.
+
+    Attributes:
+        methods: methods to compare, comma-separated; also `method@encoding` (docs/experiments.md).
+        ratio: shares of cached tokens to recompute, comma-separated; each method that takes one is
+            measured with each of them.
+        journal: file that keeps every measurement, from which an interrupted run goes on; None for
+            one in the cache directory, named by model and settings.
+        csv: write the rows to this file, too.
+        plot: draw the figures to this file (.png, .svg, ...).
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
+
+    methods: str = _METHODS
+    ratio: str = "0.15"
+    journal: str | None = None
+    csv: str | None = None
+    plot: str | None = None
+
+    def __post_init__(self) -> None:
+        for path in (self.csv, self.plot):
+            to_write(None if path is None else Path(path))
 
 
 def evaluate_command(
@@ -35,54 +56,14 @@ def evaluate_command(
         ),
     ],
     more: Annotated[list[Path] | None, typer.Argument(help="More .jsonl files.")] = None,
-    methods: Annotated[
-        str,
-        typer.Option(
-            help="Methods to compare, comma-separated; also `method@encoding`: docs/experiments.md."
-        ),
-    ] = _METHODS,
-    ratio: Annotated[
-        str,
-        typer.Option(
-            help="Shares of cached tokens to recompute, comma-separated; each method that "
-            "takes one is measured with each of them."
-        ),
-    ] = "0.15",
     model: Model = DEFAULT_MODEL,
-    limit: Annotated[int | None, typer.Option(min=1, help="Most questions of a file.")] = None,
-    chunks: Annotated[
-        int | None,
-        typer.Option(min=1, help="Most chunks of a question; its answer's come first."),
-    ] = None,
-    join: Annotated[
-        int, typer.Option(min=1, help="Make one chunk of so many that are neighbours.")
-    ] = 1,
-    answer_in: Annotated[
-        str,
-        typer.Option(
-            help="Only questions whose answer is in the first chunk, or in others: "
-            "first, others, any."
-        ),
-    ] = "any",
-    answers: Annotated[
-        bool, typer.Option(help="Generate answers, for F1, EM and ROUGE-L; else likelihoods alone.")
-    ] = True,
-    journal: Annotated[
-        Path | None,
-        typer.Option(
-            help="File that keeps every measurement, from which an interrupted run goes on. "
-            "Default: one in the cache directory, named by model and settings."
-        ),
-    ] = None,
-    csv_file: Annotated[
-        Path | None,
-        typer.Option("--csv", callback=to_write, help="Write the rows to this file, too."),
-    ] = None,
-    plot: Plot = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    weights: Weights = "as stored",
-    backend: BackendName = "transformers",
+    *,
+    comparing: Annotated[dict[str, Any], Takes((Comparing,), shown=("methods", "ratio"))],
+    which: Annotated[
+        dict[str, Any],
+        Takes((Sample,), shown=("limit", "chunks", "answers")),
+    ],
+    how: Loading,
     as_json: Json = False,
 ) -> None:
     """Compare methods with full prefill: right answers, F1, likelihood, KL, time to first token.
@@ -100,12 +81,13 @@ def evaluate_command(
     from cached_rag.evaluation.summary import summarise
     from cached_rag.evaluation.trial import make_trials
 
-    data = [*data, *(more or [])]
-    ratios = numbers(ratio, float, "a ratio is a number from 0 to 1")
-    trials = make_trials(names(methods), ratios)
-    settings = Settings(tuple(data), tuple(trials), limit, answers, chunks, join, answer_in)
-    with Engine.load(model, dtype=dtype, device=device, weights=weights, backend=backend) as engine:
-        where = journal or cache_dir() / "eval" / f"{settings.digest(engine)}.jsonl"
+    asked, data = Comparing(**comparing), [*data, *(more or [])]
+    ratios = numbers(asked.ratio, float, "a ratio is a number from 0 to 1")
+    trials = make_trials(names(asked.methods), ratios)
+    settings = Settings(tuple(data), tuple(trials), Sample(**which))
+    with Engine.load(model, **how) as engine:
+        named = asked.journal and Path(asked.journal)
+        where = named or cache_dir() / "eval" / f"{settings.digest(engine)}.jsonl"
         facts = machine(engine.model)
         kept = Journal(where, settings.facts(engine), facts)
         columns = (*Progress.get_default_columns(), TextColumn("{task.completed}/{task.total}"))
@@ -119,10 +101,10 @@ def evaluate_command(
     wanted = [(trial.name, trial.ratio) for trial in trials]
     chosen = [row for row in settings.chosen(kept) if (row["method"], row["ratio"]) in wanted]
     rows, measured = summarise(chosen, wanted), origins(chosen)
-    if csv_file is not None:
-        _write_csv(rows, csv_file)
-    if plot is not None:
-        plot_frontier(rows, plot)
+    if asked.csv is not None:
+        _write_csv(rows, Path(asked.csv))
+    if asked.plot is not None:
+        plot_frontier(rows, Path(asked.plot))
     if as_json:
         print_json({"rows": rows, "machine": facts, "measured": measured})
         return

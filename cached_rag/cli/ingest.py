@@ -5,28 +5,27 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from cached_rag.cli.options import (
     DEFAULT_INDEX,
-    Codec,
-    Device,
-    Dtype,
+    ENVIRONMENT,
+    NOT_OF_AN_INDEX,
     Index,
-    IndexBackend,
     IndexModel,
-    IndexWeights,
-    Remote,
-    SearchBy,
-    shared,
+    signed,
 )
+from cached_rag.cli.settings import SettingsCommand, Takes
 from cached_rag.cli.terminal import Json, err, out, print_json
+from cached_rag.config import ModelConfig, StoreConfig
+from cached_rag.options import require
 from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.naming import shown
+from cached_rag.rag.settings import IndexConfig
 
 if TYPE_CHECKING:
     from cached_rag import CachedRAG, IngestSummary
@@ -38,7 +37,7 @@ _INTERRUPTED = 130
 _MOST_LINES = 20
 
 
-class IngestCommand(TyperCommand):
+class IngestCommand(SettingsCommand):
     """Takes `--ray` without an address, too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -51,107 +50,109 @@ class IngestCommand(TyperCommand):
         return super().parse_args(ctx, given)
 
 
+@dataclass(frozen=True)
+class Ingesting:
+    """How documents are taken in.
+
+    Attributes:
+        name: name of PATH in the index, instead of its own.
+        delete_missing: drop documents gone from PATH.
+        watch: go on, and keep the index in step with the folder PATH.
+        ray: do it on a Ray cluster: auto for the one of this machine, host:port, or
+            ray://host:10001; without an address, in processes of this machine (extra ray).
+        ray_workers: workers on the cluster; None for as many as fit.
+        ray_cpus: CPUs of each worker; None for 1.
+        ray_gpus: GPUs of each worker, such as 1 or 0.5; None for none.
+
+    Raises:
+        ConfigError: two of these do not go together.
+    """
+
+    name: str | None = None
+    delete_missing: bool = False
+    watch: bool = False
+    ray: str | None = None
+    ray_workers: int | None = None
+    ray_cpus: float | None = None
+    ray_gpus: float | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            not self.watch or self.name is None,
+            "--watch names documents after PATH; leave --name out, or rename the folder",
+        )
+        require(
+            not self.watch or self.ray is None,
+            "--watch goes on in one process; ingest with --ray before, or leave it",
+        )
+        require(
+            self.ray is not None or not self._sizes,
+            "--ray-workers, --ray-cpus and --ray-gpus go with --ray",
+        )
+
+    @property
+    def _sizes(self) -> dict[str, float]:
+        sizes = {
+            "workers": self.ray_workers,
+            "cpus_per_worker": self.ray_cpus,
+            "gpus_per_worker": self.ray_gpus,
+        }
+        return {name: size for name, size in sizes.items() if size is not None}
+
+    @property
+    def workers(self) -> IngestWorkers | None:
+        """Those of the cluster, if there is to be one."""
+        if self.ray is None:
+            return None
+        from cached_rag.rag.workers import workers
+
+        return workers(self.ray, **self._sizes)
+
+
 def ingest_command(
     # Not a Path, in which an empty one would be this folder.
     path: Annotated[str, typer.Argument(help="File or folder.")],
     index: Index = DEFAULT_INDEX,
     model: IndexModel = None,
-    chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens of a chunk.")] = None,
-    codec: Codec = None,
-    context: Annotated[
-        str | None,
-        typer.Option(
-            help="Encode chunks behind: both (the default; twice), primer (once), both:3, "
-            "primer:3, none."
+    *,
+    taking: Annotated[
+        dict[str, Any], Takes((Ingesting,), shown=("delete_missing", "watch", "ray"))
+    ],
+    how: Annotated[
+        dict[str, Any],
+        Takes(
+            (IndexConfig, ModelConfig, StoreConfig, DocumentLimits),
+            shown=("chunk_tokens", "codec", "context", "search", "device", "remote"),
+            but=NOT_OF_AN_INDEX,
+            environment=ENVIRONMENT,
         ),
-    ] = None,
-    search: SearchBy = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of PATH in the index; its own by default.")
-    ] = None,
-    delete_missing: Annotated[bool, typer.Option(help="Drop documents gone from PATH.")] = False,
-    watch: Annotated[
-        bool, typer.Option(help="Go on, and keep the index in step with the folder PATH.")
-    ] = False,
-    dtype: Dtype = None,
-    device: Device = None,
-    weights: IndexWeights = None,
-    backend: IndexBackend = None,
-    remote: Remote = None,
-    max_document_bytes: Annotated[
-        int, typer.Option(help="Larger files are skipped.")
-    ] = DocumentLimits.max_bytes,
-    parse_seconds: Annotated[
-        float, typer.Option(help="Files that take longer to read are skipped; 0 for any time.")
-    ] = DocumentLimits.seconds or 0,
-    parse_memory: Annotated[
-        int, typer.Option(help="So are those that take more bytes of memory; 0 for any.")
-    ] = DocumentLimits.memory_bytes or 0,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[ADDRESS]",
-            help="Do it on a Ray cluster: auto for the one of this machine, host:port, or "
-            "ray://host:10001; without an address, in processes of this machine (extra ray).",
-        ),
-    ] = None,
-    ray_workers: Annotated[
-        int | None, typer.Option(help="Workers on the cluster; without it, as many as fit.")
-    ] = None,
-    ray_cpus: Annotated[
-        float | None, typer.Option(help="CPUs of each worker; without it, 1.")
-    ] = None,
-    ray_gpus: Annotated[
-        float | None, typer.Option(help="GPUs of each worker, such as 1 or 0.5; without it, none.")
-    ] = None,
+    ],
     as_json: Json = False,
 ) -> None:
     """Read, split, embed, index and prefill documents; what the index has already is skipped."""
-    from cached_rag import CachedRAG, ConfigError
+    from cached_rag import CachedRAG
     from cached_rag.rag.finding import is_folder
     from cached_rag.rag.roots import absolute
 
-    if watch and name is not None:
-        raise ConfigError(
-            "--watch names documents after PATH; leave --name out, or rename the folder"
-        )
-    if watch and ray is not None:
-        raise ConfigError("--watch goes on in one process; ingest with --ray before, or leave it")
-    workers = _workers(ray, workers=ray_workers, cpus_per_worker=ray_cpus, gpus_per_worker=ray_gpus)
-
-    options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "codec": codec, "context": context}
-    options["search"] = search
+    asked = Ingesting(**taking)
+    workers = asked.workers
+    for name in ("parse_seconds", "parse_memory_bytes"):
+        if how.get(name) == 0:
+            how[name] = None
     is_folder(absolute(path))  # before the index has a folder
-    limits = DocumentLimits(max_document_bytes, parse_seconds or None, parse_memory or None)
-    options |= shared(remote) | {"limits": limits}
-    with CachedRAG.open(
-        index, model, dtype=dtype, device=device, weights=weights, backend=backend, **options
-    ) as rag:
-        if watch:
+    with CachedRAG.open(index, model, **signed(how)) as rag:
+        if asked.watch:
             _keep_in_step(rag, path, as_json=as_json)
             return
-        how: dict[str, Any] = {"name": name, "delete_missing": delete_missing, "ray": workers}
+        told: dict[str, Any] = {"name": asked.name, "delete_missing": asked.delete_missing}
         try:
-            summary = rag.ingest(path, **how, progress=not as_json)
+            summary = rag.ingest(path, ray=workers, progress=not as_json, **told)
         except KeyboardInterrupt:
             err.print("interrupted; what is done is kept, and the same command goes on from there")
             raise typer.Exit(_INTERRUPTED) from None
     _print(summary, as_json=as_json)
     if summary.skipped and not (summary.added or summary.unchanged):
         raise typer.Exit(1)  # of what was named nothing could be read
-
-
-def _workers(address: str | None, **options: float | None) -> IngestWorkers | None:
-    from cached_rag import ConfigError
-
-    given = {name: value for name, value in options.items() if value is not None}
-    if address is None:
-        if given:
-            raise ConfigError("--ray-workers, --ray-cpus and --ray-gpus go with --ray")
-        return None
-    from cached_rag.rag.workers import workers
-
-    return workers(address, **given)
 
 
 def _keep_in_step(rag: CachedRAG, path: str, *, as_json: bool) -> None:

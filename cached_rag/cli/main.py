@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from io import TextIOWrapper
+from pathlib import Path
+from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from cached_rag import __version__
 from cached_rag.cli.ask import ask_command
@@ -20,6 +24,7 @@ from cached_rag.cli.explain import explain_command
 from cached_rag.cli.ingest import IngestCommand, ingest_command
 from cached_rag.cli.schema import schema_app
 from cached_rag.cli.serve import serve_command
+from cached_rag.cli.settings import FILE, SettingsCommand, defaults_from, with_settings
 from cached_rag.cli.store import store_app
 from cached_rag.cli.terminal import err, out
 from cached_rag.errors import CachedRAGError
@@ -29,21 +34,45 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"max_content_width": 100},
 )
-app.command("ingest", cls=IngestCommand)(ingest_command)
-app.command("ask")(ask_command)
-app.command("chat")(chat_command)
-app.command("explain")(explain_command)
-app.command("list")(list_command)
-app.command("search")(search_command)
-app.command("delete")(delete_command)
-app.command("demo")(demo_command)
-app.command("doctor")(doctor_command)
-app.command("eval")(evaluate_command)
-app.command("serve")(serve_command)
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "ask": ask_command,
+    "chat": chat_command,
+    "explain": explain_command,
+    "list": list_command,
+    "search": search_command,
+    "delete": delete_command,
+    "demo": demo_command,
+    "doctor": doctor_command,
+    "eval": evaluate_command,
+    "serve": serve_command,
+}
+app.command("ingest", cls=IngestCommand)(with_settings(ingest_command))
+for _name, _command in _COMMANDS.items():
+    app.command(_name, cls=SettingsCommand)(with_settings(_command))
 app.add_typer(store_app, name="store")
 app.add_typer(schema_app, name="schema")
 app.add_typer(bench_app, name="bench")
+
+
+@app.callback()
+def root(
+    context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="CACHED_RAG_CONFIG",
+            help=f"File with settings; without it {FILE} in this folder, if it is there.",
+        ),
+    ] = None,
+) -> None:
+    """Take settings from a file, too."""
+    assert isinstance(context.command, TyperGroup)
+    context.default_map = defaults_from(config, context.command.commands)
+    if config is None and context.default_map:
+        err.print(f"settings of {FILE}", style="dim")
 
 
 @app.command()

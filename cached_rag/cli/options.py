@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from cached_rag.cli.settings import Takes
+from cached_rag.config import GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError
+from cached_rag.rag.settings import IndexConfig, Retrieval
 
 if TYPE_CHECKING:
     from cached_rag import CachedRAG
@@ -49,84 +52,7 @@ Model = Annotated[str, typer.Option(help=_MODEL)]
 IndexModel = Annotated[
     str | None, typer.Option("--model", help=f"{_MODEL} An index keeps the one it was made with.")
 ]
-Dtype = Annotated[
-    str | None,
-    typer.Option(help="float32, bfloat16 or float16; without it, this machine's fastest."),
-]
-Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda or mps; without it, the best this machine has.")
-]
-_WEIGHTS = typer.Option(help="How weights are kept for decoding: as stored, bf16, int8 or int4.")
-Weights = Annotated[str, _WEIGHTS]
-IndexWeights = Annotated[str | None, _WEIGHTS]
-Adapter = Annotated[
-    str | None, typer.Option(help="Folder or hub id of a LoRA adapter (extra lora).")
-]
-Thinking = Annotated[
-    bool | None,
-    typer.Option(
-        "--thinking/--no-thinking",
-        help="What a chat template that knows enable_thinking is told; without it, nothing.",
-    ),
-]
-_BACKEND = typer.Option(
-    "--backend", help="What runs the model: transformers, or llama.cpp for a GGUF."
-)
-BackendName = Annotated[str, _BACKEND]
-# Those that an index was made with, if none is given.
-IndexBackend = Annotated[str | None, _BACKEND]
-Method = Annotated[
-    str,
-    typer.Option(help="How cached text is used: auto, fast, full, prefix, reuse, cacheblend, ..."),
-]
-Quality = Annotated[
-    str | None, typer.Option(help="The same in a word: exact (full prefill's answers), auto, fast.")
-]
 Methods = Annotated[str, typer.Option(help="Methods to compare, comma-separated.")]
-Codec = Annotated[
-    str | None, typer.Option(help="How KV is kept: raw, or int8 for half the disk (new index).")
-]
-Drafts = Annotated[
-    bool, typer.Option(help="Check several tokens in one pass where the answer copies the prompt.")
-]
-Where = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Use only chunks with FIELD=VALUE, such as source=docs/guide/*, page=3 or "
-        "'heading=*Install*'. Of one field repeated, any value will do."
-    ),
-]
-Remote = Annotated[
-    str | None,
-    typer.Option(
-        envvar="CACHED_RAG_REMOTE",
-        help="A KV store that machines share, such as redis://host:6379/0 or s3://bucket/kv. "
-        "CACHED_RAG_SIGNING_KEY signs KV, there and on disk.",
-    ),
-]
-Retrieved = Annotated[int, typer.Option("-k", help="Chunks to retrieve.")]
-SearchBy = Annotated[
-    str | None,
-    typer.Option(
-        "--search", help="How chunks are found: hybrid, vectors or words; an index remembers it."
-    ),
-]
-RerankerName = Annotated[
-    str | None,
-    typer.Option("--reranker", help="Hub id or folder of a cross-encoder that orders chunks anew."),
-]
-MinScore = Annotated[
-    float | None,
-    typer.Option(help="Leave out chunks whose similarity to the question, -1 to 1, is less."),
-]
-AnswerAnyway = Annotated[
-    bool, typer.Option("--answer-anyway", help="Let the model answer where no chunk is left.")
-]
-Temperature = Annotated[
-    float, typer.Option(help="0 always takes the likeliest token; more is more random.")
-]
-Seed = Annotated[int | None, typer.Option(help="Makes random answers repeatable.")]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Tokens of an answer.")]
 Repeats = Annotated[
     int, typer.Option(min=1, help="Rounds that are measured, after a round to warm up.")
@@ -135,6 +61,56 @@ Plot = Annotated[
     Path | None,
     typer.Option(callback=to_write, help="Draw the figures to this file (.png, .svg, ...)."),
 ]
+
+# How a model is loaded. Of its `model_kwargs` some load code, which no file of settings may name.
+LOADING = Takes(
+    (ModelConfig,), shown=("device", "dtype", "weights", "backend"), but=("model_kwargs",)
+)
+Loading = Annotated[dict[str, Any], LOADING]
+# What a form, or a method that is being studied, needs stands in programs.
+_OF_PROGRAMS = ("grammar", "check_layer", "gradual", "logprobs", "ignore_eos")
+# What the first ingestion of an index settles.
+SETTLED = ("embedding", "chunk_tokens", "codec", "context", "system")
+# The key comes from the environment: others see what a command is given.
+ENVIRONMENT = {"remote": "CACHED_RAG_REMOTE"}
+NOT_OF_AN_INDEX = ("path", "namespace", "primers", "first_exact", "signing_key", "model_kwargs")
+
+
+def filters(where: list[str]) -> dict[str, list[str]]:
+    """What `--where` says, by field.
+
+    Raises:
+        ConfigError: one of them has no "=".
+    """
+    found: dict[str, list[str]] = {}
+    for text in where:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"--where takes FIELD=VALUE, not {text!r}")
+        found.setdefault(name, []).append(value)
+    return found
+
+
+def answering(*kinds: type, shown: tuple[str, ...] = (), **defaults: Any) -> Takes:
+    """Which chunks a question is answered from, and how."""
+    return Takes(
+        (*kinds, GenerationConfig),
+        shown=("k", "method", "quality", "max_tokens", *shown),
+        but=_OF_PROGRAMS,
+        defaults=defaults,
+        parsers={"where": filters} if Retrieval in kinds else {},
+    )
+
+
+def opening(*kinds: type, shown: tuple[str, ...] = (), **defaults: Any) -> Takes:
+    """How an index that is there is opened: all but what its first ingestion settled."""
+    return Takes(
+        (IndexConfig, *kinds, ModelConfig, StoreConfig),
+        shown=("search", "device", "backend", "remote", *shown),
+        but=(*SETTLED, *NOT_OF_AN_INDEX),
+        defaults=defaults,
+        environment=ENVIRONMENT,
+    )
 
 
 def require_index(index: Path) -> None:
@@ -149,42 +125,23 @@ def require_index(index: Path) -> None:
         )
 
 
-def opened(index: Path, remote: str | None = None, **options: Any) -> CachedRAG:
+def opened(index: Path, **options: Any) -> CachedRAG:
     """See `CachedRAG.open`; a folder that is no index is refused, as by `require_index`."""
     from cached_rag import CachedRAG
 
     require_index(index)
-    return CachedRAG.open(index, **shared(remote), **options)
+    return CachedRAG.open(index, **signed(options))
 
 
-def given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are not left to their defaults."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def shared(remote: str | None) -> dict[str, Any]:
-    """What `--remote` says, as `CachedRAG.open` and `StoreConfig` take it."""
-    return {"remote": remote, "signing_key": signing_key()}
+def signed(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a store, with the key that the environment has."""
+    key = signing_key()
+    return {**options, "signing_key": key} if key else options
 
 
 def signing_key() -> str | None:
-    """What KV is signed with. In the environment, for others see what a command is given."""
+    """What KV is signed with."""
     return os.environ.get("CACHED_RAG_SIGNING_KEY") or None
-
-
-def filters(where: list[str] | None) -> dict[str, list[str]] | None:
-    """What `--where` says, by field.
-
-    Raises:
-        ConfigError: one of them has no "=".
-    """
-    found: dict[str, list[str]] = {}
-    for text in where or ():
-        name, equals, value = text.partition("=")
-        if not (name and equals):
-            raise ConfigError(f"--where takes FIELD=VALUE, not {text!r}")
-        found.setdefault(name, []).append(value)
-    return found or None
 
 
 def names(text: str) -> list[str]:

@@ -10,23 +10,12 @@ import typer
 from rich.progress import Progress
 from rich.tree import Tree
 
-from cached_rag.cli.options import (
-    Device,
-    Dtype,
-    MaxTokens,
-    Method,
-    Model,
-    Quality,
-)
-from cached_rag.cli.terminal import (
-    Json,
-    err,
-    out,
-    print_json,
-    print_reports,
-)
+from cached_rag.cli.ask import plainly
+from cached_rag.cli.options import Loading, Model, answering
+from cached_rag.cli.settings import SettingsCommand, Takes, with_settings
+from cached_rag.cli.terminal import Json, err, out, print_json, print_reports
 from cached_rag.defaults import DEFAULT_MODEL
-from cached_rag.errors import PMLError
+from cached_rag.errors import ConfigError, PMLError
 
 if TYPE_CHECKING:
     from cached_rag.pml import Schema, SchemaPrompt
@@ -35,9 +24,30 @@ if TYPE_CHECKING:
 schema_app = typer.Typer(help="Prompts made of modules, in PML.", no_args_is_help=True)
 File = Annotated[Path, typer.Argument(help="A <schema>.")]
 PromptIn = Annotated[str, typer.Argument(help="A file with a <prompt>, or the <prompt> itself.")]
-Store = Annotated[str | None, typer.Option(help="Folder for KV; without it, KV is kept in memory.")]
-Layout = Annotated[str, typer.Option(help="auto, compact or schema.")]
-Behind = Annotated[str, typer.Option(help="Encode behind: schema, head or nothing.")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placing:
+    """Where a schema's modules stand, and where their KV goes.
+
+    Attributes:
+        store: folder for KV; None keeps it in memory.
+        layout: auto, compact or schema.
+        behind: encode behind: schema, head or nothing.
+    """
+
+    store: str | None = None
+    layout: str = "auto"
+    behind: str = "schema"
+
+    def read(self, file: Path) -> Schema:
+        """The schema in a file."""
+        from cached_rag.pml import Schema
+
+        return Schema.from_file(file, layout=self.layout, behind=self.behind)
+
+
+_PLACING = Takes((Placing,), shown=("store", "layout", "behind"))
 
 
 @schema_app.command()
@@ -90,23 +100,24 @@ def _tree(node: Outline, parent: Tree | None = None) -> Tree:
     return tree
 
 
-@schema_app.command()
+@schema_app.command(cls=SettingsCommand)
+@with_settings
 def encode(
     file: File,
-    store: Annotated[str, typer.Option(help="Folder for KV.")],
     model: Model = DEFAULT_MODEL,
-    layout: Layout = "auto",
-    behind: Behind = "schema",
-    dtype: Dtype = None,
-    device: Device = None,
+    *,
+    where: Annotated[dict[str, Any], _PLACING],
+    how: Loading,
     as_json: Json = False,
 ) -> None:
-    """Prefill all modules now; those that have KV are not computed again."""
+    """Prefill all modules, into the folder --store; those that have KV are not computed again."""
     from cached_rag import Engine
-    from cached_rag.pml import Schema
 
-    schema = Schema.from_file(file, layout=layout, behind=behind)
-    with Engine.load(model, store=store, dtype=dtype, device=device) as engine:
+    placing = Placing(**where)
+    if placing.store is None:
+        raise ConfigError("give --store, a folder for KV: else nothing is left of it")
+    schema = placing.read(file)
+    with Engine.load(model, store=placing.store, **how) as engine:
         engine.library.check_kept()  # else nothing would be left of it in the folder asked for
         missing = len(schema.missing(engine))
         with Progress(console=err, disable=as_json) as bar:
@@ -121,40 +132,49 @@ def encode(
         )
 
 
-@schema_app.command()
+@dataclasses.dataclass(frozen=True)
+class Saying:
+    """What is asked besides the prompt.
+
+    Attributes:
+        text: text to put at the prompt's end.
+        compare: answer with full prefill, too.
+    """
+
+    text: str | None = None
+    compare: bool = False
+
+
+@schema_app.command(cls=SettingsCommand)
+@with_settings
 def run(
     file: File,
     prompt: PromptIn,
-    text: Annotated[str | None, typer.Option(help="Text to put at the prompt's end.")] = None,
     model: Model = DEFAULT_MODEL,
-    store: Store = None,
-    layout: Layout = "auto",
-    behind: Behind = "schema",
-    method: Method = "auto",
-    quality: Quality = None,
-    max_tokens: MaxTokens = 128,
-    compare: Annotated[bool, typer.Option(help="Answer with full prefill, too.")] = False,
-    dtype: Dtype = None,
-    device: Device = None,
+    *,
+    saying: Annotated[dict[str, Any], Takes((Saying,), shown=("text", "compare"))],
+    where: Annotated[dict[str, Any], _PLACING],
+    asked: Annotated[dict[str, Any], answering(max_tokens=128)],
+    how: Loading,
     as_json: Json = False,
 ) -> None:
     """Answer a prompt of a schema; modules that have no KV are prefilled first."""
     from cached_rag import Engine, StoreConfig
-    from cached_rag.pml import Schema
 
-    asked = _prompt(Schema.from_file(file, layout=layout, behind=behind), prompt)
-    asked = asked.then(text) if text else asked
-    settings = StoreConfig(store, sequence_bytes=0)  # full prefill must not find what it left
-    with Engine.load(model, store=settings, dtype=dtype, device=device) as engine:
-        asked.schema.encode(engine)
-        stream = engine.stream(asked, method=method, quality=quality, max_tokens=max_tokens)
+    placing, said = Placing(**where), Saying(**saying)
+    filled = _prompt(placing.read(file), prompt)
+    filled = filled.then(said.text) if said.text else filled
+    # Full prefill must not find what the first answer left.
+    settings = StoreConfig(placing.store, sequence_bytes=0)
+    with Engine.load(model, store=settings, **how) as engine:
+        filled.schema.encode(engine)
+        stream = engine.stream(filled, **asked)
         pieces = []
         for piece in stream:
             pieces.append(piece)
             if not as_json:
                 out.print(piece, end="", markup=False, highlight=False)
-        options: dict[str, Any] = {"method": "full", "max_tokens": max_tokens}
-        full = engine.generate(asked, **options) if compare else None
+        full = engine.generate(filled, **plainly(asked)) if said.compare else None
     if as_json:
         found: dict[str, Any] = {"text": "".join(pieces), "report": stream.report.to_dict()}
         if full is not None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import starmap
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,7 +21,7 @@ from cached_rag.backends.load import load_backend
 from cached_rag.backends.prompt_text import Tokens
 from cached_rag.backends.thread import on_model_thread, submit
 from cached_rag.backends.variant import Variant, plain_json
-from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
+from cached_rag.config import BatchConfig, GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.defaults import DEFAULT_MODEL
 from cached_rag.engine import prefill
 from cached_rag.engine.base import BaseEngine, Planned, Prompt
@@ -34,6 +33,7 @@ from cached_rag.engine.stream import Stream
 from cached_rag.errors import ConfigError
 from cached_rag.kv.module import ModuleKV
 from cached_rag.library.plan import Plan
+from cached_rag.options import parted
 
 _log = logging.getLogger(__name__)
 
@@ -55,14 +55,7 @@ class Engine(BaseEngine):
         *,
         store: StoreConfig | str | None = None,
         batch: BatchConfig | None = None,
-        dtype: torch.dtype | str | None = None,
-        device: str | None = None,
-        weights: str = "as stored",
-        backend: str = "transformers",
-        revision: str | None = None,
-        adapter: str | None = None,
-        model_kwargs: Mapping[str, Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> Engine:
         """Load a model and open its library.
 
@@ -70,24 +63,17 @@ class Engine(BaseEngine):
             model: alias, hub id, folder or GGUF file.
             store: a folder for KV, or all settings; None keeps KV in memory only.
             batch: bounds on what is answered at the same time.
-            dtype, device, weights: see `load_model`.
-            backend: what runs the model: "transformers", or "llama.cpp" for a GGUF.
-            revision: branch, tag or commit of a hub id.
-            adapter: folder or hub id of a LoRA adapter, which is merged into the weights (needs the
-                extra `lora`).
-            model_kwargs: further options of `AutoModelForCausalLM.from_pretrained`.
-            chat_template_kwargs: what the chat template is given besides the messages, such as
-                {"enable_thinking": False}.
+            options: settings of `ModelConfig` by name, such as `dtype`, `device` and `backend`.
 
         Raises:
             ModelNotFoundError, ModelError, ConfigError: see `load_backend`.
             MissingPackageError: a package that the backend or the adapter needs is not installed.
         """
         settings = StoreConfig(path=store) if isinstance(store, str) else store
-        variant = Variant.of(revision, adapter, model_kwargs)
-        how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
-        load = partial(load_backend, model, backend, variant=variant, **how)
-        loaded = submit(load).result()
+        how = ModelConfig(**parted(options, ModelConfig)[0])
+        load = partial(load_backend, model, how.backend, dtype=how.dtype, device=how.device)
+        variant = Variant.of(how.revision, how.adapter, how.model_kwargs)
+        loaded = submit(partial(load, weights=how.weights, variant=variant)).result()
         if not loaded.can_watch:
             _log.warning(
                 "%s: attention cannot be watched here, so less is repaired than elsewhere, and "
@@ -95,35 +81,21 @@ class Engine(BaseEngine):
                 'quality="exact" (docs/llama_cpp.md, "Quality")',
                 loaded.name,
             )
-        return cls(loaded, settings, batch, chat_template_kwargs=chat_template_kwargs)
+        return cls(loaded, settings, batch, chat_template_kwargs=how.chat_template_kwargs)
 
     @classmethod
     def shared(
-        cls,
-        model: str = DEFAULT_MODEL,
-        *,
-        store: StoreConfig | None = None,
-        dtype: str | None = None,
-        device: str | None = None,
-        weights: str = "as stored",
-        backend: str = "transformers",
-        revision: str | None = None,
-        adapter: str | None = None,
-        model_kwargs: Mapping[str, Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        cls, model: str = DEFAULT_MODEL, *, store: StoreConfig | None = None, **options: Any
     ) -> Engine:
         """As `load`, but the same arguments give the same engine everywhere in this process."""
         settings = store or StoreConfig()
+        how = vars(ModelConfig(**parted(options, ModelConfig)[0]))
+        plain = (plain_json(n, v) if n.endswith("_kwargs") else v for n, v in how.items())
+        name = (model, settings, *plain)
         with _SHARING:
-            options: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
-            options |= {"backend": backend, "revision": revision, "adapter": adapter}
-            further = {"model_kwargs": model_kwargs, "chat_template_kwargs": chat_template_kwargs}
-            name = (model, settings, *options.values(), *starmap(plain_json, further.items()))
-            options |= further
             engine = _SHARED.get(name)
             if engine is None:
-                engine = cls.load(model, store=settings, **options)
-                _SHARED[name] = engine
+                engine = _SHARED[name] = cls.load(model, store=settings, **options)
             return engine
 
     def tenant(self, namespace: str) -> Engine:

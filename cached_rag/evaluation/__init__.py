@@ -3,15 +3,33 @@
 The sweeps behind the docs' figures stand in docs/experiments, which is not in the wheel.
 """
 
-from cached_rag.evaluation.data import Example, load_examples
-from cached_rag.evaluation.journal import Journal, origins
-from cached_rag.evaluation.run import Settings, evaluate
-from cached_rag.evaluation.summary import summarise
-from cached_rag.evaluation.trial import Trial, make_trials
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cached_rag.lazily import imports_from
+
+if TYPE_CHECKING:
+    from cached_rag.evaluation.data import Example, load_examples
+    from cached_rag.evaluation.journal import Journal, origins
+    from cached_rag.evaluation.run import Settings, evaluate
+    from cached_rag.evaluation.sample import Sample
+    from cached_rag.evaluation.summary import summarise
+    from cached_rag.evaluation.trial import Trial, make_trials
+
+_PLACES = {
+    "data": ("Example", "load_examples"),
+    "journal": ("Journal", "origins"),
+    "run": ("Settings", "evaluate"),
+    "sample": ("Sample",),
+    "summary": ("summarise",),
+    "trial": ("Trial", "make_trials"),
+}
 
 __all__ = [
     "Example",
     "Journal",
+    "Sample",
     "Settings",
     "Trial",
     "evaluate",
@@ -20,3 +38,5 @@ __all__ = [
     "origins",
     "summarise",
 ]
+
+__getattr__ = imports_from(_PLACES, __name__, __name__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from cached_rag.evaluation.encodings import EncodedEngines
 from cached_rag.evaluation.journal import Journal
 from cached_rag.evaluation.measure import Measurement, figures, read
 from cached_rag.evaluation.metrics import right
+from cached_rag.evaluation.sample import Sample
 from cached_rag.evaluation.summary import POOLED
 from cached_rag.evaluation.trial import BASELINE, Trial
 from cached_rag.kv.fingerprint import digest
@@ -35,29 +36,16 @@ class Settings:
     Attributes:
         data: .jsonl files.
         trials: from `make_trials`.
-        limit: most examples of a file; None for all.
-        generates: generate answers (for F1, EM and ROUGE-L); else only likelihoods are measured,
-            in a third of the time.
-        chunks: of each question, so many of its chunks (`Example.fewer`); None for all.
-        joined: so many chunks side by side are one (`Example.joined`).
-        answer_in: of those examples only the ones whose answer stands in the first chunk ("first"),
-            or not there ("others").
 
     Raises:
-        ConfigError: a count below 1, another `answer_in`, or two files of the same name.
+        ConfigError: two files of the same name.
     """
 
     data: tuple[Path, ...]
     trials: tuple[Trial, ...]
-    limit: int | None = None
-    generates: bool = True
-    chunks: int | None = None
-    joined: int = 1
-    answer_in: str = "any"
+    sample: Sample = field(default_factory=Sample)
 
     def __post_init__(self) -> None:
-        if self.answer_in not in ("any", "first", "others"):
-            raise ConfigError(f"answer_in is any, first or others, not {self.answer_in!r}")
         stems = [path.stem for path in self.data]
         if len(set(stems)) < len(stems):
             raise ConfigError(
@@ -66,22 +54,20 @@ class Settings:
             )
         if POOLED in stems:
             raise ConfigError(f"{POOLED!r} is the row of all sets together; rename that file")
-        if min(self.joined, self.chunks or 1) < 1 or self.chunks == 0:
-            raise ConfigError("a question has one chunk at least, and a chunk joins one at least")
 
     def facts(self, engine: Engine) -> dict[str, Any]:
         """What all measurements of a journal have in common; limits and methods may differ."""
         return {
             "model": engine.model.fingerprint,
             "name": engine.model.name,
-            "generates": self.generates,
+            "generates": self.sample.answers,
             "auto": repr(GenerationConfig().selector()),
             "primer": PRIMER.name,
             "reference": "in the chunks' letter case, divergence along it",
             "tokens": [_ANSWER_TOKENS, _LONG_ANSWER_TOKENS],
             "mapreduce": "of summaries, in parallel",
-            **({"chunks": self.chunks} if self.chunks is not None else {}),
-            **({"joined": self.joined} if self.joined > 1 else {}),
+            **({"chunks": self.sample.chunks} if self.sample.chunks is not None else {}),
+            **({"joined": self.sample.join} if self.sample.join > 1 else {}),
         }
 
     def digest(self, engine: Engine) -> str:
@@ -94,24 +80,28 @@ class Settings:
         Raises:
             EvaluationError: there is none; or see `load_examples`.
         """
-        found = self.examples(path, self.limit)
-        if self.answer_in == "any":
+        found = self.examples(path, self.sample.limit)
+        if self.sample.answer_in == "any":
             return found
-        is_first = self.answer_in == "first"
+        is_first = self.sample.answer_in == "first"
         asked = [one for one in found if one.is_answered_first == is_first]
         if not asked:
             raise EvaluationError(
                 f"none of {len(found)} questions of {path} is left by "
-                f"answer_in={self.answer_in!r}; leave it out, or raise the limit"
+                f"answer_in={self.sample.answer_in!r}; leave it out, or raise the limit"
             )
         return asked
 
     def examples(self, path: Path, limit: int | None = None) -> list[Example]:
         """The first examples of a file, with the chunks that are wanted."""
         found = load_examples(path, limit)
-        if self.chunks is not None:
-            found = [example.fewer(self.chunks) for example in found]
-        return [example.joined(self.joined) for example in found] if self.joined > 1 else found
+        if self.sample.chunks is not None:
+            found = [example.fewer(self.sample.chunks) for example in found]
+        return (
+            [example.joined(self.sample.join) for example in found]
+            if self.sample.join > 1
+            else found
+        )
 
     def chosen(self, journal: Journal) -> Iterator[dict[str, Any]]:
         """The journal's measurements of the examples that are asked, and whether each is right.
@@ -168,7 +158,7 @@ def _evaluate_example(
     missing = [trial for trial in settings.trials if key(trial) not in journal]
     if not missing:
         return
-    asked = _Asked(example, encodings, long, settings.generates)
+    asked = _Asked(example, encodings, long, settings.sample.answers)
     full = asked.read(BASELINE)
     for trial in missing:
         reading = full if trial == BASELINE else asked.read(trial)

@@ -32,6 +32,7 @@ __all__ = [
     "InfoFlow",
     "LayerCheck",
     "Layout",
+    "METHODS",
     "Prefix",
     "ProphetKV",
     "QuestionSelector",
@@ -61,6 +62,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "random": Random,
     "reuse": Reuse,
 }
+METHODS = tuple(SELECTORS)
 
 
 def name_of(method: Selector) -> str:

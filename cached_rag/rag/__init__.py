@@ -11,27 +11,28 @@ from cached_rag.lazily import imports_from
 
 if TYPE_CHECKING:
     from cached_rag.rag.document import Document
-    from cached_rag.rag.embedding import DEFAULT_EMBEDDING, Embedder, Embeddings
+    from cached_rag.rag.embedding import Embedder, Embeddings
     from cached_rag.rag.finding import find_documents, look_at
     from cached_rag.rag.hit import Hit
     from cached_rag.rag.index import DocumentIndex, IndexedDocument
     from cached_rag.rag.limits import DocumentLimits
     from cached_rag.rag.readers import READERS, load_document
+    from cached_rag.rag.settings import IndexConfig, Reranking, Retrieval
     from cached_rag.rag.splitting import Chunk, Splitter
 
 _PLACES = {
     "document": ("Document",),
-    "embedding": ("DEFAULT_EMBEDDING", "Embedder", "Embeddings"),
+    "embedding": ("Embedder", "Embeddings"),
     "finding": ("find_documents", "look_at"),
     "hit": ("Hit",),
     "index": ("DocumentIndex", "IndexedDocument"),
     "limits": ("DocumentLimits",),
     "readers": ("READERS", "load_document"),
+    "settings": ("IndexConfig", "Reranking", "Retrieval"),
     "splitting": ("Chunk", "Splitter"),
 }
 
 __all__ = [
-    "DEFAULT_EMBEDDING",
     "READERS",
     "Chunk",
     "Document",
@@ -40,7 +41,10 @@ __all__ = [
     "Embedder",
     "Embeddings",
     "Hit",
+    "IndexConfig",
     "IndexedDocument",
+    "Reranking",
+    "Retrieval",
     "Splitter",
     "find_documents",
     "load_document",

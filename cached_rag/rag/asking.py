@@ -17,13 +17,36 @@ from cached_rag.rag.embedding import Embeddings
 from cached_rag.rag.hit import Hit
 from cached_rag.rag.index import DocumentIndex
 from cached_rag.rag.prompts import Prompts, Turn, searched
-from cached_rag.rag.retrieval import Reranker, Retrieval, Retrieved, check_question, find
+from cached_rag.rag.retrieval import Retrieved, check_question, find
+from cached_rag.rag.settings import Reranking, Retrieval
 
 if TYPE_CHECKING:
     from cached_rag.engine.engine import Engine
+    from cached_rag.engine.stream import Stream
 
 # What is said instead of an answer from nothing.
 NOTHING_FOUND = "Nothing about this was found in the documents."
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What was found for a question.
+
+    Attributes:
+        text: what was searched for.
+        ms: how long that took, in milliseconds.
+        clock: started when the question was asked.
+    """
+
+    found: Retrieved
+    text: str
+    ms: float
+    clock: Clock
+
+    def answered(self, stream: Stream, question: str, hits: Sequence[Hit]) -> AnswerStream:
+        """The answer, with the chunks that are in its prompt and what is to be told of them."""
+        notes = list(self.found.notes)
+        return AnswerStream(stream, question, tuple(hits), self.ms, notes, self.text)
 
 
 @dataclass(frozen=True)
@@ -33,7 +56,7 @@ class Asking:
     Attributes:
         contexts: chunks are encoded behind each of these.
         forget: given texts that no document has any more, deletes their KV.
-        reranker, candidates, by: see `retrieval.find`.
+        reranking, by: see `retrieval.find`.
     """
 
     index: DocumentIndex
@@ -42,14 +65,12 @@ class Asking:
     prompts: Prompts
     contexts: Callable[[], Sequence[Context | None]]
     forget: Callable[[Sequence[str]], object]
-    reranker: Reranker | None = None
-    candidates: int = 0
-    by: str = "vectors"
+    reranking: Reranking
+    by: str
 
     def find(self, text: str, wanted: Retrieval) -> Retrieved:
         """The chunks for a text; their KV begins to come from the disk."""
-        order = (self.reranker, self.candidates, self.by)
-        found = find(self.index, self.embedder, text, wanted, *order)
+        found = find(self.index, self.embedder, text, wanted, self.reranking, self.by)
         texts = [hit.text for hit in found.hits]
         self._introduce(texts)
         # Not by the engine's `prefetch`, which expects them in whichever prompt comes next: they
@@ -63,8 +84,6 @@ class Asking:
         said: Sequence[Turn],
         wanted: Retrieval,
         config: GenerationConfig,
-        *,
-        reorder: bool,
     ) -> AnswerStream:
         """Begin to answer; see `CachedRAG.ask`.
 
@@ -78,46 +97,41 @@ class Asking:
         found = self.find(text, wanted)
         search_ms = clock.total()
         if not (found.hits or wanted.answer_anyway):
-            return self.decline(question, found, text, search_ms)
+            return self.decline(question, Lookup(found, text, search_ms, clock))
         hits = list(found.hits)
-        if reorder:
+        if wanted.reorder:
             names = [digest(hit.text.strip()) for hit in hits]
             order = self.engine.sequences.order(self.engine.settings.namespace, names)
             hits = [hits[place] for place in order]
         # 2) A prompt with as many of them as fit.
         hits, rendered = self.prompts.fitting(question, hits, config.max_tokens, said)
         # 3) The answer, token by token, while it is taken.
-        return self.begin(question, rendered, hits, found, text, config, clock, search_ms)
+        lookup = Lookup(found, text, search_ms, clock)
+        return self.begin(question, rendered, hits, lookup, config)
 
     def begin(
         self,
         question: str,
         prompt: Rendered,
         hits: Sequence[Hit],
-        found: Retrieved,
-        text: str,
+        lookup: Lookup,
         config: GenerationConfig,
-        clock: Clock,
-        search_ms: float,
     ) -> AnswerStream:
         """Begin to answer a prompt.
 
         Args:
             hits: the chunks that are in the prompt.
-            text: what was searched for.
-            clock: started when the question was asked.
-            search_ms: how long finding chunks took.
         """
         config = config.replace(stop=(*config.stop, *self.prompts.stop))
-        stream = self.engine.stream(prompt, config, clock=clock)
-        return AnswerStream(stream, question, tuple(hits), search_ms, list(found.notes), text)
+        stream = self.engine.stream(prompt, config, clock=lookup.clock)
+        return lookup.answered(stream, question, hits)
 
-    def decline(self, question: str, found: Retrieved, text: str, search_ms: float) -> AnswerStream:
-        """Say that nothing was found, without asking the model; see `begin`."""
+    def decline(self, question: str, lookup: Lookup) -> AnswerStream:
+        """Say that nothing was found, without asking the model."""
         from cached_rag.engine.stream import ToldStream
 
-        stream = ToldStream(NOTHING_FOUND, Report("none", charged_recompute=0.0))
-        return AnswerStream(stream, question, (), search_ms, list(found.notes), text)
+        told = ToldStream(NOTHING_FOUND, Report("none", charged_recompute=0.0))
+        return lookup.answered(told, question, ())
 
     def _introduce(self, texts: Sequence[str]) -> None:
         """Make chunks known to the engine that were encoded in another dtype, or not yet.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cached_rag.backends.prompt_text import Message
@@ -17,10 +17,11 @@ from cached_rag.config import GenerationConfig
 from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import ConfigError
 from cached_rag.rag.answer import Answer, AnswerStream, conversation
-from cached_rag.rag.asking import Asking
+from cached_rag.rag.asking import Asking, Lookup
 from cached_rag.rag.hit import Hit
 from cached_rag.rag.prompts import Turn, searched
-from cached_rag.rag.retrieval import Retrieval, check_question
+from cached_rag.rag.retrieval import check_question
+from cached_rag.rag.settings import Retrieval
 
 _REWRITE = (
     "Rewrite this question so that it can be understood without our conversation. Write only the "
@@ -112,7 +113,7 @@ class Chat:
         said = _without(self._said, asking.index.orphans(_texts(self._said)))
         text = self._searched(asking, question, said, config)
         found = asking.find(text, self._wanted)
-        search_ms = clock.total()
+        lookup = Lookup(found, text, clock.total(), clock)
         kept = _fitting(asking, question, found.hits, said, config.max_tokens)
         new = _new(found.hits, kept)
         turns, given = _turns(kept)
@@ -121,11 +122,11 @@ class Chat:
         hits = [hit for hit in found.hits if hit.text in here]
         if gone := len(said) - len(kept):
             note = f"the conversation's first {gone} turns no longer fit, and were forgotten"
-            found = found.noting(note)
+            lookup = replace(lookup, found=found.noting(note))
         if here or self._wanted.answer_anyway:
-            stream = asking.begin(question, prompt, hits, found, text, config, clock, search_ms)
+            stream = asking.begin(question, prompt, hits, lookup, config)
         else:
-            stream = asking.decline(question, found, text, search_ms)
+            stream = asking.decline(question, lookup)
         texts = tuple(hit.text for hit in new)
 
         def ended(answer: Answer) -> None:

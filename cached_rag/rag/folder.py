@@ -22,14 +22,14 @@ from cached_rag.rag.document import assembled
 from cached_rag.rag.embedding import Embedder, Embeddings
 from cached_rag.rag.filters import described
 from cached_rag.rag.finding import is_folder
-from cached_rag.rag.index import RECALLED, DocumentIndex, IndexedDocument
+from cached_rag.rag.index import DocumentIndex, IndexedDocument
 from cached_rag.rag.ingest import Ingestion, IngestSummary
 from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.preparing import Preparation
 from cached_rag.rag.progress import Shown
 from cached_rag.rag.roots import absolute
 from cached_rag.rag.same_vectors import see_same_vectors
-from cached_rag.rag.settings import DEFAULTS, contexts, encodings
+from cached_rag.rag.settings import DEFAULTS, RECALLED, contexts, encodings
 from cached_rag.rag.watch import watch
 from cached_rag.rag.workers import IngestWorkers, Prepare, helped
 
@@ -59,21 +59,21 @@ class IndexFolder:
         store: StoreConfig,
         engine_options: dict[str, Any],
         embedder: Embeddings | None,
-        engine: Engine | None = None,
-        limits: DocumentLimits | None = None,
+        engine: Engine | None,
+        limits: DocumentLimits,
     ) -> None:
         """See `open`.
 
         Args:
             settings: those that were asked for; the index's, or the defaults, are the others.
-            engine_options: for `Engine.load`, besides those that an index remembers.
+            engine_options: of `Engine.load`, besides those that an index remembers.
         """
         self.path = path
         self.index = DocumentIndex(path / "documents.sqlite")
         self._asked, self._store, self._engine_options = settings, store, engine_options
         self._engine, self._embedder = engine, embedder
         self._has_same_vectors = False
-        self._limits = limits or DocumentLimits()
+        self._limits = limits
         self._remote = _remote(store)
         self._is_loading = threading.Lock()  # several threads may be the first to ask
         try:

@@ -34,6 +34,7 @@ from cached_rag.rag.hit import Hit
 from cached_rag.rag.roots import SCHEMA as _ROOTS
 from cached_rag.rag.roots import Roots
 from cached_rag.rag.search import BARE, CHUNKS, SIGNED, Search
+from cached_rag.rag.settings import RECALLED
 from cached_rag.rag.splitting import Chunk
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 # Settings that an index remembers, and that may be others each time: those that decide whose KV
 # serves, and how chunks are found.
-RECALLED = ("backend", "dtype", "weights", "revision", "adapter")
 _CHANGEABLE = (*RECALLED, "search")
 _SCHEMA = f"""
 PRAGMA foreign_keys = ON;

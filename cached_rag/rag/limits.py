@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from cached_rag.errors import ConfigError, DocumentError
@@ -21,40 +21,39 @@ class DocumentLimits:
     """Limits on reading one document. One beyond them is skipped with its reason.
 
     Attributes:
-        max_bytes: most bytes of its file.
-        seconds: most seconds that reading it may take; None for any.
-        memory_bytes: most memory of the process that reads it, parser included; None for any.
+        max_document_bytes: most bytes of its file.
+        parse_seconds: most seconds that reading it may take; None for any.
+        parse_memory_bytes: most memory of the process that reads it, parser included; None for any.
             With neither of the two, documents are read in the process that asks.
         max_characters: most characters of its text, what is known of its parts included. A small
             file may hold a long text: a table whose columns have long names, or one page that is
             shown a thousand times.
     """
 
-    max_bytes: int = MAX_BYTES
-    seconds: float | None = 300.0
-    memory_bytes: int | None = 2 << 30
+    max_document_bytes: int = MAX_BYTES
+    parse_seconds: float | None = 300.0
+    parse_memory_bytes: int | None = 2 << 30
     max_characters: int = MAX_CHARACTERS
 
     def __post_init__(self) -> None:
-        for name in ("max_bytes", "seconds", "memory_bytes", "max_characters"):
-            value = getattr(self, name)
+        for one in fields(self):
+            value = getattr(self, one.name)
             if value is not None and not 0 < value < 1 << 62:
-                raise ConfigError(f"{name} of documents is to be positive, not {value}")
-        for name in ("max_bytes", "max_characters"):
-            if getattr(self, name) is None:
-                raise ConfigError(f"{name} of documents is a number; give a large one for any size")
+                raise ConfigError(f"{one.name} is to be positive, not {value}")
+            if value is None and one.name.startswith("max"):
+                raise ConfigError(f"{one.name} is a number; give a large one for any size")
 
     @property
     def need_a_process(self) -> bool:
         """Whether they can be kept only where another process reads."""
-        return self.seconds is not None or self.memory_bytes is not None
+        return self.parse_seconds is not None or self.parse_memory_bytes is not None
 
 
 def too_long(max_characters: int) -> DocumentError:
     """What is said of a document with too much text."""
     return DocumentError(
         f"its text has more than {max_characters} characters; split the file, or raise the limit "
-        "(DocumentLimits)"
+        "(max_characters=)"
     )
 
 

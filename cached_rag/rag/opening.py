@@ -43,7 +43,7 @@ def private_copy(path: Path, inside: Path, max_bytes: int) -> Iterator[Path]:
         if size > max_bytes:
             raise DocumentError(
                 f"{shown(path)}: {size} bytes exceed {max_bytes}; split the file, or raise the "
-                "limit (DocumentLimits, --max-document-bytes)"
+                "limit (max_document_bytes=, --max-document-bytes)"
             )
         copy.write_bytes(data)
         yield copy

@@ -13,23 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cached_rag.backends.prompt_text import Message
-from cached_rag.config import BatchConfig, GenerationConfig, KeepsRepaired, Learns, StoreConfig
-from cached_rag.errors import (
-    ConfigError,
-    needs_extra,
-)
+from cached_rag.config import BatchConfig, GenerationConfig, ModelConfig, StoreConfig
+from cached_rag.errors import ConfigError, needs_extra
+from cached_rag.options import parted
 from cached_rag.rag.answer import Answer, AnswerStream, conversation
 from cached_rag.rag.asking import Asking
 from cached_rag.rag.chat import Chat, resumed
 from cached_rag.rag.embedding import Embeddings
-from cached_rag.rag.filters import Where
 from cached_rag.rag.folder import IndexFolder
 from cached_rag.rag.hit import Hit
 from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.prompts import Prompts, searched
-from cached_rag.rag.retrieval import Reranker, Retrieval, cross_encoder, find
+from cached_rag.rag.retrieval import find, loadable
 from cached_rag.rag.roots import absolute, is_path
-from cached_rag.rag.settings import asked_for
+from cached_rag.rag.settings import IndexConfig, Reranking, Retrieval, as_kept
 
 if TYPE_CHECKING:
     from cached_rag.engine.engine import Engine
@@ -41,11 +38,17 @@ _MODULES = (
 )
 
 
+# What `CachedRAG.open` takes by name.
+SETTINGS = (IndexConfig, Reranking, ModelConfig, StoreConfig, BatchConfig, DocumentLimits)
+# What of a model is not the index's to remember, as it is the machine's or the application's.
+_THE_MACHINES = ("device", "model_kwargs", "chat_template_kwargs")
+_NOT_OF_AN_INDEX = ("path", "namespace", "primers", "first_exact")
+
+
 class CachedRAG(IndexFolder):
     """A folder of documents that can be asked. Models load when first needed."""
 
-    _reranker: Reranker | None = None
-    _candidates: int = 24
+    _reranking = Reranking()
 
     @classmethod
     @needs_extra("rag", "an index of documents", *_MODULES)
@@ -55,118 +58,53 @@ class CachedRAG(IndexFolder):
         model: str | None = None,
         *,
         embedding: str | Embeddings | None = None,
-        chunk_tokens: int | None = None,
-        codec: str | None = None,
-        context: str | None = None,
-        system: str | None = None,
-        search: str | None = None,
-        memory_bytes: int = 2 << 30,
-        disk_bytes: int | None = None,
-        remote: str | None = None,
-        signing_key: str | None = None,
-        sequence_bytes: int | None = None,
-        keeps_repaired: KeepsRepaired = "conversation",
-        learn: Learns = "off",
-        audit_rate: float = 0.0,
-        finish_seconds: float = 30.0,
         engine: Engine | None = None,
-        batch: BatchConfig | None = None,
-        dtype: str | None = None,
-        device: str | None = None,
-        weights: str | None = None,
-        backend: str | None = None,
-        revision: str | None = None,
-        adapter: str | None = None,
-        model_kwargs: Mapping[str, Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        reranker: Reranker | str | None = None,
-        candidates: int = 24,
-        limits: DocumentLimits | None = None,
+        **options: Any,
     ) -> CachedRAG:
         """Open an index folder, or make one.
 
-        The settings of an index are those that its first document was ingested with. An index
-        without documents has none: each `open` may choose anew.
+        An index keeps the settings that its first document was ingested with: its model, those of
+        `IndexConfig`, and of `ModelConfig` backend, dtype, weights, revision and adapter; of the
+        latter another one is taken and logged, as it has KV of its own. An index without documents
+        has none: each `open` may choose anew.
 
         Args:
-            model: alias, hub id, folder or GGUF file. This and the next six are the index's
-                settings; None takes what the index has, or the default.
+            model: alias, hub id, folder or GGUF file; None takes what the index has, or the
+                default.
             embedding: a sentence-transformers name, or an object that embeds.
-            chunk_tokens: most tokens of a chunk, counted by the model's tokenizer.
-            codec: how KV is kept on disk, "raw" or "int8".
-            context: what chunks are encoded behind, besides the prompt's head: "primer" (some
-                neutral text), "none", "both" of these (the first chunk of a prompt is exact then;
-                the default), "primer:3" or "both:3" (the mean behind three such texts, in three
-                passes instead of one). "both" takes a pass more, and twice the disk; see
-                docs/methods.md.
-            system: the system prompt that questions are asked under; empty for none.
-            search: how chunks are found: by "vectors" (what is meant; the default), by "words"
-                (BM25: part numbers, names), or "hybrid" by both. Each `open` may
-                choose anew; the first ingestion's is remembered.
-            memory_bytes, disk_bytes: most bytes of KV in memory and on disk.
-            remote: a store that several machines share; see `StoreConfig`.
-            signing_key: KV that is not signed with it is not used; see `StoreConfig`.
-            sequence_bytes, keeps_repaired: KV of finished prompts that is kept for prompts that
-                begin alike, above all a conversation's next turn; see `StoreConfig`.
-            learn: "recurring" for texts in prompts that are not the index's; see `StoreConfig`.
-            audit_rate: share of the answers that are compared with full prefill; see `StoreConfig`.
-            finish_seconds: how long `close` may go on encoding what waits, see `StoreConfig`.
-            engine: one that exists already, instead of loading `model`; it keeps its own store.
-            batch: bounds on answers made at the same time.
-            backend: what runs the model: "transformers", or "llama.cpp" for a GGUF. This, dtype,
-                weights, revision and adapter are remembered, too; another than the index's is taken
-                and logged, as it has KV of its own.
-            dtype, device, weights: see `load_model`.
-            revision, adapter, model_kwargs, chat_template_kwargs: see `Engine.load`.
-            reranker: puts the nearest chunks into a better order, of which the first k are used: a
-                cross-encoder's hub id or folder; or a function that is called with the question
-                and their texts, and gives a number for each, the higher the better.
-            candidates: how many chunks the reranker is given.
-            limits: on the size of a document, and the time and memory for reading it.
+            engine: one that exists already, instead of loading `model`. It has settings of its own
+                for model, store and batch, so none of those may be given.
+            options: settings by name, of `IndexConfig` (such as `search` and `context`),
+                `Reranking`, `ModelConfig`, `StoreConfig`, `BatchConfig` and `DocumentLimits`.
 
         Raises:
             IndexMismatchError: the index was made with other settings.
-            ConfigError: a bad setting.
+            ConfigError: a setting that is unknown, bad, or cannot apply.
             MissingPackageError: the packages of `[rag]` are not installed.
         """
-        settings = asked_for(
-            model=engine.model.name if engine else model,
-            embedding=getattr(embedding, "name", embedding),
-            chunk_tokens=chunk_tokens,
-            codec=codec,
-            context=context,
-            system=system,
-            search=search,
-            backend=backend,
-            dtype=dtype,
-            weights=weights,
-            revision=revision,
-            adapter=adapter,
+        if embedding is not None:
+            options["embedding"] = getattr(embedding, "name", embedding)
+        index, ranking, how, store, batch, limits = parted(options, *SETTINGS)
+        _check_that_apply(model, engine, [*_given(how | store | batch)], store)
+        root = _folder(path)
+        how, index = _given(how), _given(index)
+        loading = vars(ModelConfig(**how))
+        known = {**vars(IndexConfig(**index)), **loading}
+        asked = {name: known[name] for name in [*index, *how] if name not in _THE_MACHINES}
+        if engine or model:
+            asked["model"] = engine.model.name if engine else model
+        options = {name: loading[name] for name in _THE_MACHINES}
+        options["batch"] = BatchConfig(**batch)
+        rag = cls(
+            root,
+            as_kept(asked),
+            StoreConfig(path=str(root / "kv"), **{"codec": "raw", **_given(store)}),
+            options,
+            None if isinstance(embedding, str) else embedding,
+            engine,
+            DocumentLimits(**limits),
         )
-        if not is_path(Path(path).expanduser()):
-            raise ConfigError(f"{str(path)!r} cannot be the name of an index; give another one")
-        root = absolute(path)  # the process may change its folder, and the index stays
-        if os.path.isfile(root):  # unlike `is_file`, also of a name that is too long
-            raise ConfigError(f"{root} is a file, and an index is a folder; give another path")
-        store = StoreConfig(
-            path=str(root / "kv"),
-            codec=codec or "raw",
-            memory_bytes=memory_bytes,
-            disk_bytes=disk_bytes,
-            remote=remote,
-            signing_key=signing_key,
-            sequence_bytes=sequence_bytes,
-            keeps_repaired=keeps_repaired,
-            learn=learn,
-            audit_rate=audit_rate,
-            finish_seconds=finish_seconds,
-        )
-        options: dict[str, Any] = {"device": device, "batch": batch, "model_kwargs": model_kwargs}
-        options["chat_template_kwargs"] = chat_template_kwargs
-        embedder = None if isinstance(embedding, str) else embedding
-        rag = cls(root, settings, store, options, embedder, engine, limits)
-        scored = cross_encoder(reranker, device) if isinstance(reranker, str) else reranker
-        rag._reranker, rag._candidates = scored, candidates
+        rag._reranking = loadable(Reranking(**ranking), loading["device"])
         return rag
 
     def __enter__(self) -> CachedRAG:
@@ -181,50 +119,25 @@ class CachedRAG(IndexFolder):
         self,
         question: str,
         *,
-        k: int = 6,
         history: Sequence[Answer | Message] = (),
-        min_score: float | None = None,
-        where: Where | None = None,
-        answer_anyway: bool = False,
         config: GenerationConfig | None = None,
-        reorder: bool = False,
         **options: Any,
     ) -> Answer:
-        """Answer a question from the k nearest chunks.
+        """Answer a question from the chunks nearest to it.
 
         Args:
             history: what was said before, in order: answers of this index, or messages of the user
                 and the assistant. The model reads all of it; chunks are searched for with the last
                 two questions and this one.
-            k: how many chunks, 1 to 100; those that fit the model's context are used.
-            min_score: leave out chunks whose cosine similarity (-1 to 1) is less; None uses all k.
-                `report.notes` says where none is left, or the nearest one has less than 0.25.
-            where: which chunks may be used, by their source, title, ordinal, or metadata such as
-                page and heading: `{"source": "docs/guide/*", "page": range(3, 9)}`, or a function
-                of a `Hit`; see `filters.judge`.
-            answer_anyway: let the model answer where no chunk is left. Else the answer says that
-                nothing was found, and the model is not asked.
             config: how to answer; None for the defaults.
-            reorder: let chunks begin in an order that an earlier prompt had, so that its KV serves
-                again (where it was repaired, only with `keeps_repaired=True`); changes the prompt,
-                and with it maybe the answer.
-            options: settings of `GenerationConfig`, in place of those in `config`.
+            options: settings by name, of `Retrieval` (`k`, `min_score`, `where`, `answer_anyway`,
+                `reorder`) and of `GenerationConfig`, in place of those in `config`.
 
         Raises:
             ConfigError: an empty index, an empty question, or a bad setting or history.
             ContextOverflowError: question and history alone do not fit the model's context.
         """
-        stream = self.stream(
-            question,
-            k=k,
-            history=history,
-            min_score=min_score,
-            where=where,
-            answer_anyway=answer_anyway,
-            config=config,
-            reorder=reorder,
-            **options,
-        )
+        stream = self.stream(question, history=history, config=config, **options)
         for _ in stream:
             pass
         return stream.answer
@@ -258,31 +171,20 @@ class CachedRAG(IndexFolder):
         self,
         question: str,
         *,
-        k: int = 6,
         history: Sequence[Answer | Message] = (),
-        min_score: float | None = None,
-        where: Where | None = None,
-        answer_anyway: bool = False,
         config: GenerationConfig | None = None,
-        reorder: bool = False,
         **options: Any,
     ) -> AnswerStream:
         """As `ask`, piece by piece."""
-        config = (config or GenerationConfig()).replace(**options)
-        wanted = Retrieval(k, min_score, where, answer_anyway)
-        said = conversation(history)
-        return self._asking().answer(question, said, wanted, config, reorder=reorder)
+        wanted, config = _asked(options, config)
+        return self._asking().answer(question, conversation(history), wanted, config)
 
     def chat(
         self,
         *,
-        k: int = 6,
-        min_score: float | None = None,
-        where: Where | None = None,
-        answer_anyway: bool = False,
-        config: GenerationConfig | None = None,
         condense: bool = True,
         history: Sequence[Answer | Message] = (),
+        config: GenerationConfig | None = None,
         **options: Any,
     ) -> Chat:
         """Begin a conversation. Its turns answer faster than `ask` with a history does.
@@ -291,19 +193,20 @@ class CachedRAG(IndexFolder):
         are not given again: so each prompt begins with the whole one before it, whose KV is kept.
 
         Args:
-            k, min_score, where, answer_anyway, config, options: see `ask`. Chunks that the
-                conversation has already are enough to answer from.
             condense: let the model rewrite a follow-up question for the search; else it is searched
                 with the last two questions before it.
             history: a conversation to go on with: its `Chat.messages` or `Chat.history`, or other
                 questions and answers in turn.
+            config, options: see `ask`. Chunks that the conversation has already are enough to
+                answer from; they are not reordered.
 
         Raises:
             ConfigError: a bad setting or history.
         """
-        config = (config or GenerationConfig()).replace(**options)
-        wanted, said = Retrieval(k, min_score, where, answer_anyway), resumed(history)
-        return Chat(self._asking, wanted, config, condense=condense, said=said)
+        wanted, config = _asked(options, config)
+        if wanted.reorder:
+            raise ConfigError("a conversation keeps the order of its chunks; leave reorder out")
+        return Chat(self._asking, wanted, config, condense=condense, said=resumed(history))
 
     @property
     def _prompts(self) -> Prompts:
@@ -319,8 +222,7 @@ class CachedRAG(IndexFolder):
             self._prompts,
             self._contexts,
             self._forget_later,
-            self._reranker,
-            self._candidates,
+            self._reranking,
             self.settings["search"],
         )
 
@@ -340,25 +242,64 @@ class CachedRAG(IndexFolder):
         return await asyncio.to_thread(self.stream, question, **options)
 
     def search(
-        self,
-        question: str,
-        k: int = 6,
-        *,
-        history: Sequence[Answer | Message] = (),
-        min_score: float | None = None,
-        where: Where | None = None,
+        self, question: str, k: int = 6, *, history: Sequence[Answer | Message] = (), **options: Any
     ) -> list[Hit]:
         """The k chunks nearest to a question, best first.
 
         Args:
-            history, min_score, where: see `ask`.
+            history: see `ask`.
+            options: settings of `Retrieval` by name: `min_score`, `where`.
 
         Raises:
             ConfigError: an empty index or question, or a bad k, min_score, history or filter.
         """
         self._agree()
         text = searched(question, conversation(history))
-        wanted = Retrieval(k, min_score, where)
-        order = (self._reranker, self._candidates, self.settings["search"])
-        found = find(self.index, self.embedder, text, wanted, *order)
-        return list(found.hits)
+        wanted = Retrieval(k, **parted(options, Retrieval)[0])
+        by = self.settings["search"]
+        return list(find(self.index, self.embedder, text, wanted, self._reranking, by).hits)
+
+
+def _asked(
+    options: dict[str, Any], config: GenerationConfig | None
+) -> tuple[Retrieval, GenerationConfig]:
+    """What is asked for by name: which chunks, and how to answer."""
+    chunks, answer = parted(options, Retrieval, GenerationConfig)
+    return Retrieval(**chunks), (config or GenerationConfig()).replace(**answer)
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options less those that are None, for which an index has what it has."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _folder(path: str | Path) -> Path:
+    if not is_path(Path(path).expanduser()):
+        raise ConfigError(f"{str(path)!r} cannot be the name of an index; give another one")
+    root = absolute(path)  # the process may change its folder, and the index stays
+    if os.path.isfile(root):  # unlike `is_file`, also of a name that is too long
+        raise ConfigError(f"{root} is a file, and an index is a folder; give another path")
+    return root
+
+
+def _check_that_apply(
+    model: str | None, engine: Engine | None, loading: Sequence[str], store: Mapping[str, Any]
+) -> None:
+    """Refuse settings that would mean nothing.
+
+    Args:
+        loading: names of those that an engine is loaded with.
+    """
+    if own := [name for name in _NOT_OF_AN_INDEX if name in store]:
+        raise ConfigError(
+            f"{', '.join(own)}: an index keeps its KV in its own folder, for itself, and `context` "
+            "says what chunks are encoded behind; leave it out"
+        )
+    if engine is None:
+        return
+    other = ["model"] if model not in (None, engine.model.name) else []
+    if given := [*other, *loading]:
+        raise ConfigError(
+            f"{', '.join(given)}: the engine that was given is loaded, and has a store of its own; "
+            "give these to Engine.load, or leave engine= out"
+        )

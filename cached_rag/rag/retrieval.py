@@ -3,56 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from numbers import Integral, Real
 from typing import Any
 
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.errors import ConfigError, ModelNotFoundError, needs_extra
 from cached_rag.rag.embedding import Embeddings
-from cached_rag.rag.filters import Where
 from cached_rag.rag.hit import Hit
 from cached_rag.rag.index import DocumentIndex
+from cached_rag.rag.settings import Reranker, Reranking, Retrieval
 
 # Below this similarity a chunk hardly concerns the question (sentence-transformers' models).
 _FAR = 0.25
-# The nearest chunks beyond these hardly concern a question, and would take minutes to read.
-MOST_CHUNKS = 100
-
-# Told a question and texts, says how well each of them answers it; the higher, the better.
-Reranker = Callable[[str, list[str]], Sequence[float]]
-
-
-@dataclass(frozen=True)
-class Retrieval:
-    """Which chunks are wanted; see `CachedRAG.ask`.
-
-    Raises:
-        ConfigError: k is no number from 1 to 100, or `min_score` none from -1 to 1.
-
-    Attributes:
-        answer_anyway: whether a question is answered for which there is no chunk.
-    """
-
-    k: int = 6
-    min_score: float | None = None
-    where: Where | None = None
-    answer_anyway: bool = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.k, Integral) or not 1 <= self.k <= MOST_CHUNKS:
-            raise ConfigError(
-                f"k, the number of chunks, must be from 1 to {MOST_CHUNKS}, not {self.k!r}"
-            )
-        if self.min_score is None:
-            return
-        if not isinstance(self.min_score, Real) or not -1 <= self.min_score <= 1:
-            raise ConfigError(
-                "min_score is a number from -1 to 1, as a cosine similarity is, or None; not "
-                f"{self.min_score!r}"
-            )
 
 
 @dataclass(frozen=True)
@@ -72,29 +36,29 @@ def find(
     embedder: Embeddings,
     text: str,
     wanted: Retrieval,
-    reranker: Reranker | None = None,
-    candidates: int = 0,
-    by: str = "vectors",
+    reranking: Reranking,
+    by: str,
 ) -> Retrieved:
     """The chunks nearest to a text.
 
     Args:
+        reranking: has a reranker that is no name.
         by: "vectors", "words" or "hybrid"; see `Search.nearest`.
-        reranker: puts the nearest `candidates` chunks, at least k, into another order, of which the
-            first k are taken; None keeps the order of similarity.
 
     Raises:
         ConfigError: an empty text or index, a text of half characters, a filter by what no chunk
             has, or a reranker that does not give a score for each text.
     """
     check_question(text)
-    reach = max(wanted.k, candidates) if reranker else wanted.k
+    reranker = reranking.reranker
+    reach = max(wanted.k, reranking.candidates) if reranker else wanted.k
     near = index.search(embedder.embed([text])[0], reach, wanted.where, text=text, by=by)
     if not near and not index.count()[1]:
         raise ConfigError("the index is empty; ingest documents first")
     least = -math.inf if wanted.min_score is None else wanted.min_score
     hits = [hit for hit in near if hit.score >= least]
     if reranker and hits:
+        assert not isinstance(reranker, str)
         hits = _reranked(reranker, text, hits)
     return Retrieved(tuple(hits[: wanted.k]), tuple(_remarks(near, hits)))
 
@@ -138,16 +102,19 @@ def _remarks(near: Sequence[Hit], hits: Sequence[Hit]) -> list[str]:
     return []
 
 
-def cross_encoder(name: str, device: str | None = None) -> Reranker:
-    """A reranker that loads a cross-encoder when it is first called.
+def loadable(reranking: Reranking, device: str | None) -> Reranking:
+    """With a function in place of a name; it loads the cross-encoder when it is first called.
 
-    Args:
-        name: a hub id or a folder.
-
-    Raises:
-        ModelNotFoundError: when it is called: there is no such model, or it is none that scores.
-        MissingPackageError: likewise: sentence-transformers is not installed.
+    Raises, when it is called:
+        ModelNotFoundError: there is no such model, or it is none that scores.
+        MissingPackageError: sentence-transformers is not installed.
     """
+    if not isinstance(reranking.reranker, str):
+        return reranking
+    return replace(reranking, reranker=_cross_encoder(reranking.reranker, device))
+
+
+def _cross_encoder(name: str, device: str | None) -> Reranker:
 
     @cache
     def loaded() -> Any:

@@ -21,7 +21,12 @@ from fastapi import FastAPI
 
 from cached_rag.backends.process import return_memory
 from cached_rag.errors import ConfigError
+from cached_rag.server.app import create_app
+from cached_rag.server.gate import LOCAL_HOSTS
 from cached_rag.server.limits import Connection, of
+from cached_rag.server.service import Service
+from cached_rag.server.settings import ServerConfig
+from cached_rag.server.tenants import Keys
 
 _log = logging.getLogger(__name__)
 # How long clients have to read the end of a response that was cut off.
@@ -114,6 +119,42 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
         if self.force_exit:  # uvicorn leaves this out then, and the app's end would be a traceback
             await self.lifespan.shutdown()
+
+
+def serve(
+    service: Service,
+    config: ServerConfig,
+    bound: socket.socket,
+    ready: Callable[[str], object],
+    at_end: Callable[[], object],
+    connections: int,
+) -> None:
+    """Answer until a signal comes.
+
+    Args:
+        bound: what `bind` gave for the settings' host and port.
+        ready: called with the address when requests are taken.
+        at_end: called when the last one is answered.
+        connections: as many as there may be, see `limits.share_descriptors`.
+
+    Raises:
+        ConfigError: the keys are none, or another program listens there.
+    """
+    named = config.allowed_host
+    hosts = (*LOCAL_HOSTS, config.host, *named) if config.is_local or named else None
+    app = create_app(
+        service,
+        Keys(config.api_key),
+        config.max_body_bytes,
+        at_end,
+        hosts=hosts,
+        origins=config.cors_origin,
+        max_requests=max(1, connections * 3 // 4),
+    )
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    address = f"http://{host}:{bound.getsockname()[1]}"
+    times = {"max_connections": connections, "client_seconds": config.client_seconds}
+    Server(app, config.drain_seconds, partial(ready, address), **times).run(sockets=[bound])
 
 
 def bind(host: str, port: int) -> socket.socket:

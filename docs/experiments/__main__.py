@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from cached_rag.cli.settings import SettingsCommand, with_settings
 from cached_rag.cli.terminal import err
 from cached_rag.errors import CachedRAGError
 from docs.experiments.commands.answers import answers, chat, memory, weights_formats
@@ -18,16 +19,19 @@ from docs.experiments.commands.stored import stored
 from docs.experiments.commands.vllm import vllm_handoff
 
 app = typer.Typer(
-    help="What the docs' figures come from.", no_args_is_help=True, add_completion=False
+    help="What the docs' figures come from.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
 )
 for command in (
     *(answers, chat, memory, models, architectures, loading, scale),
     *(serving, attention, kernels, traffic, stored),
     *(schema_demo, schema_eval, schema_lengths, vllm_handoff),
 ):
-    app.command()(command)
-app.command("peers")(peers_command)
-app.command("weights")(weights_formats)
+    app.command(cls=SettingsCommand)(with_settings(command))
+app.command("peers", cls=SettingsCommand)(with_settings(peers_command))
+app.command("weights", cls=SettingsCommand)(with_settings(weights_formats))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, closing, suppress
 from operator import itemgetter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
@@ -57,6 +57,10 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
 
     streaming: bool = False
     """Stream also where an application calls `invoke`."""
+
+    if TYPE_CHECKING:  # most fields are made while this is imported
+
+        def __init__(self, **settings: Any) -> None: ...
 
     @property
     def _llm_type(self) -> str:

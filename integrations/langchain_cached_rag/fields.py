@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
-from cached_rag import CachedRAG, ConfigError, Engine, GenerationConfig
-from cached_rag.spi import DEFAULT_MODEL, unknown_settings
+from cached_rag import CachedRAG, ConfigError, Engine, GenerationConfig, ModelConfig, StoreConfig
+from cached_rag.spi import DEFAULT_MODEL, parted, settings_of, unknown_settings
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -18,19 +25,41 @@ if TYPE_CHECKING:
 # called: a local one has no use for them.
 _REMOTE = frozenset({"api_key", "base_url", "timeout", "max_retries"})
 _REMOTE_CALL = frozenset({"extra_headers", "extra_query", "timeout"})
-GENERATION_SETTINGS = (
-    *("method", "quality", "recompute_ratio", "temperature", "top_p", "top_k", "max_tokens"),
-    *("stop", "seed"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "drafts"),
-)
-_OF_ANSWERS = fields(GenerationConfig)
 # What only a call can ask for.
-CALL_SETTINGS = {*(one.name for one in _OF_ANSWERS), "top_logprobs"} - {*GENERATION_SETTINGS}
-_NEVER_NONE = {one.name for one in _OF_ANSWERS if one.default is not None}
+_OF_A_CALL = ("check_layer", "gradual", "adaptive", "ignore_eos", "logprobs", "grammar")
+_ANSWERS = settings_of(GenerationConfig)
+CALL_SETTINGS = {*_ANSWERS, "top_logprobs"} - {*_ANSWERS.keys() - {*_OF_A_CALL}}
+GENERATION_SETTINGS = tuple(name for name in _ANSWERS if name not in _OF_A_CALL)
+_NEVER_NONE = {name for name, one in _ANSWERS.items() if one.default is not None}
+# What an engine is loaded with, besides its model and its store's folder.
+_LOADED_WITH = settings_of(ModelConfig, StoreConfig)
+LOADING_SETTINGS = tuple(name for name in _LOADED_WITH if name != "path")
 
 
-class Fields(BaseModel):
-    """Settings of a model, of its store, and of its answers."""
+if TYPE_CHECKING:
+
+    class Settings(BaseModel):
+        """Its fields are made below."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    Settings = create_model(
+        "Settings",
+        **{
+            name: (one.type, Field(one.default, description=one.help, repr=name != "remote"))
+            for name, one in (_LOADED_WITH | _ANSWERS).items()
+            if name in (*LOADING_SETTINGS, *GENERATION_SETTINGS)
+        },
+    )
+
+
+class Fields(Settings):
+    """Settings of a model, of its store, and of its answers.
+
+    Besides those that stand here, the fields are the settings of `ModelConfig` and `StoreConfig`,
+    and of `GenerationConfig` all that a whole application can want.
+    """
 
     model_config = ConfigDict(populate_by_name=True, arbitrary_types_allowed=True)
 
@@ -38,57 +67,12 @@ class Fields(BaseModel):
     """Alias, hub id, folder or GGUF file."""
     store: str | None = None
     """Folder for KV; None keeps it in memory."""
-    remote: str | None = Field(default=None, repr=False)
-    """A KV store that several machines share, such as "redis://host:6379/0"; see `StoreConfig`."""
     signing_key: SecretStr | None = None
-    """KV on disk and there that is not signed with it is not used."""
-    sequence_bytes: int | None = Field(default=None, ge=0)
-    """Most bytes of KV of finished prompts, which the next turns of their chats begin with; 0 keeps
-    none, None takes a quarter of what chunks may have in memory (`cached_rag.StoreConfig`)."""
-    namespace: str = ""
-    """Tenants with different namespaces never share KV."""
-    dtype: str | None = None
-    """What to compute in, e.g. "float32"; None for the fastest this machine has."""
-    device: str | None = None
-    """"cpu", "cuda", "mps"; None for the best this machine has."""
-    weights: str = "as stored"
-    """How weights are kept for decoding: "as stored", "bf16", "int8" or "int4"."""
-    backend: str = "transformers"
-    """What runs the model: "transformers", or "llama.cpp" for a GGUF."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub id."""
-    adapter: str | None = None
-    """Folder or hub id of a LoRA adapter, merged into the weights when they are loaded."""
-    model_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further options of `AutoModelForCausalLM.from_pretrained`."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """What the chat template is given besides the messages, e.g. {"enable_thinking": False}."""
+    """KV on disk and in a remote store that is not signed with it is not used."""
     engine: Engine | CachedRAG | None = Field(default=None, exclude=True, repr=False)
-    """One to share, instead of the settings above."""
-    method: str = "auto"
-    """How cached KV is used; see `cached_rag.spi.METHODS`."""
-    quality: str | None = None
-    """The same in a word, instead of a method: "exact", "auto" or "fast"."""
-    recompute_ratio: float | None = None
-    """Share of the reused tokens to recompute; None for the method's default."""
-    temperature: float = 0.0
-    """0 decodes greedily."""
-    top_p: float = 1.0
-    top_k: int = 0
-    max_tokens: int = 256
-    """Most tokens of an answer."""
+    """One to share, instead of `model`, `store` and what they are loaded with."""
     stop: list[str] | None = Field(default=None, alias="stop_sequences")
     """Strings that end the answer; they are not part of it."""
-    seed: int | None = None
-    """Makes sampling repeatable."""
-    repetition_penalty: float | None = None
-    """None for the model's own."""
-    presence_penalty: float = 0.0
-    """Taken off the logit of each token that the answer has already; -2 to 2."""
-    frequency_penalty: float = 0.0
-    """The same, for each time that it has it."""
-    drafts: bool = True
-    """Check several tokens in one pass where the answer copies; it says the same without."""
 
     @model_validator(mode="before")
     @classmethod
@@ -108,9 +92,29 @@ class Fields(BaseModel):
         return [stop] if isinstance(stop, str) else stop
 
     @model_validator(mode="after")
-    def _check_generation(self) -> Self:
+    def _check(self) -> Self:
         self._config(None, {})
+        self._loaded_with()
+        given = {n for n in self.changed_settings() if n != "namespace"}  # see `loaded_engine`
+        if self.engine is not None and given:
+            raise ConfigError(
+                f"{', '.join(sorted(given))}: the engine that was given is loaded, and has a store "
+                "of its own; give these to Engine.load, or leave engine= out"
+            )
         return self
+
+    def changed_settings(self) -> dict[str, Any]:
+        """Of what an engine is loaded with, all that is not the default."""
+        own = {name: getattr(self, name) for name in LOADING_SETTINGS}
+        changed = {n: value for n, value in own.items() if value != _LOADED_WITH[n].default}
+        return changed if self.store is None else {"store": self.store, **changed}
+
+    def _loaded_with(self) -> tuple[StoreConfig, dict[str, Any]]:
+        """A store's settings, and the other options of `Engine.load`."""
+        own = {name: getattr(self, name) for name in LOADING_SETTINGS}
+        own["signing_key"] = self.signing_key and self.signing_key.get_secret_value()
+        model, store = parted(own, ModelConfig, StoreConfig)
+        return StoreConfig(path=self.store, **store), model
 
     def _config(
         self, stop: str | Sequence[str] | None, options: dict[str, Any]

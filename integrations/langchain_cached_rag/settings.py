@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from langchain_core.prompts import BasePromptTemplate
 from pydantic import PrivateAttr
 
-from cached_rag import CachedRAG, ConfigError, Engine, StoreConfig
+from cached_rag import CachedRAG, ConfigError, Engine
 from cached_rag.spi import EncodeSummary, Progress, encode_progress, template_head
 from langchain_cached_rag.fields import GENERATION_SETTINGS, Fields
 from langchain_cached_rag.messages import Prompt, filled
@@ -23,12 +23,8 @@ from langchain_cached_rag.messages import Prompt, filled
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Settings that a model is loaded by, and those that its store has, too.
-_LOADING = (
-    *("dtype", "device", "weights", "backend", "revision", "adapter"),
-    *("model_kwargs", "chat_template_kwargs"),
-)
-_OWN = ("store", "namespace", *_LOADING)
+# What says where KV is kept, and nothing of answers.
+_SECRET = ("remote", "signing_key")
 
 
 class _Engines(dict[str, Engine]):
@@ -85,7 +81,7 @@ class EngineSettings(Fields):
                 "namespace": engine.library.namespace,
                 **settings,
             }
-        own = {name: getattr(self, name) for name in _OWN}
+        own = {n: v for n, v in self.changed_settings().items() if n not in _SECRET}
         return {"model": self.model_name, **own, **settings}
 
     @property
@@ -98,8 +94,9 @@ class EngineSettings(Fields):
     @property
     def _loading(self) -> tuple[object, ...]:
         """All but the model's name that an engine is loaded with."""
-        far = (self.remote, self.signing_key)  # a SecretStr as text would be any other
-        return (self.sequence_bytes, *far, *(repr(getattr(self, name)) for name in _OWN))
+        own = self.changed_settings()
+        key = own.pop("signing_key", None)  # which as text would be any other
+        return (key, *((name, repr(value)) for name, value in own.items()))
 
     @property
     def _model(self) -> str:
@@ -140,14 +137,7 @@ class EngineSettings(Fields):
     def _shared(self, model: str) -> Engine:
         loaded = self._held()
         if model not in loaded.engines:
-            store = StoreConfig(
-                path=self.store,
-                remote=self.remote,
-                signing_key=self.signing_key.get_secret_value() if self.signing_key else None,
-                namespace=self.namespace,
-                sequence_bytes=self.sequence_bytes,
-            )
-            options: Any = {name: getattr(self, name) for name in _LOADING}
+            store, options = self._loaded_with()
             engine = Engine.shared(model, store=store, **options)
             loaded.engines[model] = loaded.kept[model] = engine
         return loaded.engines[model]

@@ -496,7 +496,7 @@ def test_serve_serves_an_index_until_it_is_stopped(index, monkeypatch):
     refused = run(cli.app, ["serve", "--index", str(index), *options])
     assert isinstance(refused.exception, ConfigError)
     assert "--no-keys" in str(refused.exception)
-    options += ["--no-keys", "--sequence-bytes", "5000", "--exact-only"]
+    options += ["--no-keys", "--sequence-bytes", "5000", "--keeps-repaired", "false"]
     result = run(cli.app, ["serve", "--index", str(index), *options])
     assert result.exit_code == 0, result.output
     assert answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

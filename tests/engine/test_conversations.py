@@ -280,7 +280,7 @@ def test_integrations_keep_prompts_within_a_bound_that_can_be_set(kind, monkeypa
         kind(model="tiny-kept", sequence_bytes=-1)
 
 
-@pytest.mark.parametrize("options", [(), ("--exact-only",)])
+@pytest.mark.parametrize("options", [(), ("--keeps-repaired", "false")])
 def test_the_server_keeps_conversations_and_repaired_ones_unless_told(
     options, model_folder, monkeypatch
 ):

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from faults.outcome import Outcome
 
-from cached_rag import DocumentLimits
 from cached_rag.errors import DocumentError
+from cached_rag.rag import DocumentLimits
 from cached_rag.rag.confined import ConfinedReader
 
 Load = Callable[[Path], str]

@@ -95,6 +95,21 @@ def test_a_given_engine_is_of_its_own_namespace(engine):
 
 
 @pytest.mark.parametrize("kind", [ChatCachedRAG, CachedRAGLLM])
+def test_what_a_given_engine_has_already_is_refused(engine, kind):
+    with pytest.raises(ValueError, match="codec, dtype, store: the engine that was given"):
+        kind(engine=engine, store="kv", codec="int8", dtype="float32")
+
+
+def test_a_setting_of_the_store_is_a_field(loads):
+    llm = ChatCachedRAG(model="tiny", first_exact=True, memory_bytes=1 << 20)
+    assert llm.loaded_engine().settings.first_exact
+    assert llm.loaded_engine().settings.memory_bytes == 1 << 20
+    with pytest.raises(ValueError, match="no number of seconds"):
+        ChatCachedRAG(model="tiny", remote_timeout=0)
+    assert "first token" in ChatCachedRAG.model_fields["audit_rate"].description
+
+
+@pytest.mark.parametrize("kind", [ChatCachedRAG, CachedRAGLLM])
 def test_models_are_copied_and_pickled_before_and_after_they_are_used(loads, engine, kind):
     llm = kind(model="tiny", max_tokens=2, model_kwargs={"a": [1]})
     for _ in range(2):

@@ -83,6 +83,18 @@ def test_a_given_engine_is_of_its_own_namespace(engine, tmp_path):
             assert llm.to_dict()["namespace"] == pickle.loads(pickle.dumps(llm)).namespace == "bob"
 
 
+def test_what_a_given_engine_has_already_is_refused(engine):
+    with pytest.raises(ConfigError, match="store, dtype, codec: the engine that was given"):
+        CachedRAGLLM(engine=engine, store="kv", codec="int8", dtype="float32")
+
+
+def test_a_setting_of_the_store_is_a_field(loads):
+    llm = CachedRAGLLM(model="a", first_exact=True)
+    assert llm.loaded_engine().settings.first_exact
+    with pytest.raises(ConfigError, match="no number of seconds"):
+        CachedRAGLLM(model="a", remote_timeout=0)
+
+
 def test_deep_copies_share_the_engine(loads, engine):
     llm = CachedRAGLLM(model="a", max_tokens=1, model_kwargs={"a": [1]})
     llm.complete("x")

@@ -230,9 +230,9 @@ def test_a_reranker_decides_among_the_candidates(rag, opened):
     shortest = min((hit.text for hit in rag.search(FIRST, 3)), key=len)
     assert [hit.text for hit in other.search(FIRST, 1)] == [shortest]
     assert seen == [(FIRST, 3)]
-    other._reranker = lambda question, texts: [1.0]
+    wrong = opened(sequence_bytes=0, reranker=lambda question, texts: [1.0], candidates=3)
     with pytest.raises(ConfigError, match="1 scores for 3 texts"):
-        other.search(FIRST, 1)
+        wrong.search(FIRST, 1)
 
 
 def test_a_turn_that_was_interrupted_keeps_what_there_is_of_it(rag):

@@ -15,11 +15,11 @@ from conftest import NEW_PROMPTS, tiny_model
 from indexes import WordEmbedding
 from typer.testing import CliRunner
 
-from cached_rag import CachedRAG, ConfigError, DocumentLimits, Engine
+from cached_rag import CachedRAG, ConfigError, Engine
 from cached_rag.cli.main import app
 from cached_rag.cli.terminal import visible
 from cached_rag.errors import DocumentError
-from cached_rag.rag import READERS, confined, load_document
+from cached_rag.rag import READERS, DocumentLimits, confined, load_document
 from cached_rag.rag.confined import ConfinedReader
 
 WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
@@ -60,7 +60,7 @@ BAD = {
     "deep.odt": (nested(100_000), "cannot be read"),
     "long.txt": (b"x" * 2_000_001, "exceed 2000000"),
 }
-LIMITS = DocumentLimits(max_bytes=2_000_000, seconds=2, memory_bytes=200 << 20)
+LIMITS = {"max_document_bytes": 2_000_000, "parse_seconds": 2, "parse_memory_bytes": 200 << 20}
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +75,7 @@ def bad(tmp_path_factory):
 @pytest.fixture
 def opened(tmp_path):
     engine = Engine(tiny_model("llama"), NEW_PROMPTS)
-    made = CachedRAG.open(
-        tmp_path / "index", engine=engine, embedding=WordEmbedding(), limits=LIMITS
-    )
+    made = CachedRAG.open(tmp_path / "index", engine=engine, embedding=WordEmbedding(), **LIMITS)
     with made as rag:
         yield rag
 
@@ -128,7 +126,9 @@ def test_another_process_reads_the_same(tmp_path, name):
 def test_without_limits_no_process_is_begun(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", None)
     (tmp_path / "a.txt").write_text("text")
-    with ConfinedReader(DocumentLimits(seconds=None, memory_bytes=None), tmp_path) as reader:
+    with ConfinedReader(
+        DocumentLimits(parse_seconds=None, parse_memory_bytes=None), tmp_path
+    ) as reader:
         assert reader.load(tmp_path / "a.txt").text == "text"
     with (
         ConfinedReader(DocumentLimits(), tmp_path) as reader,
@@ -166,7 +166,7 @@ def test_a_reader_ends_with_the_process_that_asked(tmp_path):
     code = f"""
 import os
 from pathlib import Path
-from cached_rag import DocumentLimits
+from cached_rag.rag import DocumentLimits
 from cached_rag.rag.confined import ConfinedReader
 reader = ConfinedReader(DocumentLimits(), Path({str(tmp_path)!r}))
 reader.load({str(tmp_path / "a.txt")!r})
@@ -183,8 +183,9 @@ os.kill(os.getpid(), 9)
 @pytest.mark.parametrize(
     "wrong",
     [
-        *({"max_bytes": 0}, {"max_bytes": None}, {"seconds": 0}, {"seconds": float("nan")}),
-        *({"seconds": -1}, {"memory_bytes": -1}, {"memory_bytes": 1 << 70}),
+        *({"max_document_bytes": 0}, {"max_document_bytes": None}, {"max_characters": None}),
+        *({"parse_seconds": 0}, {"parse_seconds": float("nan")}, {"parse_seconds": -1}),
+        *({"parse_memory_bytes": -1}, {"parse_memory_bytes": 1 << 70}),
     ],
 )
 def test_limits_that_cannot_be_are_refused(wrong):
@@ -227,7 +228,14 @@ def test_the_command_line_takes_limits_and_prints_names_safely(tmp_path, model_f
     (docs / "a\x1b[2J.txt").write_bytes(BAD["long.txt"][0])
     (docs / "deep.odt").write_bytes(BAD["deep.odt"][0])
     command = ["ingest", str(docs), "--index", str(tmp_path / "index"), "--model", model_folder]
-    limits = ["--max-document-bytes", "2000000", "--parse-seconds", "2", "--parse-memory", "0"]
+    limits = [
+        "--max-document-bytes",
+        "2000000",
+        "--parse-seconds",
+        "2",
+        "--parse-memory-bytes",
+        "0",
+    ]
     done = CliRunner().invoke(app, [*command, *limits])
     assert done.exit_code == 1, done.output  # nothing could be read
     assert "\x1b[2J" not in done.output

@@ -72,6 +72,22 @@ def test_bounds_reach_the_store(tmp_path):
         assert {name: getattr(rag._store, name) for name in bounds} == bounds
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"memory_bytes": 1000}, "memory_bytes: the engine that was given"),
+        ({"model": "another", "dtype": "float32"}, "model, dtype: the engine"),
+        ({"max_rows": 1}, "max_rows: the engine"),
+        ({"first_exact": True}, "first_exact: an index keeps"),
+        ({"memroy_bytes": 1000}, "did you mean memory_bytes"),
+        ({"context": "everything"}, "context 'everything' is not one of"),
+    ],
+)
+def test_a_setting_that_cannot_apply_is_refused(tmp_path, engine, given, said):
+    with pytest.raises(ConfigError, match=said):
+        CachedRAG.open(tmp_path, engine=engine, **given)
+
+
 def test_ingesting_again_does_only_what_is_new(opened, docs):
     rag = opened()
     ingest(rag, docs)
@@ -177,7 +193,7 @@ def test_two_processes_worth_of_engines_share_an_index(opened, docs):
 def test_other_settings_are_refused(opened, docs):
     ingest(opened(), docs)
     with pytest.raises(IndexMismatchError, match="was made with codec 'raw', not 'int8'"):
-        opened(codec="int8")
+        CachedRAG.open(opened().path, codec="int8")
 
 
 def test_a_typo_binds_no_index(opened, docs, tmp_path, monkeypatch):
@@ -185,7 +201,7 @@ def test_a_typo_binds_no_index(opened, docs, tmp_path, monkeypatch):
     mistaken = CachedRAG.open(tmp_path / "index", "./no-such-model", codec="int8")
     with mistaken, pytest.raises(ModelNotFoundError):
         ingest(mistaken, docs)
-    rag = opened(codec="raw")
+    rag = opened()
     assert ingest(rag, docs).added == 3
     with pytest.raises(IndexMismatchError, match="model 'llama', not"):
         CachedRAG.open(tmp_path / "index", "./no-such-model")

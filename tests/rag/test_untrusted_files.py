@@ -13,9 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cached_rag import DocumentLimits
 from cached_rag.errors import DocumentError
-from cached_rag.rag import confined, load_document, opening
+from cached_rag.rag import DocumentLimits, confined, load_document, opening
 from cached_rag.rag.confined import ConfinedReader, trusted_path
 from cached_rag.rag.finding import look_at
 from cached_rag.rag.limits import text_limit

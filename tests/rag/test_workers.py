@@ -181,11 +181,13 @@ def test_a_remote_store_spares_workers_the_folder(opened, docs, tmp_path, monkey
         ingest(rag, docs, ray=Here())
 
 
-def test_what_workers_cannot_do_is_refused_before_they_are_asked(opened, docs, tmp_path):
+def test_what_workers_cannot_do_is_refused_before_they_are_asked(docs, tmp_path):
     here = Here()
     in_memory = Engine(tiny_model("llama"), StoreConfig())
-    rag = opened("other", engine=in_memory, dtype=None)
-    with pytest.raises(ConfigError, match="in memory only"):
+    with (
+        CachedRAG.open(tmp_path / "other", engine=in_memory, embedding=WordEmbedding()) as rag,
+        pytest.raises(ConfigError, match="in memory only"),
+    ):
         ingest(rag, docs, ray=here)
     assert here.opened == 0
 

@@ -46,10 +46,10 @@ def test_an_address_that_cannot_be_is_refused(host, port):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--max-connections", "0"], "--max-connections"),
-        (["--max-body-bytes", "-1"], "--max-body-bytes"),
-        (["--client-seconds", "-5"], "--client-seconds"),
-        (["--drain-seconds", "-1"], "--drain-seconds"),
+        (["--max-connections", "0"], "max_connections is at least 1"),
+        (["--max-body-bytes", "-1"], "max_body_bytes is at least 1"),
+        (["--client-seconds", "-5"], "client_seconds is at least 1"),
+        (["--drain-seconds", "-1"], "drain_seconds is negative"),
         (["--cors-origin", "page.example"], "https://page.example"),
         (["--cors-origin", "https://page.example/"], "https://page.example"),
         (["--allowed-host", "https://server.example"], "--allowed-host"),

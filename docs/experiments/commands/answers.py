@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from cached_rag.cli.demo import CORPUS
 from cached_rag.cli.options import (
-    BackendName,
-    Device,
-    Dtype,
+    Loading,
     Methods,
     Model,
     NewTokens,
     Repeats,
-    Weights,
     counts,
     names,
 )
 from cached_rag.cli.terminal import Json, err, print_rows
 from cached_rag.defaults import DEFAULT_MODEL
 from cached_rag.evaluation.answers import joined
+from docs.experiments.commands import Loaded
 
 _ROOM = 128  # a prompt is some tokens longer than asked for if its chunks do not fit exactly
 
@@ -37,9 +35,8 @@ def chat(
     new_tokens: NewTokens = 32,
     methods: Methods = "full,prefix,auto",
     repeats: Repeats = 3,
-    dtype: Dtype = None,
-    device: Device = None,
-    weights: Weights = "as stored",
+    *,
+    how: Loaded,
     as_json: Json = False,
 ) -> None:
     """Turns of a chat with documents in its system message: time to first token of each turn."""
@@ -48,7 +45,7 @@ def chat(
     from cached_rag.evaluation.machine import machine
     from docs.experiments.chat import bench_chat
 
-    loaded = submit(lambda: load_model(model, dtype, device, weights)).result()
+    loaded = submit(lambda: load_model(model, **how)).result()
     timing = partial(
         bench_chat,
         loaded,
@@ -85,10 +82,8 @@ def answers(
     new_tokens: NewTokens = 64,
     texts: Annotated[Path, typer.Option(help="Folder of plain texts to cut chunks from.")] = CORPUS,
     repeats: Repeats = 3,
-    dtype: Dtype = None,
-    device: Device = None,
-    weights: Weights = "as stored",
-    backend: BackendName = "transformers",
+    *,
+    how: Loading,
     as_json: Json = False,
 ) -> None:
     """Whole answers over retrieved chunks, beside what people run today (docs/speed.md)."""
@@ -101,8 +96,6 @@ def answers(
     corpus = joined(texts)
     # Nothing is kept of finished prompts, and nothing is computed while another peer answers.
     store = StoreConfig(sequence_bytes=0, write_back=False, learn_prefixes=False)
-    how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
-    how["backend"] = backend
     context = max(lengths, default=0) + new_tokens + _ROOM
     with Engine.load(model, store=store, **how) as engine:
         found, missing = open_peers(Means(engine, model, context, gguf, vllm), names(peers))
@@ -145,10 +138,8 @@ def memory(
     new_tokens: NewTokens = 64,
     texts: Annotated[Path, typer.Option(help="Folder of plain texts to cut chunks from.")] = CORPUS,
     repeats: Repeats = 3,
-    dtype: Dtype = None,
-    device: Device = None,
-    weights: Weights = "as stored",
-    backend: BackendName = "transformers",
+    *,
+    how: Loading,
     as_json: Json = False,
 ) -> None:
     """Peak memory of whole answers: each peer in a process of its own."""
@@ -160,13 +151,13 @@ def memory(
         joined(texts),
         prompt_tokens,
         prompt_tokens + new_tokens + _ROOM,
-        {"dtype": dtype, "device": device, "weights": weights, "backend": backend},
+        how,
         chunk_tokens,
         new_tokens,
         repeats + 1,
         gguf,
     )
-    facts = machine() | {"model": model, "backend": backend}
+    facts = machine() | {"model": model, "backend": how.get("backend", "transformers")}
     print_rows(bench_memory(work, names(peers)), facts, as_json=as_json)
 
 
@@ -177,7 +168,8 @@ def weights_formats(
     model: Model = DEFAULT_MODEL,
     formats: Annotated[str, typer.Option(help="Formats to compare with bf16.")] = "as stored",
     texts: Annotated[int, typer.Option(min=1, help="Texts that are read.")] = 40,
-    dtype: Dtype = None,
+    *,
+    how: Loaded,
     repeats: Repeats = 20,
     as_json: Json = False,
 ) -> None:
@@ -188,5 +180,5 @@ def weights_formats(
 
     examples = [example for path in data for example in load_examples(path)]
     read = ["\n\n".join(example.chunks) for example in examples][:texts]
-    rows = bench_weights(model, names(formats), read, dtype=dtype, repeats=repeats)
+    rows = bench_weights(model, names(formats), read, dtype=how.get("dtype"), repeats=repeats)
     print_rows([*rows], machine() | {"model": model}, as_json=as_json)

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from cached_rag.cli.options import Device, Dtype, Model, Repeats, Weights
+from cached_rag.cli.options import Model, Repeats
 from cached_rag.cli.terminal import Json, print_markdown, print_rows
 from cached_rag.defaults import DEFAULT_MODEL
+from docs.experiments.commands import Loaded
 
 
 def models(
@@ -19,16 +20,15 @@ def models(
         typer.Argument(metavar="NAME", help="Aliases, Hugging Face ids, folders, .gguf files."),
     ],
     repeats: Repeats = 3,
-    dtype: Dtype = None,
-    device: Device = None,
-    weights: Weights = "as stored",
+    *,
+    how: Loaded,
     as_json: Json = False,
 ) -> None:
     """Loading, memory, speed and methods of models, each in its own process (docs/models.md)."""
     from cached_rag.evaluation.machine import machine
     from docs.experiments.models import bench_models
 
-    rows = bench_models(models, dtype=dtype, device=device, weights=weights, repeats=repeats)
+    rows = bench_models(models, repeats=repeats, **how)
     print_markdown(rows, machine(), as_json=as_json)
 
 
@@ -46,8 +46,8 @@ def loading(
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each chunk.")] = 512,
     repeats: Repeats = 3,
     remote: Annotated[str | None, typer.Option(help="A store on another machine.")] = None,
-    dtype: Dtype = None,
-    device: Device = None,
+    *,
+    how: Loaded,
     as_json: Json = False,
 ) -> None:
     """Time to first token with KV on disk, in a temporary folder below this one."""
@@ -55,7 +55,7 @@ def loading(
     from cached_rag.evaluation.machine import machine
     from docs.experiments.loading import bench_loading
 
-    loaded = load_model(model, dtype, device)
+    loaded = load_model(model, **how)
     with tempfile.TemporaryDirectory(dir=".") as folder:
         rows = bench_loading(
             loaded,

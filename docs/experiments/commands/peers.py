@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cached_rag.cli.options import Device, Dtype, Model, NewTokens, Plot, Weights, names
+from cached_rag.cli.options import Loading, Model, NewTokens, Plot, names
 from cached_rag.cli.terminal import Json, err, print_rows
 from cached_rag.defaults import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
@@ -41,9 +41,8 @@ def peers_command(
     vllm: Annotated[str | None, typer.Option(help="Address of a vLLM server.")] = None,
     new_tokens: NewTokens = 32,
     plot: Plot = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    weights: Weights = "as stored",
+    *,
+    how: Loading,
     as_json: Json = False,
 ) -> None:
     """RAG as people use it, beside the programs they use today (docs/speed.md)."""
@@ -54,7 +53,6 @@ def peers_command(
     from docs.experiments.peers_plot import plot_peers
     from docs.experiments.scenarios import bench_scenario
 
-    how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
     with Engine.load(model, store=NEW_PROMPTS, **how) as engine:
         facts = machine(engine.model)
         asked = _scenarios(engine, data, names(scenarios), questions + 1)

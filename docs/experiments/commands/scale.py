@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cached_rag.cli.options import Device, Dtype, Model, numbers
+from cached_rag.cli.options import Loading, Model, numbers
 from cached_rag.cli.terminal import (
     Json,
     out,
@@ -49,8 +49,8 @@ def scale(
         str, typer.Option(help="Shares of chunks to keep in the replayed trace.")
     ] = "0.01,0.03,0.1,0.3",
     seed: Annotated[int, typer.Option(help="Of the trace.")] = 0,
-    dtype: Dtype = None,
-    device: Device = None,
+    *,
+    how: Loading,
     as_json: Json = False,
 ) -> None:
     """Hours, bytes and dollars of 10^4 to 10^8 chunks, and which of them to keep."""
@@ -59,7 +59,7 @@ def scale(
     from docs.experiments.scale import Constants, answer_seconds, places, scale_row
 
     if tokens_per_s is None or token_bytes is None:
-        rate, weight = _measured(model, codec, chunk_tokens, dtype, device)
+        rate, weight = _measured(model, codec, chunk_tokens, how)
         tokens_per_s, token_bytes = tokens_per_s or rate, token_bytes or weight
     known = Constants(
         tokens_per_s,
@@ -110,12 +110,12 @@ def _cell(value: object) -> object:
 
 
 def _measured(
-    model: str, codec: str, chunk_tokens: int, dtype: str | None, device: str | None
+    model: str, codec: str, chunk_tokens: int, how: dict[str, Any]
 ) -> tuple[float, float]:
     from cached_rag import Engine, StoreConfig
     from docs.experiments.scale import measured
 
     with tempfile.TemporaryDirectory() as folder:
         store = StoreConfig(path=folder, codec=codec)
-        with Engine.load(model, store=store, dtype=dtype, device=device) as engine:
+        with Engine.load(model, store=store, **how) as engine:
             return measured(engine, chunk_tokens)

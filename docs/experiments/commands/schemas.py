@@ -11,11 +11,10 @@ import typer
 from rich.progress import Progress
 
 from cached_rag.cli.options import (
-    Device,
-    Dtype,
-    MaxTokens,
+    Loading,
     Methods,
     Model,
+    NewTokens,
     Plot,
     Repeats,
     names,
@@ -32,6 +31,7 @@ from cached_rag.cli.terminal import (
 )
 from cached_rag.defaults import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
+from docs.experiments.commands import Loaded
 
 File = Annotated[Path, typer.Argument(help="A <schema>.")]
 
@@ -41,8 +41,8 @@ def schema_eval(
     model: Model = DEFAULT_MODEL,
     methods: Methods = "reuse,auto",
     prompts: Annotated[int, typer.Option(min=1, help="Random prompts.")] = 20,
-    dtype: Dtype = None,
-    device: Device = None,
+    *,
+    how: Loading,
     as_json: Json = False,
 ) -> None:
     """What each layout, encoding and method costs in quality, on random prompts of a schema."""
@@ -53,7 +53,7 @@ def schema_eval(
 
     schema, trials = Schema.from_file(file), schema_trials(names(methods))
     with (
-        Engine.load(model, store=NEW_PROMPTS, dtype=dtype, device=device) as engine,
+        Engine.load(model, store=NEW_PROMPTS, **how) as engine,
         Progress(console=err, disable=as_json) as bar,
     ):
         task = bar.add_task(schema.name, total=prompts)
@@ -83,10 +83,10 @@ def schema_demo(
         typer.Argument(metavar="NAMES", help="code, learner or trip; all by default."),
     ] = None,
     model: Model = DEFAULT_MODEL,
-    max_tokens: MaxTokens = 48,
+    max_tokens: NewTokens = 48,
     repeats: Repeats = 3,
-    dtype: Dtype = None,
-    device: Device = None,
+    *,
+    how: Loading,
     as_json: Json = False,
 ) -> None:
     """The three applications of the Prompt Cache paper, cached against full prefill."""
@@ -100,7 +100,7 @@ def schema_demo(
     if unknown := [name for name in chosen if name not in EXAMPLES]:
         raise ConfigError(f"no example {unknown[0]!r}; there are {', '.join(EXAMPLES)}")
     found: dict[str, Any] = {}
-    with Engine.load(model, store=NEW_PROMPTS, dtype=dtype, device=device) as engine:
+    with Engine.load(model, store=NEW_PROMPTS, **how) as engine:
         for name in chosen:
             for prompt in EXAMPLES[name]().prompts:
                 rows = bench_prompt(engine, prompt, max_tokens=max_tokens, repeats=repeats)
@@ -128,8 +128,8 @@ def schema_lengths(
     method: Annotated[str, typer.Option(help="What is timed against full prefill.")] = "reuse",
     repeats: Repeats = 3,
     plot: Plot = None,
-    dtype: Dtype = None,
-    device: Device = None,
+    *,
+    how: Loaded,
     as_json: Json = False,
 ) -> None:
     """Time to first token by prompt length: full prefill, KV in memory, KV on this disk."""
@@ -138,7 +138,7 @@ def schema_lengths(
     from docs.experiments.lengths import bench_lengths, plot_lengths
 
     wanted = numbers(lengths, int, "lengths are numbers")
-    loaded = load_model(model, dtype, device)
+    loaded = load_model(model, **how)
     with (
         tempfile.TemporaryDirectory(dir=".") as folder,
         Progress(console=err, disable=as_json) as bar,

@@ -10,22 +10,19 @@ from typing import Annotated, Any
 import typer
 
 from cached_rag.cli.options import (
-    BackendName,
-    Device,
-    Drafts,
-    Dtype,
+    Loading,
     Methods,
     Model,
     NewTokens,
     Plot,
     Repeats,
-    Weights,
     counts,
     names,
     numbers,
 )
 from cached_rag.cli.terminal import Json, print_rows
 from cached_rag.defaults import DEFAULT_MODEL
+from docs.experiments.commands import Loaded
 
 
 def serving(
@@ -48,9 +45,8 @@ def serving(
         ),
     ] = "",
     repeats: Repeats = 3,
-    dtype: Dtype = None,
-    device: Device = None,
-    weights: Weights = "as stored",
+    *,
+    how: Loaded,
     as_json: Json = False,
 ) -> None:
     """Many answers to prompts with one beginning: its KV shared, copied, recomputed, or in turn."""
@@ -59,7 +55,7 @@ def serving(
     from cached_rag.evaluation.machine import machine
     from docs.experiments.serving import bench_arrivals, bench_serving
 
-    loaded = submit(lambda: load_model(model, dtype, device, weights)).result()
+    loaded = submit(lambda: load_model(model, **how)).result()
     together = counts(requests, "requests")
     options: dict[str, Any] = {
         "shared_tokens": shared_tokens,
@@ -88,9 +84,8 @@ def attention(
     ] = "512,1024,2048,4096",
     private_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer's own.")] = 128,
     plot: Plot = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    weights: Weights = "as stored",
+    *,
+    how: Loaded,
     as_json: Json = False,
 ) -> None:
     """One layer's attention, shared KV read once or copied; beside it RelayAttention's theory."""
@@ -98,7 +93,7 @@ def attention(
     from cached_rag.evaluation.machine import machine
     from docs.experiments.attention import bench_attention, plot_attention, query_heads
 
-    loaded = load_model(model, dtype, device, weights)
+    loaded = load_model(model, **how)
     rows = bench_attention(
         loaded.shapes,
         query_heads(loaded),
@@ -120,9 +115,8 @@ def kernels(
         str, typer.Option(help="Keys that they attend to, comma-separated.")
     ] = "256,512,1024,1536,2048,3072,4096,8192",
     repeats: Repeats = 15,
-    dtype: Dtype = None,
-    device: Device = None,
-    weights: Weights = "as stored",
+    *,
+    how: Loaded,
     as_json: Json = False,
 ) -> None:
     """Attention over keys that all tokens see: torch's flash kernel against matrix products."""
@@ -131,7 +125,7 @@ def kernels(
     from docs.experiments.attention import query_heads
     from docs.experiments.kernels import bench_kernels
 
-    loaded = load_model(model, dtype, device, weights)
+    loaded = load_model(model, **how)
     rows = bench_kernels(
         loaded.shapes,
         query_heads(loaded),
@@ -155,14 +149,12 @@ def traffic(
         typer.Option(min=0, help="Draw each question's chunks from so many of its set."),
     ] = 0,
     new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 32,
-    drafts: Drafts = True,
+    drafts: Annotated[bool, typer.Option(help="See GenerationConfig.")] = True,
     vllm: Annotated[
         str | None, typer.Option(help="Address of a vLLM server, which is asked, too.")
     ] = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    weights: Weights = "as stored",
-    backend: BackendName = "transformers",
+    *,
+    how: Loading,
     as_json: Json = False,
 ) -> None:
     """Several clients with questions over shared chunks: requests a second, time to first token."""
@@ -173,8 +165,6 @@ def traffic(
     from docs.experiments.peers.vllm import Vllm
     from docs.experiments.traffic import bench_traffic, drawn
 
-    how: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights}
-    how["backend"] = backend
     together = counts(clients, "clients")
     server = Vllm(vllm) if vllm else None
     with Engine.load(model, store=NEW_PROMPTS, **how) as engine:

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from cached_rag.cli.options import Device, Dtype, Model, Weights, numbers
+from cached_rag.cli.options import Model, numbers
 from cached_rag.cli.terminal import Json, err, print_rows
 from cached_rag.defaults import DEFAULT_MODEL
+from docs.experiments.commands import Loaded
 
 
 def stored(
@@ -25,9 +26,8 @@ def stored(
         Path | None,
         typer.Option(help="An empty folder for the files, which stay; else a temporary one."),
     ] = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    weights: Weights = "as stored",
+    *,
+    how: Loaded,
     as_json: Json = False,
 ) -> None:
     """Opening, finding and reading where so many chunks are really stored (docs/scale.md)."""
@@ -36,7 +36,7 @@ def stored(
     from docs.experiments.stored import bench_stored
 
     counts = [round(count) for count in numbers(chunks, float, "chunks are numbers")]
-    loaded = load_model(model, dtype=dtype, device=device, weights=weights)
+    loaded = load_model(model, **how)
     with (
         tempfile.TemporaryDirectory() as temporary,
         Progress(console=err, disable=as_json) as bar,

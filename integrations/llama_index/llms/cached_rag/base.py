@@ -77,7 +77,14 @@ class CachedRAGLLM(PromptingLLM):
         if unknown := data.keys() - type(self).model_fields.keys():
             raise ConfigError(unknown_settings(sorted(unknown), type(self).model_fields))
         super().__init__(**data)
+        self.loaded_with()
         if engine is not None:
+            given = [name for name in self.changed_settings() if name != "namespace"]
+            if given:
+                raise ConfigError(
+                    f"{', '.join(given)}: the engine that was given is loaded, and has a store of "
+                    "its own; give these to Engine.load, or leave engine= out"
+                )
             self._give(engine)
         if data.get("messages_to_prompt") is None:
             self.messages_to_prompt = OwnTemplate(self)

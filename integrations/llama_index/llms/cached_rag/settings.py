@@ -6,35 +6,33 @@ Uses public names of `cached_rag` only; knows no message and no tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from llama_index.core.bridge.pydantic import (
     BaseModel,
     Field,
     PrivateAttr,
     SecretStr,
+    create_model,
     field_serializer,
     field_validator,
 )
 
-from cached_rag import CachedRAG, ConfigError, Engine, GenerationConfig, StoreConfig
-from cached_rag.spi import DEFAULT_MODEL
+from cached_rag import CachedRAG, ConfigError, Engine, GenerationConfig, ModelConfig, StoreConfig
+from cached_rag.spi import DEFAULT_MODEL, parted, settings_of
 
-# Settings that an engine is loaded with, and those by which it is another engine.
-_LOADING = (
-    *("dtype", "device", "weights", "backend", "revision", "adapter"),
-    *("model_kwargs", "chat_template_kwargs"),
-)
-_OWN = ("model", "store", "remote", "signing_key", "sequence_bytes", "namespace", *_LOADING)
-_GENERATION = (
-    *("method", "quality", "recompute_ratio", "temperature", "top_p", "top_k", "max_tokens"),
-    *("stop", "seed"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "drafts"),
-)
+# What only a call can ask for.
+_OF_A_CALL = ("check_layer", "gradual", "adaptive", "ignore_eos", "logprobs", "grammar")
+_ANSWERS = settings_of(GenerationConfig)
+_GENERATION = tuple(name for name in _ANSWERS if name not in _OF_A_CALL)
+# What an engine is loaded with, besides its model and its store's folder.
+_LOADED_WITH = settings_of(ModelConfig, StoreConfig)
+_LOADING = tuple(name for name in _LOADED_WITH if name != "path")
+_OWN = ("model", "store", *_LOADING)
 # Options of a call that say how a hosted model is reached: a local one has no use for them.
 _REMOTE = frozenset({"extra_headers", "extra_query", "timeout"})
-_NEVER_NONE = {one.name for one in fields(GenerationConfig) if one.default is not None}
+_NEVER_NONE = {name for name, one in _ANSWERS.items() if one.default is not None}
 _HIDDEN = "**********"
 
 
@@ -55,52 +53,38 @@ class _Held:
         return self
 
 
-class EngineSettings(BaseModel):
-    """Settings of a model and its store, and of answers. Nothing is loaded before it is needed."""
+if TYPE_CHECKING:
+
+    class Settings(BaseModel):
+        """Its fields are made below."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    Settings = create_model(
+        "Settings",
+        **{
+            name: (one.type, Field(one.default, description=one.help, repr=name != "remote"))
+            for name, one in (_LOADED_WITH | _ANSWERS).items()
+            if name in (*_LOADING, *_GENERATION)
+        },
+    )
+
+
+class EngineSettings(Settings):
+    """Settings of a model and its store, and of answers. Nothing is loaded before it is needed.
+
+    Besides those that stand here, the fields are the settings of `ModelConfig` and `StoreConfig`,
+    and of `GenerationConfig` all that a whole application can want.
+    """
 
     model: str = Field(default=DEFAULT_MODEL, description="Alias, hub id, folder or GGUF file.")
     store: str | None = Field(default=None, description="Folder for KV; None keeps it in memory.")
-    remote: str | None = Field(
-        default=None,
-        repr=False,
-        description="A KV store that several machines share, such as redis://host:6379/0.",
-    )
     signing_key: SecretStr | None = Field(
         default=None, description="KV on disk and there that is not signed with it is not used."
     )
-    sequence_bytes: int | None = Field(
-        default=None,
-        ge=0,
-        description="Most bytes of KV of finished prompts, kept for their chats' next turns; 0: "
-        "none; None: a quarter of what chunks may have in memory.",
-    )
-    namespace: str = Field(default="", description="Tenants never share KV.")
-    dtype: str | None = Field(default=None, description="None: the fastest this machine has.")
-    device: str | None = Field(default=None, description="None: the best this machine has.")
-    weights: str = Field(default="as stored", description="as stored, bf16, int8 or int4.")
-    backend: str = Field(default="transformers", description="Or llama.cpp, which runs a GGUF.")
-    revision: str | None = Field(default=None, description="Branch, tag or commit of a hub id.")
-    adapter: str | None = Field(default=None, description="Folder or hub id of a LoRA adapter.")
-    model_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Further options of the model's from_pretrained."
-    )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="For the chat template, such as enable_thinking=False."
-    )
     context_window: int | None = Field(default=None, description="Less than the model's own.")
-    method: str = Field(default="auto", description="How cached KV is used.")
-    quality: str | None = Field(default=None, description="Instead: exact, auto or fast.")
-    recompute_ratio: float | None = Field(default=None, description="Share to recompute.")
-    temperature: float = Field(default=0.0, description="0 decodes greedily.")
-    top_p: float = Field(default=1.0, description="Nucleus sampling.")
-    top_k: int = Field(default=0, description="Top-k sampling; 0 for none.")
-    max_tokens: int = Field(default=256, description="Most tokens of an answer.")
     stop: list[str] | None = Field(default=None, description="Strings that end the answer.")
-    seed: int | None = Field(default=None, description="Makes sampling repeatable.")
-    repetition_penalty: float | None = Field(default=None, description="None: the model's own.")
-    presence_penalty: float = Field(default=0.0, description="-2 to 2, as OpenAI's.")
-    frequency_penalty: float = Field(default=0.0, description="-2 to 2, as OpenAI's.")
-    drafts: bool = Field(default=True, description="Several tokens a pass where answers copy.")
     _held: _Held | None = PrivateAttr(default=None)
 
     @field_serializer("signing_key")
@@ -152,15 +136,24 @@ class EngineSettings(BaseModel):
         return tuple(repr(value) if isinstance(value, dict) else value for value in found)
 
     def _shared(self) -> Engine:
-        store = StoreConfig(
-            path=self.store,
-            remote=self.remote,
-            signing_key=self.signing_key.get_secret_value() if self.signing_key else None,
-            namespace=self.namespace,
-            sequence_bytes=self.sequence_bytes,
-        )
-        options: Any = {name: getattr(self, name) for name in _LOADING}
+        store, options = self.loaded_with()
         return Engine.shared(self.model, store=store, **options)
+
+    def loaded_with(self) -> tuple[StoreConfig, dict[str, Any]]:
+        """A store's settings, and the other options of `Engine.load`.
+
+        Raises:
+            ConfigError: one of them is none.
+        """
+        own = {name: getattr(self, name) for name in _LOADING}
+        own["signing_key"] = self.signing_key and self.signing_key.get_secret_value()
+        model, store = parted(own, ModelConfig, StoreConfig)
+        return StoreConfig(path=self.store, **store), model
+
+    def changed_settings(self) -> list[str]:
+        """Of what an engine is loaded with, the names of all that are not the default."""
+        own = [n for n in _LOADING if getattr(self, n) != _LOADED_WITH[n].default]
+        return own if self.store is None else ["store", *own]
 
     def _config(self, options: dict[str, Any]) -> GenerationConfig:
         settings = {name: getattr(self, name) for name in _GENERATION}

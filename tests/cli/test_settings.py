@@ -1,0 +1,160 @@
+"""Options of commands come from the classes of settings, and from a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from cached_rag.cli.main import app, main
+from cached_rag.cli.settings import FILE, SettingsCommand, Takes, with_settings
+from cached_rag.config import BatchConfig, GenerationConfig, ModelConfig, StoreConfig
+from cached_rag.errors import ConfigError
+from cached_rag.options import parted, settings_of
+from cached_rag.rag.limits import DocumentLimits
+from cached_rag.rag.settings import IndexConfig, Reranking, Retrieval
+from cached_rag.server.settings import ServerConfig
+
+KINDS = (
+    *(GenerationConfig, ModelConfig, StoreConfig, BatchConfig, IndexConfig, Retrieval, Reranking),
+    *(DocumentLimits, ServerConfig),
+)
+# Lines of a terminal of usual size.
+SCREEN = 40
+COMMANDS = (
+    *("ask", "chat", "explain", "search", "list", "delete", "demo", "doctor", "serve", "ingest"),
+    *("eval", "bench", "bench answers", "schema run", "schema encode", "store prune"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Painting:
+    """How a wall is painted.
+
+    Attributes:
+        colour: what it is painted with: a name; None for white.
+        coats, layers: how many of them. Each
+            dries for a day.
+        is_wet: go on at once.
+        names: of the painters.
+        extra: whatever else there is.
+    """
+
+    colour: str | None = None
+    coats: int = 2
+    layers: float = 1.5
+    is_wet: bool = False
+    names: tuple[str, ...] = ()
+    extra: Mapping[str, Any] | None = None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_setting_has_help(kind):
+    assert not [one.name for one in settings_of(kind).values() if len(one.help) < 10]
+
+
+def test_help_comes_from_the_docstring():
+    found = settings_of(Painting)
+    assert found["colour"].help == "what it is painted with: a name; None for white."
+    assert found["coats"].help == found["layers"].help == "how many of them. Each dries for a day."
+    assert found["coats"].default == 2
+
+
+def painted(arguments: list[str]) -> dict[str, Any]:
+    """What a command is given that takes these arguments."""
+    given: dict[str, Any] = {}
+
+    def paint(how: Annotated[dict[str, Any], Takes((Painting,), defaults={"coats": 3})]) -> None:
+        given.update(how)
+
+    cli = typer.Typer()
+    cli.command(cls=SettingsCommand)(with_settings(paint))
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0, result.output
+    return given
+
+
+def test_only_what_is_given_reaches_the_command():
+    assert painted([]) == {"coats": 3}
+    assert painted(["--colour", "red", "--names", "a", "--names", "b", "--is-wet"]) == {
+        "colour": "red",
+        "names": ("a", "b"),
+        "is_wet": True,
+        "coats": 3,
+    }
+    assert painted(["--coats", "1", "--layers", "2", "--extra", '{"a": [1]}']) == {
+        "coats": 1,
+        "layers": 2.0,
+        "extra": {"a": [1]},
+    }
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_a_screen_and_help_all_has_the_rest(command):
+    runner, words = CliRunner(), command.split()
+    brief = runner.invoke(app, [*words, "--help"], env={"COLUMNS": "80"})
+    assert brief.exit_code == 0
+    assert len(brief.output.splitlines()) <= SCREEN
+    if "--help-all" in brief.output:
+        whole = runner.invoke(app, [*words, "--help-all"], env={"COLUMNS": "80"})
+        assert whole.exit_code == 0
+        assert len(whole.output) > len(brief.output)
+
+
+def test_no_option_of_the_command_line_names_code_to_load():
+    assert "--model-kwargs" not in CliRunner().invoke(app, ["serve", "--help-all"]).output
+
+
+@pytest.fixture
+def listed(tmp_path, monkeypatch, capsys):
+    """What `list` is told, by a file of settings in the working folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(text: str, *arguments: str) -> str:
+        FILE.write_text(text)
+        monkeypatch.setattr("sys.argv", ["cached-rag", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert stopped.value.code == 1
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_settings_come_from_a_file(listed):
+    assert "no index at there" in listed('index = "there"', "list")
+    assert "no index at here" in listed('index = "there"\n[list]\nindex = "here"', "list")
+    assert "no index at given" in listed('index = "there"', "list", "--index", "given")
+    assert "settings of cached-rag.toml" in listed('index = "there"', "list")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('indx = "a"', "did you mean index?"),
+        ("[list]\nport = 1", "[list]: unknown setting"),
+        ("a = ", "cannot be read"),
+        ("model_kwargs = {}", "unknown setting"),
+    ],
+)
+def test_what_no_command_has_is_refused(listed, text, said):
+    assert said in " ".join(listed(text, "list").split())
+
+
+def test_a_setting_reaches_the_class_that_has_it():
+    model, store = parted({"dtype": "float32", "codec": "int8"}, ModelConfig, StoreConfig)
+    assert (model, store) == ({"dtype": "float32"}, {"codec": "int8"})
+    with pytest.raises(ConfigError, match="did you mean dtype"):
+        parted({"dtyp": "float32"}, ModelConfig, StoreConfig)
+
+
+def test_bad_json_is_said():
+    with pytest.raises(ConfigError, match="JSON object"):
+        Takes((ModelConfig,)).taken(
+            dict.fromkeys(settings_of(ModelConfig)) | {"chat_template_kwargs": json.dumps([1])}
+        )
