@@ -10,7 +10,7 @@ import typer
 
 from cached_rag.cli.demo import CORPUS
 from cached_rag.cli.options import Loading, Model, counts, names
-from cached_rag.cli.settings import SettingsCommand, Takes, with_settings
+from cached_rag.cli.settings import OptionsOf, SettingsCommand, with_settings
 from cached_rag.cli.terminal import (
     Json,
     out,
@@ -99,7 +99,9 @@ def ttft(
     context: typer.Context,
     model: Model = DEFAULT_MODEL,
     *,
-    work: Annotated[dict[str, Any], Takes((FirstTokens,), shown=tuple(settings_of(FirstTokens)))],
+    work: Annotated[
+        dict[str, Any], OptionsOf((FirstTokens,), shown=tuple(settings_of(FirstTokens)))
+    ],
     how: Loading,
     as_json: Json = False,
 ) -> None:
@@ -164,7 +166,7 @@ def _refuse_options(context: typer.Context) -> None:
 def answers(
     model: Model = DEFAULT_MODEL,
     *,
-    work: Annotated[dict[str, Any], Takes((Answers,), shown=tuple(settings_of(Answers)))],
+    work: Annotated[dict[str, Any], OptionsOf((Answers,), shown=tuple(settings_of(Answers)))],
     how: Loading,
     as_json: Json = False,
 ) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.table import Table
 
 from cached_rag.cli.options import Index, IndexModel
-from cached_rag.cli.settings import Takes
+from cached_rag.cli.settings import OptionsOf
 from cached_rag.cli.terminal import out, sooner
 from cached_rag.kv.private import make_folder
 from cached_rag.rag.settings import IndexConfig
@@ -35,7 +35,7 @@ def demo_command(
     model: IndexModel = None,
     *,
     how: Annotated[
-        dict[str, Any], Takes((IndexConfig,), shown=("codec",), defaults={"sequence_bytes": 0})
+        dict[str, Any], OptionsOf((IndexConfig,), shown=("codec",), defaults={"sequence_bytes": 0})
     ],
 ) -> None:
     """Ingest eight PEPs, ask three questions, compare with full prefill.

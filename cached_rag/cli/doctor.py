@@ -32,7 +32,6 @@ def doctor_command(
         with Engine.load(model or DEFAULT_MODEL, **how) as engine:
             facts, tests = examine(engine), self_test(engine)
     if as_json:
-        facts["modules"] = facts["texts"]  # the count's earlier name
         print_json(facts | {"self_test": [vars(test) | {"passed": test.passed} for test in tests]})
     else:
         verdicts = {

@@ -17,7 +17,7 @@ from cached_rag.cli.options import (
     opening,
     require_index,
 )
-from cached_rag.cli.settings import Takes
+from cached_rag.cli.settings import OptionsOf
 from cached_rag.cli.terminal import Json, out, print_json, print_table
 from cached_rag.rag.naming import shown
 from cached_rag.rag.settings import IndexConfig, Reranking, Retrieval
@@ -52,7 +52,7 @@ def search_command(
     *,
     wanted: Annotated[
         dict[str, Any],
-        Takes(
+        OptionsOf(
             (Retrieval,),
             shown=("k", "where", "min_score"),
             but=("answer_anyway", "reorder"),
@@ -61,7 +61,9 @@ def search_command(
     ],
     how: Annotated[
         dict[str, Any],
-        Takes((IndexConfig, Reranking), shown=("search", "reranker", "candidates"), but=SETTLED),
+        OptionsOf(
+            (IndexConfig, Reranking), shown=("search", "reranker", "candidates"), but=SETTLED
+        ),
     ],
     as_json: Json = False,
 ) -> None:

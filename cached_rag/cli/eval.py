@@ -11,10 +11,10 @@ import typer
 from rich.progress import Progress, TextColumn
 
 from cached_rag.cli.options import Loading, Model, names, numbers, to_write
-from cached_rag.cli.settings import Takes
+from cached_rag.cli.settings import OptionsOf
 from cached_rag.cli.terminal import Json, err, out, print_json, print_table
 from cached_rag.defaults import DEFAULT_MODEL
-from cached_rag.evaluation.sample import Sample
+from cached_rag.evaluation.questions import Questions
 
 _METHODS = "full,prefix,reuse,cacheblend,epic,a3,infoflow,prophetkv,random,auto"
 
@@ -58,10 +58,10 @@ def evaluate_command(
     more: Annotated[list[Path] | None, typer.Argument(help="More .jsonl files.")] = None,
     model: Model = DEFAULT_MODEL,
     *,
-    comparing: Annotated[dict[str, Any], Takes((Comparing,), shown=("methods", "ratio"))],
+    comparing: Annotated[dict[str, Any], OptionsOf((Comparing,), shown=("methods", "ratio"))],
     which: Annotated[
         dict[str, Any],
-        Takes((Sample,), shown=("limit", "chunks", "answers")),
+        OptionsOf((Questions,), shown=("limit", "chunks", "answers")),
     ],
     how: Loading,
     as_json: Json = False,
@@ -84,7 +84,7 @@ def evaluate_command(
     asked, data = Comparing(**comparing), [*data, *(more or [])]
     ratios = numbers(asked.ratio, float, "a ratio is a number from 0 to 1")
     trials = make_trials(names(asked.methods), ratios)
-    settings = Settings(tuple(data), tuple(trials), Sample(**which))
+    settings = Settings(tuple(data), tuple(trials), Questions(**which))
     with Engine.load(model, **how) as engine:
         named = asked.journal and Path(asked.journal)
         where = named or cache_dir() / "eval" / f"{settings.digest(engine)}.jsonl"

@@ -19,7 +19,7 @@ from cached_rag.cli.options import (
     IndexModel,
     signed,
 )
-from cached_rag.cli.settings import SettingsCommand, Takes
+from cached_rag.cli.settings import OptionsOf, SettingsCommand
 from cached_rag.cli.terminal import Json, err, out, print_json
 from cached_rag.config import ModelConfig, StoreConfig
 from cached_rag.options import require
@@ -38,7 +38,7 @@ _MOST_LINES = 20
 
 
 class IngestCommand(SettingsCommand):
-    """Takes `--ray` without an address, too."""
+    """OptionsOf `--ray` without an address, too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Give a lone `--ray` the address of this machine."""
@@ -116,11 +116,11 @@ def ingest_command(
     model: IndexModel = None,
     *,
     taking: Annotated[
-        dict[str, Any], Takes((Ingesting,), shown=("delete_missing", "watch", "ray"))
+        dict[str, Any], OptionsOf((Ingesting,), shown=("delete_missing", "watch", "ray"))
     ],
     how: Annotated[
         dict[str, Any],
-        Takes(
+        OptionsOf(
             (IndexConfig, ModelConfig, StoreConfig, DocumentLimits),
             shown=("chunk_tokens", "codec", "context", "search", "device", "remote"),
             but=NOT_OF_AN_INDEX,

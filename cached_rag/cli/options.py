@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from cached_rag.cli.settings import Takes
+from cached_rag.cli.settings import OptionsOf
 from cached_rag.config import GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError
 from cached_rag.rag.settings import IndexConfig, Retrieval
@@ -63,7 +63,7 @@ Plot = Annotated[
 ]
 
 # How a model is loaded. Of its `model_kwargs` some load code, which no file of settings may name.
-LOADING = Takes(
+LOADING = OptionsOf(
     (ModelConfig,), shown=("device", "dtype", "weights", "backend"), but=("model_kwargs",)
 )
 Loading = Annotated[dict[str, Any], LOADING]
@@ -91,9 +91,9 @@ def filters(where: list[str]) -> dict[str, list[str]]:
     return found
 
 
-def answering(*kinds: type, shown: tuple[str, ...] = (), **defaults: Any) -> Takes:
+def answering(*kinds: type, shown: tuple[str, ...] = (), **defaults: Any) -> OptionsOf:
     """Which chunks a question is answered from, and how."""
-    return Takes(
+    return OptionsOf(
         (*kinds, GenerationConfig),
         shown=("k", "method", "quality", "max_tokens", *shown),
         but=_OF_PROGRAMS,
@@ -102,9 +102,9 @@ def answering(*kinds: type, shown: tuple[str, ...] = (), **defaults: Any) -> Tak
     )
 
 
-def opening(*kinds: type, shown: tuple[str, ...] = (), **defaults: Any) -> Takes:
+def opening(*kinds: type, shown: tuple[str, ...] = (), **defaults: Any) -> OptionsOf:
     """How an index that is there is opened: all but what its first ingestion settled."""
-    return Takes(
+    return OptionsOf(
         (IndexConfig, *kinds, ModelConfig, StoreConfig),
         shown=("search", "device", "backend", "remote", *shown),
         but=(*SETTLED, *NOT_OF_AN_INDEX),

@@ -12,7 +12,7 @@ from rich.tree import Tree
 
 from cached_rag.cli.ask import plainly
 from cached_rag.cli.options import Loading, Model, answering
-from cached_rag.cli.settings import SettingsCommand, Takes, with_settings
+from cached_rag.cli.settings import OptionsOf, SettingsCommand, with_settings
 from cached_rag.cli.terminal import Json, err, out, print_json, print_reports
 from cached_rag.defaults import DEFAULT_MODEL
 from cached_rag.errors import ConfigError, PMLError
@@ -47,7 +47,7 @@ class Placing:
         return Schema.from_file(file, layout=self.layout, behind=self.behind)
 
 
-_PLACING = Takes((Placing,), shown=("store", "layout", "behind"))
+_PLACING = OptionsOf((Placing,), shown=("store", "layout", "behind"))
 
 
 @schema_app.command()
@@ -152,7 +152,7 @@ def run(
     prompt: PromptIn,
     model: Model = DEFAULT_MODEL,
     *,
-    saying: Annotated[dict[str, Any], Takes((Saying,), shown=("text", "compare"))],
+    saying: Annotated[dict[str, Any], OptionsOf((Saying,), shown=("text", "compare"))],
     where: Annotated[dict[str, Any], _PLACING],
     asked: Annotated[dict[str, Any], answering(max_tokens=128)],
     how: Loading,

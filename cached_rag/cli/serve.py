@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from cached_rag.cli.options import ENVIRONMENT, LOADING, IndexModel, at_home, require_index, signed
-from cached_rag.cli.settings import Takes
+from cached_rag.cli.settings import OptionsOf
 from cached_rag.cli.terminal import err
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.defaults import DEFAULT_MODEL
@@ -17,17 +17,17 @@ from cached_rag.options import settings_of
 from cached_rag.server.settings import ServerConfig
 
 _OF_REQUESTS = ("method", "quality", "recompute_ratio")
-_LISTENING = Takes(
+_LISTENING = OptionsOf(
     (ServerConfig,),
     shown=("host", "port", "name", "api_key"),
     environment={"api_key": "CACHED_RAG_API_KEYS"},
 )
-_USUAL = Takes(
+_USUAL = OptionsOf(
     (GenerationConfig,),
     shown=("method", "quality"),
     but=tuple(name for name in settings_of(GenerationConfig) if name not in _OF_REQUESTS),
 )
-_ENGINE = Takes(
+_ENGINE = OptionsOf(
     (*LOADING.kinds, StoreConfig, BatchConfig),
     shown=(*LOADING.shown, "memory_bytes", "disk_bytes", "max_rows", "remote"),
     but=(*LOADING.but, "path", "namespace", "signing_key"),

@@ -30,7 +30,7 @@ _WORDS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True)
-class Takes:
+class OptionsOf:
     """Settings that a command has as options.
 
     It annotates a parameter of the command, which gets those that were given, by name.
@@ -94,12 +94,12 @@ class Takes:
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose parameters that `Takes` annotates are options, one for each setting."""
+    """A command whose parameters that `OptionsOf` annotates are options, one for each setting."""
     signature = inspect.signature(command, eval_str=True)
-    takes: dict[str, Takes] = {}
+    takes: dict[str, OptionsOf] = {}
     parameters: list[inspect.Parameter] = []
     for one in signature.parameters.values():
-        found = [given for given in get_args(one.annotation)[1:] if isinstance(given, Takes)]
+        found = [given for given in get_args(one.annotation)[1:] if isinstance(given, OptionsOf)]
         if found:
             takes[one.name] = found[0]
             parameters += found[0].parameters()

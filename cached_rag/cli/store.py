@@ -51,7 +51,7 @@ def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
             "bytes": store.nbytes,
         }
     if as_json:
-        print_json(facts | {"modules": facts["texts"]})  # the count's earlier name
+        print_json(facts)
     else:
         gib = int(str(facts["bytes"])) / 2**30
         out.print(

@@ -12,8 +12,8 @@ from cached_rag.lazily import imports_from
 if TYPE_CHECKING:
     from cached_rag.evaluation.data import Example, load_examples
     from cached_rag.evaluation.journal import Journal, origins
+    from cached_rag.evaluation.questions import Questions
     from cached_rag.evaluation.run import Settings, evaluate
-    from cached_rag.evaluation.sample import Sample
     from cached_rag.evaluation.summary import summarise
     from cached_rag.evaluation.trial import Trial, make_trials
 
@@ -21,7 +21,7 @@ _PLACES = {
     "data": ("Example", "load_examples"),
     "journal": ("Journal", "origins"),
     "run": ("Settings", "evaluate"),
-    "sample": ("Sample",),
+    "questions": ("Questions",),
     "summary": ("summarise",),
     "trial": ("Trial", "make_trials"),
 }
@@ -29,7 +29,7 @@ _PLACES = {
 __all__ = [
     "Example",
     "Journal",
-    "Sample",
+    "Questions",
     "Settings",
     "Trial",
     "evaluate",

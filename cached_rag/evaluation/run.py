@@ -20,7 +20,7 @@ from cached_rag.evaluation.encodings import EncodedEngines
 from cached_rag.evaluation.journal import Journal
 from cached_rag.evaluation.measure import Measurement, figures, read
 from cached_rag.evaluation.metrics import right
-from cached_rag.evaluation.sample import Sample
+from cached_rag.evaluation.questions import Questions
 from cached_rag.evaluation.summary import POOLED
 from cached_rag.evaluation.trial import BASELINE, Trial
 from cached_rag.kv.fingerprint import digest
@@ -43,7 +43,7 @@ class Settings:
 
     data: tuple[Path, ...]
     trials: tuple[Trial, ...]
-    sample: Sample = field(default_factory=Sample)
+    questions: Questions = field(default_factory=Questions)
 
     def __post_init__(self) -> None:
         stems = [path.stem for path in self.data]
@@ -60,14 +60,14 @@ class Settings:
         return {
             "model": engine.model.fingerprint,
             "name": engine.model.name,
-            "generates": self.sample.answers,
+            "generates": self.questions.answers,
             "auto": repr(GenerationConfig().selector()),
             "primer": PRIMER.name,
             "reference": "in the chunks' letter case, divergence along it",
             "tokens": [_ANSWER_TOKENS, _LONG_ANSWER_TOKENS],
             "mapreduce": "of summaries, in parallel",
-            **({"chunks": self.sample.chunks} if self.sample.chunks is not None else {}),
-            **({"joined": self.sample.join} if self.sample.join > 1 else {}),
+            **({"chunks": self.questions.chunks} if self.questions.chunks is not None else {}),
+            **({"joined": self.questions.join} if self.questions.join > 1 else {}),
         }
 
     def digest(self, engine: Engine) -> str:
@@ -80,26 +80,26 @@ class Settings:
         Raises:
             EvaluationError: there is none; or see `load_examples`.
         """
-        found = self.examples(path, self.sample.limit)
-        if self.sample.answer_in == "any":
+        found = self.examples(path, self.questions.limit)
+        if self.questions.answer_in == "any":
             return found
-        is_first = self.sample.answer_in == "first"
+        is_first = self.questions.answer_in == "first"
         asked = [one for one in found if one.is_answered_first == is_first]
         if not asked:
             raise EvaluationError(
                 f"none of {len(found)} questions of {path} is left by "
-                f"answer_in={self.sample.answer_in!r}; leave it out, or raise the limit"
+                f"answer_in={self.questions.answer_in!r}; leave it out, or raise the limit"
             )
         return asked
 
     def examples(self, path: Path, limit: int | None = None) -> list[Example]:
         """The first examples of a file, with the chunks that are wanted."""
         found = load_examples(path, limit)
-        if self.sample.chunks is not None:
-            found = [example.fewer(self.sample.chunks) for example in found]
+        if self.questions.chunks is not None:
+            found = [example.fewer(self.questions.chunks) for example in found]
         return (
-            [example.joined(self.sample.join) for example in found]
-            if self.sample.join > 1
+            [example.joined(self.questions.join) for example in found]
+            if self.questions.join > 1
             else found
         )
 
@@ -158,7 +158,7 @@ def _evaluate_example(
     missing = [trial for trial in settings.trials if key(trial) not in journal]
     if not missing:
         return
-    asked = _Asked(example, encodings, long, settings.sample.answers)
+    asked = _Asked(example, encodings, long, settings.questions.answers)
     full = asked.read(BASELINE)
     for trial in missing:
         reading = full if trial == BASELINE else asked.read(trial)

@@ -8,32 +8,22 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cached_rag.errors import IndexMismatchError, StoreError
+from cached_rag.errors import IndexMismatchError
 from cached_rag.kv.store.base import Problem
 from cached_rag.kv.store.database import Database
-from cached_rag.kv.store.signed import (
-    Row,
-    add_column,
-    add_sums,
-    check,
-    has_column,
-    is_sound,
-    row_sum,
-    sound,
-)
+from cached_rag.kv.store.signed import Row, check, is_sound, row_sum, sound
 from cached_rag.rag.embedding import EMBED_CHUNKS, Embeddings
 from cached_rag.rag.filters import Where
 from cached_rag.rag.hit import Hit
 from cached_rag.rag.roots import SCHEMA as _ROOTS
 from cached_rag.rag.roots import Roots
-from cached_rag.rag.search import BARE, CHUNKS, SIGNED, Search
+from cached_rag.rag.search import CHUNKS, SIGNED, Search
 from cached_rag.rag.settings import RECALLED
 from cached_rag.rag.splitting import Chunk
 
@@ -48,28 +38,19 @@ PRAGMA foreign_keys = ON;
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS documents (
     source TEXT PRIMARY KEY, digest TEXT NOT NULL, title TEXT NOT NULL, is_encoded INTEGER NOT NULL,
-    stamp TEXT NOT NULL DEFAULT ''
+    stamp TEXT NOT NULL
 );
 CREATE TABLE IF NOT EXISTS chunks (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     source TEXT NOT NULL REFERENCES documents (source) ON DELETE CASCADE,
     ordinal INTEGER NOT NULL, text TEXT NOT NULL, vector BLOB NOT NULL,
-    checksum TEXT NOT NULL DEFAULT '', metadata TEXT NOT NULL DEFAULT '{{}}'
+    checksum TEXT NOT NULL, metadata TEXT NOT NULL
 );
 CREATE INDEX IF NOT EXISTS by_source ON chunks (source);
 CREATE INDEX IF NOT EXISTS by_text ON chunks (text);
 CREATE TABLE IF NOT EXISTS unneeded (text TEXT PRIMARY KEY);
 {_ROOTS}
 """
-
-
-def _upgrade(database: Database) -> None:
-    add_sums(database, "chunks", f"SELECT {BARE} {CHUNKS}")
-    add_column(database, "chunks", "metadata", "{}", f"SELECT {BARE}, c.checksum {CHUNKS}")
-    if not has_column(database, "documents", "stamp"):
-        with database.transaction() as connection, suppress(sqlite3.OperationalError):
-            # Fails if another process was faster.
-            connection.execute("ALTER TABLE documents ADD COLUMN stamp TEXT NOT NULL DEFAULT ''")
 
 
 @dataclass(frozen=True)
@@ -93,13 +74,7 @@ class DocumentIndex:
 
     def __init__(self, path: Path | str) -> None:
         self._folder = Path(path).parent
-        self._database = Database(Path(path), _SCHEMA, _upgrade)
-        if self._database.is_read_only and not has_column(self._database, "chunks", "metadata"):
-            self._database.close()
-            raise StoreError(
-                f"{path} was made by an earlier version, and is read-only for this user; open it "
-                "once as a user who may write it"
-            )
+        self._database = Database(Path(path), _SCHEMA)
         self.roots = Roots(self._database)
         self._search = Search(self._database)
 

@@ -87,14 +87,6 @@ class Roots:
         heads = {_head(source) for source in self._sources()}
         return [Root(str(name), Path(str(path))) for name, path in rows if name in heads]
 
-    def old(self) -> list[Root]:
-        """Documents of an earlier version's index, which had no roots; each is taken for a root.
-
-        Their sources are absolute paths until their folder is ingested again.
-        """
-        paths = map(Path, self._sources())
-        return [Root(str(path), path) for path in paths if path.is_absolute()]
-
     def _keep(self, root: Root, renamed: Iterable[tuple[str, str]]) -> None:
         """Remember where a root is now, and change sources, given as (source, new source).
 
@@ -152,9 +144,6 @@ class Roots:
                 f"the index has texts called {root.name} that are of no folder or file; ingest "
                 f"{root.path} by another name (name=, --name), or delete them before"
             )
-        for place in self._old_places(root.name):
-            if not place.exists() and moved_from(str(place)):
-                self.absorb(Root(root.name, place))
         former = next((other.path for other in self.all() if other.name == root.name), None)
         if former is not None and (former.exists() or not moved_from(root.name)):
             raise DocumentError(
@@ -172,11 +161,11 @@ class Roots:
         """
         sources = self._sources()
         taken = set(sources)
-        others = [other for other in (*self.all(), *self.old()) if other.name != root.name]
+        others = [other for other in self.all() if other.name != root.name]
         bases = {other.name: root.source(other.path) for other in others}
         renamed, doubles = [], []
         for source in sources:
-            name = source if source in bases else _head(source)
+            name = _head(source)
             base = bases.get(name)
             if base is None:
                 continue
@@ -230,7 +219,7 @@ class Roots:
         if str(source) in sources:
             return str(source)
         path = absolute(source)
-        named = {root.source(path) for root in (*self.all(), *self.old())}
+        named = {root.source(path) for root in self.all()}
         meant = sorted(source for source in sources if source in named)
         if len(meant) == 1:
             return meant[0]
@@ -244,11 +233,6 @@ class Roots:
 
     def _sources(self) -> list[str]:
         return self._database.read(str, "SELECT source FROM documents ORDER BY source")
-
-    def _old_places(self, name: str) -> set[Path]:
-        """Paths that end in `name` at or above documents whose sources are absolute paths."""
-        paths = [root.path for root in self.old()]
-        return {place for path in paths for place in (path, *path.parents) if place.name == name}
 
 
 def _head(source: str) -> str:

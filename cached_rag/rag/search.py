@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # A chunk's columns without metadata, as an earlier version had it; and those its checksum is of.
-BARE = "c.id, d.title, c.ordinal, c.text, c.vector"
-SIGNED = f"{BARE}, c.metadata"
+SIGNED = "c.id, d.title, c.ordinal, c.text, c.vector, c.metadata"
 CHUNKS = "FROM chunks c JOIN documents d USING (source)"
 # Most values that SQLite takes for one query, with much to spare.
 _MOST_NAMED = 10_000

@@ -82,7 +82,7 @@ def test_sooner_says_later_below_one(ratio, said):
 def test_store_commands_count_verify_and_prune(index):
     where = ["--index", str(index), "--json"]
     stats = json.loads(run(cli.app, ["store", "stats", *where]).stdout)
-    assert stats["texts"] == stats["modules"] == 7  # three chunks twice, and their prefix
+    assert stats["texts"] == 7  # three chunks twice, and their prefix
     assert "7 texts, " in run(cli.app, ["store", "stats", "--index", str(index)]).stdout
     assert run(cli.app, ["store", "verify", *where]).exit_code == 0
     victim = next((index / "kv" / "blobs").glob("*/*"))
@@ -228,7 +228,7 @@ def test_prune_drops_kv_of_other_dtypes_and_says_what(index, tmp_path, model_fol
     assert json.loads(prune(*unused, "--dtype", "bfloat16").stdout)["files"] == 0
     assert json.loads(prune(*unused).stdout) == trial | {"is_dry_run": False}
     assert json.loads(prune(*unused).stdout)["files"] == 0
-    assert json.loads(run(cli.app, ["store", "stats", *where]).stdout)["modules"] == 7
+    assert json.loads(run(cli.app, ["store", "stats", *where]).stdout)["texts"] == 7
     shown = run(cli.app, ["store", "prune", *unused, "--index", str(index)]).stdout
     assert "0 files removed" in shown
     for bad in (["--dry-run"], ["--unused", "--dtype", "float16"]):
@@ -273,7 +273,7 @@ def test_doctor_reports_the_rule_and_passes_its_self_test(model_folder):
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
     assert "half rotary" in facts["position_rule"]
-    assert facts["texts"] == facts["modules"] == 0
+    assert facts["texts"] == 0
     assert facts["prefill_tokens_per_s_512"] >= facts["prefill_tokens_per_s_1024"] > 0
     assert "2 chunks loaded" in facts["loading_from_memory"]
     assert all(test["passed"] for test in facts["self_test"])

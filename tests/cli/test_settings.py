@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from cached_rag.cli.main import app, main
-from cached_rag.cli.settings import FILE, SettingsCommand, Takes, with_settings
+from cached_rag.cli.settings import FILE, OptionsOf, SettingsCommand, with_settings
 from cached_rag.config import BatchConfig, GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError
 from cached_rag.options import parted, settings_of
@@ -69,7 +69,9 @@ def painted(arguments: list[str]) -> dict[str, Any]:
     """What a command is given that takes these arguments."""
     given: dict[str, Any] = {}
 
-    def paint(how: Annotated[dict[str, Any], Takes((Painting,), defaults={"coats": 3})]) -> None:
+    def paint(
+        how: Annotated[dict[str, Any], OptionsOf((Painting,), defaults={"coats": 3})],
+    ) -> None:
         given.update(how)
 
     cli = typer.Typer()
@@ -155,6 +157,6 @@ def test_a_setting_reaches_the_class_that_has_it():
 
 def test_bad_json_is_said():
     with pytest.raises(ConfigError, match="JSON object"):
-        Takes((ModelConfig,)).taken(
+        OptionsOf((ModelConfig,)).taken(
             dict.fromkeys(settings_of(ModelConfig)) | {"chat_template_kwargs": json.dumps([1])}
         )

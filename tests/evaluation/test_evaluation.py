@@ -29,8 +29,8 @@ from cached_rag.evaluation.metrics import (
     rouge_l,
 )
 from cached_rag.evaluation.plot import plot_frontier
+from cached_rag.evaluation.questions import Questions
 from cached_rag.evaluation.run import Settings, evaluate
-from cached_rag.evaluation.sample import Sample
 from cached_rag.evaluation.summary import summarise
 from cached_rag.evaluation.trial import make_trials
 from cached_rag.library.context import PRIMER, primer
@@ -68,7 +68,7 @@ class Letters:
 def run(data, tmp_path, methods, ratios=(0.2,), limit=None, name="journal.jsonl"):
     engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     trials = make_trials(methods, ratios)
-    settings = Settings((data,), tuple(trials), Sample(limit))
+    settings = Settings((data,), tuple(trials), Questions(limit))
     journal = Journal(tmp_path / name, settings.facts(engine))
     evaluate(engine, settings, journal)
     return summarise(settings.chosen(journal), [(t.name, t.ratio) for t in trials]), journal
@@ -451,13 +451,13 @@ def test_fewer_and_longer_chunks_of_the_same_question(data, tmp_path):
     assert [len(chunk.split("\n\n")) for chunk in joined.chunks] == [2, 2, 1]
     assert messages(joined.chunks, "?", long=False) == messages(texts, "?", long=False)
     engine = Engine(tiny_model("llama"), NEW_PROMPTS)
-    found = [Settings((data,), (), Sample(chunks=chunks)) for chunks in (None, 1, 2)]
-    found.append(Settings((data,), (), Sample(join=3)))
+    found = [Settings((data,), (), Questions(chunks=chunks)) for chunks in (None, 1, 2)]
+    found.append(Settings((data,), (), Questions(join=3)))
     assert len({settings.digest(engine) for settings in found}) == 4  # no journal mixes them
     assert [len(settings.examples(data)[0].chunks) for settings in found] == [3, 1, 2, 1]
     for wrong in ({"chunks": 0}, {"join": 0}):
         with pytest.raises(ConfigError, match="at least"):
-            Settings((data,), (), Sample(**wrong))
+            Settings((data,), (), Questions(**wrong))
 
 
 def test_the_frontier_is_drawn(data, tmp_path):
@@ -528,13 +528,13 @@ def test_questions_by_where_their_answers_stand(data):
     assert (first.is_answered_first, other.is_answered_first) == (True, False)
     assert not replace(first, answers=()).is_answered_first
     asked = {
-        which: Settings((data,), (), Sample(answer_in=which)).asked(data)
+        which: Settings((data,), (), Questions(answer_in=which)).asked(data)
         for which in ("any", "first", "others")
     }
     assert len(asked["first"]) == 1  # of the three chunks, each has one answer
     assert sorted(asked["any"], key=str) == sorted([*asked["first"], *asked["others"]], key=str)
     assert all(one.is_answered_first for one in asked["first"])
     with pytest.raises(ConfigError, match="answer_in"):
-        Settings((data,), (), Sample(answer_in="last"))
+        Settings((data,), (), Questions(answer_in="last"))
     with pytest.raises(EvaluationError, match="answer_in='first'"):
-        Settings((data,), (), Sample(limit=1, answer_in="first")).asked(data)
+        Settings((data,), (), Questions(limit=1, answer_in="first")).asked(data)

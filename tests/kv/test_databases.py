@@ -20,7 +20,7 @@ from test_stores import key, module, same
 from cached_rag import CachedRAGError, StoreConfig
 from cached_rag.errors import CorruptBlobError, StoreError
 from cached_rag.kv.store import Catalog, ChunkRecord, DiskStore, Maker, database
-from cached_rag.kv.store.database import Database
+from cached_rag.kv.store.database import LAYOUT, Database
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
 from cached_rag.rag import Chunk, DocumentIndex
@@ -168,24 +168,18 @@ def test_damaged_titles_are_noticed(documents):
         assert index.search(VECTORS[0], 3) == []
 
 
-def test_an_index_of_an_earlier_version_keeps_all_it_has(documents):
-    for column in ("checksum", "metadata"):
-        change(documents, f"ALTER TABLE chunks DROP COLUMN {column}")
-    for _ in range(2):
-        with closing(DocumentIndex(documents)) as index:
-            assert len(index.search(VECTORS[0], 3)) == len(index.texts("a.txt")) == 3
-            assert index.check() == []
-
-
-def test_a_catalog_of_an_earlier_version_keeps_all_it_has(folder):
-    path = folder / "catalog.sqlite"
-    for table in ("modules", "encodings"):
-        change(path, f"ALTER TABLE {table} DROP COLUMN checksum")
-    for _ in range(2):
-        with closing(Catalog(path, "model")) as catalog:
-            assert [r for _, r in catalog.modules()] == [record(1), record(2)]
-            assert catalog.prefixes() == [((7, 8), "")]
-            assert catalog.check() == []
+@pytest.mark.parametrize("is_read_only", [False, True])
+@pytest.mark.parametrize("layout", [0, LAYOUT + 1])
+def test_what_another_version_made_is_left_alone_and_said(
+    documents, monkeypatch, layout, is_read_only
+):
+    change(documents, f"PRAGMA user_version = {layout}")
+    before = documents.read_bytes()
+    if is_read_only:
+        monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(StoreError, match=r"made by another version.*delete it and ingest again"):
+        DocumentIndex(documents)
+    assert documents.read_bytes() == before
 
 
 def test_damaged_tokens_are_left_out_named_and_restored(folder, caplog):

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import resource
 import socket
-import sqlite3
 import stat
 import subprocess
 import sys
@@ -251,27 +250,6 @@ def test_a_question_without_the_key_leaves_signed_kv_alone(tmp_path, caplog):
     assert kept <= files()
     assert caplog.text.count("is signed, and there is no signing_key") == 1
     assert asked(signing_key=KEY) == first
-
-
-def test_files_of_an_earlier_version_are_misses_and_that_is_said_once(tmp_path, caplog):
-    (tmp_path / "blobs" / "aa").mkdir(parents=True)
-    old = tmp_path / "blobs" / "aa" / "aa.raw.safetensors"
-    old.write_bytes(b"of an earlier version")
-    with closing(sqlite3.connect(tmp_path / "index.sqlite")) as connection:
-        connection.execute(
-            "CREATE TABLE blobs (key TEXT, codec TEXT, nbytes INTEGER, checksum TEXT,"
-            " last_used REAL, PRIMARY KEY (key, codec)) WITHOUT ROWID"
-        )
-        connection.execute("INSERT INTO blobs VALUES ('aa', 'raw', 21, 'sum', 1e9)")
-        connection.commit()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            with closing(DiskStore(tmp_path)) as store:
-                assert "aa" not in store
-    assert caplog.text.count("earlier version") == 1
-    with closing(DiskStore(tmp_path)) as store:
-        assert store.prune() == (1, 21)
-    assert not old.exists()
 
 
 @contextmanager

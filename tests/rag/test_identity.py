@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sqlite3
 
 import pytest
 from conftest import CHUNKS, tiny_model
@@ -191,48 +190,6 @@ def test_documents_say_what_they_are(rag, docs):
     found = {document.source: document for document in rag.documents()}["docs/long.txt"]
     assert (found.title, found.is_encoded) == ("A long one", True)
     assert found.chunks == len(rag.index.texts("docs/long.txt")) > 1
-
-
-# Indexes of before: their sources are absolute paths. -----------------------------------------
-
-
-def make_old(index, folder):
-    """Write sources as they were."""
-    with sqlite3.connect(index / "documents.sqlite") as database:
-        for table in ("documents", "chunks"):
-            changed = f"UPDATE {table} SET source = ? || substr(source, length('docs') + 1)"
-            database.execute(changed, (str(folder),))
-        database.execute("DROP TABLE roots")
-    database.close()
-
-
-@pytest.fixture
-def old(rag, docs, tmp_path):
-    """An index of before."""
-    ingest(rag, docs)
-    rag.close()
-    make_old(tmp_path / "index", docs)
-    engine = Engine(tiny_model("llama"), StoreConfig(path=str(tmp_path / "index" / "kv")))
-    with CachedRAG.open(tmp_path / "index", engine=engine, embedding=WordEmbedding()) as opened:
-        yield opened
-
-
-def test_an_old_index_opens_and_answers(old, docs):
-    assert sources(old) == [str(docs / name) for name in ("a.txt", "b.txt", "deep/c.txt")]
-    assert old.ask("copper green", k=2, max_tokens=2).report.modules_hit == 2
-    assert old.delete("docs/a.txt").source == str(docs / "a.txt")
-    assert old.delete(str(docs / "b.txt")).kvs == 2
-
-
-@pytest.mark.parametrize("is_moved", [False, True])
-def test_ingesting_again_gives_an_old_index_names(old, docs, tmp_path, is_moved):
-    if is_moved:
-        (tmp_path / "new").mkdir()
-        docs = docs.rename(tmp_path / "new" / "docs")
-    (docs / "b.txt").unlink()
-    summary = ingest(old, docs, delete_missing=True)
-    assert (summary.added, summary.unchanged, summary.deleted, summary.encoded) == (0, 2, 1, 0)
-    assert sources(old) == ["docs/a.txt", "docs/deep/c.txt"]
 
 
 def test_an_index_stays_where_it_was_opened(docs, tmp_path, monkeypatch, model_folder):

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import io
 import math
-import os
-import sqlite3
-from contextlib import closing
 
 import pytest
-from indexes import WordEmbedding
 from pypdf import PdfReader, PdfWriter
 from test_documents import PDF
 
 from cached_rag import ConfigError
-from cached_rag.errors import DocumentError, StoreError
-from cached_rag.kv.store.signed import row_sum
-from cached_rag.rag import Chunk, DocumentIndex, Splitter, load_document
+from cached_rag.errors import DocumentError
+from cached_rag.rag import Splitter, load_document
 
 PAGE = """<h1>Copper</h1><p>turns green</p><h2>On roofs</h2><p>within years</p>
 <h3>Near the sea</h3><p>sooner</p><h2>In soil</h2><p>seldom</p>"""
@@ -152,27 +147,3 @@ def test_texts_and_folders_keep_out_of_each_others_names(rag, docs):
 def test_metadata_are_named_values(rag, metadata):
     with pytest.raises(ConfigError, match="metadata are"):
         rag.add_texts({"a": "text"}, metadata=metadata, progress=False)
-
-
-def test_an_earlier_versions_index_is_read_and_damage_in_it_stays_damage(tmp_path, monkeypatch):
-    path = tmp_path / "documents.sqlite"
-    vectors = WordEmbedding().embed(["copper", "iron"])
-    index = DocumentIndex(path)
-    index.replace(
-        "a", "", [Chunk("a", "a", n, t) for n, t in enumerate(("copper", "iron"))], vectors
-    )
-    index.close()
-    with closing(sqlite3.connect(path)) as database, database:
-        database.execute("ALTER TABLE chunks DROP COLUMN metadata")
-        rows = database.execute("SELECT id, 'a', ordinal, text, vector FROM chunks").fetchall()
-        sums = [(row_sum(*values), number) for number, *values in rows]
-        database.executemany("UPDATE chunks SET checksum = ? WHERE id = ?", sums)
-        database.execute("UPDATE chunks SET text = 'tin' WHERE ordinal = 1")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda *_: False)
-        with pytest.raises(StoreError, match="earlier version, and is read-only"):
-            DocumentIndex(path)
-    index = DocumentIndex(path)
-    assert [hit.text for hit in index.search(vectors[0], 2)] == ["copper"]
-    assert len(index.check()) == 1
-    index.close()

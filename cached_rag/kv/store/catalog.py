@@ -16,7 +16,7 @@ from cached_rag.kv.store.database import PATIENCE_S, Database
 from cached_rag.kv.store.records import ChunkRecord, Maker, pack, unpack
 from cached_rag.kv.store.removals import Removals
 from cached_rag.kv.store.signed import check, is_sound, row_sum, sound
-from cached_rag.kv.store.tables import DOOMED, DROP_NEEDLESS, SCHEMA, SIGNED, upgrade
+from cached_rag.kv.store.tables import DOOMED, DROP_NEEDLESS, SCHEMA, SIGNED
 
 _MODULES = f"SELECT {SIGNED['modules']}, checksum FROM modules WHERE model = ? AND namespace = ?"
 _PREFIXES = f"SELECT {SIGNED['encodings']}, checksum FROM encodings"
@@ -40,7 +40,7 @@ class Catalog:
         self.maker = Maker(maker) if isinstance(maker, str) else maker
         self.namespace = namespace
         self._scope = (self.maker.model, namespace)
-        self._database = Database(Path(path), SCHEMA, upgrade)
+        self._database = Database(Path(path), SCHEMA)
         self.removals = Removals(self._database, namespace, self._behinds, self.damage)
         if self.maker.name and not self._database.is_read_only:
             self._sign()
@@ -162,8 +162,6 @@ class Catalog:
 
     def learned(self) -> list[str]:
         """The tenant's texts that were marked so, for any model; the oldest first."""
-        if self._database.is_read_only:  # and maybe of an earlier version
-            return []
         query = "SELECT text_digest FROM learned WHERE namespace = ? ORDER BY rowid"
         return self._database.read(str, query, self.namespace)
 

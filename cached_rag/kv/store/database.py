@@ -30,6 +30,8 @@ _T = TypeVar("_T")
 
 # Of the names of the files that SQLite may keep.
 _SUFFIXES = ("", "-wal", "-shm", "-journal")
+# Of the tables that this version reads and writes; a change to any of them takes the next number.
+LAYOUT = 1
 # No file: what it holds is gone with it.
 IN_MEMORY = Path(":memory:")
 
@@ -54,14 +56,14 @@ class Database:
         is_read_only: whether this user may not write the file or its folder.
     """
 
-    def __init__(
-        self, path: Path, schema: str, upgrade: Callable[[Database], object] = lambda _: None
-    ) -> None:
-        """Open or make a file, and bring it to this version's form, unless it is read-only.
+    def __init__(self, path: Path, schema: str) -> None:
+        """Open or make a file.
 
         Args:
             schema: SQL that makes the tables; it is run at each opening.
-            upgrade: called afterwards; changes what an earlier version wrote.
+
+        Raises:
+            StoreError: also if another version of this library made the file.
         """
         if path != IN_MEMORY:
             path = Path(os.path.abspath(path))  # the process may change its folder
@@ -77,13 +79,13 @@ class Database:
         self._frozen: _State | None = None
         with self._explained():
             self._connection = self._connected()
-            if not self.is_read_only:
-                try:
+            try:
+                if not self.is_read_only:
                     self._when_free(lambda: self._set_up(schema), PATIENCE_S)
-                    upgrade(self)
-                except BaseException:
-                    self.close()
-                    raise
+                self._check_layout()
+            except BaseException:
+                self.close()
+                raise
 
     def _connected(self) -> sqlite3.Connection:
         for suffix in _SUFFIXES:
@@ -127,7 +129,22 @@ class Database:
         self._connection.execute("PRAGMA journal_mode=WAL")
         self._connection.execute("PRAGMA synchronous=NORMAL")
         self._connection.execute("PRAGMA secure_delete=ON")  # overwrites what is deleted
+        if not self._layout():
+            self._connection.execute(f"PRAGMA user_version = {LAYOUT}")
+        self._check_layout()
         self._connection.executescript(schema)
+
+    def _layout(self) -> int:
+        """The layout of the tables that there are; 0 where there are none."""
+        (has_tables,) = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        (layout,) = self._connection.execute("PRAGMA user_version").fetchone()
+        return int(layout) if layout or not has_tables else -1
+
+    def _check_layout(self) -> None:
+        if self._layout() not in (0, LAYOUT):
+            raise StoreError(
+                f"{self.path} was made by another version of this library; {self._remedy}"
+            )
 
     @contextmanager
     def transaction(self, patience_s: float = PATIENCE_S) -> Iterator[sqlite3.Connection]:
@@ -267,11 +284,12 @@ class Database:
             raise self._unusable(error) from error
 
     def _unusable(self, error: Exception) -> StoreError:
+        return StoreError(f"{self.path} is not a usable index ({error}); {self._remedy}")
+
+    @property
+    def _remedy(self) -> str:
         who = "its owner has to delete it" if self.is_read_only else "delete it"
-        return StoreError(
-            f"{self.path} is not a usable index ({error}); {who} and ingest again, or choose "
-            "another folder"
-        )
+        return f"{who} and ingest again, or choose another folder"
 
     def _forbidden(self, why: str) -> StoreError:
         return StoreError(

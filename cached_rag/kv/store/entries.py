@@ -17,7 +17,6 @@ from cached_rag.errors import StoreError
 from cached_rag.kv.store.database import BRIEFLY_S, PATIENCE_S, Database
 
 _log = logging.getLogger(__name__)
-# Its predecessor `blobs` knew the files of versions that left some of their header unsigned.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     key TEXT NOT NULL, codec TEXT NOT NULL, name TEXT NOT NULL, nbytes INTEGER NOT NULL,
@@ -26,7 +25,6 @@ CREATE TABLE IF NOT EXISTS files (
 CREATE INDEX IF NOT EXISTS by_last_use ON files (last_used);
 """
 _SELECT = "SELECT key, codec, name, nbytes, checksum FROM files"
-_HAS_OLD = "SELECT count(*) FROM sqlite_master WHERE name = 'blobs'"
 # Uses are counted, not timed: clocks go back.
 _NOW = "(SELECT coalesce(max(last_used), 0) + 1 FROM files)"
 # Uses are written down in batches, so that not every hit costs a transaction.
@@ -64,7 +62,7 @@ class Entries:
     """The table in an index file. Methods that take a connection belong in a `transaction`."""
 
     def __init__(self, path: Path) -> None:
-        self.database = Database(path, _SCHEMA, _leave_unsigned)
+        self.database = Database(path, _SCHEMA)
         self._used: dict[tuple[str, str], None] = {}  # in order of use
         self._uses = 0
         self._lock = threading.Lock()
@@ -152,22 +150,3 @@ class Entries:
             _log.info("uses of KV are written down later: %s", error)
             with self._lock:
                 self._used = dict.fromkeys([*used, *self._used])
-
-
-def _leave_unsigned(database: Database) -> None:
-    """Forget files of earlier versions: a change to their positions would not be noticed."""
-    if database.read(int, _HAS_OLD) == [0]:
-        return
-    with database.transaction() as connection:
-        if database.read(int, _HAS_OLD) == [0]:  # another process was faster
-            return
-        (count,) = database.read(int, "SELECT count(*) FROM blobs")
-        connection.execute("DROP TABLE blobs")
-    if count:
-        _log.warning(
-            "%d KV files beside %s are of an earlier version, which signed them in part only; "
-            "they are computed anew when they are needed, and `cached-rag store prune` removes "
-            "them",
-            count,
-            database.path,
-        )

@@ -32,7 +32,7 @@ class Maker:
 
     Attributes:
         model: its fingerprint.
-        name, dtype: for people; empty for KV of earlier versions, which did not keep them.
+        name, dtype: for people; empty where only the fingerprint is known.
     """
 
     model: str

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from cached_rag.kv.store.database import Database
-from cached_rag.kv.store.signed import add_sums
-
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS modules (
     id INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT NOT NULL, namespace TEXT NOT NULL,
     text_digest TEXT NOT NULL, anchor TEXT NOT NULL, length INTEGER NOT NULL,
-    token_ids BLOB NOT NULL, token_starts BLOB NOT NULL, checksum TEXT NOT NULL DEFAULT '',
+    token_ids BLOB NOT NULL, token_starts BLOB NOT NULL, checksum TEXT NOT NULL,
     UNIQUE (model, namespace, text_digest)
 );
 CREATE TABLE IF NOT EXISTS encodings (
     model TEXT NOT NULL, namespace TEXT NOT NULL, digest TEXT NOT NULL, token_ids BLOB NOT NULL,
-    context TEXT NOT NULL, checksum TEXT NOT NULL DEFAULT '',
+    context TEXT NOT NULL, checksum TEXT NOT NULL,
     PRIMARY KEY (model, namespace, digest, context)
 );
 CREATE TABLE IF NOT EXISTS makers (
     id INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT NOT NULL UNIQUE, name TEXT NOT NULL,
     dtype TEXT NOT NULL
 );
-INSERT INTO makers (model, name, dtype) SELECT DISTINCT model, '', '' FROM modules
-    WHERE NOT EXISTS (SELECT 1 FROM makers);
 CREATE TABLE IF NOT EXISTS removals (count INTEGER NOT NULL);
 INSERT INTO removals SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM removals);
 CREATE TABLE IF NOT EXISTS others (
@@ -56,9 +51,3 @@ _NEEDED = ("makers", "modules", *DOOMED)
 DROP_NEEDLESS = "DELETE FROM encodings WHERE " + " AND ".join(
     f"NOT EXISTS (SELECT 1 FROM {table} t WHERE t.model = encodings.model)" for table in _NEEDED
 )
-
-
-def upgrade(database: Database) -> None:
-    """Bring tables of an earlier version up to date."""
-    for table, columns in SIGNED.items():
-        add_sums(database, table, f"SELECT {columns} FROM {table}")

@@ -8,7 +8,7 @@ from cached_rag.options import check_types, require
 
 
 @dataclass(frozen=True)
-class Sample:
+class Questions:
     """Which questions of a set are asked, and what of them is measured.
 
     Attributes:
