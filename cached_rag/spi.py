@@ -13,9 +13,9 @@ from cached_rag.lazily import imports_from
 if TYPE_CHECKING:
     from cached_rag.backends.transformers.model import LanguageModel
     from cached_rag.defaults import DEFAULT_MODEL
-    from cached_rag.engine.base import Prompt
     from cached_rag.engine.decoding import Generation, TokenLogprobs
     from cached_rag.engine.learner import Encode, Learner
+    from cached_rag.engine.planner import Prompt
     from cached_rag.engine.stream import Stream
     from cached_rag.engine.template_head import template_head
     from cached_rag.engine.tools import CallPart, GrowingAnswer
@@ -75,7 +75,6 @@ __all__ = [
 _PLACES = {
     "backends.transformers.model": ("LanguageModel",),
     "defaults": ("DEFAULT_MODEL",),
-    "engine.base": ("Prompt",),
     "engine.decoding": (
         "Generation",
         "TokenLogprobs",
@@ -85,6 +84,7 @@ _PLACES = {
         "Learner",
     ),
     "engine.stream": ("Stream",),
+    "engine.planner": ("Prompt",),
     "engine.template_head": ("template_head",),
     "engine.tools": (
         "CallPart",

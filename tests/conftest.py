@@ -163,7 +163,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def pages(monkeypatch):
     """Pages of four slots, and memory that is not rounded up to more."""
-    monkeypatch.setattr("cached_rag.engine.request.PAGE", 4)
+    for module in ("prompt", "request"):
+        monkeypatch.setattr(f"cached_rag.engine.{module}.PAGE", 4)
     monkeypatch.setattr("cached_rag.kv.slab._STEP", 4)
 
 

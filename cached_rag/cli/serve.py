@@ -61,10 +61,12 @@ def serve_command(
         from cached_rag.server.limits import default_disk_bytes, share_descriptors
         from cached_rag.server.run import bind, serve
         from cached_rag.server.service import Service
+        from cached_rag.server.tenants import Keys
     from cached_rag import CachedRAG, Engine
     from cached_rag.options import parted
 
     config = ServerConfig(**listening)
+    keys = Keys(config.api_key)
     if index is not None and store is not None:
         raise ConfigError("give --index or --store: an index has its own store")
     if index is not None:
@@ -94,4 +96,4 @@ def serve_command(
             said = f"serving {service.name} at {address}/v1"
             err.print(said, markup=False, highlight=False, soft_wrap=True)
 
-        serve(service, config, bound, say, close, share.connections)
+        serve(service, keys, config, bound, say, close, share.connections)

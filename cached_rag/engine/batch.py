@@ -11,7 +11,8 @@ from typing import TypeAlias
 from cached_rag.backends.base import Backend
 from cached_rag.config import BatchConfig
 from cached_rag.engine import prefill
-from cached_rag.engine.request import PAGE, Request, Status
+from cached_rag.engine.prompt import PAGE
+from cached_rag.engine.request import Request, Status
 from cached_rag.engine.sharing import Beginning, Sharing
 from cached_rag.errors import ContextOverflowError
 
@@ -56,12 +57,12 @@ class Batch:
 
     def beginning(self, request: Request) -> Beginning:
         """The KV that finished and running prompts have of this prompt's beginning."""
-        assert request.plan is not None
+        prompt = request.prompt
+        assert prompt.plan is not None
         # Slots alone do not say where the tokens of a prompt with gaps stand.
-        is_alone = request.plan.positions is not None or request.is_beyond_switch
-        limit = 0 if is_alone else request.exact_length
-        finished = request.kept_beginning()
-        return self._sharing.beginning(finished, request.namespace, request.ids, limit)
+        is_alone = prompt.plan.positions is not None or request.is_beyond_switch
+        limit = 0 if is_alone else prompt.exact_length
+        return self._sharing.beginning(prompt.kept_beginning(), prompt.namespace, prompt.ids, limit)
 
     def has_room(self, request: Request, beginning: Beginning) -> bool:
         """Whether a prompt's answer may begin now. It always may if nothing else runs.
@@ -76,8 +77,8 @@ class Batch:
 
     def _follows(self, request: Request, beginning: Beginning) -> bool:
         """Whether the batch computes all of a prompt that has no KV: there is none to repair."""
-        assert request.plan is not None
-        is_covered = all(place.end <= len(beginning) for place in request.plan.placements)
+        assert request.prompt.plan is not None
+        is_covered = all(place.end <= len(beginning) for place in request.prompt.plan.placements)
         is_shared = bool(beginning.runs or self._requests)
         return is_covered and is_shared and self._can_append
 
@@ -89,23 +90,27 @@ class Batch:
         nobody to hold up, and one pass is the fastest. Methods that choose layer by layer always
         need one.
         """
-        plan, goes_on = request.plan, bool(request.decoding.token_ids)
+        prompt, answer = request.prompt, request.decoding.token_ids
+        plan = prompt.plan
         assert plan is not None
         if self._follows(request, beginning):
-            prefill.follow(request, beginning)
+            prefill.follow(prompt, beginning)
+            request.pending = [*prompt.tokens.ids[len(beginning) :], *answer]
             request.sequence = self._sharing.begin(
                 request.as_sequence(), beginning, plan.positions, request.room
             )
             request.note_sharing()
             self._requests.append(request)
             return 0
-        is_crowded = (others_wait or bool(self._requests)) and not goes_on
+        is_crowded = (others_wait or bool(self._requests)) and not answer
         is_repaired = any(place.end > len(beginning) for place in plan.placements)
         is_in_pieces = is_crowded and is_repaired and self._can_share
-        computed = prefill.compute(request, beginning, in_pieces=is_in_pieces)
-        assert request.buffer is not None
+        computed = prefill.compute(prompt, beginning, answered=len(answer), in_pieces=is_in_pieces)
+        if prompt.left is not None:
+            request.pending = [prompt.tokens.ids[slot] for slot in prompt.left.slots]
+        assert prompt.buffer is not None
         request.sequence = self._sharing.hold(
-            request.as_sequence(), request.buffer, request.beginning, request.num_final
+            request.as_sequence(), prompt.buffer, prompt.beginning, prompt.num_final
         )
         self._requests.append(request)
         return computed
@@ -118,13 +123,13 @@ class Batch:
         Called before each of its tokens is taken.
         """
         sequence = request.sequence
-        if request.is_adopted or request.buffer is None or sequence is None:
+        if request.is_adopted or request.prompt.buffer is None or sequence is None:
             return
-        if request.is_following:  # what is repaired next must lie in one buffer
+        if request.prompt.is_following:  # what is repaired next must lie in one buffer
             return
         request.is_adopted = True
-        unrepaired = prefill.unrepaired(request)
-        self._sharing.adopt(sequence, request.beginning, unrepaired, request.room)
+        unrepaired = prefill.unrepaired(request.prompt)
+        self._sharing.adopt(sequence, request.prompt.beginning, unrepaired, request.room)
         request.note_sharing()
 
     def work(self, computed: int) -> Work:
@@ -150,7 +155,7 @@ class Batch:
                 found.append((request, count))
                 is_first, left = False, max(0, left - count)
         # Scattered tokens last: attention over what is appended to need not look at them then.
-        return sorted(found, key=lambda one: one[0].repair_left is not None)
+        return sorted(found, key=lambda one: one[0].prompt.left is not None)
 
     def _answers(self) -> Work:
         """One token of each answer, with room for it and its draft."""
@@ -162,7 +167,7 @@ class Batch:
         return [
             (request, 1)
             for request in answering
-            if request.status is Status.ANSWERING and not request.is_following
+            if request.status is Status.ANSWERING and not request.prompt.is_following
         ]
 
     def _make_room(self, request: Request) -> None:
@@ -183,8 +188,8 @@ class Batch:
     def set_back(self, request: Request) -> None:
         """Let a request wait again, without its memory, until there is enough."""
         request.set_back(is_free=self._leave(request))
-        assert request.plan is not None
-        request.exact_length = prefill.exact_length(request, request.plan)
+        assert request.prompt.plan is not None
+        request.prompt.exact_length = prefill.exact_length(request.prompt, request.prompt.plan)
         if _SET_BACK not in request.report.notes:
             request.report.notes.append(_SET_BACK)
         self._put_back(request)
@@ -200,7 +205,7 @@ class Batch:
         if request in self._requests:
             self._requests.remove(request)
         sequence = request.sequence
-        return sequence is None or self._sharing.leave(sequence, request.buffer)
+        return sequence is None or self._sharing.leave(sequence, request.prompt.buffer)
 
     def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> None:
         """Share no more KV of a tenant's prompts that contain a text, see `Sequences.forget`."""
@@ -233,10 +238,10 @@ class Room:
         Args:
             shares: the batch computes it behind `beginning`, which then takes no more room.
         """
-        count = len(request.tokens) + request.room
+        count = len(request.prompt.tokens) + request.room
         if shares:
             return self._has_bytes(self._sharing.cost(beginning, count))
-        return self.has(request.resources.workspace.size(count))
+        return self.has(request.prompt.resources.workspace.size(count))
 
     def check(self, request: Request) -> None:
         """Check that a prompt and its whole answer would fit if nothing else ran.
@@ -246,7 +251,7 @@ class Room:
         """
         if self._bound is None:
             return
-        needed = (len(request.tokens) + request.config.max_tokens) * self._each
+        needed = (len(request.prompt.tokens) + request.prompt.config.max_tokens) * self._each
         if needed > self._bound:
             raise ContextOverflowError(
                 f"prompt and answer need {needed} bytes of KV, and BatchConfig.max_bytes "

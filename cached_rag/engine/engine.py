@@ -1,7 +1,7 @@
 """The engine: texts are encoded once, and prompts that contain them are answered with their KV.
 
-How texts are encoded stands in `base.py`, how a prompt is prefilled in `prefill.py`. Knows no
-documents and no framework.
+Here the parts are joined: the model, the library of chunks, the scheduler of requests. How a prompt
+is prefilled stands in `prefill.py`. Knows no documents and no framework.
 """
 
 from __future__ import annotations
@@ -9,30 +9,46 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
 
+from cached_rag.backends.base import Backend
 from cached_rag.backends.load import load_backend
-from cached_rag.backends.prompt_text import Tokens
+from cached_rag.backends.prompt_text import Message, Rendered, Tokens
 from cached_rag.backends.thread import on_model_thread, submit
+from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.backends.variant import Variant, plain_json
 from cached_rag.config import BatchConfig, GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.defaults import DEFAULT_MODEL
 from cached_rag.engine import prefill
-from cached_rag.engine.base import BaseEngine, Planned, Prompt
+from cached_rag.engine.audit import Audits
 from cached_rag.engine.decoding import Generation
-from cached_rag.engine.planner import Planner, TextPlanner
+from cached_rag.engine.planner import Planned, Planner, Prompt, TextPlanner
+from cached_rag.engine.prompt import AskedPrompt, Prefilling
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.request import Request
+from cached_rag.engine.resources import Resources, completed, refuses, sizes_of
+from cached_rag.engine.scheduler import Scheduler
 from cached_rag.engine.stream import Stream
-from cached_rag.errors import ConfigError
+from cached_rag.errors import ClosedError, ConfigError
+from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.store import ChunkRecord, Maker
+from cached_rag.kv.store.remote import RemoteTier, open_remote
+from cached_rag.library.background import WriteBack
+from cached_rag.library.context import Context, primer
+from cached_rag.library.encode import EncodeSummary
+from cached_rag.library.encoder import Encoder, check_several
+from cached_rag.library.known import Known
+from cached_rag.library.library import Library
+from cached_rag.library.matching import inner_ids
 from cached_rag.library.plan import Plan
+from cached_rag.library.sequences import Sequences
 from cached_rag.options import parted
 
 _log = logging.getLogger(__name__)
@@ -41,12 +57,67 @@ _SHARED: WeakValueDictionary[tuple[object, ...], Engine] = WeakValueDictionary()
 _SHARING = threading.Lock()
 
 
-class Engine(BaseEngine):
+class Engine:
     """A model and the library of chunks that it has encoded. Safe for several threads.
 
     `Engine.load` makes one from a model's name; `Engine(wrap_model(...))` takes a model that is
     loaded already. Prompts that are asked at the same time are answered together.
     """
+
+    def __init__(
+        self,
+        model: Backend,
+        store: StoreConfig | None = None,
+        batch: BatchConfig | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        beside: Engine | None = None,
+    ) -> None:
+        """Open the store.
+
+        Args:
+            model: what runs the model.
+            store: where KV is kept; None for `StoreConfig()`, which keeps it in memory.
+            batch: bounds on what is answered at the same time; None for `BatchConfig()`.
+            chat_template_kwargs: what the model's chat template is given besides the messages, such
+                as {"enable_thinking": False}.
+            beside: the engine whose memory and scheduler this one uses, as `tenant` does.
+
+        A store on disk that cannot be opened is logged, and nothing is kept on disk.
+        """
+        self.model = model
+        self._is_closed = False
+        self.settings = settings = completed(store or StoreConfig(), model.shapes.device)
+        memory = beside.library.memory if beside else None
+        maker = Maker(model.fingerprint, model.name, str(model.shapes.dtype).removeprefix("torch."))
+        self._remote: RemoteTier | None = (
+            beside._remote if beside else open_remote(settings, sizes_of(model))
+        )
+        self._known: WeakValueDictionary[str, Known] = (
+            beside._known if beside else WeakValueDictionary()
+        )
+        self.library: Library = Library(
+            settings,
+            maker,
+            model.shapes.device,
+            memory,
+            self._let_go,
+            self._remote,
+            refuses(model, self._remote),
+            self._known.get(settings.namespace),
+        )
+        self._known[settings.namespace] = self.library.known
+        self.tokenization = Tokenization(model.tokenizer, chat_template_kwargs)
+        self.lock = model.lock
+        self._encoder = Encoder(model, self.library, self.tokenization)
+        shared = beside._resources if beside else None
+        self._resources: Resources = Resources.of(
+            model, self.tokenization, self.library, self._encoder, settings, shared
+        )
+        self._owns_scheduler = beside is None
+        self.scheduler: Scheduler = (
+            beside.scheduler if beside else Scheduler(model, batch or BatchConfig())
+        )
 
     @classmethod
     def load(
@@ -98,6 +169,21 @@ class Engine(BaseEngine):
                 engine = _SHARED[name] = cls.load(model, store=settings, **options)
             return engine
 
+    @property
+    def sequences(self) -> Sequences:
+        """KV that finished prompts left, of all tenants."""
+        return self._resources.sequences
+
+    @property
+    def audits(self) -> Audits:
+        """How far answers begin as full prefill's would; see `StoreConfig.audit_rate`."""
+        return self._resources.audits
+
+    @property
+    def write_back(self) -> WriteBack | None:
+        """The thread that encodes what requests missed; None if it is switched off."""
+        return self._resources.learning.write_back
+
     def tenant(self, namespace: str) -> Engine:
         """An engine for another tenant: the same model, memory and scheduler, but no common KV.
 
@@ -124,7 +210,7 @@ class Engine(BaseEngine):
         if self._owns_scheduler:
             self.scheduler.close()
         else:
-            self.scheduler.cancel_all(lambda request: request.resources is self._resources)
+            self.scheduler.cancel_all(lambda one: one.prompt.resources is self._resources)
         with _SHARING:
             for name in [name for name, engine in _SHARED.items() if engine is self]:
                 del _SHARED[name]
@@ -142,6 +228,181 @@ class Engine(BaseEngine):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def check_open(self) -> None:
+        """Check that the engine was not closed.
+
+        Raises:
+            ClosedError: it was.
+        """
+        if self._is_closed:
+            raise ClosedError(
+                f"this engine ({self.model.name}) was closed; make another one (Engine.load, "
+                "Engine.shared, CachedRAG.open), and close it only when it is not asked any more"
+            )
+
+    # Texts -----------------------------------------------------------------------------------
+
+    def encode(
+        self,
+        texts: Sequence[str | Sequence[str]],
+        prefix: Prompt | None = None,
+        progress: Callable[[int], object] = lambda _: None,
+        *,
+        context: Context | Sequence[Context | None] | Literal["configured"] | None = "configured",
+        token_progress: Callable[[int], object] = lambda _: None,
+        token_total: Callable[[int], object] = lambda _: None,
+    ) -> EncodeSummary:
+        """Prefill texts and keep their KV. Texts whose KV is kept already cost nothing.
+
+        Answers go on meanwhile: they wait for a batch of texts, not for all.
+
+        Args:
+            texts: each becomes a chunk. It is found later in every prompt that contains it
+                verbatim, but for white space at its ends. A list among them has the chunks of one
+                document in their order; behind a context they are read behind each other, too,
+                which brings answers nearer (docs/methods.md, "How chunks are encoded").
+            prefix: what prompts will say before their chunks (see `head`); None for the
+                tokenizer's BOS token, if it has one.
+            progress: called after each batch with the number of chunks in it.
+            context: texts that stand between the prefix and the chunk while it is prefilled, such
+                as `PRIMER`; None for nothing. Of several each is a pass of its own, whose KV is
+                kept beside the others'. "configured" for what answers are nearest to full prefill
+                with, as far as the store's settings go (see `contexts`).
+            token_progress: called after each batch with the number of tokens in it.
+            token_total: called before the first batch with the number of tokens in all of them.
+
+        Raises:
+            ConfigError: `context` is an empty sequence, or an unknown word; `texts` is a single
+                string.
+            ContextOverflowError: a text exceeds the model's context.
+            StoreError: the files of the store could not be opened.
+            StoreFullError: no room is left; what was encoded before is kept.
+            ClosedError: the engine was closed.
+        """
+        self.check_open()
+        rendered = None if prefix is None else self._rendered(prefix)
+        contexts = self._asked_for(context, prefix)
+        order = self._encoder.read(texts, rendered, contexts)
+
+        def done(chunks: int, tokens: int) -> None:
+            progress(chunks)
+            token_progress(tokens)
+
+        def exclusively(work: Callable[[], None]) -> None:
+            def locked() -> None:
+                with self.lock:
+                    work()
+
+            on_model_thread(locked)
+
+        summary = self._encoder.encode(order, exclusively, done, token_total)
+        if self._remote is None:
+            return summary
+        return replace(summary, unsent=self._remote.drain())
+
+    def _asked_for(
+        self,
+        context: Context | Sequence[Context | None] | str | None,
+        prefix: Prompt | None,
+    ) -> Sequence[Context | None]:
+        """The contexts that `encode` was asked for, each a pass. Errors as there."""
+        if context == "configured":
+            return self.contexts(prefix)
+        if isinstance(context, str):
+            raise ConfigError(
+                f'context is a Context, several of them, None or "configured", not {context!r}'
+            )
+        contexts = (context,) if context is None or isinstance(context, Context) else context
+        if not contexts:
+            raise ConfigError("no context at all was given; None stands for nothing")
+        return contexts
+
+    @property
+    def primer(self) -> Context:
+        """What texts are best encoded behind, besides a prefix: `StoreConfig.primers` of them."""
+        return primer(self.settings.primers)
+
+    def contexts(self, prefix: Prompt | None) -> tuple[Context | None, ...]:
+        """What texts are encoded behind, besides this prefix, unless told otherwise; a pass each.
+
+        That is `primer`; and with `StoreConfig.first_exact`, where there is a prefix, nothing.
+        """
+        is_twice = self.settings.first_exact and prefix is not None
+        return (self.primer, None) if is_twice else (self.primer,)
+
+    def register(self, texts: Sequence[str]) -> int:
+        """Make texts known as chunks without prefilling them.
+
+        The first prompt that contains such a chunk computes it as ordinary text, and its report
+        counts it as missed. The chunk is then encoded in the background.
+
+        Returns:
+            The number of tokens in the texts.
+
+        Raises:
+            ConfigError: `texts` is a single string.
+        """
+        self.check_open()
+        return self._encoder.register(texts)
+
+    def prefetch(self, texts: Sequence[str], *, in_parts: bool = False) -> None:
+        """Begin to read the KV of texts from disk, because a prompt with them will follow.
+
+        A text that is not in that prompt as it is here is looked for in parts, and the report says
+        so.
+
+        Args:
+            in_parts: the prompt will have parts of them only, so that reports need not say it.
+        """
+        self.check_open()
+        check_several(texts)
+        self.library.handed_over.add(texts, in_parts=in_parts)
+        self.library.prefetch(texts)
+
+    def forget(self, texts: Sequence[str]) -> int:
+        """Forget texts, and delete all KV of them, whichever process encoded it.
+
+        No answer that is asked for from then on uses that KV. What was learned from prompts
+        (`StoreConfig.learn`) is forgotten with it, as it may have the same words.
+
+        Returns:
+            How many KVs were deleted; a chunk that was encoded behind two prefixes has two.
+
+        Raises:
+            ConfigError: `texts` is a single string.
+            StoreError: the files cannot be opened or written, so KV would stay there.
+        """
+        self.check_open()
+        records = self._encoder.records_of(texts)
+        if self._resources.learning.recurring is not None:
+            self._resources.learning.recurring.clear()
+        self.library.refresh()
+        return self.library.remove({digest(text.strip()) for text in texts}, records)
+
+    def _let_go(self, chunks: Sequence[ChunkRecord]) -> None:
+        """Drop all KV of removed chunks that is outside the library: in what prompts left."""
+        self._encoder.let_go()
+        self.library.handed_over.forget({chunk.text_digest for chunk in chunks})
+        for chunk in chunks:
+            namespace, ids = self.settings.namespace, inner_ids(chunk)
+            self.scheduler.forget(self.sequences, namespace, chunk.text_digest, ids)
+
+    def head(self, messages: Sequence[Message], before: str) -> Rendered:
+        """What a chat prompt says before a text, to be used as the prefix of `encode`.
+
+        Args:
+            messages: the chat prompt.
+            before: a text in it; the head ends where this text begins for the first time.
+
+        Raises:
+            ConfigError: `before` does not occur in the rendered messages.
+        """
+        rendered = self.tokenization.template.render(messages)
+        at = rendered.text.find(before)
+        if at < 0:
+            raise ConfigError(f"the rendered messages do not contain {before!r}")
+        return rendered.until(at)
 
     # Generation ------------------------------------------------------------------------------
 
@@ -209,24 +470,23 @@ class Engine(BaseEngine):
         config = (config or GenerationConfig()).replace(**options)
         self.check_open()
         planner = self._planner(prompt)
-        return Stream(
-            self.scheduler, Request(self._resources, planner, config, tenant, clock=clock)
-        )
+        asked = AskedPrompt(self._resources, planner, config, clock)
+        return Stream(self.scheduler, Request(Prefilling(asked), tenant))
 
     def prefill(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any
-    ) -> Request:
+    ) -> Prefilling:
         """Prefill a prompt up to the logits of its first answer token. Errors as `generate`.
 
         Returns:
-            The request, with its buffer and logits. Call its `release` when you are done with it:
-            the next prompt uses the same memory.
+            What came of it, with the prompt's `buffer` and `logits`. Call its `release` when you
+            are done with it: the next prompt uses the same memory.
         """
         config = (config or GenerationConfig()).replace(**options)
         self.check_open()
-        request = Request(self._resources, self._planner(prompt), config)
-        prefill.read(request)
-        return on_model_thread(lambda: prefill.alone(request))
+        begun = Prefilling(AskedPrompt(self._resources, self._planner(prompt), config))
+        prefill.read(begun)
+        return on_model_thread(lambda: prefill.alone(begun))
 
     def prompt_kv(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any
@@ -285,3 +545,8 @@ class Engine(BaseEngine):
             self._encoder.start,
             self.sequences if self.settings.harvests else None,
         )
+
+    def _rendered(self, prompt: Prompt) -> Rendered:
+        if isinstance(prompt, Planned):
+            prompt = prompt.plain()
+        return prompt if isinstance(prompt, Rendered) else self.tokenization.template.render(prompt)

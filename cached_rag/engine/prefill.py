@@ -9,14 +9,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import numpy as np
 import torch
 
 from cached_rag.engine.choice import Choice, check_fits, choose, repair_mark
 from cached_rag.engine.following import Following
 from cached_rag.engine.pieces import Pieces
+from cached_rag.engine.prompt import Prefilling
 from cached_rag.engine.report import Clock
-from cached_rag.engine.request import Request
 from cached_rag.engine.resources import Resources
 from cached_rag.engine.sharing import NOTHING, Beginning
 from cached_rag.engine.trace import Coverage
@@ -30,7 +29,7 @@ from cached_rag.methods import AnchorFlow, Full, Layout, Reuse, Takes, name_of, 
 _log = logging.getLogger(__name__)
 
 
-def read(request: Request) -> None:
+def read(prompt: Prefilling) -> None:
     """Tokenise a prompt, as plain generation would, and find the chunks in it.
 
     The time grows with the prompt's length. So this runs on the thread of whoever asks; it needs
@@ -39,12 +38,12 @@ def read(request: Request) -> None:
     Raises:
         ContextOverflowError: the text is so long that it cannot fit the model's context.
     """
-    clock = Clock()
-    _check_length(request.resources, request.planner.text, request.config.max_tokens)
-    request.resources.library.refresh()
-    reading = request.planner.read(request.config.selector().takes)
-    request.read_ms = clock.total()
-    request.reading = reading
+    clock, planner = Clock(), prompt.asked.planner
+    _check_length(prompt.resources, planner.text, prompt.config.max_tokens)
+    prompt.resources.library.refresh()
+    reading = planner.read(prompt.config.selector().takes)
+    prompt.report.match_ms = clock.total()
+    prompt.reading = reading
 
 
 def _check_length(resources: Resources, text: str, max_tokens: int) -> None:
@@ -58,66 +57,70 @@ def _check_length(resources: Resources, text: str, max_tokens: int) -> None:
         )
 
 
-def prepare(request: Request) -> None:
+def prepare(prompt: Prefilling) -> None:
     """Make the plan of a prompt that was read, and choose its method. Nothing is computed.
 
-    From then on the request counts as under way, and background work waits until it is released.
+    From then on the prompt counts as under way, and background work waits until it is released.
 
     Raises:
         As `Engine.generate`.
     """
-    resources, report, config = request.resources, request.report, request.config
-    assert request.reading is not None
-    resources.activity.begin(request)
+    resources, report, config = prompt.resources, prompt.report, prompt.config
+    assert prompt.reading is not None
+    resources.activity.begin(prompt)
     with resources.model.lock, torch.inference_mode():
         # 1) Find out which tokens come from which chunk.
-        clock = Clock()
+        clock, loaded_ms = Clock(), report.load_ms
         lazy = config.adaptive or resources.library.is_pipelined
-        request.tokens, plan = request.reading(report, lazy=lazy)
-        request.ids = np.asarray(request.tokens.ids, dtype=np.int64)
-        report.prompt_tokens = len(request.tokens)
-        check_fits(resources.model, len(request.tokens), plan, config.max_tokens)
-        report.match_ms = request.read_ms + clock.lap() - report.load_ms
+        prompt.tokens, plan = prompt.reading(report, lazy=lazy)
+        report.prompt_tokens = len(prompt.tokens)
+        check_fits(resources.model, len(prompt.tokens), plan, config.max_tokens)
+        report.match_ms += clock.lap() - (report.load_ms - loaded_ms)
         choice = choose(resources.model, plan, config)
         objection = resources.audits.objection(spelled(choice.method))
         if objection and not choice.plan.is_exact:
             choice = Choice(plan.taking(Takes.NOTHING), Full(), (*choice.notes, objection))
-    request.plan, request.method = choice.plan, choice.method
-    request.repair = repair_mark(choice.method)
-    request.exact_length = exact_length(request, choice.plan)
+    prompt.plan, prompt.method = choice.plan, choice.method
+    prompt.repair = repair_mark(choice.method)
+    prompt.exact_length = exact_length(prompt, choice.plan)
     report.decision = choice.decision
     report.notes += [note for note in choice.notes if note not in report.notes]
-    if choice.method != request.config.selector():
+    if choice.method != prompt.config.selector():
         report.method = name_of(choice.method)
-    is_approximate = request.exact_length < len(request.tokens) and choice.plan.positions is None
-    request.is_audited = is_approximate and resources.audits.is_due()
 
 
-def exact_length(request: Request, plan: Plan) -> int:
+def exact_length(prompt: Prefilling, plan: Plan) -> int:
     """Number of tokens, from the first, whose KV is, or will be, what full prefill computes."""
-    library = request.resources.library
+    library = prompt.resources.library
     tiers = [tier for tier in (library.disk, library.remote) if tier is not None]
     is_lossy = any(tier.codec.name != "raw" for tier in tiers)
-    is_whole = not request.repair  # then approximate KV is computed anew, all of it
+    is_whole = not prompt.repair  # then approximate KV is computed anew, all of it
     inexact = [
         place.begin
         for place in plan.placements
-        if place.begin >= len(request.beginning) and (is_lossy if place.is_exact else not is_whole)
+        if place.begin >= len(prompt.beginning) and (is_lossy if place.is_exact else not is_whole)
     ]
-    if request.beginning.exact_length < len(request.beginning):
-        inexact.append(request.beginning.exact_length)
+    if prompt.beginning.exact_length < len(prompt.beginning):
+        inexact.append(prompt.beginning.exact_length)
     return min(inexact, default=plan.num_tokens)
 
 
-def compute(request: Request, beginning: Beginning = NOTHING, *, in_pieces: bool = False) -> int:
+def compute(
+    prompt: Prefilling,
+    beginning: Beginning = NOTHING,
+    *,
+    answered: int = 0,
+    in_pieces: bool = False,
+) -> int:
     """Compute a prompt's tokens that have no KV, and those that the method repairs.
 
-    The request then has its `buffer` and the `logits` of the first answer token. If KV turns out
+    The prompt then has its `buffer` and the `logits` of the first answer token. If KV turns out
     to be damaged while it is read, the prompt is planned and computed again without it.
 
     Args:
         beginning: KV of the prompt's first tokens that other prompts have computed.
-        in_pieces: only choose these tokens, and leave them to the scheduler's batch as `pending`.
+        answered: how many tokens of the answer there are, of a prompt that was set back.
+        in_pieces: only choose these tokens, and leave them to the scheduler's batch.
             Not possible with methods that choose layer by layer; their prompts are computed.
 
     Returns:
@@ -126,60 +129,59 @@ def compute(request: Request, beginning: Beginning = NOTHING, *, in_pieces: bool
     Raises:
         StoreError: reading failed, and no single KV is known to be the cause.
     """
-    resources, tokens, planned = request.resources, request.tokens, request.plan
+    resources, tokens, planned = prompt.resources, prompt.tokens, prompt.plan
     assert planned is not None
     problem = None
     with resources.model.lock, torch.inference_mode():
         # 2) Place cached KV at its positions, in one buffer.
         clock = Clock()
-        request.begin_with(beginning)
+        prompt.begin_with(beginning)
         plan = planned.starting_from(beginning.pieces(tokens.ids))
-        buffer = resources.workspace.take(len(tokens) + request.room)
+        buffer = resources.workspace.take(len(tokens) + prompt.room(answered))
         buffer.lay_out(plan.positions)
         loader = _place(resources, plan, buffer)
         # 3) Compute the tokens that have no KV, and those that the method repairs.
         try:
-            computed = _run(request, plan, buffer, loader, in_pieces=in_pieces)
+            computed = _run(prompt, plan, buffer, loader, in_pieces=in_pieces)
         except StoreError as error:
             problem = error
         finally:
             if loader is not None:
                 loader.finish()
-        request.report.fuse_ms = clock.lap()
+        prompt.report.fuse_ms = clock.lap()
     if problem is not None:
-        _leave_out(request, loader, problem)
-        return compute(request, in_pieces=in_pieces)
-    request.report.modules_hit = planned.num_chunks
-    request.exact_length = exact_length(request, plan)
-    request.buffer = buffer
+        _leave_out(prompt, loader, problem)
+        return compute(prompt, answered=answered, in_pieces=in_pieces)
+    prompt.report.modules_hit = planned.num_chunks
+    prompt.exact_length = exact_length(prompt, plan)
+    prompt.buffer = buffer
     return computed // resources.model.shapes.num_layers
 
 
-def alone(request: Request) -> Request:
-    """Prefill a prompt that was read, without the scheduler. The caller releases the request."""
+def alone(prompt: Prefilling) -> Prefilling:
+    """Prefill a prompt that was read, without the scheduler. The caller releases it."""
     try:
-        prepare(request)
-        compute(request, request.kept_beginning())
+        prepare(prompt)
+        compute(prompt, prompt.kept_beginning())
     except BaseException:
-        request.release()
+        prompt.release()
         raise
-    return request
+    return prompt
 
 
-def follow(request: Request, beginning: Beginning) -> None:
+def follow(prompt: Prefilling, beginning: Beginning) -> None:
     """Instead of `compute`: leave all tokens behind the beginning to the scheduler's batch.
 
     Only for prompts without cached KV behind their beginning, so that nothing has to be repaired.
     """
-    plan, report, done = request.plan, request.report, len(beginning)
+    plan, report, done = prompt.plan, prompt.report, len(beginning)
     assert plan is not None
-    request.begin_with(beginning)
-    request.exact_length = exact_length(request, plan)
-    request.coverage = Coverage.of(plan.starting_from(beginning.pieces(request.tokens.ids)))
-    request.pending = [*request.tokens.ids[done:], *request.decoding.token_ids]
+    prompt.begin_with(beginning)
+    prompt.exact_length = exact_length(prompt, plan)
+    prompt.coverage = Coverage.of(plan.starting_from(beginning.pieces(prompt.tokens.ids)))
     report.modules_hit = plan.num_chunks
     report.cached_tokens, report.recomputed_tokens = done, 0
-    report.charged_recompute = 1 - done / len(request.tokens)
+    report.charged_recompute = 1 - done / len(prompt.tokens)
 
 
 def _place(resources: Resources, plan: Plan, buffer: KVBuffer) -> LayerLoader | None:
@@ -200,7 +202,7 @@ def _place(resources: Resources, plan: Plan, buffer: KVBuffer) -> LayerLoader | 
 
 
 def _run(
-    request: Request,
+    prompt: Prefilling,
     plan: Plan,
     buffer: KVBuffer,
     loader: LayerLoader | None,
@@ -208,45 +210,43 @@ def _run(
     in_pieces: bool,
 ) -> int:
     """Compute a prompt's rows, or choose them only; returns the (token, layer) pairs computed."""
-    model, ids = request.resources.model, torch.tensor([request.tokens.ids])
+    model, ids = prompt.resources.model, torch.tensor([prompt.tokens.ids])
     layout, layers = plan.layout(model.shapes.num_layers), model.shapes.num_layers
     ready = loader.wait if loader else None
-    chosen = model.choose(buffer, ids, layout, request.method, ready) if in_pieces else None
+    chosen = model.choose(buffer, ids, layout, prompt.method, ready) if in_pieces else None
     if chosen is not None:
         if loader is not None:
             for layer in range(layers):
                 loader.wait(layer)
         slots = chosen.left.tolist()
-        drifting = layout.modules if request.method.transfers_drift else ()
-        request.pending = [request.tokens.ids[slot] for slot in slots]
-        request.repair_left = Pieces(slots, drifting)
-        _note_rows(request, plan, layout, chosen.rows, chosen.computed + len(slots) * layers)
+        drifting = layout.modules if prompt.method.transfers_drift else ()
+        prompt.left = Pieces(slots, drifting)
+        _note_rows(prompt, plan, layout, chosen.rows, chosen.computed + len(slots) * layers)
         return chosen.computed
     if layout.fresh.all():
         done = model.prefill(buffer, ids)
     else:
-        done = model.repair(buffer, ids, layout, request.method, ready)
-    request.logits = done.logits
-    _note_rows(request, plan, layout, done.rows, done.computed)
+        done = model.repair(buffer, ids, layout, prompt.method, ready)
+    prompt.logits = done.logits
+    _note_rows(prompt, plan, layout, done.rows, done.computed)
     return done.computed
 
 
 def _note_rows(
-    request: Request, plan: Plan, layout: Layout, rows: torch.Tensor, computed: int
+    prompt: Prefilling, plan: Plan, layout: Layout, rows: torch.Tensor, computed: int
 ) -> None:
     """Report which rows of a prompt are computed, and how many (token, layer) pairs."""
-    report, cached = request.report, int((~layout.fresh).sum())
-    request.rows = rows
-    request.coverage = Coverage.of(plan, rows, request.method, layout)
-    report.charged_recompute = computed / (len(request.tokens) * layout.num_layers)
+    report, cached = prompt.report, int((~layout.fresh).sum())
+    prompt.coverage = Coverage.of(plan, rows, prompt.method, layout)
+    report.charged_recompute = computed / (len(prompt.tokens) * layout.num_layers)
     report.recomputed_tokens = int((~layout.fresh[rows.cpu()]).sum())
     report.cached_tokens = cached - report.recomputed_tokens
-    method = request.method
+    method = prompt.method
     if isinstance(method, AnchorFlow) and plan.positions is None:
-        request.following = Following(method, layout, rows)
+        prompt.following = Following(method, layout, rows)
 
 
-def _leave_out(request: Request, loader: LayerLoader | None, problem: StoreError) -> None:
+def _leave_out(prompt: Prefilling, loader: LayerLoader | None, problem: StoreError) -> None:
     """Plan a prompt again, without KV that could not be read.
 
     Damaged KV is deleted, and the rest of the cache is used. If a file only cannot be read now, it
@@ -256,24 +256,24 @@ def _leave_out(request: Request, loader: LayerLoader | None, problem: StoreError
     if failed is None or failed.source is None:
         raise problem
     _log.warning("%s The chunk is computed anew.", problem)
-    request.report.notes.append(str(problem))
-    library = request.resources.library
+    prompt.report.notes.append(str(problem))
+    library = prompt.resources.library
     if isinstance(problem, CorruptBlobError):
         with library.spared():
             library.store.delete(library.key(*failed.source))
-            prepare(request)
+            prepare(prompt)
             return
-    assert request.plan is not None
-    request.plan, request.method = request.plan.taking(Takes.NOTHING), Full()
-    request.repair, request.report.method = "", name_of(request.method)
+    assert prompt.plan is not None
+    prompt.plan, prompt.method = prompt.plan.taking(Takes.NOTHING), Full()
+    prompt.repair, prompt.report.method = "", name_of(prompt.method)
 
 
-def unrepaired(request: Request) -> tuple[Placement, ...]:
+def unrepaired(prompt: Prefilling) -> tuple[Placement, ...]:
     """Placements whose KV is in memory and was not changed by a repair, so it can be shared."""
-    assert request.plan is not None
-    is_repaired = not isinstance(request.method, Reuse)
+    assert prompt.plan is not None
+    is_repaired = not isinstance(prompt.method, Reuse)
     return tuple(
         place
-        for place in request.plan.placements
+        for place in prompt.plan.placements
         if isinstance(place.kv, ModuleKV) and (place.is_exact or not is_repaired)
     )

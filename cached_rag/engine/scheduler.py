@@ -90,7 +90,7 @@ class Scheduler:
         """
         try:
             if request.is_wanted:
-                prefill.read(request)
+                prefill.read(request.prompt)
         except BaseException as error:
             self._finish(request, Status.FAILED, error)
             if not isinstance(error, Exception):
@@ -146,7 +146,7 @@ class Scheduler:
             computed = self._admit()
             work = self._batch.work(computed)
             for request in self._batch:
-                if request.status is Status.ANSWERING and request.is_following:
+                if request.status is Status.ANSWERING and request.prompt.is_following:
                     self._follow(request)
             self._run(work)
         self._sweep_if_free()
@@ -162,8 +162,9 @@ class Scheduler:
                 if not request.is_wanted:
                     self._finish(request, Status.CANCELLED)
                     continue
-                if request.plan is None:  # once, however often it is found to have no room yet
-                    prefill.prepare(request)
+                if request.prompt.plan is None:  # once, however often there is no room yet
+                    prefill.prepare(request.prompt)
+                    request.see_to_audit()
                 beginning = self._batch.beginning(request)
                 if beginning.is_coming or not self._batch.has_room(request, beginning):
                     break
@@ -187,7 +188,7 @@ class Scheduler:
         if answered:
             self._go_on(request, answered)
         else:
-            self._take(request, request.logits)
+            self._take(request, request.prompt.logits)
         return computed
 
     def _run(self, work: Work) -> None:
@@ -250,7 +251,7 @@ class Scheduler:
             return
         if request.status is not Status.ANSWERING:
             request.status = Status.ANSWERING
-            request.report.ttft_ms = request.report.ttft_ms or request.clock.total()
+            request.report.ttft_ms = request.report.ttft_ms or request.prompt.asked.clock.total()
         if piece:
             request.deliver(piece)
         if request.decoding.finish_reason:
@@ -271,9 +272,9 @@ class Scheduler:
         assert request.sequence is not None
         try:
             with self._model.lock:
-                logits = request.follow(token_ids)
+                logits = request.prompt.follow(token_ids)
         except BaseException:
-            request.repair = ""  # some layers of its repair may be missing, so it is not kept
+            request.prompt.repair = ""  # some layers may be missing of it, so it is not kept
             raise
         assert logits is not None
         request.sequence.kv.length += 1
@@ -281,12 +282,12 @@ class Scheduler:
 
     def _go_on(self, request: Request, answer: list[int]) -> None:
         """Follow an answer that was set back once more, as far as it had come."""
-        while request.is_following and len(answer) > 1:
+        while request.prompt.is_following and len(answer) > 1:
             done = len(request.decoding.token_ids) - len(answer) + 1
             self._followed(request, request.decoding.token_ids[:done])
             answer = answer[1:]
         request.pending = answer
-        if request.is_following:  # its last token is computed alone
+        if request.prompt.is_following:  # its last token is computed alone
             request.status = Status.ANSWERING
 
     def _finish(self, request: Request, status: Status, last: BaseException | None = None) -> None:
@@ -302,7 +303,7 @@ class Scheduler:
         self._open.discard(request)
         self._waiting.remove(request)
         request.report.output_tokens = len(request.decoding.token_ids)
-        request.report.total_ms = request.clock.total()
+        request.report.total_ms = request.prompt.asked.clock.total()
         try:
             self._batch.drop(request)
         except Exception:  # only caching failed: the answer is complete, and others go on

@@ -84,7 +84,7 @@ class Stream(Iterator[str]):
     @property
     def trace_source(self) -> TraceSource | None:
         """What `trace` is made of, at any later time."""
-        return self._request.trace_source
+        return self._request.prompt.trace_source
 
     @property
     def token_ids(self) -> list[int]:
@@ -122,7 +122,7 @@ class Stream(Iterator[str]):
             raise
         read = partial(self._scheduler.read, self._request, is_driven=is_driven)
         if self._is_async:  # a loop has other things to do meanwhile
-            _READERS.submit(read, len(self._request.planner.text))
+            _READERS.submit(read, len(self._request.prompt.asked.planner.text))
         else:
             read()
 

@@ -98,7 +98,7 @@ class Waiting:
     def first(self) -> Request | None:
         """The request that is to be admitted next, or dropped if nobody wants it; None if none."""
         with self._lock:
-            return next((one for one in self if one.reading or not one.is_wanted), None)
+            return next((one for one in self if one.prompt.reading or not one.is_wanted), None)
 
     def admit(self, request: Request) -> None:
         """Take out a request whose answer is begun."""

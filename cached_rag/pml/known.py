@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from cachetools import LRUCache
 
-from cached_rag.engine.base import BaseEngine
+from cached_rag.engine.engine import Engine
 from cached_rag.pml.planner import SchemaPlanner
 
 _REMEMBERED = 64
@@ -23,11 +23,11 @@ class _Known:
     planners: LRUCache[str, SchemaPlanner] = field(default_factory=lambda: LRUCache(_REMEMBERED))
 
 
-_KNOWN: WeakKeyDictionary[BaseEngine, _Known] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Engine, _Known] = WeakKeyDictionary()
 _LOOKING = threading.Lock()
 
 
-def known_planner(engine: BaseEngine, key: str, make: Callable[[], SchemaPlanner]) -> SchemaPlanner:
+def known_planner(engine: Engine, key: str, make: Callable[[], SchemaPlanner]) -> SchemaPlanner:
     """The planner of a key on an engine; made now, if there is none. Safe for several threads.
 
     Raises:

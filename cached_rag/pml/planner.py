@@ -16,7 +16,7 @@ import torch
 from cached_rag.backends.base import Backend
 from cached_rag.backends.prompt_text import Tokens
 from cached_rag.backends.thread import on_model_thread
-from cached_rag.engine.base import BaseEngine
+from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import RelocationError
 from cached_rag.kv.module import LayerSource
@@ -235,7 +235,7 @@ class PromptPlanner:
         return partial(self.planner.plan, pieces, takes, notes)
 
 
-def planner_of(node: SchemaNode, engine: BaseEngine, *, layout: str, behind: str) -> SchemaPlanner:
+def planner_of(node: SchemaNode, engine: Engine, *, layout: str, behind: str) -> SchemaPlanner:
     """Lay out a schema on an engine, before its first prompt.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 
 from cachetools import LRUCache
 
-from cached_rag.engine.base import BaseEngine
+from cached_rag.engine.engine import Engine
 from cached_rag.engine.planner import Planner
 from cached_rag.errors import ConfigError, PMLError
 from cached_rag.kv.fingerprint import digest
@@ -158,7 +158,7 @@ class Schema:
         return self.prompt_from_string(read_source(path), file=str(path))
 
     def encode(
-        self, engine: BaseEngine, progress: Callable[[str], object] = lambda _: None
+        self, engine: Engine, progress: Callable[[str], object] = lambda _: None
     ) -> EncodeSummary:
         """Prefill all modules now; otherwise each is prefilled when a prompt first needs it.
 
@@ -172,11 +172,11 @@ class Schema:
         """
         return self.planner(engine).encode(progress)
 
-    def missing(self, engine: BaseEngine) -> list[str]:
+    def missing(self, engine: Engine) -> list[str]:
         """Names of the modules that `encode` would prefill; "" for text that every prompt has."""
         return [unit.name for unit in self.planner(engine).missing()]
 
-    def planner(self, engine: BaseEngine) -> SchemaPlanner:
+    def planner(self, engine: Engine) -> SchemaPlanner:
         """The planner of all the schema's prompts on an engine; made once.
 
         Raises:
@@ -221,11 +221,11 @@ class SchemaPrompt:
             return "".join(bit.text for bit in self.bits)
         return [{"role": role, "content": text} for role, text in messages(self.bits)]
 
-    def planner(self, engine: BaseEngine) -> Planner:
-        """The prompt's planner on an engine, which calls this; see `engine.base.Planned`."""
+    def planner(self, engine: Engine) -> Planner:
+        """The prompt's planner on an engine, which calls this; see `engine.planner.Planned`."""
         return PromptPlanner(self.schema.planner(engine), self.bits)
 
-    def count_tokens(self, engine: BaseEngine) -> int:
+    def count_tokens(self, engine: Engine) -> int:
         """The number of the prompt's tokens, with an engine's tokenizer."""
         return self.schema.planner(engine).count_tokens(self.bits)
 

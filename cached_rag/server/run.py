@@ -123,6 +123,7 @@ class Server(uvicorn.Server):
 
 def serve(
     service: Service,
+    keys: Keys,
     config: ServerConfig,
     bound: socket.socket,
     ready: Callable[[str], object],
@@ -138,13 +139,13 @@ def serve(
         connections: as many as there may be, see `limits.share_descriptors`.
 
     Raises:
-        ConfigError: the keys are none, or another program listens there.
+        ConfigError: another program listens there.
     """
     named = config.allowed_host
     hosts = (*LOCAL_HOSTS, config.host, *named) if config.is_local or named else None
     app = create_app(
         service,
-        Keys(config.api_key),
+        keys,
         config.max_body_bytes,
         at_end,
         hosts=hosts,

@@ -10,9 +10,8 @@ from crowd import ASKED, begun
 from doubles import Recording
 
 from cached_rag import BatchConfig, Engine, StoreConfig
-from cached_rag.engine import request as requests
-from cached_rag.engine import sharing
-from cached_rag.engine.request import PAGE
+from cached_rag.engine import prompt, request, sharing
+from cached_rag.engine.prompt import PAGE
 
 PROMPTS = [*ASKED[:2], f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\nWhy?", f"{CHUNKS[1]}\n\nWho?"]
 LONG = {"max_tokens": 60, "ignore_eos": True}
@@ -21,6 +20,12 @@ LONG = {"max_tokens": 60, "ignore_eos": True}
 @pytest.fixture
 def model():
     return Recording(tiny_model("llama"))
+
+
+def set_page(monkeypatch, size):
+    """Have answers take memory in pages of so many tokens."""
+    for module in (prompt, request):
+        monkeypatch.setattr(module, "PAGE", size)
 
 
 def reserved(model, **batch):
@@ -37,7 +42,7 @@ def test_an_answer_in_many_pages_is_the_same(model, pages, monkeypatch, method, 
     options = LONG | how | {"method": method, "drafts": drafts}
     answers = []
     for page in (4, 1000):
-        monkeypatch.setattr(requests, "PAGE", page)
+        set_page(monkeypatch, page)
         engine = Engine(model, NEW_PROMPTS)
         engine.encode(CHUNKS, context=None)
         answers.append([one.token_ids for one in engine.generate_batch(PROMPTS, **options)])
@@ -160,7 +165,7 @@ def test_what_is_deleted_while_a_request_waits_again_is_not_kept(model, pages):
 
 
 def test_a_report_of_an_answer_that_was_set_back_counts_each_token_once(model, pages, monkeypatch):
-    monkeypatch.setattr(requests, "PAGE", 4)
+    set_page(monkeypatch, 4)
     text = " ".join(CHUNKS)
     prompt = f"Intro.\n\n{text}\n\n{CHUNKS[1]}\n\nWho?"
     options = {"max_tokens": 300, "ignore_eos": True, "method": "cacheblend", "drafts": False}

@@ -172,7 +172,8 @@ def test_scheduler_lets_tenants_take_turns():
 
 def queued(tenant, reading=None):
     """A request as far as the queue looks at it."""
-    return SimpleNamespace(tenant=tenant, reading=reading, is_wanted=True)
+    prompt = SimpleNamespace(reading=reading)
+    return SimpleNamespace(tenant=tenant, prompt=prompt, is_wanted=True)
 
 
 def test_queue_lets_others_go_before_who_is_not_read_yet():
@@ -184,7 +185,7 @@ def test_queue_lets_others_go_before_who_is_not_read_yet():
     order = []
     for ready in (None, None, unread[1], None, None):
         if ready is not None:
-            ready.reading = read
+            ready.prompt.reading = read
         order.append(waiting.first())
         waiting.remove(order[-1])
     assert order == [others[0], others[2], unread[1], others[1], others[3]]

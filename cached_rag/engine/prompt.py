@@ -1,0 +1,276 @@
+"""A prompt on its way to the logits of its first answer token.
+
+`prefill.py` fills it in, in the order of the attributes. Knows nothing of batches and of answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+
+import numpy as np
+import torch
+
+from cached_rag.backends.prompt_text import Tokens
+from cached_rag.backends.thread import on_model_thread
+from cached_rag.config import GenerationConfig
+from cached_rag.engine.audit import compare
+from cached_rag.engine.following import Following
+from cached_rag.engine.pieces import Pieces
+from cached_rag.engine.planner import Planner, Reading
+from cached_rag.engine.profile import profile_key
+from cached_rag.engine.report import Clock, Report
+from cached_rag.engine.resources import Resources
+from cached_rag.engine.sharing import NOTHING, Beginning
+from cached_rag.engine.trace import Coverage, TraceSource
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.rows import RowKV
+from cached_rag.library.matching import inner_ids
+from cached_rag.library.plan import Plan
+from cached_rag.library.sequences import Ids, PromptKV
+from cached_rag.methods import Selector, Takes, spelled
+
+# A prompt ends with the header of the answer. Where an answer stands in the next turn's prompt, a
+# template may write the last tokens of that header otherwise.
+_TEMPLATE_TAIL = 4
+# Tokens of an answer that have memory from the first. Most answers are not longer.
+PAGE = 256
+
+
+@dataclass(frozen=True)
+class AskedPrompt:
+    """A prompt as it was asked.
+
+    Attributes:
+        planner: finds its tokens, and what of them has KV.
+        clock: started when it was asked.
+    """
+
+    resources: Resources
+    planner: Planner
+    config: GenerationConfig
+    clock: Clock = field(default_factory=Clock)
+
+
+@dataclass(eq=False)
+class Prefilling:
+    """How far a prompt has come, and what was found and computed for it.
+
+    Attributes:
+        report: complete when its answer is.
+        reading: the result of reading the prompt; None before that.
+        plan: which tokens come from which KV; None before `prefill.prepare`.
+        tokens: the prompt's.
+        method: the one that was asked for, or what replaces it on this model.
+        repair: mark of KV that the method repaired; empty if all KV is what full prefill computes.
+        exact_length: number of tokens, from the first, whose KV is, or will be, what full prefill
+            computes.
+        beginning: the KV of the prompt's first tokens that was taken from other prompts.
+        buffer: all of the prompt's KV, with room for the answer; None if the KV lies elsewhere.
+        logits: (1, vocab_size) after the last prompt token.
+        coverage: for each token, whether it was computed, and where its KV came from.
+        left: rows that are chosen, and left to the scheduler's batch; None if all are computed.
+        following: the repair that goes on with the answer; None if it does not.
+    """
+
+    asked: AskedPrompt
+    report: Report = field(init=False)
+    reading: Reading | None = None
+    plan: Plan | None = None
+    tokens: Tokens = field(init=False)
+    method: Selector = field(init=False)
+    repair: str = ""
+    exact_length: int = 0
+    beginning: Beginning = NOTHING
+    buffer: KVBuffer | None = None
+    logits: torch.Tensor = field(init=False)
+    coverage: Coverage | None = None
+    left: Pieces | None = None
+    following: Following | None = None
+
+    def __post_init__(self) -> None:
+        self.report = Report(self.config.method_name)
+
+    @property
+    def resources(self) -> Resources:
+        """What the engine answers with."""
+        return self.asked.resources
+
+    @property
+    def config(self) -> GenerationConfig:
+        """How to answer."""
+        return self.asked.config
+
+    @cached_property
+    def ids(self) -> Ids:
+        """(seq_len,) int64, the prompt's tokens."""
+        return np.asarray(self.tokens.ids, dtype=np.int64)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """(num_rows,) int64 slots that were computed in every layer."""
+        assert self.coverage is not None
+        return self.coverage.rows
+
+    @property
+    def namespace(self) -> str:
+        """The tenant whose KV this request may use."""
+        return self.resources.library.namespace
+
+    @property
+    def trace_source(self) -> TraceSource | None:
+        """What says what became of each of the prompt's tokens; None before they are prefilled."""
+        if self.coverage is None:
+            return None
+        text, key = self.asked.planner.text, profile_key(self.resources.model)
+        tokenization = self.resources.tokenization
+        return TraceSource(self.coverage, self.tokens, text, tokenization, key)
+
+    def is_beyond_switch(self, answered: int = 0) -> bool:
+        """Whether prompt or answer reach beyond the model's rotary switch (`RelocationRule.limit`).
+
+        Keys from either side of it do not mix, so such KV is neither taken nor left to others.
+
+        Args:
+            answered: how many tokens the answer has.
+        """
+        limit = self.resources.model.rule.limit
+        return limit is not None and len(self.tokens) + answered > limit
+
+    def kept_beginning(self) -> Beginning:
+        """The KV that finished prompts left of this prompt's beginning."""
+        assert self.plan is not None
+        if self.plan.positions is not None or self.is_beyond_switch():
+            return NOTHING
+        kept, wanted = self.resources.sequences, self.ids[:-1]  # the last token is computed
+        if not kept.keeps_repaired:  # then no answer depends on prompts before it
+            wanted = wanted[: self.exact_length]
+        sequence, length = kept.beginning(self.namespace, wanted, self.repair)
+        if sequence is not None and sequence.exact_length < length <= self.plan.exact_end:
+            # The plan has as much, and all of it exact.
+            sequence, length = kept.beginning(self.namespace, wanted)
+        if sequence is None:
+            return NOTHING
+        return Beginning(sequence.cut(length), min(length, sequence.exact_length))
+
+    def begin_with(self, beginning: Beginning) -> None:
+        """Set the KV of the prompt's first tokens that is taken from other prompts."""
+        self.beginning = beginning
+        self.report.kept_tokens = len(beginning)
+        self.report.kept_repaired_tokens = beginning.num_repaired
+
+    def room(self, answered: int = 0) -> int:
+        """How many tokens of the answer there is memory for at first; `Scheduler` adds pages."""
+        most = self.config.max_tokens
+        if not self.resources.model.can_batch:  # such a model needs all KV in one buffer
+            return most
+        return min(most, answered + PAGE)
+
+    @property
+    def is_following(self) -> bool:
+        """Whether the answer's last token is computed alone, by `follow`."""
+        return self.following is not None and not self.following.is_over
+
+    def follow(self, token_ids: Sequence[int]) -> torch.Tensor | None:
+        """See `decoding.Prefilled`. The caller holds the model's lock."""
+        if self.following is None or self.following.is_over:
+            return None
+        assert self.buffer is not None
+        assert self.coverage is not None
+        model, before = self.resources.model, self.following.computed
+        logits, rows = self.following.step(model, self.buffer, [*self.tokens.ids, *token_ids])
+        pairs = self.following.computed - before
+        self.report.charged_recompute += pairs / (len(self.tokens) * model.shapes.num_layers)
+        self.report.recomputed_tokens += len(rows)
+        self.report.cached_tokens -= len(rows)
+        self.coverage.repair(rows)
+        return logits
+
+    @property
+    def num_final(self) -> int:
+        """How many of the prompt's tokens, from the first, have final KV in `buffer`."""
+        done = self.left.done if self.left else None
+        return len(self.ids) if done is None else done
+
+    def give_buffer(self) -> None:
+        """Let the next prompt use this one's memory."""
+        if self.buffer is not None:
+            self.resources.workspace.give(self.buffer)
+        self.buffer = None
+
+    def release(self) -> None:
+        """End a prompt that was prefilled alone; its KV is kept for others, as far as it may be.
+
+        Doing it again changes nothing.
+        """
+        try:
+            if self.buffer is not None:
+                # `Sharing.forget` does not reach a prompt that is in no batch. So its KV is kept
+                # only if the plan says which chunks are in it: they are checked below.
+                is_private = not (self.plan and self.plan.matches)
+                self.leave(RowKV(self.buffer, len(self.tokens)), (), is_private=is_private)
+        finally:
+            self.give_buffer()
+            self.resources.activity.end(self)
+
+    def leave(
+        self,
+        kv: RowKV,
+        answer: Sequence[int],
+        *,
+        is_private: bool,
+        first_logits: torch.Tensor | None = None,
+    ) -> None:
+        """Keep KV for prompts that begin alike, and offer missed chunks to the background.
+
+        Args:
+            kv: the prompt's and the answer's.
+            is_private: the prompt contains a text that was forgotten.
+            first_logits: (vocab_size,) of the answer's first token, to be audited.
+        """
+        plan, learning, sequences = self.plan, self.resources.learning, self.resources.sequences
+        assert plan is not None
+        is_private = is_private or self.is_beyond_switch(len(answer))
+        if not is_private:
+            sequences.add(self._prompt_kv(plan, kv, answer), kv)
+            for chunk in learning.forgotten(plan):
+                sequences.forget(self.namespace, chunk.text_digest, inner_ids(chunk))
+        is_reused = self.method.takes is not Takes.NOTHING
+        if is_reused:
+            learning.see_to(self.tokens, plan)
+        if is_reused and not is_private and plan.positions is None:
+            settled = max(self.exact_length, len(self.beginning))  # a chat goes on from its own
+            self.resources.settling.see(learning, self.namespace, self.ids, plan, settled)
+        if first_logits is not None and learning.write_back is not None:
+            ids = self.ids[None]
+            audit = partial(_audit, self.resources, spelled(self.method), ids, first_logits)
+            learning.write_back.offer(("audit", id(first_logits)), audit, lasts=False)
+
+    def _prompt_kv(self, plan: Plan, kv: RowKV, answered: Sequence[int]) -> PromptKV:
+        """A description of this KV, to be kept. The answer is as exact as the prompt before it."""
+        answer = np.asarray(answered, dtype=np.int64)
+        ids = np.concatenate([self.ids, answer])[: kv.length]
+        exact = len(ids) if self.exact_length == len(self.ids) else self.exact_length
+        least = len(self.ids) - self._header_length()
+        # What was made of harvested KV depends on texts that are not in this prompt, and it could
+        # not be found when one of them is forgotten. So of that only the exact part is kept.
+        repair = "" if plan.harvested else self.repair
+        return PromptKV(self.namespace, ids, (), exact, repair, plan.chunks, least)
+
+    def _header_length(self) -> int:
+        """How many of the last tokens are the header of the answer: those from a control token on.
+
+        At least the last one, which every prompt computes, also if all was asked before.
+        """
+        controls = set(self.resources.tokenization.controls.values())
+        tail = self.ids[-_TEMPLATE_TAIL:].tolist()
+        begins = [at for at, token in enumerate(tail) if token in controls]
+        return len(tail) - begins[0] if begins else min(1, len(tail))
+
+
+def _audit(resources: Resources, method: str, ids: Ids, logits: torch.Tensor) -> None:
+    """Compare a prompt's first logits with full prefill's, and note what came of it."""
+    model, prompt = resources.model, torch.from_numpy(ids)
+    kl, agrees = on_model_thread(lambda: compare(model, prompt, logits))
+    resources.audits.note(method, kl, agrees=agrees)
