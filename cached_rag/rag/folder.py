@@ -35,7 +35,7 @@ from cached_rag.rag.workers import IngestWorkers, Prepare, helped
 
 if TYPE_CHECKING:
     from cached_rag.engine.engine import Engine
-    from cached_rag.kv.store.remote import RemoteTier
+    from cached_rag.kv.store.remote.tier import RemoteTier
 
 _log = logging.getLogger(__name__)
 
@@ -329,6 +329,6 @@ class IndexFolder:
 def _remote(store: StoreConfig) -> RemoteTier | None:
     if store.remote is None:
         return None
-    from cached_rag.kv.store.remote import open_remote
+    from cached_rag.kv.store.remote.tier import open_remote
 
     return open_remote(store)

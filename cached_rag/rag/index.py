@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cached_rag.errors import IndexMismatchError
-from cached_rag.kv.store.base import Problem
-from cached_rag.kv.store.database import Database
-from cached_rag.kv.store.signed import Row, check, is_sound, row_sum, sound
+from cached_rag.kv.store.database import Database, Problem, Row, check, is_sound, row_sum, sound
 from cached_rag.rag.embedding import EMBED_CHUNKS, Embeddings
 from cached_rag.rag.filters import Where
 from cached_rag.rag.hit import Hit

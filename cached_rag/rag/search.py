@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cached_rag.kv.store.database import Database
-from cached_rag.kv.store.signed import Row, sound
+from cached_rag.kv.store.database import Database, Row, sound
 from cached_rag.rag.document import Metadata
 from cached_rag.rag.filters import FIELDS, Where, judge
 from cached_rag.rag.hit import Hit

@@ -7,7 +7,9 @@ from contextlib import closing
 import pytest
 from test_stores import key, module
 
-from cached_rag.kv.store import Catalog, ChunkRecord, DiskStore, holdings
+from cached_rag.kv.store import holdings
+from cached_rag.kv.store.catalog import Catalog, ChunkRecord
+from cached_rag.kv.store.disk import DiskStore
 
 
 def record(n):

@@ -16,8 +16,8 @@ from cached_rag.errors import CorruptBlobError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.loader import LayerLoader
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store import DiskStore
 from cached_rag.kv.store.blob import StoredKV
+from cached_rag.kv.store.disk import DiskStore
 from cached_rag.kv.store.tensor_file import TensorFile
 from cached_rag.library.plan import Placement
 

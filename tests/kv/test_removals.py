@@ -14,8 +14,9 @@ from cached_rag import StoreConfig
 from cached_rag.errors import StoreError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store import Catalog, ChunkRecord, Maker, holdings
-from cached_rag.kv.store.remote import open_remote
+from cached_rag.kv.store import holdings
+from cached_rag.kv.store.catalog import Catalog, ChunkRecord, Maker
+from cached_rag.kv.store.remote.tier import open_remote
 from cached_rag.library.bringing import Wanted
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter

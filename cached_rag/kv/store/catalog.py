@@ -6,20 +6,61 @@ the text's KV may have. That is how texts are removed (`Removals`). Knows SQLite
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from cached_rag.kv.fingerprint import ids_digest, module_key
-from cached_rag.kv.store.base import Problem
-from cached_rag.kv.store.database import PATIENCE_S, Database
-from cached_rag.kv.store.records import ChunkRecord, Maker, pack, unpack
+from cached_rag.kv.store.database import (
+    PATIENCE_S,
+    Database,
+    Problem,
+    check,
+    is_sound,
+    row_sum,
+    sound,
+)
 from cached_rag.kv.store.removals import Removals
-from cached_rag.kv.store.signed import check, is_sound, row_sum, sound
-from cached_rag.kv.store.tables import DOOMED, DROP_NEEDLESS, SCHEMA, SIGNED
+from cached_rag.kv.store.tables import DOOMED, DROP_NEEDLESS, SCHEMA, SIGNED, pack, unpack
 
 _MODULES = f"SELECT {SIGNED['modules']}, checksum FROM modules WHERE model = ? AND namespace = ?"
 _PREFIXES = f"SELECT {SIGNED['encodings']}, checksum FROM encodings"
+
+
+@dataclass(frozen=True)
+class ChunkRecord:
+    """A text that is a module.
+
+    Attributes:
+        text_digest: digest of the text.
+        anchor: the text's first 32 characters.
+        length: the text's length in characters.
+        token_ids: the text's tokens, when it is tokenised alone.
+        token_starts: for each token, the character of the text at which it begins.
+    """
+
+    text_digest: str
+    anchor: str
+    length: int
+    token_ids: tuple[int, ...]
+    token_starts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Maker:
+    """A model that made KV, in one dtype.
+
+    Attributes:
+        model: its fingerprint.
+        name, dtype: for people; empty where only the fingerprint is known.
+    """
+
+    model: str
+    name: str = ""
+    dtype: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} in {self.dtype}" if self.name else "another model or dtype"
 
 
 class Catalog:
@@ -58,7 +99,7 @@ class Catalog:
         with self._database.transaction() as connection:
             connection.execute(
                 "INSERT OR REPLACE INTO makers (model, name, dtype) VALUES (?, ?, ?)",
-                dataclasses.astuple(self.maker),
+                astuple(self.maker),
             )
 
     def check(self) -> list[Problem]:

@@ -1,4 +1,9 @@
-"""A SQLite file shared by threads and processes. Knows connections; knows no table."""
+"""A SQLite file shared by threads and processes, and rows in it that carry a checksum.
+
+A signed row is a tuple (name, *values, checksum), where the name is the row's number and the
+checksum covers the values. So a damaged text is never taken for the real one. Knows connections;
+knows no table.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,16 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import quote
 
 from cached_rag.errors import ClosedError, StoreError, StoreFullError
-from cached_rag.kv.private import make_folder
+from cached_rag.kv.files import make_folder
+from cached_rag.kv.fingerprint import digest
 
 _log = logging.getLogger(__name__)
 PATIENCE_S = 60.0
@@ -27,6 +34,7 @@ _SCRUB_S = 10.0
 # A quarter of a second; a thousand chunks take 8 MB.
 _COMPACTED_BYTES = 64 << 20
 _T = TypeVar("_T")
+Row = tuple[object, ...]
 
 # Of the names of the files that SQLite may keep.
 _SUFFIXES = ("", "-wal", "-shm", "-journal")
@@ -34,6 +42,14 @@ _SUFFIXES = ("", "-wal", "-shm", "-journal")
 LAYOUT = 1
 # No file: what it holds is gone with it.
 IN_MEMORY = Path(":memory:")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What `check` found: the name of an entry or file, and what is wrong with it in words."""
+
+    key: str
+    reason: str
 
 
 class _State(NamedTuple):
@@ -311,3 +327,47 @@ def _make_private(path: Path) -> None:
     with suppress(OSError):
         if path.stat().st_mode & 0o077:
             path.chmod(0o600)
+
+
+def row_sum(*values: object) -> str:
+    """The checksum of a row's values and their types: guards against damage, not malice."""
+    parts = (v if isinstance(v, bytes) else f"{type(v).__name__} {v}" for v in values)
+    return digest(*parts)
+
+
+def is_sound(row: Row) -> bool:
+    """Whether a signed row is as it was written."""
+    return row_sum(*row[1:-1]) == row[-1]
+
+
+def sound(database: Database, rows: Iterable[Row]) -> Iterator[Row]:
+    """Those signed rows that are as they were written; the others are logged."""
+    for row in rows:
+        if is_sound(row):
+            yield row
+        else:
+            _log.warning("%s", _damage(database, row))
+
+
+def check(database: Database, tables: Mapping[str, str]) -> list[Problem]:
+    """What is damaged: the file itself, or rows in it.
+
+    Args:
+        tables: for each table, by name, the query for all its rows in signed form.
+    """
+    name = database.path.name
+    problems = [Problem(name, reason) for reason in database.problems()]
+    try:
+        for table, query in tables.items():
+            damaged = [row for row in database.rows(query) if not is_sound(row)]
+            problems += [Problem(f"{name} {table}", _damage(database, row)) for row in damaged]
+    except StoreError as error:
+        problems.append(Problem(name, str(error)))
+    return problems
+
+
+def _damage(database: Database, row: Row) -> str:
+    return (
+        f"row {row[0]} in {database.path} is damaged and left out; ingest the documents again to "
+        "have it back (cached-rag store verify lists all such rows)"
+    )

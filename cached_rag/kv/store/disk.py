@@ -16,22 +16,22 @@ from pathlib import Path
 from typing import TypeVar
 
 from cached_rag.errors import CachedRAGError, CorruptBlobError, StoreError, StoreFullError
+from cached_rag.kv.files import DraftFiles, make_folder
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.private import make_folder
-from cached_rag.kv.store.base import IsWanted, Problem
 from cached_rag.kv.store.blob import (
+    Codec,
     SigningError,
     StoredKV,
     check_replaceable,
+    codec_by_name,
     fits_signing,
     open_blob,
     read_blob,
     write_blob,
 )
-from cached_rag.kv.store.codecs import Codec, codec_by_name
-from cached_rag.kv.store.database import BRIEFLY_S
-from cached_rag.kv.store.drafts import DraftFiles
+from cached_rag.kv.store.database import BRIEFLY_S, Problem
 from cached_rag.kv.store.entries import Entries, Entry
+from cached_rag.kv.store.tiers import IsWanted
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

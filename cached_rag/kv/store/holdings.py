@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 
 from cached_rag.errors import ConfigError, StoreError
 from cached_rag.kv.fingerprint import digest
-from cached_rag.kv.store.catalog import Catalog
-from cached_rag.kv.store.records import Maker
+from cached_rag.kv.store.catalog import Catalog, Maker
 
 if TYPE_CHECKING:
     from cached_rag.kv.store.disk import DiskStore
-    from cached_rag.kv.store.remote import RemoteTier
+    from cached_rag.kv.store.remote.tier import RemoteTier
 
 CATALOG = "catalog.sqlite"
 

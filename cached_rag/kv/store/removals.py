@@ -11,8 +11,7 @@ from typing import NamedTuple
 from cached_rag.errors import StoreError
 from cached_rag.kv.fingerprint import module_key
 from cached_rag.kv.store.database import Database
-from cached_rag.kv.store.records import unpack
-from cached_rag.kv.store.tables import DROP_NEEDLESS
+from cached_rag.kv.store.tables import DROP_NEEDLESS, unpack
 
 # Not if one came back and is doomed anew meanwhile: it may have new KV.
 _DONE = "WHERE model = ? AND namespace = ? AND text_digest = ? AND (SELECT count FROM revivals) = ?"

@@ -18,14 +18,12 @@ from weakref import WeakSet
 
 from cachetools import LRUCache, TTLCache
 
-from cached_rag.errors import CorruptBlobError, StoreError
+from cached_rag.config import StoreConfig
+from cached_rag.errors import ConfigError, CorruptBlobError, StoreError, needs_extra
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.base import IsWanted
-from cached_rag.kv.store.codecs import CODEC_NAMES, codec_by_name
-from cached_rag.kv.store.outbox import Outbox
-from cached_rag.kv.store.remote.calls import Calls
-from cached_rag.kv.store.remote.link import Link
-from cached_rag.kv.store.remote.transport import Transport
+from cached_rag.kv.store.background import Outbox
+from cached_rag.kv.store.blob import CODEC_NAMES, codec_by_name
+from cached_rag.kv.store.remote.transport import Calls, Link, Transport, label_of
 from cached_rag.kv.store.remote.wire import (
     HEADS_BYTES,
     Head,
@@ -35,7 +33,10 @@ from cached_rag.kv.store.remote.wire import (
     unpack,
     unpack_heads,
 )
+from cached_rag.kv.store.tiers import IsWanted
 
+_REDIS = ("redis", "rediss", "unix")
+_OBJECTS = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https", "file")
 _log = logging.getLogger(__name__)
 # Most bytes of KV that wait to be sent, and how long encoding may be held up by that in all.
 BUFFER_BYTES, _HELD_UP_S = 256 << 20, 20.0
@@ -320,6 +321,49 @@ class RemoteTier:
 
     def _heads_name(self, namespace: str, model: str) -> str:
         return f"{_folder(namespace)}/{model}.heads"
+
+
+def open_remote(config: StoreConfig, sizes: Sizes | None = None) -> RemoteTier | None:
+    """The remote tier that the settings name; None if they name none.
+
+    Args:
+        sizes: the model's, see `RemoteTier`.
+
+    Raises:
+        ConfigError, MissingPackageError: see `open_transport`.
+    """
+    if config.remote is None:
+        return None
+    wait_s = config.remote_timeout
+    transport = open_transport(config.remote, wait_s)
+    return RemoteTier(
+        transport, config.codec, secret=config.signing_key, timeout_s=wait_s, sizes=sizes
+    )
+
+
+def open_transport(url: str, timeout_s: float) -> Transport:
+    """What reaches a URL. Connects when it is first used.
+
+    Args:
+        url: redis://, rediss:// or unix:// for Redis and what speaks like it; s3://, gs://, az://,
+            http(s):// or file:// for an object store.
+        timeout_s: how long a single step on the network may take.
+
+    Raises:
+        ConfigError: no such kind of URL.
+        MissingPackageError: the extra that it needs is not installed.
+    """
+    scheme = url.partition(":")[0].lower()
+    if scheme in _REDIS:
+        with needs_extra("redis", "a remote store in Redis"):
+            from cached_rag.kv.store.remote.redis_blobs import RedisBlobs
+        return RedisBlobs(url, timeout_s)
+    if scheme in _OBJECTS:
+        with needs_extra("s3", "a remote store of objects"):
+            from cached_rag.kv.store.remote.object_blobs import ObjectBlobs
+        return ObjectBlobs(url, timeout_s)
+    known = ", ".join(f"{name}://" for name in (*_REDIS, *_OBJECTS))
+    raise ConfigError(f"{label_of(url)!r} is no address of a remote store; known are {known}")
 
 
 def _folder(namespace: str) -> str:

@@ -20,8 +20,7 @@ from safetensors.torch import save
 from cached_rag.errors import CorruptBlobError
 from cached_rag.kv.buffer import KVShapes
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.blob import contents, opened
-from cached_rag.kv.store.codecs import Codec
+from cached_rag.kv.store.blob import Codec, contents, opened
 from cached_rag.kv.store.tensor_file import TensorFile
 
 _MARK = b"cachedrag1"
