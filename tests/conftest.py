@@ -164,7 +164,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pages(monkeypatch):
     """Pages of four slots, and memory that is not rounded up to more."""
     monkeypatch.setattr("cached_rag.engine.request.PAGE", 4)
-    monkeypatch.setattr("cached_rag.kv.buffer._SMALL_GROWTH", 4)
+    monkeypatch.setattr("cached_rag.kv.rows.rounded", lambda capacity: -(-capacity // 4) * 4)
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ def _prune(index: Path, max_bytes: int | None) -> tuple[int, int]:
     Raises:
         StoreFullError: the disk is full, and stays so without the KV that may go.
     """
-    folder, codec = index / "kv", _settings(index).get("codec", "raw")
+    folder = index / "kv"
     databases = [*filter(Path.is_file, (index / "documents.sqlite", folder / holdings.CATALOG))]
     gone: list[tuple[int, int]] = []
     with _disk_store(index) as store:
@@ -140,8 +140,8 @@ def _prune(index: Path, max_bytes: int | None) -> tuple[int, int]:
             return act(), size - store.nbytes
 
         steps: tuple[Callable[[], tuple[int, int]], ...] = (
-            lambda: measured(lambda: holdings.forget_digests(folder, codec, _unneeded(index))),
-            lambda: measured(lambda: holdings.drop_strays(folder, codec)),
+            lambda: measured(lambda: holdings.forget_digests(folder, _unneeded(index))),
+            lambda: measured(lambda: holdings.drop_strays(folder)),
             lambda: store.prune(max_bytes),
             lambda: measured(lambda: sum(map(_compact, databases))),
         )
@@ -175,12 +175,11 @@ def _make_room(
 
 def _needless(index: Path) -> list[Problem]:
     """A problem for each KV that no document needs."""
-    folder, codec = index / "kv", _settings(index).get("codec", "raw")
     texts = "KV of a text that no document has; `prune` drops it"
     strays = "KV of a text that nothing knows of; `prune` drops it"
     return [
         *(Problem(name, texts) for name in sorted(_unneeded(index))),
-        *(Problem(key, strays) for key in holdings.strays(folder, codec)),
+        *(Problem(key, strays) for key in holdings.strays(index / "kv")),
     ]
 
 
@@ -199,10 +198,10 @@ def _drop_unused(index: Path, dtypes: list[str] | None, *, dry_run: bool) -> lis
     settings = _settings(index)
     if "model" not in settings:
         raise ConfigError(f"the index at {index} is empty; ingest documents first")
-    folder, codec = index / "kv", settings["codec"]
-    found = holdings.unused(folder, codec, settings["model"], names)
+    folder = index / "kv"
+    found = holdings.unused(folder, settings["model"], names)
     for holding in [] if dry_run else found:
-        holdings.drop(folder, codec, holding)
+        holdings.drop(folder, holding)
     return found
 
 

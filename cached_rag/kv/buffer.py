@@ -1,17 +1,19 @@
 """Memory for the KV of a whole prompt, into which modules are placed without further copies.
 
 Prompt Cache's buffered concatenation (MLSys version, section 4): memory for the prompt and its
-answer is taken once, and each module's keys are rotated straight into their slots. Buffers of
-several prompts lie in one tensor (a slab), so that one kernel call reads all of them: its rows have
-the same capacity, and as they use different parts of it, a mask hides the rest. Knows shapes and
-position rules; knows no model and no prompt.
+answer is taken once, and each module's keys are rotated straight into their slots. That may happen
+layer by layer, while earlier layers are computed (CacheBlend, section 5.1): one thread reads,
+checks and moves layer after layer; on CUDA its copies run on a stream of their own. Knows shapes,
+position rules and placements; knows no model, no store and no method.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -20,11 +22,6 @@ from cached_rag.kv.positions import PositionRule
 
 # Capacities are rounded up to a multiple of so many slots, so that a spare buffer often fits.
 _GROWTH, _SMALL_GROWTH = 1024, 256
-# Longer buffers gain nothing by it: to read their keys takes longer than to call a kernel.
-LONGEST_SLAB = 1024
-# Rows of a slab: on a CPU those that were never used take no memory.
-_ROWS = {"cpu": 16}
-_FEW_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -166,6 +163,87 @@ class KVBuffer:
         )
 
 
+class Placed(Protocol):
+    """Cached KV, and where in the buffer it goes."""
+
+    @property
+    def begin(self) -> int:
+        """Slot of its first token."""
+        ...
+
+    @property
+    def kv(self) -> LayerSource:
+        """Its keys and values."""
+        ...
+
+
+class LayerLoader:
+    """Fills a buffer layer by layer; `wait` has to be called before a layer is used.
+
+    Attributes:
+        failed: the placement that could not be loaded; None if there is none.
+    """
+
+    def __init__(self, buffer: KVBuffer, placements: Sequence[Placed], rule: PositionRule) -> None:
+        self._buffer, self._placements, self._rule = buffer, tuple(placements), rule
+        self._ready = [threading.Event() for _ in range(len(buffer.keys))]
+        self._copied: list[Any] = []
+        self._error: BaseException | None = None
+        self.failed: Placed | None = None
+        self._is_cancelled = False
+        device = buffer.keys.device
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # Kernels of the request that had the buffer before may still read it.
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
+        self._thread.start()
+
+    def wait(self, layer: int) -> None:
+        """Return when a layer is in the buffer; on CUDA, for the current stream.
+
+        Raises:
+            CorruptBlobError: a module's file is damaged.
+            StoreError: a module's file cannot be read now.
+        """
+        self._ready[layer].wait()
+        if self._error is not None:
+            raise self._error
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_event(self._copied[layer])
+
+    def finish(self) -> None:
+        """Stop loading, complete or not; nothing writes into the buffer afterwards."""
+        self._is_cancelled = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            for layer, ready in enumerate(self._ready):
+                if self._is_cancelled:
+                    return
+                self._load(layer)
+                ready.set()
+        except BaseException as error:  # raised again by `wait`
+            self._error = error
+        finally:
+            for ready in self._ready:
+                ready.set()
+
+    @torch.inference_mode()
+    def _load(self, layer: int) -> None:
+        with torch.cuda.stream(self._stream):  # does nothing if there is none
+            for place in self._placements:
+                self.failed = place
+                self._buffer.place_layer(place.kv, place.begin, self._rule, layer)
+            self.failed = None
+            if self._stream is not None:
+                copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                copied.record(self._stream)
+                self._copied.append(copied)
+
+
 class Workspace:
     """Lends buffers, and keeps the last one that came back: memory used before has no page faults.
 
@@ -180,136 +258,21 @@ class Workspace:
         """A buffer of at least `capacity` slots, with whatever content."""
         with suppress(IndexError):
             spare = self._spare.pop()
-            if capacity <= spare.capacity <= 2 * _rounded(capacity):
+            if capacity <= spare.capacity <= 2 * rounded(capacity):
                 return spare.lay_out(None)
-        return KVBuffer.like(self._shapes, _rounded(capacity))
+        return KVBuffer.like(self._shapes, rounded(capacity))
 
     def size(self, capacity: int) -> int:
         """The capacity that a buffer of at least so many slots would have now."""
         spare = max((one.capacity for one in list(self._spare)), default=0)
-        return spare if capacity <= spare <= 2 * _rounded(capacity) else _rounded(capacity)
+        return spare if capacity <= spare <= 2 * rounded(capacity) else rounded(capacity)
 
     def give(self, buffer: KVBuffer) -> None:
         """Take a buffer back that nobody reads any more."""
         self._spare[:] = [buffer]
 
 
-class Slab:
-    """Keys and values of `num_rows` rows, each the buffer of a prompt.
-
-    Attributes:
-        free: numbers of the rows that nobody uses.
-        keys: (num_layers, num_rows, num_kv_heads, capacity, head_dim).
-        values: (num_layers, num_rows, num_kv_heads, capacity, value_dim).
-    """
-
-    def __init__(self, shapes: KVShapes, rows: int, capacity: int) -> None:
-        whole = KVBuffer.like(shapes, capacity, rows)
-        self.keys, self.values = whole.keys, whole.values
-        self.free = list(range(rows))[::-1]
-        self._fresh = set(self.free)
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows, used or not."""
-        return self.keys.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes: on a CPU only those of rows that were ever used."""
-        used = sum(map(self.is_held, range(self.num_rows)))
-        return (self.keys.nbytes + self.values.nbytes) // self.num_rows * used
-
-    def is_held(self, row: int) -> bool:
-        """Whether a row takes memory: on a CPU only if it was ever used."""
-        return row not in self._fresh or self.keys.device.type != "cpu"
-
-    def take(self) -> SlabRow:
-        """A free row; there has to be one."""
-        row = self.free[-1]
-        found = SlabRow(self, row)
-        if row in self._fresh:  # masked slots are read, too, so they must not hold NaN
-            self._fresh.remove(row)
-            found.keys.zero_()
-            found.values.zero_()
-        self.free.pop()
-        return found
-
-
-class SlabRow(KVBuffer):
-    """One row of a slab."""
-
-    def __init__(self, slab: Slab, row: int) -> None:
-        super().__init__(slab.keys[:, row : row + 1], slab.values[:, row : row + 1])
-        self.slab, self.row = slab, row
-
-
-class Slabs:
-    """All slabs of one model, by capacity. For one thread at a time."""
-
-    def __init__(self, shapes: KVShapes) -> None:
-        self._shapes = shapes
-        self._slabs: dict[int, list[Slab]] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slabs, rows that nobody uses now among them."""
-        return sum(slab.nbytes for held in self._slabs.values() for slab in held)
-
-    def take(self, capacity: int) -> KVBuffer:
-        """A buffer of at least `capacity` slots: a slab's row, unless that would be too long."""
-        if capacity > LONGEST_SLAB:
-            return KVBuffer.like(self._shapes, capacity)
-        rounded = _rounded(capacity)
-        held = self._slabs.setdefault(rounded, [])
-        slab = next((slab for slab in held if slab.free), None)
-        if slab is None:
-            rows = _ROWS.get(self._shapes.device.type, _FEW_ROWS)
-            slab = Slab(self._shapes, rows, rounded)
-            held.append(slab)
-        return slab.take()
-
-    def cost(self, capacity: int) -> int:
-        """Bytes that `take` would add to what there is."""
-        if capacity > LONGEST_SLAB:
-            return capacity * self._shapes.bytes_per_token
-        rounded, is_cpu = _rounded(capacity), self._shapes.device.type == "cpu"
-        for slab in self._slabs.get(rounded, ()):
-            if slab.free:
-                return 0 if slab.is_held(slab.free[-1]) else rounded * self._shapes.bytes_per_token
-        return rounded * self._shapes.bytes_per_token * (1 if is_cpu else _FEW_ROWS)
-
-    def give(self, buffer: KVBuffer) -> None:
-        """Take a slab's row back that nobody reads any more; other buffers are just dropped."""
-        if isinstance(buffer, SlabRow):
-            buffer.slab.free.append(buffer.row)
-
-    def drop_idle(self) -> None:
-        """Free the memory of slabs of which no row is used."""
-        for capacity, held in self._slabs.items():
-            self._slabs[capacity] = [slab for slab in held if len(slab.free) < slab.num_rows]
-
-
-def mask_of(
-    spans: dict[int, tuple[int, int]], first: int, last: int, like: torch.Tensor
-) -> torch.Tensor:
-    """A mask to add to attention scores: 0 where a row sees a slot, -inf elsewhere.
-
-    Args:
-        spans: for each row, the slots that it sees (begin, end); other rows see none.
-        first, last: the first and the last row of the mask.
-        like: a tensor that has the dtype and device wanted.
-
-    Returns:
-        (last - first + 1, 1, 1, length), where length is the largest end.
-    """
-    length = max(end for _, end in spans.values())
-    mask = torch.full((last - first + 1, 1, 1, length), -torch.inf)
-    for row, (begin, end) in spans.items():
-        mask[row - first, ..., begin:end] = 0
-    return mask.to(like.device, like.dtype)
-
-
-def _rounded(capacity: int) -> int:
+def rounded(capacity: int) -> int:
+    """How many slots memory for at least so many has."""
     step = _SMALL_GROWTH if capacity < _GROWTH else _GROWTH
     return -(-capacity // step) * step

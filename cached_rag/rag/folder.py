@@ -276,7 +276,7 @@ class IndexFolder:
         if self._engine is not None or self._remote is not None or self._replaced():
             return None
         count = encodings(self.settings["context"])
-        return held_bytes(self.path / "kv", self.settings["codec"], texts, count)
+        return held_bytes(self.path / "kv", texts, count)
 
     def documents(self) -> list[IndexedDocument]:
         """All documents of the index, by source."""
@@ -318,7 +318,7 @@ class IndexFolder:
         if not texts:
             return 0
         gone = 0 if self._engine is None else self._engine.forget(texts)
-        gone += forget(self.path / "kv", self.settings["codec"], texts, self._remote)
+        gone += forget(self.path / "kv", texts, self._remote)
         self.index.forgotten(texts)
         return gone
 

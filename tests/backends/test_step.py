@@ -8,8 +8,8 @@ from conftest import FAMILIES, UNMOVABLE, logits_at, random_ids, tiny_model
 from doubles import Plain
 
 from cached_rag.backends.base import StepInput
-from cached_rag.kv.buffer import KVBuffer, Slabs
-from cached_rag.kv.rows import RowKV, Run
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.rows import RowKV, Run, Slabs
 
 
 def filled(model, length, seed):

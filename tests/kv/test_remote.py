@@ -26,7 +26,7 @@ from cached_rag.kv.store.blob import codec_by_name, contents
 from cached_rag.kv.store.remote import transport, wire
 from cached_rag.kv.store.remote.tier import RemoteTier, open_transport
 from cached_rag.kv.store.remote.transport import Breaker, label_of
-from cached_rag.kv.store.remote.wire import Sizes, unpack_heads
+from cached_rag.kv.store.remote.wire import Sizes, Wire
 
 
 def module(seed: int, dtype=torch.float32) -> ModuleKV:
@@ -393,17 +393,8 @@ def packed(kv: ModuleKV, **header: str) -> bytes:
 
 
 def taken(data: bytes, limits=None) -> ModuleKV:
-    tier = RemoteTier(_Silent(), "raw", secret=None, timeout_s=1.0, sizes=limits or sizes())
-    try:
-        return tier._unpacked("name", data, key(1), module(1).token_ids)
-    finally:
-        tier.close(0)
-
-
-class _Silent:
-    label, errors, batch = "silent://", (OSError,), 10
-
-    def close(self) -> None: ...
+    reader = Wire(codec_by_name("raw"), sizes=limits or sizes())
+    return reader.unpack("name", data, key(1), module(1).token_ids)
 
 
 def test_values_that_lie_about_themselves_are_not_used():
@@ -463,7 +454,7 @@ def test_headers_that_would_take_memory_or_time_are_refused():
 def test_heads_that_are_not_the_models_are_not_taken_over(heads):
     data = wire._sealed("name", heads.encode(), b"")
     with suppress(CorruptBlobError):
-        assert unpack_heads("name", data, b"", sizes()) == []
+        assert Wire(codec_by_name("raw"), sizes=sizes()).unpack_heads("name", data) == []
 
 
 def test_one_bad_value_does_not_cost_its_neighbours(redis_at, tiers):

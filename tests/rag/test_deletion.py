@@ -39,7 +39,7 @@ def left(folder):
     for maker in makers:
         with closing(Catalog(folder / "catalog.sqlite", maker.model)) as catalog:
             known |= catalog.text_digests()
-    return len(known), len(holdings.strays(folder, "raw"))
+    return len(known), len(holdings.strays(folder))
 
 
 def num_files(folder):

@@ -28,7 +28,7 @@ _IDS = "token_ids"
 _DAMAGED = "its content does not match its checksum"
 # A layer's BLAKE2b has twice the digits of its xxh3-64, so a header tells whether it is signed.
 _SIGNED_DIGITS = 32
-_SIGNED = (
+SIGNED = (
     "this KV is signed, and there is no signing_key here to check it with; it is kept. Set "
     "signing_key (CACHED_RAG_SIGNING_KEY) to use it"
 )
@@ -37,6 +37,7 @@ _UNSIGNED = (
     "until its text is encoded again"
 )
 Tensors = dict[str, torch.Tensor]
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class Codec(Protocol):
@@ -51,13 +52,11 @@ class Codec(Protocol):
         """
         ...
 
-    def decode(
-        self, tensors: Tensors, token_ids: tuple[int, ...], start: int, dtype: torch.dtype
-    ) -> ModuleKV:
-        """The module again, in `dtype`.
+    def decode(self, tensors: Tensors, dtype: torch.dtype) -> KeysAndValues:
+        """The keys and values again, in `dtype`.
 
         Raises:
-            KeyError, ConfigError: the tensors are not what `encode` gave.
+            KeyError: the tensors are not what `encode` gave.
         """
         ...
 
@@ -71,11 +70,9 @@ class RawCodec:
         """`keys` and `values`, (num_layers, num_kv_heads, seq_len, dim)."""
         return {"keys": kv.keys.contiguous().cpu(), "values": kv.values.contiguous().cpu()}
 
-    def decode(
-        self, tensors: Tensors, token_ids: tuple[int, ...], start: int, dtype: torch.dtype
-    ) -> ModuleKV:
+    def decode(self, tensors: Tensors, dtype: torch.dtype) -> KeysAndValues:
         """The same tensors; `dtype` is theirs already."""
-        return ModuleKV(token_ids, start, tensors["keys"], tensors["values"])
+        return tensors["keys"], tensors["values"]
 
 
 class Int8Codec:
@@ -90,20 +87,13 @@ class Int8Codec:
         """`keys`, `values` as int8 and their scales, (num_layers, num_kv_heads, seq_len, 1)."""
         keys, key_scales = _quantize(kv.keys)
         values, value_scales = _quantize(kv.values)
-        return {
-            "keys": keys,
-            "key_scales": key_scales,
-            "values": values,
-            "value_scales": value_scales,
-        }
+        scales = {"key_scales": key_scales, "value_scales": value_scales}
+        return {"keys": keys, "values": values} | scales
 
-    def decode(
-        self, tensors: Tensors, token_ids: tuple[int, ...], start: int, dtype: torch.dtype
-    ) -> ModuleKV:
+    def decode(self, tensors: Tensors, dtype: torch.dtype) -> KeysAndValues:
         """Integers times scales, rounded once to `dtype`."""
         keys = _dequantize(tensors["keys"], tensors["key_scales"], dtype)
-        values = _dequantize(tensors["values"], tensors["value_scales"], dtype)
-        return ModuleKV(token_ids, start, keys, values)
+        return keys, _dequantize(tensors["values"], tensors["value_scales"], dtype)
 
 
 def _quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,19 +127,16 @@ class SigningError(StoreError):
     """KV is signed and this process has no key, or it is not signed and this process has one."""
 
 
-@dataclass(frozen=True)
-class BlobInfo:
-    """What the index keeps of a file: its size in bytes, and the checksum of header and ids."""
-
-    nbytes: int
-    checksum: str
-
-
-def write_blob(path: Path, key: str, kv: ModuleKV, codec: Codec, secret: bytes = b"") -> BlobInfo:
+def write_blob(
+    path: Path, key: str, kv: ModuleKV, codec: Codec, secret: bytes = b""
+) -> tuple[int, str]:
     """Write a module to a new file that only its owner may read.
 
     Args:
         secret: signs it; empty for checksums only.
+
+    Returns:
+        What the index keeps of it: its size in bytes, and the checksum of header and token ids.
 
     Raises:
         OSError, SafetensorError: it could not be written.
@@ -158,7 +145,7 @@ def write_blob(path: Path, key: str, kv: ModuleKV, codec: Codec, secret: bytes =
     save_file(tensors, str(path), header)
     path.chmod(0o600)
     layouts = {n: (tensor.dtype, tuple(tensor.shape)) for n, tensor in tensors.items() if n != _IDS}
-    return BlobInfo(path.stat().st_size, _checksum(header, layouts, tensors[_IDS], secret))
+    return path.stat().st_size, _checksum(header, layouts, tensors[_IDS], secret)
 
 
 def contents(
@@ -176,15 +163,15 @@ def contents(
     return tensors | {_IDS: torch.tensor(kv.token_ids, dtype=torch.int32)}, header
 
 
-def read_blob(
+def open_blob(
     path: Path,
     key: str,
     token_ids: Sequence[int] | None,
     codec: Codec,
     expected: str,
     secret: bytes = b"",
-) -> ModuleKV | None:
-    """Read a module's file; None if there is no file.
+) -> StoredKV | None:
+    """Open a module's file; None if there is no file. Its layers are checked when they are read.
 
     Args:
         token_ids: the tokens whose KV it must hold; None for any.
@@ -196,19 +183,6 @@ def read_blob(
         SigningError: it is signed and there is no secret, or the other way round.
         StoreError: it cannot be read now; nothing is known about its content.
     """
-    stored = open_blob(path, key, token_ids, codec, expected, secret)
-    return None if stored is None else stored.load()
-
-
-def open_blob(
-    path: Path,
-    key: str,
-    token_ids: Sequence[int] | None,
-    codec: Codec,
-    expected: str,
-    secret: bytes = b"",
-) -> StoredKV | None:
-    """As `read_blob`, but the layers are left unread; each is checked when it is read."""
     with _judged(str(path)):
         try:
             file = TensorFile.at(path)
@@ -217,25 +191,11 @@ def open_blob(
     return opened(file, str(path), key, token_ids, codec, expected, secret)
 
 
-def check_replaceable(path: Path, secret: bytes = b"") -> None:
-    """Raise a SigningError if a file is signed, and what would replace it is not."""
-    with suppress(OSError, ValueError, KeyError):  # who cannot read it may well replace it
-        if not secret and _is_signed(TensorFile.at(path).header):
-            raise SigningError(_SIGNED)
-
-
-def fits_signing(path: Path, secret: bytes = b"") -> bool | None:
-    """Whether a file is signed where there is a secret, and is not where there is none.
-
-    By its header alone. None if there is no file; True of one that cannot be judged, which a
-    reader will.
-    """
-    try:
-        return _is_signed(TensorFile.at(path).header) == bool(secret)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError):
-        return True
+def is_signed(path: Path) -> bool | None:
+    """Whether a file is signed, by its header alone; None if that cannot be told."""
+    with suppress(OSError, ValueError, KeyError):
+        return _is_signed(TensorFile.at(path).header)
+    return None
 
 
 def _is_signed(header: Mapping[str, str]) -> bool:
@@ -262,7 +222,7 @@ def opened(
         if header.get("key") != key or header.get("codec") != codec.name:
             raise CorruptBlobError(_message(name, "it belongs to another module or codec"))
         if expected is not None and _is_signed(header) != bool(secret):
-            raise SigningError(_UNSIGNED if secret else _SIGNED)
+            raise SigningError(_UNSIGNED if secret else SIGNED)
         ids = file.read(_IDS)
         layouts = {n: (at.dtype, at.shape) for n, at in file.layouts.items() if n != _IDS}
         if expected is not None and _checksum(header, layouts, ids, secret) != expected:
@@ -342,7 +302,7 @@ class StoredKV:
             tensors = {name: self.file.read(name, begin, end) for name in names}
             if layer_sums(tensors, self.secret) != list(self.sums[begin:end]):
                 raise CorruptBlobError(_message(self.name, _DAMAGED))
-            return self.codec.decode(tensors, self.all_ids, self.first, self.dtype)
+            return ModuleKV(self.all_ids, self.first, *self.codec.decode(tensors, self.dtype))
 
 
 def layer_sums(tensors: Tensors, secret: bytes = b"") -> list[str]:

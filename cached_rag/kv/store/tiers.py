@@ -116,7 +116,8 @@ class MemoryStore:
                 f"a module of {kv.nbytes} bytes exceeds the memory bound of {self.max_bytes}; "
                 "raise memory_bytes or use smaller chunks"
             )
-        kept = _at(_compact(kv), self.device)
+        keys, values = _kept(kv.keys, self.device), _kept(kv.values, self.device)
+        kept = ModuleKV(kv.token_ids, kv.start, keys, values)
         with self._lock:
             if wanted():
                 self._entries[key] = kept
@@ -127,25 +128,15 @@ class MemoryStore:
             return self._entries.pop(key, None) is not None
 
 
-def _compact(kv: ModuleKV) -> ModuleKV:
-    """The module in tensors of its own, if its own were views of larger ones."""
-    tensors = [
-        tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-        for tensor in (kv.keys, kv.values)
-    ]
-    return ModuleKV(kv.token_ids, kv.start, *tensors)
-
-
-def _at(kv: ModuleKV, device: torch.device | None) -> ModuleKV:
-    """The module on a device; the same object if it is there already."""
+def _kept(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """A tensor on a device (None: where it is), that holds no larger one of which it was a view."""
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone()
     if device is None:
-        return kv
-    tensors = [tensor.to(device) for tensor in (kv.keys, kv.values)]
-    if device.type == "cpu" and torch.cuda.is_available():
-        tensors = [tensor.pin_memory() for tensor in tensors]
-    if tensors[0] is kv.keys and tensors[1] is kv.values:
-        return kv
-    return ModuleKV(kv.token_ids, kv.start, *tensors)
+        return tensor
+    tensor = tensor.to(device)
+    pins = device.type == "cpu" and torch.cuda.is_available()
+    return tensor.pin_memory() if pins else tensor
 
 
 class TieredStore:

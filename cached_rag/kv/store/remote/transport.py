@@ -1,5 +1,7 @@
-"""What carries blobs to another machine and back, by name, and how it is asked: within a time, and
-not while it failed lately. Knows no tensor."""
+"""What carries blobs to another machine and back, by name, and how it is asked.
+
+It is asked within a time, and not while it failed lately. Knows no tensor.
+"""
 
 from __future__ import annotations
 
