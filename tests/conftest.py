@@ -165,7 +165,7 @@ def pages(monkeypatch):
     """Pages of four slots, and memory that is not rounded up to more."""
     for module in ("prompt", "request"):
         monkeypatch.setattr(f"cached_rag.engine.{module}.PAGE", 4)
-    monkeypatch.setattr("cached_rag.kv.slab._STEP", 4)
+    monkeypatch.setattr("cached_rag.kv.rows.rounded", lambda capacity: -(-capacity // 4) * 4)
 
 
 @pytest.fixture

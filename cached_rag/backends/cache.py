@@ -18,8 +18,8 @@ import xxhash
 from platformdirs import user_cache_path
 
 from cached_rag.errors import ModelError
+from cached_rag.kv.files import make_folder
 from cached_rag.kv.fingerprint import digest
-from cached_rag.kv.private import make_folder
 
 _log = logging.getLogger(__name__)
 # A file is told from another by a sample: this many pages, evenly spread, of this many bytes each.

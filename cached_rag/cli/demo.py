@@ -12,7 +12,7 @@ from rich.table import Table
 from cached_rag.cli.options import Index, IndexModel
 from cached_rag.cli.settings import OptionsOf
 from cached_rag.cli.terminal import out, sooner
-from cached_rag.kv.private import make_folder
+from cached_rag.kv.files import make_folder
 from cached_rag.rag.settings import IndexConfig
 
 if TYPE_CHECKING:

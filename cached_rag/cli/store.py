@@ -13,13 +13,14 @@ import typer
 from cached_rag.cli.options import DEFAULT_INDEX, Index, require_index, signing_key
 from cached_rag.cli.terminal import Json, out, print_json
 from cached_rag.errors import ConfigError, StoreError, StoreFullError
-from cached_rag.kv.store import Catalog, Problem, holdings
-from cached_rag.kv.store.database import Database
+from cached_rag.kv.store import holdings
+from cached_rag.kv.store.catalog import Catalog
+from cached_rag.kv.store.database import Database, Problem
 from cached_rag.kv.store.holdings import Holding
 from cached_rag.rag import DocumentIndex
 
 if TYPE_CHECKING:
-    from cached_rag.kv.store import DiskStore
+    from cached_rag.kv.store.disk import DiskStore
 
 # Bytes to free on a full disk, besides twice the databases' own, so that these can be written.
 _ROOM = 1 << 20
@@ -65,7 +66,7 @@ def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
 @store_app.command()
 def verify(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
     """Read every KV file and all databases, and report damage; exits 1 if there is any."""
-    from cached_rag.kv.store import DiskStore
+    from cached_rag.kv.store.disk import DiskStore
 
     require_index(index)
     folder = index / "kv"
@@ -129,7 +130,7 @@ def _prune(index: Path, max_bytes: int | None) -> tuple[int, int]:
     Raises:
         StoreFullError: the disk is full, and stays so without the KV that may go.
     """
-    folder, codec = index / "kv", _settings(index).get("codec", "raw")
+    folder = index / "kv"
     databases = [*filter(Path.is_file, (index / "documents.sqlite", folder / holdings.CATALOG))]
     gone: list[tuple[int, int]] = []
     with _disk_store(index) as store:
@@ -139,8 +140,8 @@ def _prune(index: Path, max_bytes: int | None) -> tuple[int, int]:
             return act(), size - store.nbytes
 
         steps: tuple[Callable[[], tuple[int, int]], ...] = (
-            lambda: measured(lambda: holdings.forget_digests(folder, codec, _unneeded(index))),
-            lambda: measured(lambda: holdings.drop_strays(folder, codec)),
+            lambda: measured(lambda: holdings.forget_digests(folder, _unneeded(index))),
+            lambda: measured(lambda: holdings.drop_strays(folder)),
             lambda: store.prune(max_bytes),
             lambda: measured(lambda: sum(map(_compact, databases))),
         )
@@ -174,12 +175,11 @@ def _make_room(
 
 def _needless(index: Path) -> list[Problem]:
     """A problem for each KV that no document needs."""
-    folder, codec = index / "kv", _settings(index).get("codec", "raw")
     texts = "KV of a text that no document has; `prune` drops it"
     strays = "KV of a text that nothing knows of; `prune` drops it"
     return [
         *(Problem(name, texts) for name in sorted(_unneeded(index))),
-        *(Problem(key, strays) for key in holdings.strays(folder, codec)),
+        *(Problem(key, strays) for key in holdings.strays(index / "kv")),
     ]
 
 
@@ -198,10 +198,10 @@ def _drop_unused(index: Path, dtypes: list[str] | None, *, dry_run: bool) -> lis
     settings = _settings(index)
     if "model" not in settings:
         raise ConfigError(f"the index at {index} is empty; ingest documents first")
-    folder, codec = index / "kv", settings["codec"]
-    found = holdings.unused(folder, codec, settings["model"], names)
+    folder = index / "kv"
+    found = holdings.unused(folder, settings["model"], names)
     for holding in [] if dry_run else found:
-        holdings.drop(folder, codec, holding)
+        holdings.drop(folder, holding)
     return found
 
 
@@ -223,6 +223,6 @@ def _problems(path: Path, opened: Callable[[Path], Checked]) -> list[Problem]:
 
 
 def _disk_store(index: Path) -> closing[DiskStore]:
-    from cached_rag.kv.store import DiskStore  # with PyTorch, which help needs not
+    from cached_rag.kv.store.disk import DiskStore  # with PyTorch, which help needs not
 
     return closing(DiskStore(index / "kv", _settings(index).get("codec", "raw")))

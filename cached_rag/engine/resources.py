@@ -17,7 +17,7 @@ from cached_rag.engine.controller import refusal
 from cached_rag.engine.profile import profile_of
 from cached_rag.engine.settling import Settling
 from cached_rag.kv.buffer import Workspace
-from cached_rag.kv.store.remote import RemoteTier
+from cached_rag.kv.store.remote.tier import RemoteTier
 from cached_rag.kv.store.remote.wire import Sizes
 from cached_rag.library.background import Activity
 from cached_rag.library.bringing import Refuses

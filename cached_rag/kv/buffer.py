@@ -1,15 +1,19 @@
 """Memory for the KV of a whole prompt, into which modules are placed without further copies.
 
 Prompt Cache's buffered concatenation (MLSys version, section 4): memory for the prompt and its
-answer is taken once, and each module's keys are rotated straight into their slots. Knows shapes
-and position rules; knows no model.
+answer is taken once, and each module's keys are rotated straight into their slots. That may happen
+layer by layer, while earlier layers are computed (CacheBlend, section 5.1): one thread reads,
+checks and moves layer after layer; on CUDA its copies run on a stream of their own. Knows shapes,
+position rules and placements; knows no model, no store and no method.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -159,6 +163,87 @@ class KVBuffer:
         )
 
 
+class Placed(Protocol):
+    """Cached KV, and where in the buffer it goes."""
+
+    @property
+    def begin(self) -> int:
+        """Slot of its first token."""
+        ...
+
+    @property
+    def kv(self) -> LayerSource:
+        """Its keys and values."""
+        ...
+
+
+class LayerLoader:
+    """Fills a buffer layer by layer; `wait` has to be called before a layer is used.
+
+    Attributes:
+        failed: the placement that could not be loaded; None if there is none.
+    """
+
+    def __init__(self, buffer: KVBuffer, placements: Sequence[Placed], rule: PositionRule) -> None:
+        self._buffer, self._placements, self._rule = buffer, tuple(placements), rule
+        self._ready = [threading.Event() for _ in range(len(buffer.keys))]
+        self._copied: list[Any] = []
+        self._error: BaseException | None = None
+        self.failed: Placed | None = None
+        self._is_cancelled = False
+        device = buffer.keys.device
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # Kernels of the request that had the buffer before may still read it.
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
+        self._thread.start()
+
+    def wait(self, layer: int) -> None:
+        """Return when a layer is in the buffer; on CUDA, for the current stream.
+
+        Raises:
+            CorruptBlobError: a module's file is damaged.
+            StoreError: a module's file cannot be read now.
+        """
+        self._ready[layer].wait()
+        if self._error is not None:
+            raise self._error
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_event(self._copied[layer])
+
+    def finish(self) -> None:
+        """Stop loading, complete or not; nothing writes into the buffer afterwards."""
+        self._is_cancelled = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            for layer, ready in enumerate(self._ready):
+                if self._is_cancelled:
+                    return
+                self._load(layer)
+                ready.set()
+        except BaseException as error:  # raised again by `wait`
+            self._error = error
+        finally:
+            for ready in self._ready:
+                ready.set()
+
+    @torch.inference_mode()
+    def _load(self, layer: int) -> None:
+        with torch.cuda.stream(self._stream):  # does nothing if there is none
+            for place in self._placements:
+                self.failed = place
+                self._buffer.place_layer(place.kv, place.begin, self._rule, layer)
+            self.failed = None
+            if self._stream is not None:
+                copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                copied.record(self._stream)
+                self._copied.append(copied)
+
+
 class Workspace:
     """Lends buffers, and keeps the last one that came back: memory used before has no page faults.
 
@@ -173,25 +258,21 @@ class Workspace:
         """A buffer of at least `capacity` slots, with whatever content."""
         with suppress(IndexError):
             spare = self._spare.pop()
-            if capacity <= spare.capacity <= _most(capacity):
+            if capacity <= spare.capacity <= 2 * rounded(capacity):
                 return spare.lay_out(None)
-        return KVBuffer.like(self._shapes, _rounded(capacity))
+        return KVBuffer.like(self._shapes, rounded(capacity))
 
     def size(self, capacity: int) -> int:
         """The capacity that a buffer of at least so many slots would have now."""
         spare = max((one.capacity for one in list(self._spare)), default=0)
-        return spare if capacity <= spare <= _most(capacity) else _rounded(capacity)
+        return spare if capacity <= spare <= 2 * rounded(capacity) else rounded(capacity)
 
     def give(self, buffer: KVBuffer) -> None:
         """Take a buffer back that nobody reads any more."""
         self._spare[:] = [buffer]
 
 
-def _rounded(capacity: int) -> int:
+def rounded(capacity: int) -> int:
+    """How many slots memory for at least so many has."""
     step = _SMALL_GROWTH if capacity < _GROWTH else _GROWTH
     return -(-capacity // step) * step
-
-
-def _most(capacity: int) -> int:
-    """The largest buffer for so many slots: else short prompts hold the memory of long ones."""
-    return 2 * _rounded(capacity)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cached_rag.errors import StoreError
-from cached_rag.kv.store.remote import RemoteTier
+from cached_rag.kv.store.remote.tier import RemoteTier
 from cached_rag.library.encodings import Encodings
 from cached_rag.library.matching import EncodedAfter, Match
 from cached_rag.library.shelf import Shelf, Source

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from cached_rag.kv.store import Catalog
+from cached_rag.kv.store.catalog import Catalog
 from cached_rag.library.known_heads import KnownHeads
 from cached_rag.library.learned import Learned
 from cached_rag.library.matching import ChunkTable

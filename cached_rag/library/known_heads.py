@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 
 from cached_rag.errors import CorruptBlobError, StoreError
-from cached_rag.kv.store import Catalog
+from cached_rag.kv.store.catalog import Catalog
 from cached_rag.kv.store.remote.tier import HEADS_S
 from cached_rag.library.matching import EncodedAfter
 from cached_rag.library.shelf import Shelf

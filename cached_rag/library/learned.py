@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from cached_rag.kv.store import Catalog, ChunkRecord
+from cached_rag.kv.store.catalog import Catalog, ChunkRecord
 from cached_rag.kv.store.database import BRIEFLY_S
 from cached_rag.library.matching import ChunkTable
 

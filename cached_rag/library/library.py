@@ -17,9 +17,11 @@ from cached_rag.config import StoreConfig
 from cached_rag.errors import StoreError
 from cached_rag.kv.fingerprint import ids_digest
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store import Catalog, ChunkRecord, DiskStore, Maker, MemoryStore, TieredStore
+from cached_rag.kv.store.catalog import Catalog, ChunkRecord, Maker
 from cached_rag.kv.store.database import BRIEFLY_S
-from cached_rag.kv.store.remote import RemoteTier
+from cached_rag.kv.store.disk import DiskStore
+from cached_rag.kv.store.remote.tier import RemoteTier
+from cached_rag.kv.store.tiers import MemoryStore, TieredStore
 from cached_rag.library.bringing import Refuses, Wanted, bring
 from cached_rag.library.handed_over import HandedOver
 from cached_rag.library.known import Known

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from cached_rag.backends.prompt_text import Tokens
 from cached_rag.kv.fingerprint import digest
-from cached_rag.kv.store.records import ChunkRecord
+from cached_rag.kv.store.catalog import ChunkRecord
 from cached_rag.library.context import MEAN
 
 # Characters at the beginning of a text by which it is looked up; shorter texts are no chunks.

@@ -20,10 +20,11 @@ from cached_rag.config import StoreConfig
 from cached_rag.errors import StoreError, StoreFullError
 from cached_rag.kv.fingerprint import module_key
 from cached_rag.kv.module import LayerSource, ModuleKV
-from cached_rag.kv.store import DiskStore, KVStore, Maker, MemoryStore, Prefetcher, TieredStore
-from cached_rag.kv.store.base import IsWanted
-from cached_rag.kv.store.outbox import Outbox
-from cached_rag.kv.store.remote import RemoteTier
+from cached_rag.kv.store.background import Outbox, Prefetcher
+from cached_rag.kv.store.catalog import Maker
+from cached_rag.kv.store.disk import DiskStore
+from cached_rag.kv.store.remote.tier import RemoteTier
+from cached_rag.kv.store.tiers import IsWanted, KVStore, MemoryStore, TieredStore
 from cached_rag.library.matching import EncodedAfter
 
 _log = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from cached_rag.rag.workers import IngestWorkers, Prepare, helped
 
 if TYPE_CHECKING:
     from cached_rag.engine.engine import Engine
-    from cached_rag.kv.store.remote import RemoteTier
+    from cached_rag.kv.store.remote.tier import RemoteTier
 
 _log = logging.getLogger(__name__)
 
@@ -276,7 +276,7 @@ class IndexFolder:
         if self._engine is not None or self._remote is not None or self._replaced():
             return None
         count = encodings(self.settings["context"])
-        return held_bytes(self.path / "kv", self.settings["codec"], texts, count)
+        return held_bytes(self.path / "kv", texts, count)
 
     def documents(self) -> list[IndexedDocument]:
         """All documents of the index, by source."""
@@ -318,7 +318,7 @@ class IndexFolder:
         if not texts:
             return 0
         gone = 0 if self._engine is None else self._engine.forget(texts)
-        gone += forget(self.path / "kv", self.settings["codec"], texts, self._remote)
+        gone += forget(self.path / "kv", texts, self._remote)
         self.index.forgotten(texts)
         return gone
 
@@ -329,6 +329,6 @@ class IndexFolder:
 def _remote(store: StoreConfig) -> RemoteTier | None:
     if store.remote is None:
         return None
-    from cached_rag.kv.store.remote import open_remote
+    from cached_rag.kv.store.remote.tier import open_remote
 
     return open_remote(store)

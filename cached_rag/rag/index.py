@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cached_rag.errors import IndexMismatchError
-from cached_rag.kv.store.base import Problem
-from cached_rag.kv.store.database import Database
-from cached_rag.kv.store.signed import Row, check, is_sound, row_sum, sound
+from cached_rag.kv.store.database import Database, Problem, Row, is_sound, row_sum
 from cached_rag.rag.embedding import EMBED_CHUNKS, Embeddings
 from cached_rag.rag.filters import Where
 from cached_rag.rag.hit import Hit
@@ -84,7 +82,7 @@ class DocumentIndex:
 
     def check(self) -> list[Problem]:
         """What is damaged: the file, or rows of chunks."""
-        return check(self._database, {"chunks": f"SELECT {SIGNED}, c.checksum {CHUNKS}"})
+        return self._database.check({"chunks": f"SELECT {SIGNED}, c.checksum {CHUNKS}"})
 
     def settings(self) -> dict[str, str]:
         """What the index was made with; empty while it has no document."""
@@ -234,7 +232,7 @@ class DocumentIndex:
 
     def texts(self, source: str) -> list[str]:
         """The texts of a document's chunks, in order; damaged ones are left out, and logged."""
-        return [str(row[3]) for row in sound(self._database, self._chunks(source))]
+        return [str(row[3]) for row in self._database.sound(self._chunks(source))]
 
     def all_texts(self) -> list[str]:
         """The texts of all chunks, each once."""

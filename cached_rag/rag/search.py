@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cached_rag.kv.store.database import Database
-from cached_rag.kv.store.signed import Row, sound
+from cached_rag.kv.store.database import Database, Row
 from cached_rag.rag.document import Metadata
 from cached_rag.rag.filters import FIELDS, Where, judge
 from cached_rag.rag.hit import Hit
@@ -126,7 +125,7 @@ class Search:
             named = ids[begin : begin + _MOST_NAMED]
             rows += self._database.rows(f"{query}({','.join('?' * len(named))})", *named)
         sources = {row[0]: str(row[-1]) for row in rows}
-        by_id = {row[0]: row for row in sound(self._database, (row[:-1] for row in rows))}
+        by_id = {row[0]: row for row in self._database.sound(row[:-1] for row in rows)}
         for chunk, score in zip(ids, scores, strict=True):
             if chunk in by_id:  # else deleted by another process since, or damaged
                 _, title, ordinal, text, _, known, _ = by_id[chunk]

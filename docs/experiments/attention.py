@@ -21,8 +21,7 @@ from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.evaluation.loop import cold_ms
 from cached_rag.evaluation.plot import new_figure, save
 from cached_rag.kv.buffer import KVBuffer, KVShapes
-from cached_rag.kv.rows import RowKV, Run
-from cached_rag.kv.slab import Slabs
+from cached_rag.kv.rows import RowKV, Run, Slabs
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from cached_rag.backends.transformers.attention.kernels import (
 )
 from cached_rag.backends.transformers.attention.relay import Padded, Part, merge, relay_attention
 from cached_rag.kv.buffer import KVBuffer, KVShapes
-from cached_rag.kv.rows import Piece, RowKV, Run, pieces
-from cached_rag.kv.slab import Slab, SlabRow, Slabs, mask_of
+from cached_rag.kv.rows import Piece, RowKV, Run, Slab, SlabRow, Slabs, mask_of, pieces
 
 BATCHING = sorted(f for f in FAMILIES if tiny_model(f).can_batch)
 KV_HEADS, HEADS, DIM = 2, 6, 16

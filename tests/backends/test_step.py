@@ -9,8 +9,7 @@ from doubles import Plain
 
 from cached_rag.backends.base import StepInput
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.kv.rows import RowKV, Run
-from cached_rag.kv.slab import Slabs
+from cached_rag.kv.rows import RowKV, Run, Slabs
 
 
 def filled(model, length, seed):

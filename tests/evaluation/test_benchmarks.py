@@ -14,7 +14,7 @@ from cached_rag.backends.transformers.attention import kernels
 from cached_rag.backends.transformers.attention.kernels import reference
 from cached_rag.evaluation.loop import cold_ms, medians, take_turns
 from cached_rag.kv.buffer import KVShapes
-from cached_rag.kv.slab import LONGEST
+from cached_rag.kv.rows import LONGEST_SLAB
 from docs.experiments.attention import intensity, make_steps, theory
 from docs.experiments.serving import METHODS, Workload
 from docs.experiments.traffic import bench_traffic, drawn
@@ -75,7 +75,7 @@ def shapes(dtype=torch.float32):
     return KVShapes(1, KV_HEADS, DIM, DIM, dtype, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("shared", [40, LONGEST])  # short copies lie in a slab, long ones do not
+@pytest.mark.parametrize("shared", [40, LONGEST_SLAB])  # only short copies lie in a slab
 @pytest.mark.parametrize("batch", [1, 5, 20])
 def test_relayed_and_copied_attention_give_the_same(shared, batch):
     steps = make_steps(shapes(), HEADS, batch, shared, private=7)
@@ -99,14 +99,14 @@ def test_relayed_and_copied_attention_give_the_same(shared, batch):
     ("dtype", "shared", "relay", "copied"),
     [
         (torch.float32, 100, "flash, padded", "padded"),
-        (torch.float32, LONGEST + 1, "flash, padded", "flash"),
-        (torch.bfloat16, LONGEST, "flash, padded", "matmul"),
-        (torch.bfloat16, LONGEST + 1, "matmul, padded", "matmul"),
+        (torch.float32, LONGEST_SLAB + 1, "flash, padded", "flash"),
+        (torch.bfloat16, LONGEST_SLAB, "flash, padded", "matmul"),
+        (torch.bfloat16, LONGEST_SLAB + 1, "matmul, padded", "matmul"),
     ],
 )
 def test_the_kernels_named_are_those_of_the_scheduler(dtype, shared, relay, copied, monkeypatch):
     monkeypatch.setattr(kernels, "flash_has_matrix_units", lambda: False)
-    monkeypatch.setattr(kernels, "FLASH_KEYS", ((1, LONGEST),))
+    monkeypatch.setattr(kernels, "FLASH_KEYS", ((1, LONGEST_SLAB),))
     steps = make_steps(shapes(dtype), HEADS, 4, shared, private=7)
     assert (steps["relay"].kernels(), steps["copied"].kernels()) == (relay, copied)
 

@@ -134,4 +134,4 @@ def litter(folder: Path) -> list[str]:
         found = [one for one in problems if not any(word in one for word in harmless)]
         store.library.disk.prune()
         found += [p.reason for p in store.library.disk.check()]
-    return found + [f"orphan {key}" for key in holdings.strays(folder, "raw")]
+    return found + [f"orphan {key}" for key in holdings.strays(folder)]

@@ -7,7 +7,9 @@ from contextlib import closing
 import pytest
 from test_stores import key, module
 
-from cached_rag.kv.store import Catalog, ChunkRecord, DiskStore, holdings
+from cached_rag.kv.store import holdings
+from cached_rag.kv.store.catalog import Catalog, ChunkRecord
+from cached_rag.kv.store.disk import DiskStore
 
 
 def record(n):
@@ -69,10 +71,10 @@ def test_strays_are_found_and_dropped_in_every_codec(tmp_path, codec):
     with closing(DiskStore(tmp_path, codec)) as disk:
         disk.put(key(1), module(1))
     Catalog(tmp_path / holdings.CATALOG, "model").close()
-    assert holdings.strays(tmp_path, "raw") == [key(1)]
-    assert holdings.drop_strays(tmp_path, "raw") == 1
+    assert holdings.strays(tmp_path) == [key(1)]
+    assert holdings.drop_strays(tmp_path) == 1
     with closing(DiskStore(tmp_path, codec)) as disk:
-        assert (holdings.strays(tmp_path, "raw"), len(disk), disk.nbytes) == ([], 0, 0)
+        assert (holdings.strays(tmp_path), len(disk), disk.nbytes) == ([], 0, 0)
 
 
 @pytest.mark.parametrize("is_far", [False, True])

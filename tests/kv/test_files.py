@@ -27,7 +27,10 @@ from cached_rag.backends.resolve import file_digest
 from cached_rag.engine.profile import kept_profile, profile_key, profile_of
 from cached_rag.errors import CorruptBlobError, StoreError
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store import DiskStore, Maker, MemoryStore, TieredStore, database, disk
+from cached_rag.kv.store import database, disk
+from cached_rag.kv.store.catalog import Maker
+from cached_rag.kv.store.disk import DiskStore
+from cached_rag.kv.store.tiers import MemoryStore, TieredStore
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
 from cached_rag.rag.index import DocumentIndex
@@ -86,7 +89,7 @@ def test_a_draft_is_litter_only_when_its_writer_is_dead(store, other):
         assert other.prune() == (0, 0)
         assert draft.exists()
     code = (
-        "import os, sys; from pathlib import Path; from cached_rag.kv.store import DiskStore\n"
+        "import os, sys; from pathlib import Path; from cached_rag.kv.store.disk import DiskStore\n"
         "with DiskStore(sys.argv[1])._drafts.open() as draft:\n"
         "    Path(draft).write_bytes(b'half of it'); os._exit(9)"
     )
@@ -134,7 +137,7 @@ def test_a_file_put_anew_does_not_go_with_the_old_one(store, other, monkeypatch,
 
 
 def test_a_reader_is_not_misled_by_a_file_replaced_while_it_looks(store, other, monkeypatch):
-    read, kv = disk.read_blob, module(1)
+    read, kv = disk.open_blob, module(1)
     latest = [ModuleKV(kv.token_ids, 3, kv.values, kv.keys)]
 
     def late(*arguments):
@@ -142,7 +145,7 @@ def test_a_reader_is_not_misled_by_a_file_replaced_while_it_looks(store, other, 
             store.put(key(1), latest.pop())
         return read(*arguments)
 
-    monkeypatch.setattr(disk, "read_blob", late)
+    monkeypatch.setattr(disk, "open_blob", late)
     assert other.get(key(1), kv.token_ids).start == 3
     assert len(list(store.path.glob("blobs/*/*"))) == 1
     assert store.check() == []
@@ -164,7 +167,7 @@ def test_eviction_goes_by_uses_and_not_by_the_clock(store, monkeypatch):
     store.put(key(2), module(2))
     store.max_bytes = store.nbytes
     store.put(key(3), module(3))
-    assert list(store.keys()) == [key(2), key(3)]
+    assert store.sizes().keys() == {key(2), key(3)}
 
 
 # Content ----------------------------------------------------------------------------------------

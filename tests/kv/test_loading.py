@@ -13,11 +13,10 @@ from safetensors import safe_open
 
 from cached_rag import Engine, StoreConfig
 from cached_rag.errors import CorruptBlobError
-from cached_rag.kv.buffer import KVBuffer
-from cached_rag.kv.loader import LayerLoader
+from cached_rag.kv.buffer import KVBuffer, LayerLoader
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store import DiskStore
 from cached_rag.kv.store.blob import StoredKV
+from cached_rag.kv.store.disk import DiskStore
 from cached_rag.kv.store.tensor_file import TensorFile
 from cached_rag.library.plan import Placement
 
@@ -117,7 +116,7 @@ def test_damage_found_while_layers_run_costs_a_second_try_and_nothing_else(folde
 
 def test_a_layer_is_checked_when_it_is_read_and_not_before(folder):
     store = DiskStore(folder.path, codec=folder.codec)
-    key = next(iter(store.keys()))
+    key = next(iter(store.sizes()))
     path = file_of(store, key)
     with safe_open(str(path), framework="pt") as file:
         values = file.get_tensor("values").clone()

@@ -21,13 +21,12 @@ from servers import Proxy, Server, free_port, redis_server, s3_server
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreError
 from cached_rag.kv.buffer import KVShapes
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.blob import contents
-from cached_rag.kv.store.codecs import codec_by_name
-from cached_rag.kv.store.outbox import Outbox
-from cached_rag.kv.store.remote import RemoteTier, breaker, open_transport, wire
-from cached_rag.kv.store.remote.breaker import Breaker
-from cached_rag.kv.store.remote.transport import label_of
-from cached_rag.kv.store.remote.wire import Sizes, unpack_heads
+from cached_rag.kv.store.background import Outbox
+from cached_rag.kv.store.blob import codec_by_name, contents
+from cached_rag.kv.store.remote import transport, wire
+from cached_rag.kv.store.remote.tier import RemoteTier, open_transport
+from cached_rag.kv.store.remote.transport import Breaker, label_of
+from cached_rag.kv.store.remote.wire import Sizes, Wire
 
 
 def module(seed: int, dtype=torch.float32) -> ModuleKV:
@@ -223,7 +222,7 @@ def test_only_what_is_signed_with_the_key_is_used_and_the_rest_is_left_there(url
 def test_it_fails_at_once_while_the_server_is_gone_and_works_when_it_is_back(
     tmp_path, tiers, monkeypatch
 ):
-    monkeypatch.setattr(breaker, "_FIRST_S", 0.2)
+    monkeypatch.setattr(transport, "_FIRST_S", 0.2)
     server, kv = redis_server(tmp_path), module(50)
     tier = tiers(f"redis://127.0.0.1:{server.port}/0", timeout_s=2.0)
     offer(tier, kv)
@@ -241,7 +240,7 @@ def test_it_fails_at_once_while_the_server_is_gone_and_works_when_it_is_back(
 
 
 def test_what_cannot_be_sent_is_counted(tmp_path, tiers, monkeypatch):
-    monkeypatch.setattr(breaker, "_FIRST_S", 8.0)
+    monkeypatch.setattr(transport, "_FIRST_S", 8.0)
     server = redis_server(tmp_path)
     tier = tiers(f"redis://127.0.0.1:{server.port}/0", timeout_s=1.0)
     server.kill()
@@ -327,7 +326,7 @@ def test_what_is_deleted_elsewhere_before_it_is_sent_is_not(url, tiers):
 
 def test_the_breaker_lets_one_ask_at_a_time(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(breaker.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(transport.time, "monotonic", lambda: now[0])
     one = Breaker()
     assert one.allows()
     one.failed(began=99.0)
@@ -394,17 +393,8 @@ def packed(kv: ModuleKV, **header: str) -> bytes:
 
 
 def taken(data: bytes, limits=None) -> ModuleKV:
-    tier = RemoteTier(_Silent(), "raw", secret=None, timeout_s=1.0, sizes=limits or sizes())
-    try:
-        return tier._unpacked("name", data, key(1), module(1).token_ids)
-    finally:
-        tier.close(0)
-
-
-class _Silent:
-    label, errors, batch = "silent://", (OSError,), 10
-
-    def close(self) -> None: ...
+    reader = Wire(codec_by_name("raw"), sizes=limits or sizes())
+    return reader.unpack("name", data, key(1), module(1).token_ids)
 
 
 def test_values_that_lie_about_themselves_are_not_used():
@@ -464,7 +454,7 @@ def test_headers_that_would_take_memory_or_time_are_refused():
 def test_heads_that_are_not_the_models_are_not_taken_over(heads):
     data = wire._sealed("name", heads.encode(), b"")
     with suppress(CorruptBlobError):
-        assert unpack_heads("name", data, b"", sizes()) == []
+        assert Wire(codec_by_name("raw"), sizes=sizes()).unpack_heads("name", data) == []
 
 
 def test_one_bad_value_does_not_cost_its_neighbours(redis_at, tiers):
@@ -499,7 +489,7 @@ _SENDS_AND_ENDS = """
 import time, torch
 from cached_rag import StoreConfig
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.remote import open_remote
+from cached_rag.kv.store.remote.tier import open_remote
 tier = open_remote(StoreConfig(remote="s3://bucket/x"))
 tier.offer("", "k" * 40, ModuleKV((1,), 0, torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)))
 time.sleep(0.5)

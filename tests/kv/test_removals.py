@@ -14,8 +14,9 @@ from cached_rag import StoreConfig
 from cached_rag.errors import StoreError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store import Catalog, ChunkRecord, Maker, holdings
-from cached_rag.kv.store.remote import open_remote
+from cached_rag.kv.store import holdings
+from cached_rag.kv.store.catalog import Catalog, ChunkRecord, Maker
+from cached_rag.kv.store.remote.tier import open_remote
 from cached_rag.library.bringing import Wanted
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
@@ -146,9 +147,9 @@ def test_pruning_a_model_does_not_cancel_what_the_remote_store_owes(process, tmp
 
     monkeypatch.setattr(deleting._transport, "delete", away)
     with pytest.raises(StoreError, match="may still be there"):
-        holdings.forget(tmp_path / "kv", "raw", TEXTS[:1], deleting)
-    (old,) = holdings.unused(tmp_path / "kv", "raw", "name", ["bfloat16"])
-    holdings.drop(tmp_path / "kv", "raw", old)
+        holdings.forget(tmp_path / "kv", TEXTS[:1], deleting)
+    (old,) = holdings.unused(tmp_path / "kv", "name", ["bfloat16"])
+    holdings.drop(tmp_path / "kv", old)
     assert count(tmp_path, "encodings") == 2
     process("new", "bfloat16")
     assert far(tmp_path) == 1  # the text of the old model that was not forgotten
@@ -176,7 +177,7 @@ def test_a_text_behind_a_damaged_head_is_not_said_to_be_gone(process, tmp_path, 
     damage(tmp_path)
     for act in (
         lambda: process(remote=remote).remove([record(0).text_digest]),
-        lambda: holdings.forget(tmp_path / "kv", "raw", TEXTS[:1]),
+        lambda: holdings.forget(tmp_path / "kv", TEXTS[:1]),
     ):
         with pytest.raises(StoreError, match="ingest the documents again"):
             act()
@@ -197,9 +198,9 @@ def test_a_damaged_head_of_one_model_holds_up_no_other(process, tmp_path):
     with pytest.raises(StoreError, match="is damaged"):
         new.remove([record(0).text_digest])
     assert (near(tmp_path), far(tmp_path)) == (1, 1)
-    (old,) = holdings.unused(tmp_path / "kv", "raw", "name", ["bfloat16"])
-    holdings.drop(tmp_path / "kv", "raw", old)
-    assert holdings.drop_strays(tmp_path / "kv", "raw") == 1
+    (old,) = holdings.unused(tmp_path / "kv", "name", ["bfloat16"])
+    holdings.drop(tmp_path / "kv", old)
+    assert holdings.drop_strays(tmp_path / "kv") == 1
     new.remove([record(0).text_digest])
     assert count(tmp_path, "doomed") == 0
 
@@ -209,8 +210,8 @@ def test_pruning_drops_nothing_while_a_head_is_damaged(process, tmp_path):
     encode(library, 0, 1, 2)
     damage(tmp_path)
     with pytest.raises(StoreError, match="so all stays"):
-        holdings.drop_strays(tmp_path / "kv", "raw")
+        holdings.drop_strays(tmp_path / "kv")
     assert near(tmp_path) == 3
     library.add_encoded_after(BEHIND)
-    assert holdings.drop_strays(tmp_path / "kv", "raw") == 0
+    assert holdings.drop_strays(tmp_path / "kv") == 0
     assert near(tmp_path) == 3

@@ -16,8 +16,8 @@ from cached_rag.engine.controller import refusal
 from cached_rag.engine.profile import Profile
 from cached_rag.errors import StoreError
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.remote import breaker
-from cached_rag.kv.store.remote.link import Link
+from cached_rag.kv.store.remote import transport
+from cached_rag.kv.store.remote.transport import Link
 from cached_rag.pml import Import
 
 MODEL = "llama"
@@ -189,7 +189,7 @@ def test_what_is_forgotten_is_gone_there_too(machine):
 def test_what_cannot_be_deleted_there_is_deleted_later(
     machine, server, tmp_path, monkeypatch, on_disk
 ):
-    monkeypatch.setattr(breaker, "_FIRST_S", 0.1)
+    monkeypatch.setattr(transport, "_FIRST_S", 0.1)
     here = machine(path=str(tmp_path) if on_disk else None)
     here.encode(CHUNKS, context=None)
     server.kill()
@@ -226,9 +226,10 @@ def test_kv_is_computed_where_that_is_faster(machine, server, monkeypatch):
         there.generate("\n\n".join(texts), max_tokens=1).report.modules_hit == 3
     )  # nothing is known yet
     other = "\n\n".join(reversed(texts))
-    for tier in there.library.memory:
-        for name in list(tier.keys()):
-            tier.delete(name)
+    library = there.library
+    for chunk in library.table:
+        for behind in library.encoded_after():
+            library.delete(library.key(behind, chunk.token_ids))
     report = there.generate(other, max_tokens=1).report
     assert report.modules_hit == 0
     assert "so it is computed" in report.notes[0]

@@ -18,8 +18,11 @@ from cached_rag import StoreConfig
 from cached_rag.errors import CorruptBlobError, StoreError, StoreFullError
 from cached_rag.kv.fingerprint import ids_digest
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store import DiskStore, MemoryStore, Prefetcher, TieredStore, blob
+from cached_rag.kv.store import blob
+from cached_rag.kv.store.background import Prefetcher
 from cached_rag.kv.store.database import Database
+from cached_rag.kv.store.disk import DiskStore
+from cached_rag.kv.store.tiers import MemoryStore, TieredStore
 from cached_rag.library.library import memory_tiers
 
 TOKENS = 8
@@ -73,7 +76,6 @@ def test_what_is_put_comes_back_and_goes(store):
     assert store.get(key(1), range(1, 9)) is None
     store.put(key(1), module(1))
     assert key(1) in store
-    assert len(store) == 1
     assert store.nbytes > 0
     assert same(store.get(key(1), range(1, 9)), module(1), store.tolerance)
     assert not same(store.get(key(1), range(1, 9)), module(2), 0.05)
@@ -81,14 +83,16 @@ def test_what_is_put_comes_back_and_goes(store):
     assert not store.delete(key(1))
     assert key(1) not in store
     assert store.get(key(1), range(1, 9)) is None
-    assert store.check() == []
+    assert store.nbytes == 0
+    assert not isinstance(store, DiskStore) or store.check() == []
 
 
 def test_putting_again_replaces(store):
     store.put(key(1), module(1))
+    size = store.nbytes
     store.put(key(1), module(5))
     assert same(store.get(key(1), module(5).token_ids), module(5), store.tolerance)
-    assert len(store) == 1
+    assert store.nbytes == size
 
 
 def test_foreign_tokens_are_never_served(store):
@@ -146,7 +150,7 @@ def test_threads_may_share_a_store(store):
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(12)))
-    assert len(store) == 12
+    assert all(key(seed) in store for seed in range(12))
 
 
 # Files -----------------------------------------------------------------------------------------
@@ -219,7 +223,7 @@ def test_a_missing_file_is_a_miss_and_a_lost_row_is_litter(disk):
     disk.put(key(2), module(2))
     next(disk.path.glob(f"blobs/*/{key(1)}*")).unlink()
     assert disk.get(key(1), module(1).token_ids) is None
-    with disk._entries.transaction() as connection:
+    with disk._database.transaction() as connection:
         connection.execute("DELETE FROM files")
     assert "litter" in disk.check()[0].reason
     assert disk.prune()[0] == 1
@@ -243,7 +247,7 @@ def test_a_full_disk_loses_nothing_and_leaves_nothing(disk, monkeypatch, where):
 def test_prune_frees_down_to_a_bound(disk):
     disk.put(key(2), module(2))
     assert disk.prune(disk.nbytes - 1)[0] == 1
-    assert list(disk.keys()) == [key(2)]
+    assert disk.sizes().keys() == {key(2)}
 
 
 def test_an_index_that_is_not_a_database_is_named(tmp_path):
@@ -357,11 +361,11 @@ def test_a_device_tier_has_the_latest_and_the_host_has_all():
     store = TieredStore([device, host])
     for seed in (1, 2):
         store.put(key(seed), module(seed))
-    assert list(device.keys()) == [key(2)]  # the first one had to go
-    assert len(store) == 2
+    assert key(1) not in device  # it had to go
+    assert len(host) == 2
     promoted = store.get(key(1), module(1).token_ids)
     assert promoted.keys.device.type == promoted.values.device.type == "meta"
-    assert list(device.keys()) == [key(1)]
+    assert (key(1) in device, key(2) in device) == (True, False)
     assert all(same(host.get(key(seed), module(seed).token_ids), module(seed)) for seed in (1, 2))
 
 

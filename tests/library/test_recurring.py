@@ -259,7 +259,7 @@ def test_what_another_process_forgot_before_it_was_learned_is_not_learned(tmp_pa
         activity.begin(busy)  # so background work waits
         for names in ("AB", "BA"):
             engine.generate(chat(names), max_tokens=2)
-        forget(tmp_path, "raw", [DOCUMENTS["A"]])
+        forget(tmp_path, [DOCUMENTS["A"]])
         activity.end(busy)
         engine.write_back.drain()
         assert len(engine.library.table) == 0

@@ -17,7 +17,10 @@ from typer.testing import CliRunner
 from cached_rag import BatchConfig, CachedRAG, Engine, Schema, StoreConfig
 from cached_rag.cli.main import app
 from cached_rag.errors import StoreError
-from cached_rag.kv.store import Catalog, DiskStore, MemoryStore, TieredStore, disk, holdings
+from cached_rag.kv.store import disk, holdings
+from cached_rag.kv.store.catalog import Catalog
+from cached_rag.kv.store.disk import DiskStore
+from cached_rag.kv.store.tiers import MemoryStore, TieredStore
 
 LONG = " ".join(CHUNKS * 3)
 HEAD = [{"role": "system", "content": "Answer from the texts."}, {"role": "user", "content": "X"}]
@@ -36,7 +39,7 @@ def left(folder):
     for maker in makers:
         with closing(Catalog(folder / "catalog.sqlite", maker.model)) as catalog:
             known |= catalog.text_digests()
-    return len(known), len(holdings.strays(folder, "raw"))
+    return len(known), len(holdings.strays(folder))
 
 
 def num_files(folder):

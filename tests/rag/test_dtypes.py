@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
-from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -109,14 +107,14 @@ def test_what_no_dtype_wanted_can_use_is_found_and_dropped(opened, docs, tmp_pat
     rag.ingest(docs, progress=False)
     folder, disk = tmp_path / "index" / "kv", rag.engine.library.disk
     before = disk.nbytes
-    (other,) = holdings.unused(folder, "raw", "llama", ["float32"])
+    (other,) = holdings.unused(folder, "llama", ["float32"])
     assert (other.maker.name, other.maker.dtype, len(other.keys)) == ("llama", "bfloat16", 7)
-    assert holdings.unused(folder, "raw", "llama", ["float32", "bfloat16"]) == []
+    assert holdings.unused(folder, "llama", ["float32", "bfloat16"]) == []
     with pytest.raises(ConfigError, match=r"no KV of llama in float16 .* it has llama in bfloat16"):
-        holdings.unused(folder, "raw", "llama", ["float16"])
-    holdings.drop(folder, "raw", other)
+        holdings.unused(folder, "llama", ["float16"])
+    holdings.drop(folder, other)
     assert disk.nbytes == before - other.nbytes
-    assert holdings.unused(folder, "raw", "llama", ["float32"]) == []
+    assert holdings.unused(folder, "llama", ["float32"]) == []
     assert reported(rag).modules_hit == 2
 
 
@@ -127,19 +125,9 @@ def test_other_weights_of_the_same_name_are_told_apart(opened, docs, tmp_path):
     with Engine(changed, StoreConfig(path=str(folder))) as engine:
         rag = CachedRAG.open(tmp_path / "index", engine=engine, embedding=WordEmbedding())
         assert "made by llama in float32 (other weights); this engine" in reported(rag).notes[0]
-        (old,) = holdings.unused(folder, "raw", "llama", ["float32"])
+        (old,) = holdings.unused(folder, "llama", ["float32"])
         assert (old.maker.model, len(old.keys)) == (tiny_model("llama").fingerprint, 7)
         rag.close()
     opened(torch.float32)  # back again: now that one is the latest
-    (new,) = holdings.unused(folder, "raw", "llama", ["float32"])
+    (new,) = holdings.unused(folder, "llama", ["float32"])
     assert new.maker.model == "of other weights"
-
-
-def test_catalogs_of_before_do_not_know_who_made_what(opened, docs, tmp_path):
-    opened(torch.bfloat16).ingest(docs, progress=False)
-    with closing(sqlite3.connect(tmp_path / "index" / "kv" / "catalog.sqlite")) as database:
-        database.execute("DROP TABLE makers")
-    rag = opened(torch.float32)
-    assert "made by another model or dtype; this engine" in reported(rag).notes[0]
-    (other,) = holdings.unused(tmp_path / "index" / "kv", "raw", "llama", ["float32"])
-    assert len(other.keys) == 7

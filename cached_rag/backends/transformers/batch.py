@@ -25,8 +25,7 @@ from cached_rag.backends.transformers.row_pass import Decoder
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.positions import PositionRule
-from cached_rag.kv.rows import Piece, RowKV, Run, pieces
-from cached_rag.kv.slab import Slab, SlabRow, mask_of
+from cached_rag.kv.rows import Piece, RowKV, Run, Slab, SlabRow, mask_of, pieces
 
 
 class _Layers:

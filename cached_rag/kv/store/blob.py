@@ -1,4 +1,4 @@
-"""One module as one safetensors file, checked when it is read.
+"""One module as one safetensors file, written in a codec and checked when it is read.
 
 Every layer has a checksum of its own, so that it can be used before the next one is read. These
 checksums stand in the file's header, and the index keeps a checksum of the header and the token
@@ -14,21 +14,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import xxhash
 from safetensors.torch import save_file
 
-from cached_rag.errors import CorruptBlobError, StoreError
+from cached_rag.errors import ConfigError, CorruptBlobError, StoreError
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.codecs import Codec, Tensors
 from cached_rag.kv.store.tensor_file import TensorFile
 
 _IDS = "token_ids"
 _DAMAGED = "its content does not match its checksum"
 # A layer's BLAKE2b has twice the digits of its xxh3-64, so a header tells whether it is signed.
 _SIGNED_DIGITS = 32
-_SIGNED = (
+SIGNED = (
     "this KV is signed, and there is no signing_key here to check it with; it is kept. Set "
     "signing_key (CACHED_RAG_SIGNING_KEY) to use it"
 )
@@ -36,25 +36,107 @@ _UNSIGNED = (
     "this KV is not signed, and only what is signed with signing_key is used here; it is kept "
     "until its text is encoded again"
 )
+Tensors = dict[str, torch.Tensor]
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+
+
+class Codec(Protocol):
+    """Turns a module into named tensors and back."""
+
+    name: str
+
+    def encode(self, kv: ModuleKV) -> Tensors:
+        """Contiguous tensors on the CPU that hold the module's keys and values.
+
+        The first axis of each is num_layers, so that layers can be read one by one.
+        """
+        ...
+
+    def decode(self, tensors: Tensors, dtype: torch.dtype) -> KeysAndValues:
+        """The keys and values again, in `dtype`.
+
+        Raises:
+            KeyError: the tensors are not what `encode` gave.
+        """
+        ...
+
+
+class RawCodec:
+    """Keys and values as they are, in the model's dtype."""
+
+    name = "raw"
+
+    def encode(self, kv: ModuleKV) -> Tensors:
+        """`keys` and `values`, (num_layers, num_kv_heads, seq_len, dim)."""
+        return {"keys": kv.keys.contiguous().cpu(), "values": kv.values.contiguous().cpu()}
+
+    def decode(self, tensors: Tensors, dtype: torch.dtype) -> KeysAndValues:
+        """The same tensors; `dtype` is theirs already."""
+        return tensors["keys"], tensors["values"]
+
+
+class Int8Codec:
+    """8-bit integers with one fp32 scale per layer, head and token, for keys and for values.
+
+    An entry's error is at most 1/254 of the largest entry of the same layer, head and token.
+    """
+
+    name = "int8"
+
+    def encode(self, kv: ModuleKV) -> Tensors:
+        """`keys`, `values` as int8 and their scales, (num_layers, num_kv_heads, seq_len, 1)."""
+        keys, key_scales = _quantize(kv.keys)
+        values, value_scales = _quantize(kv.values)
+        scales = {"key_scales": key_scales, "value_scales": value_scales}
+        return {"keys": keys, "values": values} | scales
+
+    def decode(self, tensors: Tensors, dtype: torch.dtype) -> KeysAndValues:
+        """Integers times scales, rounded once to `dtype`."""
+        keys = _dequantize(tensors["keys"], tensors["key_scales"], dtype)
+        return keys, _dequantize(tensors["values"], tensors["value_scales"], dtype)
+
+
+def _quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    exact = tensor.float().cpu()
+    scales = exact.abs().amax(dim=-1, keepdim=True) / 127
+    steps = exact / scales.clamp_min(torch.finfo(torch.float32).tiny)
+    return steps.round_().clamp_(-127, 127).to(torch.int8).contiguous(), scales.contiguous()
+
+
+def _dequantize(integers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return integers.float().mul_(scales).to(dtype)
+
+
+_CODECS: dict[str, Codec] = {codec.name: codec for codec in (RawCodec(), Int8Codec())}
+
+CODEC_NAMES = tuple(_CODECS)
+
+
+def codec_by_name(name: str) -> Codec:
+    """The codec of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in _CODECS:
+        raise ConfigError(f"codec {name!r} is not one of {', '.join(sorted(_CODECS))}")
+    return _CODECS[name]
 
 
 class SigningError(StoreError):
     """KV is signed and this process has no key, or it is not signed and this process has one."""
 
 
-@dataclass(frozen=True)
-class BlobInfo:
-    """What the index keeps of a file: its size in bytes, and the checksum of header and ids."""
-
-    nbytes: int
-    checksum: str
-
-
-def write_blob(path: Path, key: str, kv: ModuleKV, codec: Codec, secret: bytes = b"") -> BlobInfo:
+def write_blob(
+    path: Path, key: str, kv: ModuleKV, codec: Codec, secret: bytes = b""
+) -> tuple[int, str]:
     """Write a module to a new file that only its owner may read.
 
     Args:
         secret: signs it; empty for checksums only.
+
+    Returns:
+        What the index keeps of it: its size in bytes, and the checksum of header and token ids.
 
     Raises:
         OSError, SafetensorError: it could not be written.
@@ -63,7 +145,7 @@ def write_blob(path: Path, key: str, kv: ModuleKV, codec: Codec, secret: bytes =
     save_file(tensors, str(path), header)
     path.chmod(0o600)
     layouts = {n: (tensor.dtype, tuple(tensor.shape)) for n, tensor in tensors.items() if n != _IDS}
-    return BlobInfo(path.stat().st_size, _checksum(header, layouts, tensors[_IDS], secret))
+    return path.stat().st_size, _checksum(header, layouts, tensors[_IDS], secret)
 
 
 def contents(
@@ -81,15 +163,15 @@ def contents(
     return tensors | {_IDS: torch.tensor(kv.token_ids, dtype=torch.int32)}, header
 
 
-def read_blob(
+def open_blob(
     path: Path,
     key: str,
     token_ids: Sequence[int] | None,
     codec: Codec,
     expected: str,
     secret: bytes = b"",
-) -> ModuleKV | None:
-    """Read a module's file; None if there is no file.
+) -> StoredKV | None:
+    """Open a module's file; None if there is no file. Its layers are checked when they are read.
 
     Args:
         token_ids: the tokens whose KV it must hold; None for any.
@@ -101,19 +183,6 @@ def read_blob(
         SigningError: it is signed and there is no secret, or the other way round.
         StoreError: it cannot be read now; nothing is known about its content.
     """
-    stored = open_blob(path, key, token_ids, codec, expected, secret)
-    return None if stored is None else stored.load()
-
-
-def open_blob(
-    path: Path,
-    key: str,
-    token_ids: Sequence[int] | None,
-    codec: Codec,
-    expected: str,
-    secret: bytes = b"",
-) -> StoredKV | None:
-    """As `read_blob`, but the layers are left unread; each is checked when it is read."""
     with _judged(str(path)):
         try:
             file = TensorFile.at(path)
@@ -122,25 +191,11 @@ def open_blob(
     return opened(file, str(path), key, token_ids, codec, expected, secret)
 
 
-def check_replaceable(path: Path, secret: bytes = b"") -> None:
-    """Raise a SigningError if a file is signed, and what would replace it is not."""
-    with suppress(OSError, ValueError, KeyError):  # who cannot read it may well replace it
-        if not secret and _is_signed(TensorFile.at(path).header):
-            raise SigningError(_SIGNED)
-
-
-def fits_signing(path: Path, secret: bytes = b"") -> bool | None:
-    """Whether a file is signed where there is a secret, and is not where there is none.
-
-    By its header alone. None if there is no file; True of one that cannot be judged, which a
-    reader will.
-    """
-    try:
-        return _is_signed(TensorFile.at(path).header) == bool(secret)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError):
-        return True
+def is_signed(path: Path) -> bool | None:
+    """Whether a file is signed, by its header alone; None if that cannot be told."""
+    with suppress(OSError, ValueError, KeyError):
+        return _is_signed(TensorFile.at(path).header)
+    return None
 
 
 def _is_signed(header: Mapping[str, str]) -> bool:
@@ -167,7 +222,7 @@ def opened(
         if header.get("key") != key or header.get("codec") != codec.name:
             raise CorruptBlobError(_message(name, "it belongs to another module or codec"))
         if expected is not None and _is_signed(header) != bool(secret):
-            raise SigningError(_UNSIGNED if secret else _SIGNED)
+            raise SigningError(_UNSIGNED if secret else SIGNED)
         ids = file.read(_IDS)
         layouts = {n: (at.dtype, at.shape) for n, at in file.layouts.items() if n != _IDS}
         if expected is not None and _checksum(header, layouts, ids, secret) != expected:
@@ -247,7 +302,7 @@ class StoredKV:
             tensors = {name: self.file.read(name, begin, end) for name in names}
             if layer_sums(tensors, self.secret) != list(self.sums[begin:end]):
                 raise CorruptBlobError(_message(self.name, _DAMAGED))
-            return self.codec.decode(tensors, self.all_ids, self.first, self.dtype)
+            return ModuleKV(self.all_ids, self.first, *self.codec.decode(tensors, self.dtype))
 
 
 def layer_sums(tensors: Tensors, secret: bytes = b"") -> list[str]:

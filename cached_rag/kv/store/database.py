@@ -1,4 +1,9 @@
-"""A SQLite file shared by threads and processes. Knows connections; knows no table."""
+"""A SQLite file shared by threads and processes, and rows in it that carry a checksum.
+
+A signed row is a tuple (name, *values, checksum), where the name is the row's number and the
+checksum covers the values. So a damaged text is never taken for the real one. Knows connections;
+knows no table.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,16 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import quote
 
 from cached_rag.errors import ClosedError, StoreError, StoreFullError
-from cached_rag.kv.private import make_folder
+from cached_rag.kv.files import make_folder
+from cached_rag.kv.fingerprint import digest
 
 _log = logging.getLogger(__name__)
 PATIENCE_S = 60.0
@@ -27,6 +34,7 @@ _SCRUB_S = 10.0
 # A quarter of a second; a thousand chunks take 8 MB.
 _COMPACTED_BYTES = 64 << 20
 _T = TypeVar("_T")
+Row = tuple[object, ...]
 
 # Of the names of the files that SQLite may keep.
 _SUFFIXES = ("", "-wal", "-shm", "-journal")
@@ -34,6 +42,14 @@ _SUFFIXES = ("", "-wal", "-shm", "-journal")
 LAYOUT = 1
 # No file: what it holds is gone with it.
 IN_MEMORY = Path(":memory:")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What `check` found: the name of an entry or file, and what is wrong with it in words."""
+
+    key: str
+    reason: str
 
 
 class _State(NamedTuple):
@@ -90,15 +106,14 @@ class Database:
     def _connected(self) -> sqlite3.Connection:
         for suffix in _SUFFIXES:
             _check_file(self.path.with_name(self.path.name + suffix))
-        # No timeout: `_when_free` waits for other processes, and lets go of the lock meanwhile.
-        if not self.is_read_only:
-            found = sqlite3.connect(self.path, timeout=0, check_same_thread=False)
-        else:
+        where = str(self.path)
+        if self.is_read_only:
             # Whoever writes the file keeps a log beside it; without a log it does not change.
             state = self._state()
             self._frozen = None if state.has_log else state
-            uri = f"file:{quote(str(self.path))}?{'mode=ro' if state.has_log else 'immutable=1'}"
-            found = sqlite3.connect(uri, timeout=0, check_same_thread=False, uri=True)
+            where = f"file:{quote(where)}?{'mode=ro' if state.has_log else 'immutable=1'}"
+        # No timeout: `_when_free` waits for other processes, and lets go of the lock meanwhile.
+        found = sqlite3.connect(where, timeout=0, check_same_thread=False, uri=self.is_read_only)
         # Text that is no UTF-8 is no error here: that it is damaged is for checksums to tell.
         found.text_factory = lambda data: data.decode(errors="replace")
         return found
@@ -192,16 +207,38 @@ class Database:
         (version,) = self.read(int, "PRAGMA data_version")
         return version + (self._reopened << 32)
 
-    def problems(self) -> list[str]:
-        """What SQLite finds wrong with the file, in words."""
+    def sound(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """Those signed rows that are as they were written; the others are logged."""
+        for row in rows:
+            if is_sound(row):
+                yield row
+            else:
+                _log.warning("%s", self._damage(row))
+
+    def check(self, tables: Mapping[str, str]) -> list[Problem]:
+        """What is damaged: the file itself, by what SQLite finds in it, or rows of it.
+
+        Args:
+            tables: for each table with signed rows, by name, the query for all of these.
+        """
+        name, problems = self.path.name, list[Problem]()
         try:
-            found = self.read(str, "PRAGMA integrity_check")
-            strays = self.rows("PRAGMA foreign_key_check")
+            found = [text for text in self.read(str, "PRAGMA integrity_check") if text != "ok"]
+            for table, row, *_ in self.rows("PRAGMA foreign_key_check"):
+                found.append(f"row {row} of {table} belongs to nothing")
+            problems = [Problem(name, reason) for reason in found]
+            for table, query in tables.items():
+                damaged = [row for row in self.rows(query) if not is_sound(row)]
+                problems += [Problem(f"{name} {table}", self._damage(row)) for row in damaged]
         except StoreError as error:
-            return [str(error)]
-        return [text for text in found if text != "ok"] + [
-            f"row {row} of {table} belongs to nothing" for table, row, *_ in strays
-        ]
+            problems.append(Problem(name, str(error)))
+        return problems
+
+    def _damage(self, row: Row) -> str:
+        return (
+            f"row {row[0]} in {self.path} is damaged and left out; ingest the documents again to "
+            "have it back (cached-rag store verify lists all such rows)"
+        )
 
     def scrub(self) -> None:
         """Leave nothing of deleted rows in the file, nor in its log, once nobody reads them.
@@ -311,3 +348,14 @@ def _make_private(path: Path) -> None:
     with suppress(OSError):
         if path.stat().st_mode & 0o077:
             path.chmod(0o600)
+
+
+def row_sum(*values: object) -> str:
+    """The checksum of a row's values and their types: guards against damage, not malice."""
+    parts = (v if isinstance(v, bytes) else f"{type(v).__name__} {v}" for v in values)
+    return digest(*parts)
+
+
+def is_sound(row: Row) -> bool:
+    """Whether a signed row is as it was written."""
+    return row_sum(*row[1:-1]) == row[-1]

@@ -10,32 +10,29 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TypeVar
 
 from cached_rag.errors import CachedRAGError, CorruptBlobError, StoreError, StoreFullError
+from cached_rag.kv.files import DraftFiles, make_folder
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.private import make_folder
-from cached_rag.kv.store.base import IsWanted, Problem
 from cached_rag.kv.store.blob import (
+    SIGNED,
     SigningError,
     StoredKV,
-    check_replaceable,
-    fits_signing,
+    codec_by_name,
+    is_signed,
     open_blob,
-    read_blob,
     write_blob,
 )
-from cached_rag.kv.store.codecs import Codec, codec_by_name
-from cached_rag.kv.store.database import BRIEFLY_S
-from cached_rag.kv.store.drafts import DraftFiles
+from cached_rag.kv.store.database import BRIEFLY_S, Problem
 from cached_rag.kv.store.entries import Entries, Entry
+from cached_rag.kv.store.tiers import IsWanted
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_Reader = Callable[[Path, str, "Sequence[int] | None", Codec, str, bytes], "_T | None"]
 _INDEX = "index.sqlite"
 _DRAFTS = "drafts"
 
@@ -60,10 +57,10 @@ class DiskStore:
         self._secret = (secret or "").encode()
         self.codec = codec_by_name(codec)
         self.max_bytes = max_bytes
-        # Names of files that are signed as they have to be, and of those that are not.
-        self._usable: set[str] = set()
-        self._unusable: set[str] = set()
+        # By the names of files, whether they are signed as they have to be.
+        self._usable: dict[str, bool] = {}
         self._entries = Entries(self.path / _INDEX)
+        self._database = self._entries.database
         self._drafts = DraftFiles(self.path / "blobs" / _DRAFTS, self.path / "drafts.lock")
 
     def close(self) -> None:
@@ -76,22 +73,20 @@ class DiskStore:
         return self._entries.nbytes()
 
     def __len__(self) -> int:
-        return len(self._entries.of(self.codec.name))
+        return sum(entry.codec == self.codec.name for entry in self._entries.all())
 
     def __contains__(self, key: str) -> bool:
         entry = self._entry(key)
-        if entry is None or entry.name in self._unusable:
-            return False
-        if entry.name in self._usable:
-            return self._file(entry).is_file()
-        found = fits_signing(self._file(entry), self._secret)
-        if found is not None:
-            (self._usable if found else self._unusable).add(entry.name)
-        return bool(found)
+        return entry is not None and self._is_usable(entry) and self._file(entry).is_file()
 
-    def keys(self) -> Iterator[str]:
-        """All keys that have a file of this codec, least recently used first."""
-        return iter([entry.key for entry in self._entries.of(self.codec.name)])
+    def _is_usable(self, entry: Entry) -> bool:
+        """Whether a file is signed where there is a secret, and is not where there is none."""
+        if entry.name not in self._usable:
+            found = is_signed(self._file(entry))
+            if found is None:  # a reader will judge
+                return True
+            self._usable[entry.name] = found == bool(self._secret)
+        return self._usable[entry.name]
 
     def sizes(self) -> dict[str, int]:
         """By key, the bytes of its files in all codecs."""
@@ -102,21 +97,23 @@ class DiskStore:
 
     def get(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
         """The module, read from its file and checked; see `KVStore.get`."""
-        return self._found(key, token_ids, read_blob)
+        return self._found(key, token_ids, StoredKV.load)
 
     def open(self, key: str, token_ids: Sequence[int]) -> StoredKV | None:
         """The module, unread; each layer is checked when it is read."""
-        return self._found(key, token_ids, open_blob)
+        return self._found(key, token_ids, lambda stored: stored)
 
-    def _found(self, key: str, token_ids: Sequence[int], read: _Reader[_T]) -> _T | None:
+    def _found(
+        self, key: str, token_ids: Sequence[int], take: Callable[[StoredKV], _T]
+    ) -> _T | None:
         entry = self._entry(key)
         if entry is None:
             return None
         try:
-            path, expected = self._file(entry), entry.checksum
-            found = read(path, key, token_ids, self.codec, expected, self._secret)
+            stored = self._opened(entry, token_ids)
+            found = None if stored is None else take(stored)
         except SigningError:
-            self._unusable.add(entry.name)
+            self._usable[entry.name] = False
             raise
         except CorruptBlobError:
             self._drop(entry)
@@ -127,7 +124,11 @@ class DiskStore:
         self._drop(entry)
         if self._entry(key) in (None, entry):
             return None
-        return self._found(key, token_ids, read)  # another process has replaced it
+        return self._found(key, token_ids, take)  # another process has replaced it
+
+    def _opened(self, entry: Entry, token_ids: Sequence[int] | None) -> StoredKV | None:
+        codec, path = codec_by_name(entry.codec), self._file(entry)
+        return open_blob(path, entry.key, token_ids, codec, entry.checksum, self._secret)
 
     def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
         """Keep a module; see `KVStore.put`.
@@ -138,11 +139,10 @@ class DiskStore:
         if self.max_bytes is not None and kv.nbytes > 4 * self.max_bytes:
             raise self._too_large(kv.nbytes)  # not even int8 makes it fit
         with self._drafts.open() as draft:
-            info = write_blob(draft, key, kv, self.codec, self._secret)
-            if self.max_bytes is not None and info.nbytes > self.max_bytes:
-                raise self._too_large(info.nbytes)
-            name = os.urandom(8).hex()
-            entry = Entry(key, self.codec.name, name, info.nbytes, info.checksum)
+            nbytes, checksum = write_blob(draft, key, kv, self.codec, self._secret)
+            if self.max_bytes is not None and nbytes > self.max_bytes:
+                raise self._too_large(nbytes)
+            entry = Entry(key, self.codec.name, os.urandom(8).hex(), nbytes, checksum)
             self._publish(draft, entry, wanted)
 
     def _publish(self, draft: Path, entry: Entry, wanted: IsWanted) -> None:
@@ -152,11 +152,14 @@ class DiskStore:
         if self.max_bytes is not None:
             self._entries.flush()
         try:
-            with self._entries.transaction() as connection:
+            with self._database.transaction() as connection:
                 if not wanted():
                     return
-                self._check_replaced(entry)
-                gone = self._entries.put(connection, entry)
+                replaced = self._entry(entry.key)
+                if replaced and not self._secret and not self._is_usable(replaced):
+                    raise SigningError(SIGNED)
+                self._entries.put(connection, entry)
+                gone = [replaced] if replaced else []
                 if self.max_bytes is not None:
                     gone += self._entries.evict(connection, self.max_bytes)
                 os.replace(draft, path)
@@ -164,15 +167,6 @@ class DiskStore:
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-
-    def _check_replaced(self, entry: Entry) -> None:
-        replaced = self._entry(entry.key)
-        if replaced is not None:
-            try:
-                check_replaceable(self._file(replaced), self._secret)
-            except SigningError:
-                self._unusable.add(replaced.name)
-                raise
 
     def _too_large(self, nbytes: int) -> StoreFullError:
         return StoreFullError(
@@ -182,14 +176,14 @@ class DiskStore:
 
     def delete(self, key: str) -> bool:
         """Delete a key's files of all codecs; says whether there was any."""
-        with self._entries.transaction() as connection:
+        with self._database.transaction() as connection:
             gone = self._entries.remove(connection, self._entries.of_key(key))
             self._unlink(gone)
         return bool(gone)
 
     def check(self) -> list[Problem]:
         """Read the index and every file; report damage, missing files and litter."""
-        problems = [Problem(_INDEX, reason) for reason in self._entries.database.problems()]
+        problems = self._database.check({})
         try:
             for entry in self._entries.all():
                 problems += self._problems(entry)
@@ -203,15 +197,13 @@ class DiskStore:
         return problems + [Problem(p.name, f"not of this store, left alone: {p}") for p in strange]
 
     def _problems(self, entry: Entry) -> list[Problem]:
-        path, reason = self._file(entry), None
+        reason = f"the file {self._file(entry)} is missing"
         try:
-            codec = codec_by_name(entry.codec)
-            if read_blob(path, entry.key, None, codec, entry.checksum, self._secret) is None:
-                reason = f"the file {path} is missing"
+            if (stored := self._opened(entry, None)) is not None:
+                stored.load()
+                return []
         except CachedRAGError as error:
             reason = str(error)
-        if reason is None:
-            return []
         with self._settled():  # or was it removed meanwhile?
             is_kept = self._entries.find(entry.key, entry.codec) == entry
         return [Problem(entry.key, reason)] if is_kept else []
@@ -228,7 +220,7 @@ class DiskStore:
         evicted: list[Entry] = []
         with self._drafts.abandoned() as drafts:
             sizes = _removed(drafts)
-        with self._entries.transaction() as connection:
+        with self._database.transaction() as connection:
             sizes += _removed(self._litter()[0])
             missing = [one for one in self._entries.all() if not self._file(one).is_file()]
             self._entries.remove(connection, missing)
@@ -239,8 +231,7 @@ class DiskStore:
 
     def _settled(self) -> AbstractContextManager[object]:
         """A time in which files and rows agree: a transaction, unless the index is read-only."""
-        is_read_only = self._entries.database.is_read_only
-        return nullcontext() if is_read_only else self._entries.transaction()
+        return nullcontext() if self._database.is_read_only else self._database.transaction()
 
     def _litter(self) -> tuple[list[Path], list[Path]]:
         """Files without a row; and links, folders and whatever else no store has put there."""
@@ -266,7 +257,7 @@ class DiskStore:
     def _drop(self, entry: Entry) -> None:
         """Delete one file, but none that has replaced it; if that fails, it stays for now."""
         try:
-            with self._entries.transaction(BRIEFLY_S) as connection:
+            with self._database.transaction(BRIEFLY_S) as connection:
                 self._unlink(self._entries.remove(connection, [entry]))
         except StoreError as error:
             _log.info("the KV %s stays for now: %s", entry.key, error)

@@ -8,13 +8,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from sqlite3 import Connection
 
 from cached_rag.errors import StoreError
-from cached_rag.kv.store.database import BRIEFLY_S, PATIENCE_S, Database
+from cached_rag.kv.store.database import BRIEFLY_S, Database
 
 _log = logging.getLogger(__name__)
 _SCHEMA = """
@@ -39,7 +38,7 @@ class Entry:
         key: the module's.
         name: drawn at random, so that it differs from any file that this one replaced.
         nbytes: the file's size.
-        checksum: of its header, see `BlobInfo`.
+        checksum: of its header and token ids, see `write_blob`.
 
     Raises:
         ValueError, TypeError: the row is damaged, and could lead out of the store.
@@ -59,7 +58,7 @@ class Entry:
 
 
 class Entries:
-    """The table in an index file. Methods that take a connection belong in a `transaction`."""
+    """The table in an index file. Methods that take a connection belong in a transaction."""
 
     def __init__(self, path: Path) -> None:
         self.database = Database(path, _SCHEMA)
@@ -72,10 +71,6 @@ class Entries:
         self.flush()
         self.database.close()
 
-    def transaction(self, patience_s: float = PATIENCE_S) -> AbstractContextManager[Connection]:
-        """See `Database.transaction`."""
-        return self.database.transaction(patience_s)
-
     def nbytes(self) -> int:
         """Bytes of all files."""
         (total,) = self.database.read(int, "SELECT coalesce(sum(nbytes), 0) FROM files")
@@ -84,11 +79,6 @@ class Entries:
     def all(self) -> list[Entry]:
         """All entries, of all codecs."""
         return self.database.read(Entry, _SELECT)
-
-    def of(self, codec: str) -> list[Entry]:
-        """All entries of a codec, least recently used first."""
-        self.flush()
-        return self.database.read(Entry, f"{_SELECT} WHERE codec = ? ORDER BY last_used", codec)
 
     def find(self, key: str, codec: str) -> Entry | None:
         """A key's entry in a codec, or None."""
@@ -99,12 +89,10 @@ class Entries:
         """A key's entries, in all codecs."""
         return self.database.read(Entry, f"{_SELECT} WHERE key = ?", key)
 
-    def put(self, connection: Connection, entry: Entry) -> list[Entry]:
-        """Add an entry, as the last used; returns what it replaced."""
-        replaced = self.find(entry.key, entry.codec)
+    def put(self, connection: Connection, entry: Entry) -> None:
+        """Add an entry, as the last used, in place of the key's other one in the codec."""
         sql = f"INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, {_NOW})"
         connection.execute(sql, astuple(entry))
-        return [] if replaced is None else [replaced]
 
     def remove(self, connection: Connection, entries: Iterable[Entry]) -> list[Entry]:
         """Take out entries, but none that has replaced them; returns those that were there."""
@@ -143,7 +131,7 @@ class Entries:
         if not used:
             return
         try:
-            with self.transaction(BRIEFLY_S) as connection:
+            with self.database.transaction(BRIEFLY_S) as connection:
                 sql = f"UPDATE files SET last_used = {_NOW} WHERE key = ? AND codec = ?"
                 connection.executemany(sql, used)
         except StoreError as error:

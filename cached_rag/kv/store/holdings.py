@@ -1,8 +1,7 @@
 """Whose KV a store's folder holds: of which model, and whether anything still needs it.
 
 A file's key is a digest, which does not say whose it is. So the keys of all that the catalog knows
-are computed, and compared with those of the files. Files of all codecs count, whatever `codec` the
-folder is opened with. Knows no model.
+are computed, and compared with those of the files, whatever codec these are in. Knows no model.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ from typing import TYPE_CHECKING
 
 from cached_rag.errors import ConfigError, StoreError
 from cached_rag.kv.fingerprint import digest
-from cached_rag.kv.store.catalog import Catalog
-from cached_rag.kv.store.records import Maker
+from cached_rag.kv.store.catalog import Catalog, Maker
 
 if TYPE_CHECKING:
     from cached_rag.kv.store.disk import DiskStore
-    from cached_rag.kv.store.remote import RemoteTier
+    from cached_rag.kv.store.remote.tier import RemoteTier
 
 CATALOG = "catalog.sqlite"
 
@@ -43,7 +41,7 @@ def makers(folder: Path) -> list[Maker]:
         return catalog.makers()
 
 
-def forget(folder: Path, codec: str, texts: Iterable[str], remote: RemoteTier | None = None) -> int:
+def forget(folder: Path, texts: Iterable[str], remote: RemoteTier | None = None) -> int:
     """Remove texts of the tenant "", and their KV by all models; says how many KVs went.
 
     All texts that were learned from prompts go with them, as they may have the same words.
@@ -55,19 +53,16 @@ def forget(folder: Path, codec: str, texts: Iterable[str], remote: RemoteTier | 
         StoreError: the remote store does not answer; call it again when it does. Or not all KV can
             be found, as the catalog is damaged.
     """
-    return forget_digests(folder, codec, {digest(text.strip()) for text in texts}, remote)
+    return forget_digests(folder, {digest(text.strip()) for text in texts}, remote)
 
 
 def forget_digests(
-    folder: Path, codec: str, text_digests: Collection[str], remote: RemoteTier | None = None
+    folder: Path, text_digests: Collection[str], remote: RemoteTier | None = None
 ) -> int:
     """As `forget`, given the digests of the texts."""
     if not (folder / CATALOG).is_file():
         return 0
-    with (
-        closing(_catalog(folder)) as catalog,
-        closing(_disk(folder, codec)) as disk,
-    ):
+    with closing(_catalog(folder)) as catalog, closing(_disk(folder)) as disk:
         learned = catalog.learned() if text_digests else []
         if remote is not None:
             catalog.removals.note_remote(remote.label)
@@ -78,7 +73,7 @@ def forget_digests(
                 catalog.removals.finish_far(partial(remote.delete, ""))
 
 
-def unused(folder: Path, codec: str, name: str, dtypes: Sequence[str]) -> list[Holding]:
+def unused(folder: Path, name: str, dtypes: Sequence[str]) -> list[Holding]:
     """The KV of all models but one, which is kept in some dtypes.
 
     Args:
@@ -98,23 +93,24 @@ def unused(folder: Path, codec: str, name: str, dtypes: Sequence[str]) -> list[H
                 "with --dtype which to keep, or ask the index once, so that it is known"
             )
     kept = [latest[name, dtype] for dtype in dtypes]
-    with closing(_disk(folder, codec)) as disk:
+    with closing(_disk(folder)) as disk:
         sizes = disk.sizes()
     holdings = []
     for maker in found:
         if maker not in kept:
-            keys = tuple(key for key in _all_keys(folder, maker) if key in sizes)
+            known = [set(catalog.keys()) for catalog in _catalogs(folder, maker)]
+            keys = tuple(set().union(*known) & sizes.keys())
             holdings.append(Holding(maker, keys, sum(sizes[key] for key in keys)))
     return holdings
 
 
-def strays(folder: Path, codec: str) -> list[str]:
+def strays(folder: Path) -> list[str]:
     """Keys of KV that no model of the catalog has: it learns of KV before the store has it.
 
     Raises:
         StoreError: that is not known, as the catalog is damaged.
     """
-    with closing(_disk(folder, codec)) as disk:
+    with closing(_disk(folder)) as disk:
         held = disk.sizes()
     if not (folder / CATALOG).is_file():
         return []
@@ -127,10 +123,10 @@ def strays(folder: Path, codec: str) -> list[str]:
     return [key for key in held if key not in needed]
 
 
-def drop_strays(folder: Path, codec: str) -> int:
+def drop_strays(folder: Path) -> int:
     """Delete the KV of `strays`; says how many KVs went. Raises as that."""
-    keys = strays(folder, codec)
-    with closing(_disk(folder, codec)) as disk:
+    keys = strays(folder)
+    with closing(_disk(folder)) as disk:
         return sum(map(disk.delete, keys))
 
 
@@ -148,7 +144,7 @@ def unneeded(folder: Path, texts: Callable[[], Iterable[str]]) -> set[str]:
     return known - {digest(text.strip()) for text in texts()}
 
 
-def held_bytes(folder: Path, codec: str, texts: Collection[str], encodings: int) -> int | None:
+def held_bytes(folder: Path, texts: Collection[str], encodings: int) -> int | None:
     """Bytes of all KV in a folder, if each of these texts has KV of the last model to use it.
 
     Args:
@@ -159,7 +155,7 @@ def held_bytes(folder: Path, codec: str, texts: Collection[str], encodings: int)
     """
     if not (found := makers(folder)):
         return None if texts else 0
-    with closing(_disk(folder, codec)) as disk:
+    with closing(_disk(folder)) as disk:
         sizes = disk.sizes()
     with closing(_catalog(folder, found[-1].model)) as catalog:
         counts = catalog.counts(sizes)
@@ -167,21 +163,13 @@ def held_bytes(folder: Path, codec: str, texts: Collection[str], encodings: int)
     return sum(sizes.values()) if all(count >= encodings for count in known) else None
 
 
-def drop(folder: Path, codec: str, holding: Holding) -> None:
+def drop(folder: Path, holding: Holding) -> None:
     """Delete the KV of a model, and forget the model."""
-    with closing(_disk(folder, codec)) as disk:
+    with closing(_disk(folder)) as disk:
         for key in holding.keys:
             disk.delete(key)
     with closing(_catalog(folder, holding.maker.model)) as catalog:
         catalog.clear()
-
-
-def _all_keys(folder: Path, maker: Maker) -> set[str]:
-    """All keys that KV of a model may have, of all tenants."""
-    keys: set[str] = set()
-    for catalog in _catalogs(folder, maker):
-        keys.update(catalog.keys())
-    return keys
 
 
 def _catalogs(folder: Path, maker: Maker) -> Iterator[Catalog]:
@@ -193,10 +181,11 @@ def _catalogs(folder: Path, maker: Maker) -> Iterator[Catalog]:
             yield catalog
 
 
-def _disk(folder: Path, codec: str) -> DiskStore:
+def _disk(folder: Path) -> DiskStore:
+    """The files of all codecs: what is counted and deleted here does not depend on the store's."""
     from cached_rag.kv.store.disk import DiskStore  # with PyTorch, which a look around needs not
 
-    return DiskStore(folder, codec)
+    return DiskStore(folder)
 
 
 def _catalog(folder: Path, model: str = "", namespace: str = "") -> Catalog:

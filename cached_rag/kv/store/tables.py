@@ -1,6 +1,9 @@
-"""The catalog's tables, and which of their rows have checksums. Knows SQLite only."""
+"""The catalog's tables, which of their rows have checksums, and how numbers are packed in them."""
 
 from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS modules (
@@ -51,3 +54,15 @@ _NEEDED = ("makers", "modules", *DOOMED)
 DROP_NEEDLESS = "DELETE FROM encodings WHERE " + " AND ".join(
     f"NOT EXISTS (SELECT 1 FROM {table} t WHERE t.model = encodings.model)" for table in _NEEDED
 )
+
+
+def pack(numbers: Sequence[int]) -> bytes:
+    """Numbers as a blob of 32-bit integers."""
+    return array("i", numbers).tobytes()
+
+
+def unpack(data: object) -> tuple[int, ...]:
+    """What `pack` has packed."""
+    numbers = array("i")
+    numbers.frombytes(bytes(data))  # type: ignore[call-overload]
+    return tuple(numbers)

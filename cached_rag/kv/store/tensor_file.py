@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from cached_rag.kv.private import open_file
+from cached_rag.kv.files import open_file
 
 _DTYPES = {
     "F64": torch.float64,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 import obstore
 from obstore.exceptions import BaseError
@@ -15,7 +15,6 @@ from obstore.store import from_url
 from cached_rag.errors import ConfigError
 from cached_rag.kv.store.remote.transport import SENDING_S, label_of, why_unusable
 
-_T = TypeVar("_T")
 # Requests at the same time; an object store answers each in some tens of milliseconds.
 _THREADS = 16
 
@@ -46,7 +45,7 @@ class ObjectBlobs:
 
     def has(self, names: Sequence[str]) -> list[bool]:
         """See `Transport`."""
-        return self._each(self._has, names)
+        return list(self._threads.map(self._has, names))
 
     def put(self, name: str, data: bytes) -> None:
         """See `Transport`."""
@@ -66,16 +65,13 @@ class ObjectBlobs:
         try:
             obstore.delete(self._store, list(names))  # in one request, where the store can
         except FileNotFoundError:
-            self._each(self._delete, names)
+            list(self._threads.map(self._delete, names))  # waits for all
 
     def close(self) -> None:
         """See `Transport`."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         if not self._closed.done():
             self._closed.set_result(None)
-
-    def _each(self, work: Callable[[str], _T], names: Iterable[str]) -> list[_T]:
-        return list(self._threads.map(work, names))
 
     def _get(self, name: str, most_bytes: int) -> bytes | None:
         try:

@@ -67,8 +67,8 @@ class RedisBlobs:
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.label = label_of(url)
-        self._client = _client(url, timeout_s, self.label)
-        self._sender = _client(url, max(timeout_s, SENDING_S), self.label)
+        self._client = _client(url, timeout_s)
+        self._sender = _client(url, max(timeout_s, SENDING_S))
 
     def get(self, names: Sequence[str], most_bytes: Sequence[int]) -> list[bytes | None]:
         """See `Transport`."""
@@ -115,7 +115,7 @@ def _replies(pipe: Any, kind: type, count: int) -> list[Any]:
     return found
 
 
-def _client(url: str, timeout_s: float, label: str) -> Any:
+def _client(url: str, timeout_s: float) -> Any:
     # A connection that the server closed meanwhile is opened again, once.
     again = Retry(NoBackoff(), 1, (redis.ConnectionError,))
     try:
@@ -128,7 +128,7 @@ def _client(url: str, timeout_s: float, label: str) -> Any:
         )
     except ValueError as error:
         reason = why_unusable(url, error)
-        raise ConfigError(f"{label} is no address of a Redis server: {reason}") from None
+        raise ConfigError(f"{label_of(url)} is no address of a Redis server: {reason}") from None
     pool = client.connection_pool
     pool.connection_class = type("Bounded", (_BoundedConnection, pool.connection_class), {})
     return client

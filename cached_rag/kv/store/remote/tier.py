@@ -18,31 +18,22 @@ from weakref import WeakSet
 
 from cachetools import LRUCache, TTLCache
 
-from cached_rag.errors import CorruptBlobError, StoreError
+from cached_rag.config import StoreConfig
+from cached_rag.errors import ConfigError, CorruptBlobError, StoreError, needs_extra
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.base import IsWanted
-from cached_rag.kv.store.codecs import CODEC_NAMES, codec_by_name
-from cached_rag.kv.store.outbox import Outbox
-from cached_rag.kv.store.remote.calls import Calls
-from cached_rag.kv.store.remote.link import Link
-from cached_rag.kv.store.remote.transport import Transport
-from cached_rag.kv.store.remote.wire import (
-    HEADS_BYTES,
-    Head,
-    Sizes,
-    pack,
-    pack_heads,
-    unpack,
-    unpack_heads,
-)
+from cached_rag.kv.store.background import Outbox
+from cached_rag.kv.store.blob import CODEC_NAMES, codec_by_name
+from cached_rag.kv.store.remote.transport import Calls, Link, Transport, label_of
+from cached_rag.kv.store.remote.wire import HEADS_BYTES, Head, Sizes, Wire
+from cached_rag.kv.store.tiers import IsWanted
 
+_REDIS = ("redis", "rediss", "unix")
+_OBJECTS = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https", "file")
 _log = logging.getLogger(__name__)
 # Most bytes of KV that wait to be sent, and how long encoding may be held up by that in all.
 BUFFER_BYTES, _HELD_UP_S = 256 << 20, 20.0
 # Names that were not there are not asked for again for so long, and so many of them are remembered.
 _MISSING_S, _MOST_MISSING = 10.0, 1 << 16
-# Most bytes of a value where the model's sizes are not known.
-_ANY_BYTES = 1 << 30
 # Sending goes on after a failure, unless the pause that it asks for is longer than this.
 _PATIENCE_S = 4.0
 # How long a tenant that is closed waits for what it offered.
@@ -64,6 +55,7 @@ class RemoteTier:
 
     Attributes:
         link: how fast it is.
+        label: its address without passwords.
         codec: how KV is written there.
     """
 
@@ -83,10 +75,9 @@ class RemoteTier:
             timeout_s: the longest wait for an answer.
             sizes: the model's; what has others is not used. None for a tier that only deletes.
         """
-        self.link = Link()
-        self._transport, self.codec = transport, codec_by_name(codec)
-        self._sizes = sizes
-        self._secret = (secret or "").encode()
+        self.link, self.label, self.codec = Link(), transport.label, codec_by_name(codec)
+        self._transport = transport
+        self._wire = Wire(self.codec, (secret or "").encode(), sizes)
         # What is sent may take longer, and its failures do not keep prompts from asking.
         self._reading, self._sending = Calls(transport, timeout_s), Calls(transport, timeout_s)
         self._uploads = Outbox(self._send, BUFFER_BYTES, _HELD_UP_S)
@@ -95,11 +86,6 @@ class RemoteTier:
         self._bad: LRUCache[str, None] = LRUCache(_MOST_MISSING)
         self._noting = threading.Lock()
         _OPEN.add(self)
-
-    @property
-    def label(self) -> str:
-        """Its address without passwords."""
-        return self._transport.label
 
     @property
     def pause_s(self) -> float:
@@ -123,7 +109,7 @@ class RemoteTier:
             return Brought({})
         found: dict[str, ModuleKV] = {}
         problems, began = [], time.perf_counter()
-        most = [self._most_bytes(wanted[names[name]]) for name in asked]
+        most = [self._wire.most_bytes(len(wanted[names[name]])) for name in asked]
         values = self._reading.ask(lambda: self._transport.get(asked, most))
         for name, data in zip(asked, values, strict=True):
             key = names[name]
@@ -131,26 +117,13 @@ class RemoteTier:
                 self._note(self._missing, [name])
                 continue
             try:
-                found[key] = self._unpacked(name, data, key, wanted[key])
+                found[key] = self._wire.unpack(name, data, key, wanted[key])
             except CorruptBlobError as error:
                 self._note(self._bad, [name])
                 _log.warning("%s", error)
                 problems.append(str(error))
         self.link.note(sum(kv.seq_len for kv in found.values()), time.perf_counter() - began)
         return Brought(found, tuple(problems))
-
-    def _most_bytes(self, token_ids: Sequence[int]) -> int:
-        return _ANY_BYTES if self._sizes is None else self._sizes.most_bytes(len(token_ids))
-
-    def _unpacked(self, name: str, data: bytes, key: str, token_ids: Sequence[int]) -> ModuleKV:
-        try:
-            return unpack(name, data, key, token_ids, self.codec, self._secret, self._sizes)
-        except CorruptBlobError:
-            raise
-        except Exception as error:  # whatever bytes from elsewhere make the readers do
-            raise CorruptBlobError(
-                f"the remote KV {name} is damaged or foreign: {error!r:.100}; it is not used"
-            ) from error
 
     def holds(self, namespace: str, keys: Collection[str]) -> set[str]:
         """Those of these keys that it has; values that were found to be damaged do not count.
@@ -178,7 +151,7 @@ class RemoteTier:
         began = time.perf_counter()
         (data,) = self._reading.ask(lambda: self._transport.get([name], [HEADS_BYTES]))
         self.link.note(0, time.perf_counter() - began)
-        return [] if data is None else unpack_heads(name, data, self._secret, self._sizes)
+        return [] if data is None else self._wire.unpack_heads(name, data)
 
     # Writing ---------------------------------------------------------------------------------
 
@@ -220,7 +193,7 @@ class RemoteTier:
         new = [head for head in heads if head not in known]
         if new:
             name = self._heads_name(namespace, model)
-            data = pack_heads(name, [*known, *new], self._secret)
+            data = self._wire.pack_heads(name, [*known, *new])
             self._sending.ask(lambda: self._transport.put(name, data))
 
     def delete(self, namespace: str, keys: Collection[str]) -> None:
@@ -265,7 +238,7 @@ class RemoteTier:
         if not wanted():
             return True
         key = name.rpartition("/")[2].partition(".")[0]
-        data = pack(name, key, kv, self.codec, self._secret)
+        data = self._wire.pack(name, key, kv)
         is_sent = self._is_done(lambda: self._transport.put(name, data))
         is_wanted = False
         try:
@@ -320,6 +293,49 @@ class RemoteTier:
 
     def _heads_name(self, namespace: str, model: str) -> str:
         return f"{_folder(namespace)}/{model}.heads"
+
+
+def open_remote(config: StoreConfig, sizes: Sizes | None = None) -> RemoteTier | None:
+    """The remote tier that the settings name; None if they name none.
+
+    Args:
+        sizes: the model's, see `RemoteTier`.
+
+    Raises:
+        ConfigError, MissingPackageError: see `open_transport`.
+    """
+    if config.remote is None:
+        return None
+    wait_s = config.remote_timeout
+    transport = open_transport(config.remote, wait_s)
+    return RemoteTier(
+        transport, config.codec, secret=config.signing_key, timeout_s=wait_s, sizes=sizes
+    )
+
+
+def open_transport(url: str, timeout_s: float) -> Transport:
+    """What reaches a URL. Connects when it is first used.
+
+    Args:
+        url: redis://, rediss:// or unix:// for Redis and what speaks like it; s3://, gs://, az://,
+            http(s):// or file:// for an object store.
+        timeout_s: how long a single step on the network may take.
+
+    Raises:
+        ConfigError: no such kind of URL.
+        MissingPackageError: the extra that it needs is not installed.
+    """
+    scheme = url.partition(":")[0].lower()
+    if scheme in _REDIS:
+        with needs_extra("redis", "a remote store in Redis"):
+            from cached_rag.kv.store.remote.redis_blobs import RedisBlobs
+        return RedisBlobs(url, timeout_s)
+    if scheme in _OBJECTS:
+        with needs_extra("s3", "a remote store of objects"):
+            from cached_rag.kv.store.remote.object_blobs import ObjectBlobs
+        return ObjectBlobs(url, timeout_s)
+    known = ", ".join(f"{name}://" for name in (*_REDIS, *_OBJECTS))
+    raise ConfigError(f"{label_of(url)!r} is no address of a remote store; known are {known}")
 
 
 def _folder(namespace: str) -> str:

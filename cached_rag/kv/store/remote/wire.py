@@ -12,7 +12,7 @@ import hmac
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import xxhash
 from safetensors.torch import save
@@ -20,8 +20,7 @@ from safetensors.torch import save
 from cached_rag.errors import CorruptBlobError
 from cached_rag.kv.buffer import KVShapes
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.blob import contents, opened
-from cached_rag.kv.store.codecs import Codec
+from cached_rag.kv.store.blob import Codec, contents, opened
 from cached_rag.kv.store.tensor_file import TensorFile
 
 _MARK = b"cachedrag1"
@@ -30,20 +29,10 @@ _TAG_BYTES = 16
 # the latest count.
 _HEADER_BYTES, _LONGEST_NAME = 1 << 16, 100
 HEADS_BYTES, _MOST_HEADS = 4 << 20, 64
+# Most bytes of a value where the model's sizes are not known.
+_ANY_BYTES = 1 << 30
 # What chunks stand behind, as plain data: (token ids of the prefix, name of the context).
 Head = tuple[tuple[int, ...], str]
-
-
-def pack(name: str, key: str, kv: ModuleKV, codec: Codec, secret: bytes) -> bytes:
-    """A module as a value.
-
-    Args:
-        name: that it will have in the remote store.
-        key: the module's, see `fingerprint.module_key`.
-        secret: signs it; empty for a checksum only.
-    """
-    tensors, header = contents(key, kv, codec)
-    return _sealed(name, save(tensors, header), secret)
 
 
 @dataclass(frozen=True)
@@ -79,52 +68,74 @@ class Sizes:
         )
 
 
-def unpack(
-    name: str,
-    data: bytes,
-    key: str,
-    token_ids: Sequence[int],
-    codec: Codec,
-    secret: bytes,
-    sizes: Sizes | None,
-) -> ModuleKV:
-    """The module again.
+@dataclass(frozen=True)
+class Wire:
+    """How values are made, and what they must be to be used.
 
-    Raises:
-        CorruptBlobError: damaged, signed with another key, or not the module of these tokens.
-        Exception: other errors are possible where a value was made to cause them.
+    Attributes:
+        codec: how KV is written.
+        secret: signs values; empty for a checksum only.
+        sizes: the model's; what has others is not used. None where nothing is read.
     """
-    if sizes is not None and len(data) > sizes.most_bytes(len(token_ids)):
-        raise _corrupt(name, f"{len(data)} bytes are too many for {len(token_ids)} tokens")
-    payload = _unsealed(name, data, secret)
-    file = TensorFile(io.BytesIO(payload), len(payload))
-    if file.nbytes > len(payload):
-        raise _corrupt(name, "its tensors overlap")
-    kv = opened(file, name, key, token_ids, codec, None).load()
-    if sizes is not None and not sizes.fits(kv):
-        raise _corrupt(name, "it has not this model's sizes")
-    return kv
 
+    codec: Codec
+    secret: bytes = field(default=b"", repr=False)
+    sizes: Sizes | None = None
 
-def pack_heads(name: str, heads: Sequence[Head], secret: bytes) -> bytes:
-    """Heads as a value: the last ones, if there are too many."""
-    return _sealed(name, json.dumps(heads[-_MOST_HEADS:]).encode(), secret)
+    def pack(self, name: str, key: str, kv: ModuleKV) -> bytes:
+        """A module as a value.
 
+        Args:
+            name: that it will have in the remote store.
+            key: the module's, see `fingerprint.module_key`.
+        """
+        tensors, header = contents(key, kv, self.codec)
+        return _sealed(name, save(tensors, header), self.secret)
 
-def unpack_heads(name: str, data: bytes, secret: bytes, sizes: Sizes | None) -> list[Head]:
-    """The heads again, in the same order, but for those that cannot be this model's.
+    def most_bytes(self, tokens: int) -> int:
+        """The most that a value with the KV of so many tokens can have, in any codec."""
+        return _ANY_BYTES if self.sizes is None else self.sizes.most_bytes(tokens)
 
-    Raises:
-        CorruptBlobError: as `unpack`.
-    """
-    if len(data) > HEADS_BYTES:
-        raise _corrupt(name, f"a list of heads of {len(data)} bytes")
-    try:
-        found = json.loads(bytes(_unsealed(name, data, secret)))
-        heads = [(tuple(map(_index, ids)), _text(context)) for ids, context in found]
-    except (ValueError, TypeError, RecursionError) as error:
-        raise _corrupt(name, f"it is no list of heads ({error!r:.100})") from error
-    return [head for head in heads[-_MOST_HEADS:] if sizes is None or sizes.has(head)]
+    def unpack(self, name: str, data: bytes, key: str, token_ids: Sequence[int]) -> ModuleKV:
+        """The module again.
+
+        Raises:
+            CorruptBlobError: damaged, signed with another key, or not the module of these tokens.
+        """
+        if len(data) > self.most_bytes(len(token_ids)):
+            raise _corrupt(name, f"{len(data)} bytes are too many for {len(token_ids)} tokens")
+        payload = _unsealed(name, data, self.secret)
+        try:
+            file = TensorFile(io.BytesIO(payload), len(payload))
+            if file.nbytes > len(payload):
+                raise _corrupt(name, "its tensors overlap")
+            kv = opened(file, name, key, token_ids, self.codec, None).load()
+            if self.sizes is not None and not self.sizes.fits(kv):
+                raise _corrupt(name, "it has not this model's sizes")
+        except CorruptBlobError:
+            raise
+        except Exception as error:  # whatever bytes from elsewhere make the readers do
+            raise _corrupt(name, f"{error!r:.100}") from error
+        return kv
+
+    def pack_heads(self, name: str, heads: Sequence[Head]) -> bytes:
+        """Heads as a value: the last ones, if there are too many."""
+        return _sealed(name, json.dumps(heads[-_MOST_HEADS:]).encode(), self.secret)
+
+    def unpack_heads(self, name: str, data: bytes) -> list[Head]:
+        """The heads again, in the same order, but for those that cannot be this model's.
+
+        Raises:
+            CorruptBlobError: as `unpack`.
+        """
+        if len(data) > HEADS_BYTES:
+            raise _corrupt(name, f"a list of heads of {len(data)} bytes")
+        try:
+            found = json.loads(bytes(_unsealed(name, data, self.secret)))
+            heads = [(tuple(map(_index, ids)), _text(context)) for ids, context in found]
+        except (ValueError, TypeError, RecursionError) as error:
+            raise _corrupt(name, f"it is no list of heads ({error!r:.100})") from error
+        return [one for one in heads[-_MOST_HEADS:] if self.sizes is None or self.sizes.has(one)]
 
 
 def _index(number: object) -> int:

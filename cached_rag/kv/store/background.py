@@ -1,16 +1,17 @@
-"""Does something with modules in the background, within a bound on what waits."""
+"""Does things with modules in the background: what waits is bounded, or is waited for by name."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.base import IsWanted
+from cached_rag.kv.store.tiers import IsWanted
 
 _log = logging.getLogger(__name__)
 _THREADS = 2
@@ -132,3 +133,39 @@ class Outbox:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
         return failed
+
+
+class Prefetcher:
+    """Fetches modules on threads of its own. `wait` waits for some modules, never for others."""
+
+    def __init__(self) -> None:
+        self._coming: dict[str, Future[object]] = {}
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+
+    def start(self, names: Sequence[str], fetch: Callable[[], object]) -> None:
+        """Begin to fetch what goes by these names, unless all of that has begun already.
+
+        Args:
+            fetch: fetches all of it; must not raise.
+        """
+        with self._lock:
+            new = [name for name in names if name not in self._coming]
+            if not new:
+                return
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(_THREADS, "prefetch")
+            future = self._threads.submit(fetch)
+            self._coming |= dict.fromkeys(new, future)
+        future.add_done_callback(lambda _: [self._coming.pop(name, None) for name in new])
+
+    def wait(self, names: Iterable[str]) -> None:
+        """Return when what goes by these names has been fetched; at once if nobody fetches it."""
+        for future in filter(None, [self._coming.get(name) for name in names]):
+            with suppress(CancelledError):  # by `close`
+                future.result()
+
+    def close(self) -> None:
+        """Finish the fetches that have begun, and drop the others."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)

@@ -1,7 +1,8 @@
-"""Files that are being written: in a folder of their own until they are complete.
+"""The files and folders that this library keeps: for their owner alone, and nothing but files.
 
-Whoever writes holds a lock, which ends with the process. So while nobody holds it, all that lies
-in the folder was left by processes that were killed. Knows no format.
+Files that are being written lie in a folder of their own until they are complete (drafts). Whoever
+writes holds a lock, which ends with the process. So while nobody holds it, all that lies in the
+folder was left by processes that were killed. Knows no format.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from cached_rag.errors import StoreError, StoreFullError
-from cached_rag.kv.private import CAUTIOUS, make_folder
 
 try:
     import fcntl
@@ -23,6 +25,43 @@ except ImportError:  # on Windows no draft is ever taken for abandoned
     fcntl = None  # type: ignore[assignment]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+# Do not wait for a pipe's other end, do not follow a link; where the system has such flags.
+_CAUTIOUS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+_READ = os.O_RDONLY | _CAUTIOUS | getattr(os, "O_BINARY", 0)
+# What opening a link or a socket comes to.
+_NO_FILE = (errno.ELOOP, errno.ENXIO)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, all for the owner alone; those that are there stay so.
+
+    `Path.mkdir` gives a mode to the last one only.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
+def open_file(path: Path) -> BufferedReader:
+    """Open a file for reading, without waiting for what is none.
+
+    Raises:
+        OSError: it cannot be opened, which says nothing about what is in it.
+        ValueError: it is a pipe, a device, a folder, a socket or a link.
+    """
+    try:
+        handle = os.open(path, _READ)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise ValueError("it is no regular file") from error
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise ValueError("it is no regular file")
+    return os.fdopen(handle, "rb")
 
 
 class DraftFiles:
@@ -63,7 +102,7 @@ class DraftFiles:
 
     @contextlib.contextmanager
     def _locked(self, *flags: str) -> Iterator[None]:
-        handle = os.open(self._lock, os.O_RDWR | os.O_CREAT | CAUTIOUS, 0o600)
+        handle = os.open(self._lock, os.O_RDWR | os.O_CREAT | _CAUTIOUS, 0o600)
         try:
             if fcntl is not None:
                 fcntl.flock(handle, sum(getattr(fcntl, flag) for flag in flags))
