@@ -16,7 +16,7 @@ from cached_rag.errors import ConfigError, StoreError, StoreFullError
 from cached_rag.kv.store import Catalog, Problem, holdings
 from cached_rag.kv.store.database import Database
 from cached_rag.kv.store.holdings import Holding
-from cached_rag.rag import DocumentIndex
+from cached_rag.rag.index import DocumentIndex
 
 if TYPE_CHECKING:
     from cached_rag.kv.store import DiskStore

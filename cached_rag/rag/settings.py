@@ -11,7 +11,7 @@ from cached_rag.config import MOST_PRIMERS, ModelConfig
 from cached_rag.defaults import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
 from cached_rag.options import check_types
-from cached_rag.rag.filters import Where
+from cached_rag.rag.hits import Where
 
 if TYPE_CHECKING:
     from cached_rag.library.context import Context
@@ -136,11 +136,6 @@ def contexts(text: str) -> tuple[Context | None, ...]:
     if kind == "none":
         return (None,)
     return (primer(count), None) if kind == "both" else (primer(count),)
-
-
-def encodings(text: str) -> int:
-    """How many KVs a chunk has by this setting of the context, see `contexts`."""
-    return len(contexts(text))
 
 
 def _parsed(text: str) -> tuple[str, int]:
