@@ -139,9 +139,8 @@ class Asking:
             return
         self.engine.register(texts)
         with library.spared():
-            self._folder.forget_later(
-                self.index.orphans(texts)
-            )  # those deleted since they were found
+            gone = self.index.orphans(texts)  # deleted since they were found
+            self._folder.forget_later(gone)
             self.engine.encode([], self.prompts.head(), context=self._folder.contexts)
 
 

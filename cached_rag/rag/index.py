@@ -125,7 +125,7 @@ class DocumentIndex:
         return bool(stamp) and found == [stamp] and self.digest(source) != ""
 
     def put_stamp(self, source: str, stamp: str) -> None:
-        """Write down of which file a document was read; see `seen.py`."""
+        """Write down of which file a document was read; see `finding.stamp`."""
         with self._database.transaction() as connection:
             sql = "UPDATE documents SET stamp = ? WHERE source = ? AND stamp != ?"
             connection.execute(sql, (stamp, source, stamp))

@@ -82,7 +82,7 @@ class Search:
 
         Args:
             vector: (dim,) float32 of unit length.
-            where: which chunks may be among them, see `filters.judge`; None for all.
+            where: which chunks may be among them, see `hits.judge`; None for all.
             text: what the vector is of; its words are looked for.
             by: "vectors", "words", or "hybrid" for both.
 

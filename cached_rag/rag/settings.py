@@ -70,7 +70,7 @@ class Retrieval:
             0.25.
         where: which chunks may be used, by their source, title, ordinal, or metadata such as page
             and heading. `{"source": "docs/guide/*", "page": range(3, 9)}`, or a function of a
-            `Hit`; see `filters.judge`.
+            `Hit`; see `hits.judge`.
         answer_anyway: let the model answer where no chunk is left. Else the answer says that
             nothing was found, and the model is not asked.
         reorder: let chunks begin in an order that an earlier prompt had, so that its KV serves
