@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from cached_rag.grammar.grammar import Grammar
     from cached_rag.library.context import PRIMER, Context, primer
     from cached_rag.pml import Import, Said, Schema
-    from cached_rag.rag import Embedder, Hit
     from cached_rag.rag.answer import Answer, AnswerStream
     from cached_rag.rag.chat import Chat
+    from cached_rag.rag.embedding import Embedder
+    from cached_rag.rag.hits import Hit
     from cached_rag.rag.ingest import IngestSummary
     from cached_rag.rag.rag import CachedRAG
 
@@ -90,15 +91,13 @@ _PLACES = {
         "Said",
         "Schema",
     ),
-    "rag": (
-        "Embedder",
-        "Hit",
-    ),
     "rag.answer": (
         "Answer",
         "AnswerStream",
     ),
     "rag.chat": ("Chat",),
+    "rag.embedding": ("Embedder",),
+    "rag.hits": ("Hit",),
     "rag.ingest": ("IngestSummary",),
     "rag.rag": ("CachedRAG",),
 }

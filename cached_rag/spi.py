@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from cached_rag.methods import METHODS
     from cached_rag.options import Setting, parted, settings_of, unknown_settings
     from cached_rag.pml import SchemaPrompt
-    from cached_rag.rag import IndexedDocument
-    from cached_rag.rag.folder import Deletion
+    from cached_rag.rag.index import IndexedDocument
     from cached_rag.rag.progress import Progress, encode_progress
+    from cached_rag.rag.rag import Deletion
     from cached_rag.rag.workers import (
         IngestRecipe,
         IngestTask,
@@ -97,12 +97,12 @@ _PLACES = {
     "methods": ("METHODS",),
     "options": ("Setting", "parted", "settings_of", "unknown_settings"),
     "pml": ("SchemaPrompt",),
-    "rag": ("IndexedDocument",),
-    "rag.folder": ("Deletion",),
+    "rag.index": ("IndexedDocument",),
     "rag.progress": (
         "Progress",
         "encode_progress",
     ),
+    "rag.rag": ("Deletion",),
     "rag.workers": (
         "IngestRecipe",
         "IngestTask",

@@ -160,7 +160,7 @@ def test_help_and_list_load_no_pytorch_and_opening_an_index_no_model_library(tmp
 import sys
 from pathlib import Path
 from cached_rag.cli.main import app
-from cached_rag.rag import DocumentIndex
+from cached_rag.rag.index import DocumentIndex
 index = Path({str(tmp_path)!r})
 DocumentIndex(index / "documents.sqlite").close()
 for command in (["--help"], ["serve", "--help"], ["list", "--index", str(index)]):

@@ -18,7 +18,8 @@ from cached_rag.backends.transformers.complete import copied
 from cached_rag.errors import DocumentError
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import blob
-from cached_rag.rag import confined, load_document
+from cached_rag.rag import reading_process
+from cached_rag.rag.readers import load_document
 
 
 @pytest.mark.parametrize("name", CAMPAIGNS)
@@ -93,14 +94,16 @@ def test_what_is_left_over_is_seen(tmp_path):
 # Follows links, and opens a moment after the path was looked at, so that a busy machine swaps, too.
 NAIVE = """
 import os, time
-from cached_rag.rag import opening
-opening._descriptor = lambda path, inside: time.sleep(0.003) or os.open(path, os.O_RDONLY)
+from cached_rag.rag import limits
+limits._descriptor = lambda path, inside: time.sleep(0.003) or os.open(path, os.O_RDONLY)
 main()
 """
 
 
 def test_a_secret_that_is_read_by_a_link_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(confined, "_CODE", confined._CODE.removesuffix("main()\n") + NAIVE)
+    monkeypatch.setattr(
+        reading_process, "_CODE", reading_process._CODE.removesuffix("main()\n") + NAIVE
+    )
     assert untrusted.swaps(20, tmp_path, random.Random(0)).wrong > 0
 
 
@@ -115,7 +118,7 @@ def test_a_text_that_is_too_long_is_seen(tmp_path):
 
 
 def test_a_module_that_is_imported_from_among_documents_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(confined, "trusted_path", lambda _: ["", *sys.path])
+    monkeypatch.setattr(reading_process, "trusted_path", lambda _: ["", *sys.path])
     tries = []
     for number in range(8):
         documents = untrusted._documents(tmp_path / f"{number}")

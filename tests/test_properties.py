@@ -27,9 +27,10 @@ from cached_rag.kv.store.blob import Int8Codec, RawCodec, _checksum, contents, o
 from cached_rag.kv.store.tensor_file import TensorFile
 from cached_rag.library.matching import ANCHOR, ChunkTable, align, record_of
 from cached_rag.pml.nodes import Text, walk
-from cached_rag.rag import Document, Splitter, load_document
-from cached_rag.rag.filters import judge
-from cached_rag.rag.readers import READERS
+from cached_rag.rag.document import Document
+from cached_rag.rag.hits import judge
+from cached_rag.rag.readers import READERS, load_document
+from cached_rag.rag.splitting import Splitter
 
 MANY = int(os.environ.get("HYPOTHESIS_EXAMPLES", "0"))
 

@@ -11,14 +11,16 @@ from conftest import NEW_PROMPTS, plain_logits, smollm2
 from cached_rag import CachedRAG, Engine
 from cached_rag.cli.demo import CORPUS
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.rag import Embedder, find_documents, load_document
+from cached_rag.rag.embedding import Embedder
+from cached_rag.rag.finding import look_at
+from cached_rag.rag.readers import load_document
 
 pytestmark = pytest.mark.real
 
 
 @functools.cache
 def chunks():
-    return [load_document(file).text[:900].strip() for file in find_documents(CORPUS)[:4]]
+    return [load_document(file).text[:900].strip() for file in look_at(CORPUS).files[:4]]
 
 
 def messages(*texts):
@@ -85,7 +87,7 @@ def test_relocated_keys_equal_keys_computed_there(engine):
 def test_documents_are_asked_in_the_fastest_dtype(tmp_path):
     corpus = tmp_path / "docs"
     corpus.mkdir()
-    for file in find_documents(CORPUS):
+    for file in look_at(CORPUS).files:
         if file.stem in ("pep-3129", "pep-0553"):
             (corpus / file.name).write_bytes(file.read_bytes())
     with CachedRAG.open(tmp_path / "index", "smollm2-135m") as rag:

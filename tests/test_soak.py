@@ -9,7 +9,7 @@ from soak import flat, work
 from soak.several import soak
 
 from cached_rag import Engine, StoreConfig
-from cached_rag.rag import DocumentIndex
+from cached_rag.rag.index import DocumentIndex
 
 
 def test_two_processes_of_three_threads_on_one_index(tmp_path):

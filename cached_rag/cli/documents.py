@@ -19,13 +19,13 @@ from cached_rag.cli.options import (
 )
 from cached_rag.cli.settings import OptionsOf
 from cached_rag.cli.terminal import Json, out, print_json, print_table
-from cached_rag.rag.naming import shown
+from cached_rag.rag.document import shown
 from cached_rag.rag.settings import IndexConfig, Reranking, Retrieval
 
 
 def list_command(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
     """List the documents of an index, by the names that answers show and `delete` takes."""
-    from cached_rag.rag import DocumentIndex
+    from cached_rag.rag.index import DocumentIndex
 
     require_index(index)
     with closing(DocumentIndex(index / "documents.sqlite")) as kept:

@@ -23,8 +23,8 @@ from cached_rag.cli.settings import OptionsOf, SettingsCommand
 from cached_rag.cli.terminal import Json, err, out, print_json
 from cached_rag.config import ModelConfig, StoreConfig
 from cached_rag.options import require
+from cached_rag.rag.document import shown
 from cached_rag.rag.limits import DocumentLimits
-from cached_rag.rag.naming import shown
 from cached_rag.rag.settings import IndexConfig
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _some(lines: Sequence[str], between: str) -> str:
 
 def _print_left_out(summary: IngestSummary) -> None:
     """Print which files could not be read, and which are of no known kind."""
-    from cached_rag.rag import READERS
+    from cached_rag.rag.readers import READERS
 
     if not (summary.added or summary.unchanged or summary.skipped):
         err.print("there is no file of a known kind", style="yellow")

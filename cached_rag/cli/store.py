@@ -17,7 +17,7 @@ from cached_rag.kv.store import holdings
 from cached_rag.kv.store.catalog import Catalog
 from cached_rag.kv.store.database import Database, Problem
 from cached_rag.kv.store.holdings import Holding
-from cached_rag.rag import DocumentIndex
+from cached_rag.rag.index import DocumentIndex
 
 if TYPE_CHECKING:
     from cached_rag.kv.store.disk import DiskStore

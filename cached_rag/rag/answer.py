@@ -20,7 +20,7 @@ from cached_rag.backends.prompt_text import Message
 from cached_rag.engine.report import Report
 from cached_rag.errors import ConfigError
 from cached_rag.kv.fingerprint import digest
-from cached_rag.rag.hit import Hit
+from cached_rag.rag.hits import Hit
 from cached_rag.rag.prompts import Turn, checked
 
 if TYPE_CHECKING:
@@ -86,9 +86,13 @@ class Answer:
 
 @dataclass(eq=False, repr=False)
 class AnswerStream(Iterator[str], AsyncIterable[str]):
-    """The pieces of an answer, for a loop or an asynchronous loop, but not for both."""
+    """The pieces of an answer, for a loop or an asynchronous loop, but not for both.
 
-    _stream: Stream
+    Attributes:
+        stream: the engine's, of which these are the pieces; take them from one of the two.
+    """
+
+    stream: Stream
     question: str
     sources: tuple[Hit, ...]
     _search_ms: float
@@ -105,21 +109,16 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
         self._ended = ended
 
     @property
-    def stream(self) -> Stream:
-        """The engine's stream, of which these are the pieces; take them from one of the two."""
-        return self._stream
-
-    @property
     def answer(self) -> Answer:
         """The answer as far as it was taken; complete once all pieces were."""
-        found = self._stream.report
+        found = self.stream.report
         report = replace(found, search_ms=self._search_ms, notes=[*self._notes, *found.notes])
-        text, source = "".join(self._text), self._stream.trace_source
+        text, source = "".join(self._text), self.stream.trace_source
         return Answer(text, self.sources, report, self.question, self._searched, source)
 
     def __next__(self) -> str:
         try:
-            piece = next(self._stream)
+            piece = next(self.stream)
         except StopIteration:
             self._end(is_whole=True)
             raise
@@ -134,7 +133,7 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
 
     async def apieces(self) -> AsyncGenerator[str, None]:
         """Piece by piece, without blocking the event loop; see `Stream.apieces`."""
-        async with aclosing(self._stream.apieces()) as pieces:
+        async with aclosing(self.stream.apieces()) as pieces:
             try:
                 async for piece in pieces:
                     self._text.append(piece)
@@ -151,7 +150,7 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
 
     def close(self) -> None:
         """Stop generating."""
-        self._stream.close()
+        self.stream.close()
         self._end(is_whole=False)
 
     def __del__(self) -> None:

@@ -1,21 +1,22 @@
-"""Documents that are archives of XML, as those of Word, OpenDocument and EPUB. Fetches nothing."""
+"""Documents that are archives of XML, as EPUB's books are. Fetches nothing."""
 
 from __future__ import annotations
 
-import codecs
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from posixpath import dirname, join, normpath
 from typing import Any
+from urllib.parse import unquote
 
 from lxml import etree
 
-from cached_rag.errors import DocumentError, MissingPackageError
+from cached_rag.errors import DocumentError
+from cached_rag.rag.document import Part
+from cached_rag.rag.html import html_parts
 
 # A small archive may hold a large document.
 _MOST_BYTES = 200 << 20
-
-SUFFIXES = (".rtf", ".json")
 
 
 class Archive:
@@ -53,6 +54,11 @@ class Archive:
         parser = etree.XMLParser(resolve_entities=False, no_network=True, huge_tree=True)
         return etree.fromstring(self.read(name), parser)
 
+    def titled(self, name: str = "docProps/core.xml", path: str = "{*}title") -> Part:
+        """The document's title by one of its members, as the first part of its text."""
+        title = self.xml(name).findtext(path)
+        return (f"Title: {title}" if title else "", {})
+
     def related(self, name: str) -> dict[str, tuple[str, str]]:
         """What a member of an Office document refers to: by its id, (kind, name)."""
         folder, _, own = name.rpartition("/")
@@ -84,24 +90,40 @@ def value(element: Any, name: str = "val") -> str:
     return next(said, "")
 
 
-def read_office(path: Path) -> str:
-    """A document's text.
+def said_at(element: Any, path: str, name: str = "val") -> str:
+    """What an attribute says of the element at a path; "" if there is none."""
+    found = element.find(path)
+    return "" if found is None else value(found, name)
+
+
+def read_epub(path: Path) -> list[Part]:
+    """A book's title and pages, each page once.
 
     Raises:
-        DocumentError: kreuzberg is not installed, or cannot read the file.
+        DocumentError: a page is missing, or in no known encoding.
     """
-    try:
-        from kreuzberg import ExtractionConfig, detect_mime_type_from_path, extract_bytes_sync
-    except ImportError as error:
-        missing = MissingPackageError(f"reading {path.suffix} files", "docs", error)
-        raise DocumentError(f"{path}: {missing}") from error
-    data = path.read_bytes().removeprefix(codecs.BOM_UTF8)  # which it would take for text
-    kind, config = detect_mime_type_from_path(str(path)), ExtractionConfig(use_cache=False)
-    try:
-        found = extract_bytes_sync(data, kind, config=config)
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # what a bug in Rust is in Python
-            raise
-        raise DocumentError(f"{path}: the parser failed ({error}); repair or remove it") from error
-    title = found.metadata.get("title")
-    return f"Title: {title}\n\n{found.content}" if isinstance(title, str) else found.content
+    with Archive(path) as archive:
+        container = archive.xml("META-INF/container.xml")
+        name = said_at(container, "{*}rootfiles/{*}rootfile", "full-path")
+        parts = [archive.titled(name, "{*}metadata/{*}title")]
+        for page in dict.fromkeys(_pages(archive, name)):
+            try:
+                parts += html_parts(_page_text(archive.read(page)))
+            except (KeyError, UnicodeError) as error:
+                raise DocumentError(f"{path}: its page {page} cannot be read ({error})") from error
+    return parts
+
+
+def _pages(archive: Archive, name: str) -> Iterator[str]:
+    """The names of the pages, some of which are quoted in the book's list and others are not."""
+    book = archive.xml(name)
+    names = {one.get("id"): one.get("href", "") for one in book.iterfind("{*}manifest/{*}item")}
+    for one in book.iterfind("{*}spine/{*}itemref"):
+        href = names.get(one.get("idref"), "").partition("#")[0]
+        as_written, meant = (normpath(join(dirname(name), h)) for h in (href, unquote(href)))
+        yield as_written if as_written in archive.names else meant
+
+
+def _page_text(data: bytes) -> str:
+    """A page's text, which is UTF-8 or UTF-16."""
+    return data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")

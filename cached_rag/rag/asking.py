@@ -1,31 +1,33 @@
-"""From a question to the stream of its answer. Says what happens in which order."""
+"""From a question to the stream of its answer: the nearest chunks, a prompt, the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from cached_rag.backends.prompt_text import Rendered
+from cached_rag.backends.thread import on_model_thread
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.report import Clock, Report
+from cached_rag.errors import ConfigError, ModelNotFoundError, needs_extra
 from cached_rag.kv.fingerprint import digest
-from cached_rag.library.context import Context
 from cached_rag.library.matching import ANCHOR
 from cached_rag.rag.answer import AnswerStream
-from cached_rag.rag.embedding import Embeddings
-from cached_rag.rag.hit import Hit
-from cached_rag.rag.index import DocumentIndex
-from cached_rag.rag.prompts import Prompts, Turn, searched
-from cached_rag.rag.retrieval import Retrieved, check_question, find
-from cached_rag.rag.settings import Reranking, Retrieval
+from cached_rag.rag.folder import IndexFolder
+from cached_rag.rag.hits import Hit
+from cached_rag.rag.prompts import Turn, searched
+from cached_rag.rag.settings import Reranker, Reranking, Retrieval
 
 if TYPE_CHECKING:
-    from cached_rag.engine.engine import Engine
     from cached_rag.engine.stream import Stream
 
 # What is said instead of an answer from nothing.
 NOTHING_FOUND = "Nothing about this was found in the documents."
+# Below this similarity a chunk hardly concerns the question (sentence-transformers' models).
+_FAR = 0.25
 
 
 @dataclass(frozen=True)
@@ -33,50 +35,43 @@ class Lookup:
     """What was found for a question.
 
     Attributes:
+        hits: best first.
+        notes: what to tell the user about it.
         text: what was searched for.
         ms: how long that took, in milliseconds.
         clock: started when the question was asked.
     """
 
-    found: Retrieved
+    hits: list[Hit]
+    notes: list[str]
     text: str
     ms: float
     clock: Clock
 
     def answered(self, stream: Stream, question: str, hits: Sequence[Hit]) -> AnswerStream:
         """The answer, with the chunks that are in its prompt and what is to be told of them."""
-        notes = list(self.found.notes)
-        return AnswerStream(stream, question, tuple(hits), self.ms, notes, self.text)
+        return AnswerStream(stream, question, tuple(hits), self.ms, self.notes, self.text)
 
 
-@dataclass(frozen=True)
 class Asking:
-    """What questions are answered with.
+    """What questions are answered with, after what other processes may have changed."""
 
-    Attributes:
-        contexts: chunks are encoded behind each of these.
-        forget: given texts that no document has any more, deletes their KV.
-        reranking, by: see `retrieval.find`.
-    """
+    def __init__(self, folder: IndexFolder, reranking: Reranking) -> None:
+        """Load the models, if need be; `reranking` as `loadable` gives it."""
+        folder.agree()
+        self._folder, self._reranking = folder, reranking
+        self.index, self.engine, self.prompts = folder.index, folder.engine, folder.prompts
+        self.embedder = folder.embedder  # before the time of a question is taken
 
-    index: DocumentIndex
-    engine: Engine
-    embedder: Embeddings
-    prompts: Prompts
-    contexts: Callable[[], Sequence[Context | None]]
-    forget: Callable[[Sequence[str]], object]
-    reranking: Reranking
-    by: str
-
-    def find(self, text: str, wanted: Retrieval) -> Retrieved:
+    def look_up(self, text: str, wanted: Retrieval, clock: Clock) -> Lookup:
         """The chunks for a text; their KV begins to come from the disk."""
-        found = find(self.index, self.embedder, text, wanted, self.reranking, self.by)
-        texts = [hit.text for hit in found.hits]
+        hits, notes = find(self._folder, text, wanted, self._reranking)
+        texts = [hit.text for hit in hits]
         self._introduce(texts)
         # Not by the engine's `prefetch`, which expects them in whichever prompt comes next: they
         # will be in this one, as they are, or do not fit.
         self.engine.library.prefetch(texts)
-        return found
+        return Lookup(hits, notes, text, clock.total(), clock)
 
     def answer(
         self,
@@ -93,12 +88,10 @@ class Asking:
         check_question(question)
         clock = Clock()
         # 1) The nearest chunks.
-        text = searched(question, said)
-        found = self.find(text, wanted)
-        search_ms = clock.total()
-        if not (found.hits or wanted.answer_anyway):
-            return self.decline(question, Lookup(found, text, search_ms, clock))
-        hits = list(found.hits)
+        lookup = self.look_up(searched(question, said), wanted, clock)
+        hits = lookup.hits
+        if not (hits or wanted.answer_anyway):
+            return self.decline(question, lookup)
         if wanted.reorder:
             names = [digest(hit.text.strip()) for hit in hits]
             order = self.engine.sequences.order(self.engine.settings.namespace, names)
@@ -106,7 +99,6 @@ class Asking:
         # 2) A prompt with as many of them as fit.
         hits, rendered = self.prompts.fitting(question, hits, config.max_tokens, said)
         # 3) The answer, token by token, while it is taken.
-        lookup = Lookup(found, text, search_ms, clock)
         return self.begin(question, rendered, hits, lookup, config)
 
     def begin(
@@ -147,5 +139,108 @@ class Asking:
             return
         self.engine.register(texts)
         with library.spared():
-            self.forget(self.index.orphans(texts))  # those deleted since they were found
-            self.engine.encode([], self.prompts.head(), context=self.contexts())
+            gone = self.index.orphans(texts)  # deleted since they were found
+            self._folder.forget_later(gone)
+            self.engine.encode([], self.prompts.head(), context=self._folder.contexts)
+
+
+def find(
+    folder: IndexFolder, text: str, wanted: Retrieval, reranking: Reranking
+) -> tuple[list[Hit], list[str]]:
+    """The chunks nearest to a text, best first, and what to tell the user about them.
+
+    Args:
+        reranking: has a reranker that is no name.
+
+    Raises:
+        ConfigError: an empty text or index, a text of half characters, a filter by what no chunk
+            has, or a reranker that does not give a score for each text.
+    """
+    check_question(text)
+    reranker, index = reranking.reranker, folder.index
+    reach = max(wanted.k, reranking.candidates) if reranker else wanted.k
+    (vector,) = folder.embedder.embed([text])
+    near = index.search(vector, reach, wanted.where, text=text, by=folder.settings["search"])
+    if not near and not index.count()[1]:
+        raise ConfigError("the index is empty; ingest documents first")
+    least = -math.inf if wanted.min_score is None else wanted.min_score
+    hits = [hit for hit in near if hit.score >= least]
+    if reranker and hits:
+        assert not isinstance(reranker, str)
+        hits = _reranked(reranker, text, hits)
+    return hits[: wanted.k], _remarks(near, hits)
+
+
+def check_question(text: str) -> None:
+    """Refuse what cannot be searched for.
+
+    Raises:
+        ConfigError: there is nothing but white space, or half a character.
+    """
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError("a question needs some text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"a question has half of a surrogate pair at character {error.start}, which is no "
+            "character; leave it out, or decode the text it comes from as a whole"
+        ) from error
+
+
+def _reranked(reranker: Reranker, text: str, hits: Sequence[Hit]) -> list[Hit]:
+    scores = list(reranker(text, [hit.text for hit in hits]))
+    if len(scores) != len(hits):
+        raise ConfigError(f"the reranker gave {len(scores)} scores for {len(hits)} texts")
+    order = sorted(range(len(hits)), key=lambda place: -float(scores[place]))
+    return [hits[place] for place in order]
+
+
+def _remarks(near: Sequence[Hit], hits: Sequence[Hit]) -> list[str]:
+    """What to tell the user about the chunks that are near, and those of them that are taken."""
+    if not near:
+        return ["no chunk fits the filter, or has a word of the question, so none was used"]
+    best = max(hit.score for hit in near)
+    if not hits:
+        return [f"no chunk reaches min_score (the nearest has {best:.2f}), so none was used"]
+    if best < _FAR:
+        return [
+            f"the nearest chunk is hardly about this (score {best:.2f}); the answer may be made up"
+        ]
+    return []
+
+
+def loadable(reranking: Reranking, device: str | None) -> Reranking:
+    """With a function in place of a name; it loads the cross-encoder when it is first called.
+
+    Raises, when it is called:
+        ModelNotFoundError: there is no such model, or it is none that scores.
+        MissingPackageError: sentence-transformers is not installed.
+    """
+    if not isinstance(reranking.reranker, str):
+        return reranking
+    return replace(reranking, reranker=_cross_encoder(reranking.reranker, device))
+
+
+def _cross_encoder(name: str, device: str | None) -> Reranker:
+
+    @cache
+    def loaded() -> Any:
+        with needs_extra("rag", "reranking"):
+            from sentence_transformers import CrossEncoder
+        try:
+            return CrossEncoder(name, device=device, num_labels=1)
+        except (OSError, ValueError) as error:
+            raise ModelNotFoundError(
+                f"cannot load the reranker {name!r}: {error}. Give a cross-encoder's hub id, such "
+                "as cross-encoder/ms-marco-MiniLM-L6-v2, or its folder."
+            ) from error
+
+    def rerank(question: str, texts: list[str]) -> Sequence[float]:
+        pairs = [(question, text) for text in texts]
+        scores: Sequence[float] = on_model_thread(
+            lambda: loaded().predict(pairs, show_progress_bar=False).tolist()
+        )
+        return scores
+
+    return rerank

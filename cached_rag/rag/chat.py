@@ -17,10 +17,9 @@ from cached_rag.config import GenerationConfig
 from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import ConfigError
 from cached_rag.rag.answer import Answer, AnswerStream, conversation
-from cached_rag.rag.asking import Asking, Lookup
-from cached_rag.rag.hit import Hit
+from cached_rag.rag.asking import Asking, check_question
+from cached_rag.rag.hits import Hit
 from cached_rag.rag.prompts import Turn, searched
-from cached_rag.rag.retrieval import check_question
 from cached_rag.rag.settings import Retrieval
 
 _REWRITE = (
@@ -112,8 +111,7 @@ class Chat:
         clock = Clock()
         said = _without(self._said, asking.index.orphans(_texts(self._said)))
         text = self._searched(asking, question, said, config)
-        found = asking.find(text, self._wanted)
-        lookup = Lookup(found, text, clock.total(), clock)
+        found = asking.look_up(text, self._wanted, clock)
         kept = _fitting(asking, question, found.hits, said, config.max_tokens)
         new = _new(found.hits, kept)
         turns, given = _turns(kept)
@@ -122,11 +120,11 @@ class Chat:
         hits = [hit for hit in found.hits if hit.text in here]
         if gone := len(said) - len(kept):
             note = f"the conversation's first {gone} turns no longer fit, and were forgotten"
-            lookup = replace(lookup, found=found.noting(note))
+            found = replace(found, notes=[*found.notes, note])
         if here or self._wanted.answer_anyway:
-            stream = asking.begin(question, prompt, hits, lookup, config)
+            stream = asking.begin(question, prompt, hits, found, config)
         else:
-            stream = asking.decline(question, lookup)
+            stream = asking.decline(question, found)
         texts = tuple(hit.text for hit in new)
 
         def ended(answer: Answer) -> None:

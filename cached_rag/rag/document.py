@@ -22,8 +22,8 @@ _SOFT_HYPHEN = re.compile("\u00ad[ \\t]*\\n[ \\t]*|\u00ad")
 _INVISIBLE = re.compile("[\u00ad\u180e\u200b-\u200d\u2060\ufeff]")
 _TITLE = re.compile(r"^Title: *(.+)$", re.MULTILINE)
 
-# Most characters of a chunk's headings.
-_MOST_HEADINGS = 1000
+# Most characters of a chunk's headings, and of a name in a message.
+_MOST_HEADINGS, _MOST_SHOWN = 1000, 400
 
 # What is known of a text: its page, its heading, or whatever a user says of it.
 Metadata = Mapping[str, str | int | float | bool]
@@ -118,3 +118,14 @@ def _title(text: str) -> str:
     named = _TITLE.search(text, 0, 1000)
     title = named.group(1) if named else text.partition("\n")[0]
     return title.replace("``", "")[:200].strip()
+
+
+def shown(name: object) -> str:
+    """A name or path for a message: what would end its line or command a terminal is spelled out.
+
+    Of a very long one the middle is left out.
+    """
+    text = str(name)
+    if len(text) > _MOST_SHOWN:
+        text = f"{text[: _MOST_SHOWN // 2]} ... {text[-_MOST_SHOWN // 2 :]}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""Finds the files of a folder that have a reader. Opens none of them.
+"""Finds the files of a folder that have a reader, and tells which have changed. Opens none.
 
 A folder may be written while it is looked through: what goes meanwhile is not there.
 """
@@ -6,14 +6,18 @@ A folder may be written while it is looked through: what goes meanwhile is not t
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from cached_rag.errors import DocumentError
-from cached_rag.rag.naming import shown
-from cached_rag.rag.readers import READERS
+from cached_rag.kv.fingerprint import digest
+from cached_rag.rag.document import shown
+from cached_rag.rag.readers import READERS, is_built_in
 
 # These stand for a suffix where links are counted that lead out of the folder, and those to folders
 # of which not all files are found otherwise.
@@ -24,6 +28,11 @@ _LONGEST_SUFFIX, _MOST_SUFFIXES = 16, 20
 # What systems and office programs put beside documents, and what is no document of anybody.
 _NO_DOCUMENTS = ("thumbs.db", "ehthumbs.db", "desktop.ini")
 _NO_DOCUMENT_STARTS = (".", "~$", "~wrl")
+# A file that changed so shortly before may change again without another time: clocks of file
+# systems are coarse (FAT counts two seconds), and those of other machines differ.
+_SETTLED_NS = 5 * 10**9
+# What makes text of files; another version may make another one.
+_MAKERS = ("cached-rag", "pypdf", "kreuzberg", "markdown-it-py", "docutils", "lxml", "openpyxl")
 
 
 @dataclass(frozen=True)
@@ -71,15 +80,6 @@ def is_folder(path: Path) -> bool:
     if not (is_file or is_one):
         raise _missing(path)
     return is_one
-
-
-def find_documents(path: Path | str) -> list[Path]:
-    """The files of `look_at`: a file itself, or those below a folder that have a reader, sorted.
-
-    Raises:
-        DocumentError: nothing is there.
-    """
-    return list(look_at(path).files)
 
 
 def is_hidden(path: Path) -> bool:
@@ -184,3 +184,28 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # what it is, nobody can say; whoever takes it for a file says why
         return False
+
+
+def stamp(file: Path) -> str:
+    """The same text as long as a file does not change; empty if that cannot be told."""
+    try:
+        found = file.stat()
+        times = (found.st_mtime_ns, found.st_ctime_ns)
+        if time.time_ns() - max(times) < _SETTLED_NS or not is_built_in(file):
+            return ""
+        place = str(file.resolve())
+    except OSError:
+        return ""
+    return digest(_makers(), place, *map(str, (found.st_size, found.st_ino, *times)))
+
+
+@cache
+def _makers() -> str:
+    return " ".join(map(_version, _MAKERS))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"

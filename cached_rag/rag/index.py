@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,6 @@ import numpy as np
 from cached_rag.errors import IndexMismatchError
 from cached_rag.kv.store.database import Database, Problem, Row, is_sound, row_sum
 from cached_rag.rag.embedding import EMBED_CHUNKS, Embeddings
-from cached_rag.rag.filters import Where
-from cached_rag.rag.hit import Hit
 from cached_rag.rag.roots import SCHEMA as _ROOTS
 from cached_rag.rag.roots import Roots
 from cached_rag.rag.search import CHUNKS, SIGNED, Search
@@ -28,6 +27,12 @@ from cached_rag.rag.splitting import Chunk
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_log = logging.getLogger(__name__)
+# How many chunks' vectors are compared with those that the embedding model makes.
+_COMPARED = 3
+# Most distance between a text's vectors by one model, on other devices and in other dtypes, too; of
+# unit vectors it is a cosine of .999.
+_SAME = 0.045
 # Settings that an index remembers, and that may be others each time: those that decide whose KV
 # serves, and how chunks are found.
 _CHANGEABLE = (*RECALLED, "search")
@@ -75,6 +80,7 @@ class DocumentIndex:
         self._database = Database(Path(path), _SCHEMA)
         self.roots = Roots(self._database)
         self._search = Search(self._database)
+        self.search = self._search.nearest
 
     def close(self) -> None:
         """Release the file."""
@@ -105,10 +111,6 @@ class DocumentIndex:
                 )
         return kept
 
-    def holds(self, source: str, digest: str) -> bool:
-        """Whether a document is indexed with exactly this content, and none of it is damaged."""
-        return self.digest(source) == digest
-
     def digest(self, source: str) -> str:
         """The digest a document was indexed with; "" if it is not, or any of it is damaged."""
         query = "SELECT digest FROM documents WHERE source = ?"
@@ -121,7 +123,7 @@ class DocumentIndex:
         return bool(stamp) and found == [stamp] and self.digest(source) != ""
 
     def put_stamp(self, source: str, stamp: str) -> None:
-        """Write down of which file a document was read; see `seen.py`."""
+        """Write down of which file a document was read; see `finding.stamp`."""
         with self._database.transaction() as connection:
             sql = "UPDATE documents SET stamp = ? WHERE source = ? AND stamp != ?"
             connection.execute(sql, (stamp, source, stamp))
@@ -249,13 +251,37 @@ class DocumentIndex:
         """Whether this user may not write it."""
         return self._database.is_read_only
 
-    def last_vectors(self, count: int) -> dict[str, NDArray[np.float32]]:
-        """The texts that came last, each with its vector; damaged ones are left out."""
-        query = f"SELECT {SIGNED}, c.checksum {CHUNKS} ORDER BY c.id DESC LIMIT ?"
-        rows = filter(is_sound, self._database.rows(query, count))
-        return {str(row[3]): np.frombuffer(row[4], np.float32) for row in rows}  # type: ignore[call-overload]
+    def see_vectors_of(self, embedder: Embeddings) -> None:
+        """Embed all chunks again, unless the last ones have the vectors they would get.
 
-    def embed_again(self, embedder: Embeddings) -> None:
+        A model's files may be replaced under the same name. Vectors of two models have nothing to
+        do with each other: a search would find the wrong chunks, and nothing would fail.
+
+        Raises:
+            IndexMismatchError: they have others, and this user may not write the index.
+        """
+        query = f"SELECT {SIGNED}, c.checksum {CHUNKS} ORDER BY c.id DESC LIMIT ?"
+        rows = list(filter(is_sound, self._database.rows(query, _COMPARED)))
+        if not rows:
+            return
+        found = embedder.embed([str(row[3]) for row in rows])
+        kept = (np.frombuffer(row[4], np.float32) for row in rows)  # type: ignore[call-overload]
+        if all(map(_is_same, kept, found)):
+            return
+        if self.is_read_only:
+            raise IndexMismatchError(
+                f"the embedding model {embedder.name} is not the one that this index was made "
+                "with, and the index is read-only for this user: let one who may write it open it "
+                "once, which embeds its chunks anew"
+            )
+        _log.warning(
+            "the embedding model %s is not the one that this index was made with: its %d chunks "
+            "are embedded anew",
+            *(embedder.name, self.count()[1]),
+        )
+        self._embed_again(embedder)
+
+    def _embed_again(self, embedder: Embeddings) -> None:
         """Give all chunks other vectors, in one transaction; damaged ones keep theirs."""
         query = f"SELECT {SIGNED}, c.checksum {CHUNKS} ORDER BY c.id"
         rows = list(filter(is_sound, self._database.rows(query)))
@@ -273,18 +299,6 @@ class DocumentIndex:
             connection.executemany(sql, changed)
             self._search.forget()
 
-    def search(
-        self,
-        vector: NDArray[np.float32],
-        k: int,
-        where: Where | None = None,
-        *,
-        text: str = "",
-        by: str = "vectors",
-    ) -> list[Hit]:
-        """See `Search.nearest`."""
-        return self._search.nearest(vector, k, where, text=text, by=by)
-
     def _chunks(self, source: str) -> list[Row]:
         query = f"SELECT {SIGNED}, c.checksum {CHUNKS} WHERE c.source = ? ORDER BY c.ordinal"
         return self._database.rows(query, source)
@@ -292,3 +306,7 @@ class DocumentIndex:
     def _texts(self, source: str) -> list[str]:
         query = "SELECT text FROM chunks WHERE source = ? ORDER BY ordinal"
         return self._database.read(str, query, source)
+
+
+def _is_same(old: NDArray[np.float32], new: NDArray[np.float32]) -> bool:
+    return old.shape == new.shape and float(np.linalg.norm(old - new)) <= _SAME

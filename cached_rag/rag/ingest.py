@@ -6,25 +6,37 @@ Each step keeps what is there already, so an interrupted run goes on where it st
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from cached_rag.errors import DocumentError, SlowDocumentError
+from cached_rag.errors import ConfigError, DocumentError, SlowDocumentError
 from cached_rag.library.encode import EncodeSummary
-from cached_rag.rag.confined import ConfinedReader
-from cached_rag.rag.document import Document
-from cached_rag.rag.finding import look_at
-from cached_rag.rag.index import DocumentIndex
+from cached_rag.rag.document import Document, assembled
+from cached_rag.rag.finding import look_at, stamp
+from cached_rag.rag.folder import IndexFolder
+from cached_rag.rag.hits import described
 from cached_rag.rag.limits import DocumentLimits
-from cached_rag.rag.preparing import Preparation, content, groups
 from cached_rag.rag.progress import Say, Shown, prefilling, preparing, reading
+from cached_rag.rag.reading_process import ConfinedReader
 from cached_rag.rag.roots import absolute, is_below, is_text, join
-from cached_rag.rag.seen import stamp
-from cached_rag.rag.workers import IngestTask, Prepare, PreparedDocument
+from cached_rag.rag.splitting import Chunk
+from cached_rag.rag.workers import (
+    IngestTask,
+    Preparation,
+    Prepare,
+    PreparedDocument,
+    content,
+    groups,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # Files that take longer to read are read behind all others.
 _PATIENCE_S = 10.0
@@ -65,31 +77,22 @@ class IngestSummary:
     missing: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
 class Ingestion:
-    """What an ingestion works with.
+    """One ingestion into an index.
 
     Attributes:
-        prepared: gives what documents are prepared with. Loads the models; so it is called when a
-            document needs them.
-        held_bytes: given texts, says how many bytes of KV the index has on disk if all these have
-            theirs, and that can be told without a model; else None.
-        settings: the index's, if it has none yet.
-        forget: given texts that no document has any more, deletes their KV.
         limits: on reading a document.
     """
 
-    index: DocumentIndex
-    prepared: Callable[[], Preparation]
-    held_bytes: Callable[[Collection[str]], int | None]
-    settings: Mapping[str, str]
-    forget: Callable[[Sequence[str]], object]
-    limits: DocumentLimits
+    def __init__(self, folder: IndexFolder, limits: DocumentLimits) -> None:
+        folder.agree()
+        self.folder, self.index, self.limits = folder, folder.index, limits
 
     @cached_property
     def preparation(self) -> Preparation:
-        """What documents are prepared with, made on first use."""
-        return self.prepared()
+        """What documents are prepared with. Loads the models, so not before one needs them."""
+        folder = self.folder
+        return Preparation(folder.engine, folder.embedder, folder.settings)
 
     def run(
         self,
@@ -137,12 +140,23 @@ class Ingestion:
             missing=() if delete_missing else tuple(missing),
         )
 
-    def add(self, documents: Sequence[Document], *, progress: Shown) -> IngestSummary:
-        """Index and encode documents that are in memory."""
+    def add(
+        self, texts: Mapping[str, str], metadata: Mapping[str, object], progress: Shown
+    ) -> IngestSummary:
+        """Index and encode texts that are in no file; see `CachedRAG.add_texts`."""
         began = time.perf_counter()
+        if not isinstance(texts, Mapping):
+            raise ConfigError('texts are given by name: {"faq/12": "How is ..."}')
+        known = described(metadata)
+        documents = [assembled(name, [(text, known)]) for name, text in texts.items()]
+        for one in documents:
+            self.index.roots.check_free(one.source)
+            if not one.text:
+                raise DocumentError(f"the text {one.source!r} is empty; leave it out")
+        self.index.roots.forget(one.source for one in documents)
         added = sum(self._update(one.source, one, lambda *_: None) for one in documents)
-        texts = {one.source: self.index.texts(one.source) for one in documents}
-        summary = self._encode(added, texts, progress)
+        chunks = {one.source: self.index.texts(one.source) for one in documents}
+        summary = self._encode(added, chunks, progress)
         return replace(summary, seconds=time.perf_counter() - began)
 
     def _read(
@@ -194,33 +208,23 @@ class Ingestion:
         """
         started = time.perf_counter()
         tasks = [IngestTask(s, str(file), self.index.digest(s)) for s, file in files.items()]
-        added, unchanged, encoded, tokens, unsent, skipped = 0, 0, 0, 0, 0, []
+        added, read, done, skipped = 0, 0, EncodeSummary(), []
         with preparing(len(tasks), is_shown=progress) as bar:
             for batch in prepare(tasks):
                 for left_out in (document for document in batch.documents if document.skipped):
                     skipped.append((str(files[left_out.source]), left_out.skipped))
                     self._drop_emptied(left_out.source, files[left_out.source])
-                read = [document for document in batch.documents if not document.skipped]
-                new = sum(map(self._take, read))
-                added, unchanged = added + new, unchanged + len(read) - new
-                texts = {document.source: self.index.texts(document.source) for document in read}
-                done = sum((self._finish(*part) for part in _parts(texts)), EncodeSummary())
-                encoded += batch.encoded + done.encoded
-                tokens += batch.tokens + done.tokens
-                unsent += done.unsent
+                taken = [document for document in batch.documents if not document.skipped]
+                added, read = added + sum(map(self._take, taken)), read + len(taken)
+                texts = {document.source: self.index.texts(document.source) for document in taken}
+                done += EncodeSummary(batch.encoded, tokens=batch.tokens)
+                done = sum((self._finish(*part) for part in _parts(texts)), done)
                 bar.update(len(batch.documents))
-                bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tokens/s")
-        return IngestSummary(
-            added=added,
-            unchanged=unchanged,
-            chunks=self.index.count()[1],
-            encoded=encoded,
-            tokens=tokens,
-            seconds=time.perf_counter() - started,
-            skipped=tuple(skipped),
-            unsent=unsent,
-            stored_bytes=self.preparation.engine.library.store_bytes(),
-        )
+                rate = done.tokens / (time.perf_counter() - started)
+                bar.set_postfix_str(f"{rate:.0f} tokens/s")
+        stored_bytes = self.preparation.engine.library.store_bytes()
+        summary = self._summary(added, read, done, stored_bytes)
+        return replace(summary, skipped=tuple(skipped))
 
     def _drop_emptied(self, source: str, file: Path) -> None:
         """Delete a document whose file has been emptied; of others that cannot be read, all stays.
@@ -229,14 +233,13 @@ class Ingestion:
         """
         with suppress(OSError):
             if file.stat().st_size == 0:
-                self.forget(self.index.delete(source))
+                self._delete([source])
 
     def _take(self, made: PreparedDocument) -> bool:
         """Index what a worker made of a document; says whether the index had to change."""
         if made.vectors is None:
             return False
-        old = self.index.replace(made.source, made.digest, made.chunks, made.vectors, self.settings)
-        self.forget(old)
+        self._replace(made.source, made.digest, made.chunks, made.vectors)
         return True
 
     def _called(
@@ -245,28 +248,34 @@ class Ingestion:
         """The source of an absolute path in the index."""
         roots = self.index.roots
         root = roots.choose(path, files, name, partial(self._is_unchanged, reader))
-        for source in roots.absorb(root):
-            self.forget(self.index.delete(source))
+        self._delete(roots.absorb(root))
         return root.source(path) or root.name
 
     def _is_unchanged(self, reader: ConfinedReader, source: str, file: Path) -> bool:
         if not is_text(source):  # no document is called so
             return False
         try:
-            return self.index.holds(source, content(reader.load(file, _PATIENCE_S)))
+            return self.index.digest(source) == content(reader.load(file, _PATIENCE_S))
         except DocumentError:
             return False
 
     def _update(self, source: str, document: Document, say: Say) -> bool:
         """Index a document, unless it is indexed as it is; says whether it had to."""
         digest = content(document)
-        if self.index.holds(source, digest):
+        if self.index.digest(source) == digest:
             return False
         say("splitting", 0.0)
         chunks = self.preparation.splitter.split(document)
         vectors = self.preparation.embedded([chunk.text for chunk in chunks], say)
-        self.forget(self.index.replace(source, digest, chunks, vectors, self.settings))
+        self._replace(source, digest, chunks, vectors)
         return True
+
+    def _replace(
+        self, source: str, digest: str, chunks: Sequence[Chunk], vectors: NDArray[np.float32]
+    ) -> None:
+        """Index a document, and delete the KV that only its old chunks had."""
+        settings = self.folder.settings
+        self.folder.forget_later(self.index.replace(source, digest, chunks, vectors, settings))
 
     def _missing(self, base: str, present: set[str]) -> list[str]:
         """Documents below `base` that are not there.
@@ -280,7 +289,7 @@ class Ingestion:
     def _delete(self, sources: Sequence[str]) -> int:
         """Delete documents; says how many."""
         for source in sources:
-            self.forget(self.index.delete(source))
+            self.folder.forget_later(self.index.delete(source))
         return len(sources)
 
     def _encode(self, added: int, texts: dict[str, list[str]], progress: Shown) -> IngestSummary:
@@ -307,7 +316,7 @@ class Ingestion:
     def _held_bytes(self, texts: Mapping[str, Sequence[str]]) -> int | None:
         """Bytes of KV on disk, if that of these documents is there; None if it may not be."""
         if texts.keys().isdisjoint(self.index.pending()):
-            return self.held_bytes({text for chunks in texts.values() for text in chunks})
+            return self.folder.held_bytes({text for chunks in texts.values() for text in chunks})
         return None
 
     def _summary(
@@ -333,7 +342,7 @@ class Ingestion:
         """Encode the chunks of some documents, and mark these as encoded."""
         done = self.preparation.encode(documents, tokens_done)
         # Chunks that others deleted meanwhile.
-        self.forget(self.index.orphans([*chain.from_iterable(documents)]))
+        self.folder.forget_later(self.index.orphans([*chain.from_iterable(documents)]))
         for source in group:
             self.index.mark_encoded(source)
         return done

@@ -25,8 +25,7 @@ def read_opendocument(path: Path) -> list[Part]:
     with Archive(path) as archive:
         content = archive.xml("content.xml")
         styles = [content, archive.xml("styles.xml")]
-        title = archive.xml("meta.xml").findtext(".//{*}title")
-    parts: list[Part] = [(f"Title: {title}" if title else "", {})]
+        parts = [archive.titled("meta.xml", ".//{*}title")]
     hidden = set(_hidden_styles(styles))
     body = content.find("{*}body")
     if body is None:

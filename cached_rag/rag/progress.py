@@ -83,35 +83,24 @@ def encode_progress(progress: Progress) -> Iterator[dict[str, Callable[[int], ob
             nothing; or a function, called with the numbers of tokens that are done and that are
             to be done, at the beginning and after each batch.
     """
-    if callable(progress):
-        counted = _Counted(progress)
-        yield {"token_progress": counted.move, "token_total": counted.begin}
-        return
-    with _bar(None, "prefilling", "token", is_shown=progress, delay=_DELAY_S) as bar:
+    shown = _without_what(progress) if callable(progress) else progress
+    with _bar(None, "prefilling", "token", is_shown=shown, delay=_DELAY_S) as bar:
         yield {"token_progress": bar.update, "token_total": bar.reset}
 
 
-class _Counted:
-    """Adds up what is done, for a function that wants the sum."""
-
-    def __init__(self, tell: Callable[[int, int], object]) -> None:
-        self._tell, self._done, self._total = tell, 0, 0
-
-    def begin(self, total: int) -> None:
-        self._done, self._total = 0, total
-        self._tell(0, total)
-
-    def move(self, tokens: int) -> None:
-        self._done += tokens
-        self._tell(self._done, self._total)
+def _without_what(tell: Callable[[int, int], object]) -> Callable[[str, int, int], object]:
+    return lambda _, done, total: tell(done, total)
 
 
 class _Told:
     """Does as a bar, and tells a function."""
 
-    def __init__(self, tell: Callable[[str, int, int], object], what: str, total: int) -> None:
-        self._tell, self._what, self._total, self.n = tell, what, total, 0
-        tell(what, 0, total)
+    def __init__(self, tell: Callable[[str, int, int], object], what: str) -> None:
+        self._tell, self._what = tell, what
+
+    def reset(self, total: int) -> None:
+        self.n, self._total = 0, total
+        self._tell(self._what, 0, total)
 
     def update(self, more: int) -> None:
         self.n += more
@@ -131,7 +120,10 @@ def _bar(
     delay: float = 0.0,
 ) -> Any:
     if callable(is_shown):
-        return nullcontext(_Told(is_shown, what, total or 0))
+        told = _Told(is_shown, what)
+        if total is not None:
+            told.reset(total)
+        return nullcontext(told)
     return Bar(
         total=total,
         desc=what,

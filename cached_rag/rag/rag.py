@@ -1,32 +1,39 @@
 """Documents in, answers out: a folder's index joined with the engine.
 
-How documents come in stands in `folder.py`. Says what happens in which order; each step is somebody
-else's. Imports no framework.
+Says what happens in which order; each step is somebody else's. Imports no framework.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from cached_rag.backends.prompt_text import Message
 from cached_rag.config import BatchConfig, GenerationConfig, ModelConfig, StoreConfig
-from cached_rag.errors import ConfigError, needs_extra
+from cached_rag.errors import ConfigError, StoreError, needs_extra
 from cached_rag.options import parted
 from cached_rag.rag.answer import Answer, AnswerStream, conversation
-from cached_rag.rag.asking import Asking
+from cached_rag.rag.asking import Asking, find, loadable
 from cached_rag.rag.chat import Chat, resumed
 from cached_rag.rag.embedding import Embeddings
+from cached_rag.rag.finding import is_folder
 from cached_rag.rag.folder import IndexFolder
-from cached_rag.rag.hit import Hit
+from cached_rag.rag.hits import Hit
+from cached_rag.rag.index import DocumentIndex, IndexedDocument
+from cached_rag.rag.ingest import Ingestion, IngestSummary
 from cached_rag.rag.limits import DocumentLimits
-from cached_rag.rag.prompts import Prompts, searched
-from cached_rag.rag.retrieval import find, loadable
+from cached_rag.rag.progress import Shown
+from cached_rag.rag.prompts import searched
 from cached_rag.rag.roots import absolute, is_path
 from cached_rag.rag.settings import IndexConfig, Reranking, Retrieval, as_kept
+from cached_rag.rag.watch import watch
+from cached_rag.rag.workers import IngestWorkers, Prepare, helped
 
 if TYPE_CHECKING:
     from cached_rag.engine.engine import Engine
@@ -34,10 +41,8 @@ if TYPE_CHECKING:
 # What `[rag]` brings, for the index, embeddings and readers.
 _MODULES = (
     *("faiss", "sentence_transformers", "charset_normalizer", "docutils"),
-    *("markdown_it", "pypdf"),
+    *("markdown_it", "lxml", "pypdf"),
 )
-
-
 # What `CachedRAG.open` takes by name.
 SETTINGS = (IndexConfig, Reranking, ModelConfig, StoreConfig, BatchConfig, DocumentLimits)
 # What of a model is not the index's to remember, as it is the machine's or the application's.
@@ -45,10 +50,21 @@ _THE_MACHINES = ("device", "model_kwargs", "chat_template_kwargs")
 _NOT_OF_AN_INDEX = ("path", "namespace", "primers", "first_exact")
 
 
-class CachedRAG(IndexFolder):
+@dataclass(frozen=True)
+class Deletion:
+    """A deleted document: its source, and how many chunks and chunks' KVs went with it."""
+
+    source: str
+    chunks: int
+    kvs: int
+
+
+class CachedRAG:
     """A folder of documents that can be asked. Models load when first needed."""
 
-    _reranking = Reranking()
+    def __init__(self, folder: IndexFolder, limits: DocumentLimits, reranking: Reranking) -> None:
+        """See `open`."""
+        self._folder, self._limits, self._reranking = folder, limits, reranking
 
     @classmethod
     @needs_extra("rag", "an index of documents", *_MODULES)
@@ -95,23 +111,189 @@ class CachedRAG(IndexFolder):
             asked["model"] = engine.model.name if engine else model
         options = {name: loading[name] for name in _THE_MACHINES}
         options["batch"] = BatchConfig(**batch)
-        rag = cls(
+        folder = IndexFolder(
             root,
             as_kept(asked),
             StoreConfig(path=str(root / "kv"), **{"codec": "raw", **_given(store)}),
             options,
-            None if isinstance(embedding, str) else embedding,
             engine,
-            DocumentLimits(**limits),
+            None if isinstance(embedding, str) else embedding,
         )
-        rag._reranking = loadable(Reranking(**ranking), loading["device"])
-        return rag
+        reranking = loadable(Reranking(**ranking), loading["device"])
+        return cls(folder, DocumentLimits(**limits), reranking)
+
+    @property
+    def path(self) -> Path:
+        """The index's folder."""
+        return self._folder.path
+
+    @property
+    def index(self) -> DocumentIndex:
+        """The documents and their chunks, without models."""
+        return self._folder.index
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The index's settings; while it has no document, those that were asked for."""
+        return self._folder.settings
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, loaded on first use."""
+        return self._folder.engine
+
+    @property
+    def embedder(self) -> Embeddings:
+        """The embedding model, loaded on first use; the index has its vectors from then on."""
+        return self._folder.embedder
+
+    def close(self) -> None:
+        """Finish what waits in the background, see `Engine.close`, and release files.
+
+        Whatever is asked of it later raises `ClosedError`.
+        """
+        self._folder.close()
 
     def __enter__(self) -> CachedRAG:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # Documents -------------------------------------------------------------------------------
+
+    def add_texts(
+        self,
+        texts: Mapping[str, str],
+        *,
+        metadata: Mapping[str, str | int | float | bool] | None = None,
+        progress: Shown = True,
+    ) -> IngestSummary:
+        """Bring texts into the index that are in no file, and prefill their chunks.
+
+        Args:
+            texts: each under the name of its document ("faq/12"); a document of that name is
+                replaced, and `delete` takes it.
+            metadata: what is known of all of them, to filter by.
+            progress: see `ingest`.
+
+        Raises:
+            DocumentError: a text is empty, or its name cannot be one; then none is added.
+            ConfigError: metadata that is no string or number.
+            IndexMismatchError, StoreFullError: see `ingest`.
+        """
+        return Ingestion(self._folder, self._limits).add(texts, metadata or {}, progress)
+
+    def ingest(
+        self,
+        path: str | Path,
+        *,
+        name: str | None = None,
+        delete_missing: bool = False,
+        ray: str | IngestWorkers | None = None,
+        progress: Shown = True,
+    ) -> IngestSummary:
+        """Bring a file, or all files below a folder, into the index, and prefill their chunks.
+
+        Doing it again costs little: unchanged documents are kept, changed ones replace their old
+        chunks and KV, and an interrupted run goes on where it stopped.
+
+        A document is named after its place in the folder, with the folder's name before it
+        ("docs/guide/a.md"), a single file after itself: however the path was spelled, and wherever
+        the folder is moved. A path inside a folder that was ingested belongs to that folder.
+
+        Args:
+            name: what to call the folder or file, instead of its own name. A document that had
+                the same source before (this name, and the same path below it) is replaced,
+                wherever it came from; other documents of this name stay.
+            delete_missing: delete documents that were ingested from below `path` and are gone.
+            ray: have the work done on a Ray cluster (extra `ray`, docs/scale.md): its address,
+                "local" for processes of this machine, or a `ray_cached_rag.RayConfig`.
+            progress: show bars on the terminal; or a function that is called with what is done
+                ("reading", "prefilling" or "preparing"), how much of it, and of how much: bytes
+                of files, tokens of chunks, or documents that workers prepare.
+
+        Raises:
+            DocumentError: nothing is at `path`; or the index has another folder or file of that
+                name: one that is still where it was, or that has no document in common with this
+                one. Unreadable files are no error: `IngestSummary.skipped` names them.
+            IndexMismatchError: another process made the index with other settings meanwhile.
+            StoreFullError: the disk is full; what was ingested before is kept.
+            ClusterError: the cluster cannot be reached, or its workers failed.
+            ConfigError: workers cannot do it by the settings of this index.
+            MissingPackageError: Ray is not installed.
+        """
+        place = absolute(path)
+        is_folder(place)  # before a cluster is asked
+        ingestion = Ingestion(self._folder, self._limits)
+        hired: AbstractContextManager[Prepare | None] = nullcontext()
+        if ray is not None:
+            hired = helped(ray, self._folder, place, self._limits)
+        with hired as prepare:
+            return ingestion.run(
+                place,
+                name=name,
+                delete_missing=delete_missing,
+                progress=progress,
+                prepare=prepare,
+            )
+
+    async def aingest(self, path: str | Path, **options: Any) -> IngestSummary:
+        """As `ingest`, in a thread of its own, so that the event loop goes on.
+
+        A cancelled task does not stop it: what is begun is brought to its end.
+        """
+        return await asyncio.to_thread(self.ingest, path, **options)
+
+    def watch(
+        self, path: str | Path, *, progress: bool = False, stop: Event | None = None
+    ) -> Iterator[IngestSummary]:
+        """Ingest a folder and keep in step with it: what is added, changed or deleted there.
+
+        Args:
+            stop: ends the iteration when it is set; without it, it goes on until interrupted.
+
+        Yields:
+            What was done, at once and whenever something has changed.
+
+        Raises:
+            DocumentError: there is no such folder, or it is gone.
+            MissingPackageError: watchfiles, of the extra "docs", is not installed.
+        """
+        place = absolute(path)
+
+        def ingest(part: Path, whole: bool) -> IngestSummary:
+            return Ingestion(self._folder, self._limits).run(
+                part, name=None, delete_missing=whole, progress=progress, inside=place
+            )
+
+        return watch(place, ingest, ignored=self.path, stop=stop)
+
+    def documents(self) -> list[IndexedDocument]:
+        """All documents of the index, by source."""
+        return self.index.documents()
+
+    def delete(self, source: str | Path) -> Deletion:
+        """Delete a document, its chunks, and the KV that no other document needs. Loads no model.
+
+        Args:
+            source: its name, as `documents` has it, or its path on disk.
+
+        Raises:
+            DocumentError: there is no such document, or the path stands for several.
+            StoreError: the document is deleted, and its KV could not be; the next `open` tries
+                again.
+        """
+        found = self.index.roots.find(source)
+        chunks = len(self.index.texts(found))
+        texts = self.index.delete(found)
+        try:
+            return Deletion(found, chunks, self._folder.forget(texts))
+        except StoreError as error:
+            raise type(error)(
+                f"{found} is deleted, but not its KV: {error}; the KV goes when the index is "
+                "opened again and this is mended"
+            ) from error
 
     # Questions -------------------------------------------------------------------------------
 
@@ -208,23 +390,8 @@ class CachedRAG(IndexFolder):
             raise ConfigError("a conversation keeps the order of its chunks; leave reorder out")
         return Chat(self._asking, wanted, config, condense=condense, said=resumed(history))
 
-    @property
-    def _prompts(self) -> Prompts:
-        return Prompts(self.engine, self.settings["system"])
-
     def _asking(self) -> Asking:
-        """What questions are answered with, after what other processes may have changed."""
-        self._agree()
-        return Asking(
-            self.index,
-            self.engine,
-            self.embedder,
-            self._prompts,
-            self._contexts,
-            self._forget_later,
-            self._reranking,
-            self.settings["search"],
-        )
+        return Asking(self._folder, self._reranking)
 
     async def aask(self, question: str, **options: Any) -> Answer:
         """As `ask`, without blocking the event loop; a cancelled task stops the generation."""
@@ -253,11 +420,11 @@ class CachedRAG(IndexFolder):
         Raises:
             ConfigError: an empty index or question, or a bad k, min_score, history or filter.
         """
-        self._agree()
+        self._folder.agree()
         text = searched(question, conversation(history))
         wanted = Retrieval(k, **parted(options, Retrieval)[0])
-        by = self.settings["search"]
-        return list(find(self.index, self.embedder, text, wanted, self._reranking, by).hits)
+        hits, _ = find(self._folder, text, wanted, self._reranking)
+        return hits
 
 
 def _asked(

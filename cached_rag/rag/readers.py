@@ -16,13 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from cached_rag.errors import DocumentError, MissingPackageError, needs_extra
-from cached_rag.rag.archive import SUFFIXES, read_office
-from cached_rag.rag.code import LANGUAGES
-from cached_rag.rag.document import Document, Part, assembled, with_line_feeds
-from cached_rag.rag.limits import MAX_BYTES, MAX_CHARACTERS, limited, text_limit
-from cached_rag.rag.naming import shown
-from cached_rag.rag.opening import private_copy
-from cached_rag.rag.tables import table_to_text
+from cached_rag.rag.document import Document, Part, assembled, shown, with_line_feeds
+from cached_rag.rag.limits import MAX_BYTES, MAX_CHARACTERS, limited, private_copy, text_limit
+from cached_rag.rag.splitting import LANGUAGES
 
 # Deepest nesting of Markdown; what is deeper, the parser drops. By its default it does so with the
 # tenth list in each other.
@@ -72,7 +68,7 @@ def load_document(
 ) -> Document:
     """Read one file, in this process and without a limit on time and memory.
 
-    `CachedRAG` reads in a process of its own, see `confined.py`.
+    `CachedRAG` reads in a process of its own, see `reading_process.py`.
 
     Args:
         max_bytes, max_characters: see `DocumentLimits`.
@@ -133,6 +129,8 @@ def _told_of(copy: Path, path: Path) -> Iterator[None]:
         said = str(error).replace(str(copy), shown(path))
         said = said if said.startswith(shown(path)) else f"{shown(path)}: {said}"
         raise DocumentError(said) from error
+    except MissingPackageError as error:
+        raise DocumentError(f"{shown(path)}: {error}") from error
     except Exception as error:  # a broken file can make a parser raise anything
         raise _unreadable(path, error, copy) from error
 
@@ -195,6 +193,8 @@ def _printed(output: dict[str, Any]) -> str | list[str]:
 
 
 def _read_table(path: Path) -> str:
+    from cached_rag.rag.tables import table_to_text
+
     return table_to_text(decoded(path), "\t" if path.suffix.lower() == ".tsv" else None)
 
 
@@ -220,22 +220,31 @@ def _read_pdf(path: Path) -> list[Part]:
 
 
 def _read_code(path: Path) -> str:
+    with needs_extra("docs", "splitting source code", "langchain_text_splitters"):
+        return decoded(path)
+
+
+def _read_by_kreuzberg(path: Path) -> str:
+    with needs_extra("docs", f"reading {path.suffix} files"):
+        from kreuzberg import ExtractionConfig, detect_mime_type_from_path, extract_bytes_sync
+
+    data = path.read_bytes().removeprefix(codecs.BOM_UTF8)  # which it would take for text
+    kind, config = detect_mime_type_from_path(str(path)), ExtractionConfig(use_cache=False)
     try:
-        with needs_extra("docs", "splitting source code", "langchain_text_splitters"):
-            return decoded(path)
-    except MissingPackageError as error:
-        raise DocumentError(f"{path}: {error}") from error
+        found = extract_bytes_sync(data, kind, config=config)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # what a bug in Rust is in Python
+            raise
+        raise DocumentError(f"{path}: the parser failed ({error}); repair or remove it") from error
+    title = found.metadata.get("title")
+    return f"Title: {title}\n\n{found.content}" if isinstance(title, str) else found.content
 
 
-def _office(module: str, function: str) -> Callable[[Path], Sequence[Part]]:
-    """A reader that is imported when it is used, as lxml may be missing."""
+def _by(module: str, function: str) -> Callable[[Path], Sequence[Part]]:
+    """A reader that is imported when it is used, with the libraries that it needs."""
 
     def read(path: Path) -> Sequence[Part]:
-        try:
-            found = getattr(import_module(f"cached_rag.rag.{module}"), function)(path)
-        except MissingPackageError as error:
-            raise DocumentError(f"{path}: {error}") from error
-        parts: Sequence[Part] = found
+        parts: Sequence[Part] = getattr(import_module(f"cached_rag.rag.{module}"), function)(path)
         return parts
 
     return read
@@ -327,25 +336,19 @@ def joined(pages: Sequence[str]) -> list[str]:
 
 
 READERS: dict[str, Callable[[Path], str | Iterable[Part]]] = {
-    ".txt": decoded,
-    ".text": decoded,
-    ".md": _read_markdown,
-    ".markdown": _read_markdown,
+    **dict.fromkeys((".txt", ".text"), decoded),
+    **dict.fromkeys((".md", ".markdown"), _read_markdown),
     ".rst": _read_rst,
-    ".html": _read_html,
-    ".htm": _read_html,
+    **dict.fromkeys((".html", ".htm"), _read_html),
     ".pdf": _read_pdf,
-    ".csv": _read_table,
-    ".tsv": _read_table,
+    **dict.fromkeys((".csv", ".tsv"), _read_table),
     ".ipynb": _read_notebook,
-    ".docx": _office("docx", "read_docx"),
-    ".pptx": _office("pptx", "read_pptx"),
-    ".xlsx": _office("xlsx", "read_xlsx"),
-    ".epub": _office("epub", "read_epub"),
-    ".odt": _office("opendocument", "read_opendocument"),
-    ".odp": _office("opendocument", "read_opendocument"),
-    ".ods": _office("opendocument", "read_opendocument"),
-    **dict.fromkeys(SUFFIXES, read_office),
+    ".docx": _by("office", "read_docx"),
+    ".pptx": _by("office", "read_pptx"),
+    ".xlsx": _by("tables", "read_xlsx"),
+    ".epub": _by("archive", "read_epub"),
+    **dict.fromkeys((".odt", ".odp", ".ods"), _by("opendocument", "read_opendocument")),
+    **dict.fromkeys((".rtf", ".json"), _read_by_kreuzberg),
     **dict.fromkeys(LANGUAGES, _read_code),
 }
 _BUILT_IN = dict(READERS)

@@ -1,7 +1,10 @@
-"""The process that reads documents for another one, which watches over it and may end it.
+"""Has documents read by another process, within limits of time and memory.
 
-It takes a line of JSON for each document, and gives one back. Nothing that a parser prints gets to
-the terminal, and no code is imported from the folder it is started in.
+A parser cannot be trusted to end, nor to leave the machine some memory. So one process reads one
+document after the other; it is ended, and another one begun, when a document goes beyond its
+limits or breaks its parser. What comes back is JSON, which can do nothing. The process knows no
+secret of this one's environment, and imports nothing that lies among the documents. It takes a line
+of JSON for each document, and gives one back; nothing that a parser prints gets to the terminal.
 """
 
 from __future__ import annotations
@@ -9,17 +12,255 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import site
+import subprocess
 import sys
+import sysconfig
+import time
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
+from types import TracebackType
 from typing import Any
 
-from cached_rag.errors import DocumentError
-from cached_rag.rag.limits import too_long
-from cached_rag.rag.naming import shown
-from cached_rag.rag.readers import load_document
+import psutil
 
+from cached_rag.errors import ConfigError, DocumentError, SlowDocumentError
+from cached_rag.rag.document import Document, shown
+from cached_rag.rag.limits import DocumentLimits, too_long
+from cached_rag.rag.readers import is_built_in, load_document
+
+# How often the process is looked at.
+_LOOK_SECONDS = 0.05
+# A process that has more memory after a document is not kept.
+_KEPT_BYTES = 256 << 20
+# Isolated, and this package is loaded from where it is: the folder around it may have documents.
+_CODE = """
+import importlib.util, json, sys
+sys.path[:] = json.loads(sys.argv[1])
+spec = importlib.util.spec_from_file_location("cached_rag", sys.argv[2])
+sys.modules["cached_rag"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["cached_rag"])
+from cached_rag.rag.reading_process import main
+main()
+"""
+_PACKAGE = Path(__file__).parents[1] / "__init__.py"
+# All else may be a secret.
+_ENVIRONMENT = (
+    *("HOME", "USERPROFILE", "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT"),
+    *("WINDIR", "LANG", "LC_ALL", "LC_CTYPE", "TZ"),
+)
+# Where a program looks for the folder of its temporary files.
+_TEMPORARY = ("TMPDIR", "TEMP", "TMP")
+# Most bytes of a character in JSON, and of all else in an answer.
+_CHARACTER_BYTES, _ANSWER_BYTES = 12, 1 << 20
 # By so many seconds later than its watcher would a process ends itself, should that be gone.
 _GRACE = 30.0
+
+
+class ConfinedReader:
+    """Reads documents within limits; a context, at whose end its process ends."""
+
+    def __init__(self, limits: DocumentLimits, documents: Path) -> None:
+        """Begin no process yet.
+
+        Args:
+            documents: the file or folder that is read. Nothing outside is.
+        """
+        self._limits = limits
+        self._inside = documents.resolve()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._copies: TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> ConfinedReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    def load(self, path: Path | str, seconds: float | None = None) -> Document:
+        """As `load_document`. Readers that an application added are called in this process.
+
+        Args:
+            seconds: how long it may take, if that is less than the limit.
+
+        Raises:
+            SlowDocumentError: it takes more than the seconds given.
+            DocumentError: also if the document goes beyond its limits.
+            ConfigError: no other process can be begun.
+        """
+        limits = self._limits
+        if not (limits.need_a_process and is_built_in(path)):
+            return load_document(
+                path, limits.max_document_bytes, limits.max_characters, self._inside
+            )
+        wanted = {
+            "path": str(Path(path).absolute()),
+            "max_bytes": limits.max_document_bytes,
+            "max_characters": limits.max_characters,
+            "most_bytes": self._most_bytes,
+            "inside": str(self._inside),
+            "seconds": limits.parse_seconds,
+        }
+        try:
+            found = json.loads(self._answer(path, json.dumps(wanted).encode() + b"\n", seconds))
+        except BaseException:
+            self._end()
+            raise
+        if self._process is not None and _resident(self._process.pid) > _KEPT_BYTES:
+            self._end()  # what a parser has not given back is not the next document's
+        if "error" in found:
+            raise DocumentError(found["error"])
+        parts = tuple((begin, known) for begin, known in found["parts"])
+        return Document(str(path), found["title"], found["text"], parts, found["language"])
+
+    @property
+    def _most_bytes(self) -> int:
+        """Most bytes of an answer. Whatever a parser does to its process, no more is read."""
+        return _CHARACTER_BYTES * self._limits.max_characters + _ANSWER_BYTES
+
+    def _answer(self, path: Path | str, line: bytes, seconds: float | None) -> bytes:
+        """What the process answers to a line.
+
+        Raises:
+            DocumentError: it takes too long or too much memory, says too much, or has died.
+        """
+        process = self._begun()
+        answers: list[bytes] = []
+        thread = Thread(target=_ask, args=(process, line, self._most_bytes, answers), daemon=True)
+        thread.start()
+        begin = time.monotonic()
+        try:
+            while thread.is_alive():
+                thread.join(_LOOK_SECONDS)
+                self._check(path, process.pid, time.monotonic() - begin, seconds)
+        except BaseException:
+            process.kill()  # which ends the thread, too
+            thread.join()
+            raise
+        [answer] = answers or [b""]
+        if len(answer) >= self._most_bytes:
+            raise DocumentError(f"{shown(path)}: {too_long(self._limits.max_characters)}")
+        if not answer.endswith(b"\n"):
+            raise DocumentError(
+                f"{shown(path)}: what reads it has died ({process.wait()}); repair or remove it"
+            )
+        return answer
+
+    def _check(self, path: Path | str, pid: int, passed: float, seconds: float | None) -> None:
+        limits = self._limits
+        if limits.parse_seconds is not None and passed > limits.parse_seconds:
+            raise DocumentError(
+                f"{shown(path)}: takes more than {limits.parse_seconds:g} s to read; remove or "
+                "split it, or raise the limit (parse_seconds=, --parse-seconds)"
+            )
+        if seconds is not None and passed > seconds:
+            raise SlowDocumentError(f"{shown(path)}: takes more than {seconds:g} s to read")
+        if limits.parse_memory_bytes is not None and _resident(pid) > limits.parse_memory_bytes:
+            raise DocumentError(
+                f"{shown(path)}: takes more than {limits.parse_memory_bytes} bytes of memory to "
+                "read; remove or split it, or raise the limit (parse_memory_bytes=, "
+                "--parse-memory-bytes)"
+            )
+
+    def _begun(self) -> subprocess.Popen[bytes]:
+        """The process, begun if there is none."""
+        if self._process is None:
+            python = [sys.executable, "-I", "-W", "ignore", "-X", f"utf8={sys.flags.utf8_mode}"]
+            modules = json.dumps(trusted_path(self._inside))
+            try:
+                # Of its own, so that what a killed process leaves behind goes.
+                self._copies = TemporaryDirectory(prefix="cached-rag-")
+                known = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+                self._process = subprocess.Popen(
+                    [*python, "-c", _CODE, modules, str(_PACKAGE)],
+                    cwd=self._copies.name,
+                    env=known | dict.fromkeys(_TEMPORARY, self._copies.name),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                )
+            except (OSError, TypeError) as error:
+                raise ConfigError(
+                    f"no process to read documents in can be begun ({error}); read them in this "
+                    "one, without limits: parse_seconds=None, parse_memory_bytes=None"
+                ) from error
+        return self._process
+
+    def _end(self) -> None:
+        if self._process is not None:
+            process, self._process = self._process, None
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                with suppress(OSError):  # what was written and never read cannot be flushed
+                    pipe.close()
+        if self._copies is not None:
+            self._copies.cleanup()
+            self._copies = None
+
+
+def _ask(
+    process: subprocess.Popen[bytes], line: bytes, most_bytes: int, answers: list[bytes]
+) -> None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with suppress(OSError):  # it has died
+        process.stdin.write(line)
+        process.stdin.flush()
+        answers.append(process.stdout.readline(most_bytes))
+
+
+def _resident(pid: int) -> int:
+    """Bytes of memory that a process has; 0 if it has ended."""
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+def trusted_path(documents: Path) -> list[str]:
+    """This process's `sys.path` for a process that works on documents.
+
+    Without the current folder, whatever spells it, and without folders at, below or above the
+    documents: a document may be called `kreuzberg.py`, and a folder of documents `docutils`. The
+    interpreter's own folders stay, even if they lie there: this process runs what is in them.
+
+    Args:
+        documents: the file or folder.
+    """
+    folder = documents.resolve()
+    folder = folder if folder.is_dir() else folder.parent
+    installed = sysconfig.get_paths()
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    own = [installed[name] for name in names] + site.getsitepackages()
+    own.append(site.getusersitepackages())
+    resolved = [Path(name).resolve() for name in own]
+
+    def is_trusted(entry: str) -> bool:
+        if not (isinstance(entry, str) and Path(entry).is_absolute()):
+            return False
+        place = Path(entry).resolve()
+        if any(place.is_relative_to(one) for one in resolved):
+            return True
+        is_near = place.is_relative_to(folder) or folder.is_relative_to(place)
+        return not is_near and place != _current()
+
+    return [entry for entry in sys.path if is_trusted(entry)]
+
+
+def _current() -> Path | None:
+    try:
+        return Path.cwd().resolve()
+    except OSError:  # somebody removed it
+        return None
 
 
 def main() -> None:
@@ -31,12 +272,12 @@ def main() -> None:
             if wanted["seconds"] is not None:
                 late = wanted["seconds"] + _GRACE
                 faulthandler.dump_traceback_later(late, exit=True, file=nothing)
-            answers.write(_answer(wanted) + "\n")
+            answers.write(_answer_to(wanted) + "\n")
             answers.flush()
             faulthandler.cancel_dump_traceback_later()
 
 
-def _answer(wanted: dict[str, Any]) -> str:
+def _answer_to(wanted: dict[str, Any]) -> str:
     answer = json.dumps(_read(wanted))
     if len(answer) >= wanted["most_bytes"]:
         # By what surrounds its text: a part for each character, for one.

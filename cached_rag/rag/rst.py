@@ -18,15 +18,7 @@ from typing import Any, ClassVar
 from docutils import nodes
 from docutils.core import publish_string
 from docutils.parsers.rst import Directive, Parser, directives, states
-from docutils.parsers.rst.directives import (
-    admonitions,
-    body,
-    images,
-    misc,
-    parts,
-    tables,
-    unchanged,
-)
+from docutils.parsers.rst.directives import body, images, parts, tables, unchanged
 from docutils.utils import Reporter
 from docutils.writers import html5_polyglot
 
@@ -149,47 +141,19 @@ class _Contents(parts.Contents):
         return super().run() if document.tables_of_contents <= _MOST_CONTENTS else []
 
 
-_PLAIN: tuple[type[Directive], ...] = (
-    admonitions.Admonition,
-    admonitions.Attention,
-    admonitions.Caution,
-    admonitions.Danger,
-    admonitions.Error,
-    admonitions.Hint,
-    admonitions.Important,
-    admonitions.Note,
-    admonitions.Tip,
-    admonitions.Warning,
-    body.Compound,
-    body.Container,
-    body.Epigraph,
-    body.Highlights,
-    body.LineBlock,
-    body.MathBlock,
-    body.ParsedLiteral,
-    body.PullQuote,
-    body.Rubric,
-    body.Sidebar,
-    body.Topic,
-    misc.Class,
-    misc.Date,
-    misc.DefaultRole,
-    misc.Replace,
-    misc.Role,
-    misc.Title,
-    misc.Unicode,
-    parts.Footer,
-    parts.Header,
-    tables.ListTable,
-    tables.RSTTable,
+# Directives that are run as they are, and those that are run as others, by docutils' classes.
+_PLAIN = (
+    *("Admonition", "Attention", "Caution", "Danger", "Error", "Hint", "Important", "Note", "Tip"),
+    *("Warning", "Compound", "Container", "Epigraph", "Highlights", "LineBlock", "MathBlock"),
+    *("ParsedLiteral", "PullQuote", "Rubric", "Sidebar", "Topic", "Class", "Date", "DefaultRole"),
+    *("Replace", "Role", "Title", "Unicode", "Footer", "Header", "ListTable", "RSTTable"),
 )
-_DIRECTIVES: dict[type[Directive], type[Directive]] = {
-    **{directive: directive for directive in _PLAIN},
-    body.CodeBlock: _Code,
-    tables.CSVTable: _Table,
-    parts.Contents: _Contents,
-    images.Image: _Unseen,
-    images.Figure: _Figure,
+_CHANGED: dict[str, type[Directive]] = {
+    "CodeBlock": _Code,
+    "CSVTable": _Table,
+    "Contents": _Contents,
+    "Image": _Unseen,
+    "Figure": _Figure,
 }
 
 
@@ -206,10 +170,13 @@ class _KnownNames(states.RSTState):
         this: Any = self  # docutils calls this of states that can parse directives
         name = match.group(1)
         found, _ = directives.directive(name, this.memo.language, this.document)
-        known = _DIRECTIVES.get(found) if found else None
-        if known is None and found and found.__module__.startswith("docutils."):
+        if found is None or not found.__module__.startswith("docutils."):
+            return this.run_directive(_Unknown, match, name, presets)
+        plain = found if found.__name__ in _PLAIN else None
+        known = _CHANGED.get(found.__name__, plain)
+        if known is None:
             return [], this.unknown_directive(name)[1]
-        return this.run_directive(known or _Unknown, match, name, presets)
+        return this.run_directive(known, match, name, presets)
 
 
 # docutils finds the directives' construct here, by the function.

@@ -11,7 +11,7 @@ from cached_rag.config import MOST_PRIMERS, ModelConfig
 from cached_rag.defaults import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
 from cached_rag.options import check_types
-from cached_rag.rag.filters import Where
+from cached_rag.rag.hits import Where
 
 if TYPE_CHECKING:
     from cached_rag.library.context import Context
@@ -70,7 +70,7 @@ class Retrieval:
             0.25.
         where: which chunks may be used, by their source, title, ordinal, or metadata such as page
             and heading. `{"source": "docs/guide/*", "page": range(3, 9)}`, or a function of a
-            `Hit`; see `filters.judge`.
+            `Hit`; see `hits.judge`.
         answer_anyway: let the model answer where no chunk is left. Else the answer says that
             nothing was found, and the model is not asked.
         reorder: let chunks begin in an order that an earlier prompt had, so that its KV serves
@@ -136,11 +136,6 @@ def contexts(text: str) -> tuple[Context | None, ...]:
     if kind == "none":
         return (None,)
     return (primer(count), None) if kind == "both" else (primer(count),)
-
-
-def encodings(text: str) -> int:
-    """How many KVs a chunk has by this setting of the context, see `contexts`."""
-    return len(contexts(text))
 
 
 def _parsed(text: str) -> tuple[str, int]:

@@ -1,4 +1,8 @@
-"""Splits documents into chunks of at most so many tokens. Is told how to count tokens."""
+"""Splits documents into chunks of at most so many tokens. Is told how to count tokens.
+
+Source code is split by langchain-text-splitters (extra "docs"),
+https://reference.langchain.com/python/langchain-text-splitters
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from functools import lru_cache
 from itertools import pairwise
 
 from cached_rag.errors import ConfigError
-from cached_rag.rag.code import is_written_by_hand, split_code
 from cached_rag.rag.document import Document, Metadata
 
 # Text is split behind these, the first of them if it occurs, else the next.
@@ -19,6 +22,23 @@ _SENTENCE_END = "[\u3002\uff01\uff1f]"
 _SEPARATORS = tuple(map(re.compile, (r"\n\n", r"\n", r"\. ", " ", _SENTENCE_END)))
 # No token is longer, in characters: so a text that is surely too long need not be tokenised.
 _LONGEST_TOKEN = 1000
+
+# What a file is written in, as the library calls it, by the file's suffix.
+LANGUAGES = {
+    **dict.fromkeys((".c", ".h"), "c"),
+    **dict.fromkeys((".cc", ".cpp", ".cxx", ".hh", ".hpp", ".hxx"), "cpp"),
+    **dict.fromkeys((".js", ".jsx", ".mjs", ".cjs"), "js"),
+    **dict.fromkeys((".ts", ".tsx"), "ts"),
+    **dict.fromkeys((".kt", ".kts"), "kotlin"),
+    **dict.fromkeys((".ex", ".exs"), "elixir"),
+    **dict.fromkeys((".cbl", ".cob"), "cobol"),
+    **dict.fromkeys((".tex", ".latex"), "latex"),
+    **{".cs": "csharp", ".go": "go", ".hs": "haskell", ".java": "java", ".lua": "lua"},
+    **{".php": "php", ".proto": "proto", ".ps1": "powershell", ".py": "python", ".r": "r"},
+    **{".rb": "ruby", ".rs": "rust", ".scala": "scala", ".sol": "sol", ".swift": "swift"},
+}
+# A longer line was written by a machine, and has no places to split it at that the library knows.
+_LONGEST_LINE = 2000
 
 # A text, and its length in tokens.
 Piece = tuple[str, int]
@@ -44,7 +64,7 @@ class Chunk:
 class Splitter:
     """Splits between paragraphs, else lines, else sentences, else words, else anywhere.
 
-    Source code is split between its functions and classes (`code.split_code`).
+    Source code is split between its functions and classes (`_split_code`).
 
     Every chunk begins with its document's title, for among chunks of other documents it would
     often be unclear what it is about. Takes time linear in a document's length.
@@ -68,8 +88,8 @@ class Splitter:
     def split(self, document: Document) -> list[Chunk]:
         """The document's chunks, in order."""
         count = lru_cache(None)(self._count_tokens)  # the same words and lines come again
-        if document.language and is_written_by_hand(document.text):
-            texts = split_code(document.text, document.language, count, self._most)
+        if document.language and _is_written_by_hand(document.text):
+            texts = _split_code(document.text, document.language, count, self._most)
         else:
             texts = [part.strip() for part in self._split(document.text, 0, count)]
         chunks: list[Chunk] = []
@@ -139,3 +159,30 @@ def _pieces(text: str, separator: re.Pattern[str]) -> list[str]:
 
 def _headed(title: str, text: str) -> str:
     return text if text.startswith(title) else f"{title}\n\n{text}"
+
+
+def _is_written_by_hand(text: str) -> bool:
+    """Whether no line of source code is so long that it must be some program's output."""
+    return max(map(len, text.split("\n"))) <= _LONGEST_LINE
+
+
+def _split_code(
+    text: str, language: str, count_tokens: Callable[[str], int], most: int
+) -> list[str]:
+    """A text's chunks, in order; each is a part of the text, with its lines' indents.
+
+    Args:
+        language: one of `LANGUAGES`' values.
+        count_tokens: gives the length of a text in the model's tokens.
+        most: most tokens of a chunk.
+    """
+    from langchain_text_splitters import Language, RecursiveCharacterTextSplitter
+
+    splitter = RecursiveCharacterTextSplitter.from_language(
+        Language(language),
+        chunk_size=most,
+        chunk_overlap=0,
+        length_function=count_tokens,
+        strip_whitespace=False,
+    )
+    return [text for part in splitter.split_text(text) if (text := part.strip("\n").rstrip())]

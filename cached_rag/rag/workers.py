@@ -1,11 +1,13 @@
-"""Other processes that prepare documents for an index: what they are told, and what they give back.
+"""Gets documents ready for an index, in this process or in others, which may be on other machines.
 
-A worker reads, splits and embeds, and puts KV into the store itself; the index is written by who
-asked. Knows no cluster: `integrations/ray_cached_rag` is one.
+That is to split them, embed their chunks, and have these encoded. A worker reads, too, and puts KV
+into the store itself; the index is written by who asked. Knows no cluster:
+`integrations/ray_cached_rag` is one.
 """
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +18,9 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
+from cached_rag.backends.prompt_text import Rendered
 from cached_rag.config import StoreConfig
 from cached_rag.errors import (
     ClusterError,
@@ -24,20 +29,104 @@ from cached_rag.errors import (
     MissingPackageError,
     StoreError,
 )
+from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import EncodeSummary
-from cached_rag.rag.confined import ConfinedReader
-from cached_rag.rag.embedding import Embedder, Embeddings
+from cached_rag.rag.document import Document
+from cached_rag.rag.embedding import EMBED_CHUNKS, Embedder, Embeddings
+from cached_rag.rag.folder import IndexFolder
 from cached_rag.rag.limits import DocumentLimits
-from cached_rag.rag.preparing import Preparation, content, groups
+from cached_rag.rag.progress import Say
+from cached_rag.rag.prompts import Prompts
+from cached_rag.rag.reading_process import ConfinedReader
 from cached_rag.rag.settings import contexts
-from cached_rag.rag.splitting import Chunk
+from cached_rag.rag.splitting import Chunk, Splitter
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
+    from cached_rag.engine.engine import Engine
+
+# Documents are encoded together until their chunks fill a few batches.
+_GROUP_CHUNKS = 32
+# A title has 200 characters at most.
+_TITLE_TOKENS = 64
 # Most bytes of KV that a worker keeps in memory: what it has encoded it does not need again.
 _WORKER_BYTES = 64 << 20
+
+
+class Preparation:
+    """What documents are prepared with, by the settings of an index."""
+
+    def __init__(self, engine: Engine, embedder: Embeddings, settings: Mapping[str, str]) -> None:
+        """See that chunks fit.
+
+        Raises:
+            ConfigError: chunks as long as these settings have them exceed the model's context.
+        """
+
+        def count_tokens(text: str) -> int:
+            return len(engine.tokenization.literal(text))
+
+        chunk_tokens = int(settings["chunk_tokens"])
+        self.engine, self.embedder = engine, embedder
+        self.splitter = Splitter(count_tokens, chunk_tokens)
+        self.contexts = contexts(settings["context"])
+        self._head = Prompts(engine, settings["system"]).head()
+        _check_fits(engine, self._head, chunk_tokens)
+
+    def embedded(self, texts: Sequence[str], say: Say = lambda *_: None) -> NDArray[np.float32]:
+        """(len(texts), dim) float32; part by part, so that a bar moves in long documents."""
+        parts = []
+        for begin in range(0, max(1, len(texts)), EMBED_CHUNKS):
+            say(f"embedding {len(texts)} chunks", begin / max(1, len(texts)))
+            parts.append(self.embedder.embed(texts[begin : begin + EMBED_CHUNKS]))
+        return np.concatenate(parts)
+
+    def encode(
+        self,
+        documents: Sequence[Sequence[str]],
+        tokens_done: Callable[[int], object] = lambda _: None,
+    ) -> EncodeSummary:
+        """See that chunks have KV behind each of the contexts.
+
+        Args:
+            documents: the chunks of each, in their order.
+            tokens_done: called after each batch with the number of tokens in it.
+        """
+        return self.engine.encode(
+            documents, self._head, context=self.contexts, token_progress=tokens_done
+        )
+
+
+def _check_fits(engine: Engine, head: Rendered, chunk_tokens: int) -> None:
+    """Refuse what the model cannot read, before an index has it as its setting."""
+    room, before = engine.model.context_length, engine.count_tokens(head)
+    if before + _TITLE_TOKENS + chunk_tokens > room:
+        raise ConfigError(
+            f"chunks of {chunk_tokens} tokens, a title ({_TITLE_TOKENS}) and the prompt's head "
+            f"({before}) exceed the model's context of {room}; choose smaller chunk_tokens in a "
+            "new index, or a shorter system prompt"
+        )
+
+
+def content(document: Document) -> str:
+    """Digest of all of a document that an index keeps."""
+    known = [json.dumps(document.parts)] if document.parts else []
+    return digest(document.title, document.text, *known)
+
+
+def groups(texts: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:
+    """Sources in groups, each with chunks enough for a few batches."""
+    group: list[str] = []
+    size = 0
+    for source, chunks in texts.items():
+        group.append(source)
+        size += len(chunks)
+        if size >= _GROUP_CHUNKS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 @dataclass(frozen=True)
@@ -153,8 +242,7 @@ class IngestRecipe:
                 "so on instead of engine="
             )
         embedder = self.embedding or Embedder(self.settings["embedding"])
-        behind = contexts(self.settings["context"])
-        preparation = Preparation.of(engine, embedder, self.settings, behind)
+        preparation = Preparation(engine, embedder, self.settings)
         return IngestWorker(preparation, self.limits, Path(self.documents))
 
 
@@ -197,10 +285,7 @@ class IngestWorker:
 @contextmanager
 def helped(
     ray: str | IngestWorkers,
-    preparation: Preparation,
-    settings: Mapping[str, str],
-    options: Mapping[str, Any],
-    folder: Path,
+    folder: IndexFolder,
     documents: Path,
     limits: DocumentLimits,
 ) -> Iterator[Prepare]:
@@ -208,7 +293,6 @@ def helped(
 
     Args:
         ray: the workers, or the address of a Ray cluster.
-        options: for `Engine.load`.
         folder: the index's.
         documents: the file or folder that is ingested.
         limits: on reading a document.
@@ -217,13 +301,14 @@ def helped(
         ConfigError: workers cannot do it by these settings.
         MissingPackageError: Ray is not installed.
     """
-    engine, embedder = preparation.engine, preparation.embedder
+    engine, embedder, options = folder.engine, folder.embedder, folder.load_options()
     store = _for_workers(engine.settings)
-    dtype = str(engine.model.shapes.dtype).removeprefix("torch.")
-    with NamedTemporaryFile(dir=folder, prefix=".seen-") as token:
+    if options["backend"] == "transformers":
+        options["dtype"] = str(engine.model.shapes.dtype).removeprefix("torch.")
+    with NamedTemporaryFile(dir=folder.path, prefix=".seen-") as token:
         recipe = IngestRecipe(
-            _with_absolute_paths(settings),
-            {**options, **({"dtype": dtype} if options["backend"] == "transformers" else {})},
+            _with_absolute_paths(folder.settings),
+            options,
             store,
             None if isinstance(embedder, Embedder) else embedder,
             engine.model.fingerprint,
@@ -231,11 +316,8 @@ def helped(
             (str(documents), *([token.name] if store.path else [])),
             limits,
         )
-        yield partial(_of(ray).prepare, recipe)
-
-
-def _of(ray: str | IngestWorkers) -> IngestWorkers:
-    return workers(ray) if isinstance(ray, str) else ray
+        hired = workers(ray) if isinstance(ray, str) else ray
+        yield partial(hired.prepare, recipe)
 
 
 def workers(address: str, **options: float) -> IngestWorkers:

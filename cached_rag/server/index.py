@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # their packages are another extra's
     from numpy.typing import NDArray
 
     from cached_rag.rag.answer import AnswerStream
-    from cached_rag.rag.hit import Hit
+    from cached_rag.rag.hits import Hit
     from cached_rag.rag.rag import CachedRAG
 
 Json = dict[str, Any]

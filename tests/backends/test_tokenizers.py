@@ -15,7 +15,8 @@ from cached_rag.backends.resolve import wheel_file
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.cli.demo import CORPUS
 from cached_rag.library.matching import ChunkTable, align, record_of
-from cached_rag.rag import find_documents, load_document
+from cached_rag.rag.finding import look_at
+from cached_rag.rag.readers import load_document
 
 pytestmark = pytest.mark.real
 SEPARATORS = ["\n\n", " ", "", "\n---\n"]
@@ -36,7 +37,7 @@ def tokenizer(name):
 
 @functools.cache
 def chunks():
-    texts = [load_document(file).text for file in find_documents(CORPUS)[:30]]
+    texts = [load_document(file).text for file in look_at(CORPUS).files[:30]]
     return [text[at : at + 700].strip() for text in texts for at in (300, 1500)]
 
 

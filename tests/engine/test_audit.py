@@ -152,7 +152,7 @@ def test_metrics_and_an_index_have_it(audited, tmp_path):
     lines = Metrics(engine).text().decode().splitlines()
     assert 'cached_rag_audit{figure="count",method="epic"} 1.0' in lines
     with CachedRAG.open(tmp_path, embedding=WordEmbedding(), audit_rate=0.5) as rag:
-        assert rag._store.audit_rate == 0.5
+        assert rag._folder.store.audit_rate == 0.5
 
 
 def test_options_of_a_method_are_judged_by_themselves(audited):

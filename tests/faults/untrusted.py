@@ -13,8 +13,8 @@ from pathlib import Path
 from faults.outcome import Outcome
 
 from cached_rag.errors import DocumentError
-from cached_rag.rag import DocumentLimits
-from cached_rag.rag.confined import ConfinedReader
+from cached_rag.rag.limits import DocumentLimits
+from cached_rag.rag.reading_process import ConfinedReader
 
 Load = Callable[[Path], str]
 SECRET = "the signing key of another folder"

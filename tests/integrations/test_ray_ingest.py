@@ -24,7 +24,7 @@ from ray_cached_rag.worker import MOST_ATTEMPTS, Attempts, Worker
 
 from cached_rag import CachedRAG, ConfigError, StoreConfig
 from cached_rag.errors import ClusterError
-from cached_rag.rag import DocumentIndex
+from cached_rag.rag.index import DocumentIndex
 from cached_rag.spi import IngestRecipe, IngestTask
 
 # Workers do not have the tests' modules, so what comes from them is sent whole.

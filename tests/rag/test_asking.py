@@ -175,7 +175,7 @@ def test_a_follow_ups_chunks_come_from_cache_behind_the_same_beginning(rag, call
     again = rag.ask("And why?", history=[first], **GREEDY)
     assert (again.report.modules_hit, again.report.modules_missed) == (2, 0)
     assert again.report.cached_tokens >= first.report.cached_tokens
-    head = rag._prompts.head().text
+    head = rag._folder.prompts.head().text
     assert all(prompt.startswith(head) for prompt in prompts_in(calls))
     one, other = prompts_in(calls)
     assert [hit.text for hit in again.sources] == [hit.text for hit in first.sources]
@@ -274,7 +274,7 @@ def test_numbers_out_of_range_are_refused(rag, way, bad):
 def test_a_search_loads_no_language_model(rag, tmp_path):
     with CachedRAG.open(tmp_path / "index", embedding=WordEmbedding()) as other:
         assert other.search(QUESTION, 2) == rag.search(QUESTION, 2)
-        assert other._engine is None
+        assert other._folder._engine is None
 
 
 def test_a_question_about_something_else_says_so(rag):

@@ -239,10 +239,10 @@ def test_a_turn_that_was_interrupted_keeps_what_there_is_of_it(rag):
     chat = rag.chat(k=1, condense=False, max_tokens=40, ignore_eos=True)
     stream = chat.stream(FIRST)
     first = next(stream)
-    begun, stream._stream = stream._stream, iter(lambda: signal.raise_signal(signal.SIGINT), 0)
+    begun, stream.stream = stream.stream, iter(lambda: signal.raise_signal(signal.SIGINT), 0)
     with pytest.raises(KeyboardInterrupt):
         next(stream)
-    stream._stream = begun
+    stream.stream = begun
     stream.close()
     assert [answer.question for answer in chat.history] == [FIRST]
     assert chat.history[0].text.startswith(first)

@@ -20,10 +20,9 @@ from test_office import (
     write_xlsx,
 )
 
-from cached_rag.rag import load_document
 from cached_rag.rag.document import searchable
-from cached_rag.rag.readers import joined
-from cached_rag.rag.xlsx import formatted
+from cached_rag.rag.readers import joined, load_document
+from cached_rag.rag.tables import formatted
 
 TABLE = "<table><tr><th>a<th>b<th>c</tr><tr><td>1<td><td>3</tr></table>"
 LISTS = "<p>1. x<ol start=5><li>five<ol type=a><li>in<li>er</ol><li value=9>nine</ol>"

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from cached_rag import CachedRAG, Engine
 from cached_rag.cli.main import app
 from cached_rag.errors import SlowDocumentError
-from cached_rag.rag import folder, ingest, seen
-from cached_rag.rag.confined import ConfinedReader
+from cached_rag.rag import finding, ingest
+from cached_rag.rag.reading_process import ConfinedReader
 
 
 class Counted(WordEmbedding):
@@ -46,7 +46,7 @@ def read(monkeypatch):
         return load(reader, path, seconds)
 
     monkeypatch.setattr(ConfinedReader, "load", noted)
-    monkeypatch.setattr(seen, "_SETTLED_NS", 0)
+    monkeypatch.setattr(finding, "_SETTLED_NS", 0)
     return names
 
 
@@ -95,7 +95,7 @@ def test_an_edit_of_the_same_size_and_time_is_read(again, read, docs):
 
 
 def test_what_changed_a_moment_ago_is_read_again(again, read, loaded, monkeypatch):
-    monkeypatch.setattr(seen, "_SETTLED_NS", 10**15)
+    monkeypatch.setattr(finding, "_SETTLED_NS", 10**15)
     again()
     summary, calls = again()
     assert (summary.unchanged, calls) == (3, 0)
@@ -143,7 +143,7 @@ def test_a_watched_file_that_becomes_a_link_to_elsewhere_is_skipped(
         yield ingest(docs / "a.txt", False)
 
     (tmp_path / "secret.txt").write_text("The secret.")
-    monkeypatch.setattr(folder, "watch", change)
+    monkeypatch.setattr("cached_rag.rag.rag.watch", change)
     with CachedRAG.open(tmp_path / "index", model_folder, embedding=WordEmbedding()) as rag:
         first, second = rag.watch(docs)
         assert (first.added, second.added) == (3, 0)

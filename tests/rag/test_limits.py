@@ -19,8 +19,10 @@ from cached_rag import CachedRAG, ConfigError, Engine
 from cached_rag.cli.main import app
 from cached_rag.cli.terminal import visible
 from cached_rag.errors import DocumentError
-from cached_rag.rag import READERS, DocumentLimits, confined, load_document
-from cached_rag.rag.confined import ConfinedReader
+from cached_rag.rag import reading_process
+from cached_rag.rag.limits import DocumentLimits
+from cached_rag.rag.readers import READERS, load_document
+from cached_rag.rag.reading_process import ConfinedReader
 
 WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 OFFICE = "urn:oasis:names:tc:opendocument:xmlns:office:1.0"
@@ -144,7 +146,7 @@ def test_memory_that_a_parser_keeps_is_not_the_next_document_s(tmp_path, monkeyp
         first = reader._process
         reader.load(tmp_path / "a.txt")
         assert reader._process is first
-        monkeypatch.setattr(confined, "_KEPT_BYTES", 1)
+        monkeypatch.setattr(reading_process, "_KEPT_BYTES", 1)
         reader.load(tmp_path / "a.txt")
         assert first.poll() is not None
 
@@ -166,8 +168,8 @@ def test_a_reader_ends_with_the_process_that_asked(tmp_path):
     code = f"""
 import os
 from pathlib import Path
-from cached_rag.rag import DocumentLimits
-from cached_rag.rag.confined import ConfinedReader
+from cached_rag.rag.limits import DocumentLimits
+from cached_rag.rag.reading_process import ConfinedReader
 reader = ConfinedReader(DocumentLimits(), Path({str(tmp_path)!r}))
 reader.load({str(tmp_path / "a.txt")!r})
 print(reader._process.pid, flush=True)

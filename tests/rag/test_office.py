@@ -11,9 +11,9 @@ import pytest
 
 from cached_rag.errors import DocumentError
 from cached_rag.rag import archive
-from cached_rag.rag.code import LANGUAGES
-from cached_rag.rag.finding import find_documents
+from cached_rag.rag.finding import look_at
 from cached_rag.rag.readers import READERS, load_document
+from cached_rag.rag.splitting import LANGUAGES
 
 OFFICE = "http://schemas.openxmlformats.org"
 TYPES = f'<Types xmlns="{OFFICE}/package/2006/content-types"><Default Extension="rels" \
@@ -199,7 +199,7 @@ def test_each_kind_becomes_text(tmp_path, name):
     text = load_document(path).text
     assert "copper" in text.lower()
     assert "green" in text
-    assert find_documents(tmp_path) == [path]
+    assert look_at(tmp_path).files == (path,)
 
 
 def test_tabs_breaks_and_hyphens_of_word_stand_between_words(tmp_path):

@@ -10,7 +10,7 @@ from indexes import WordEmbedding
 from tqdm import tqdm
 
 from cached_rag import CachedRAG, Engine, StoreConfig
-from cached_rag.rag import preparing, progress
+from cached_rag.rag import progress, workers
 from cached_rag.spi import LanguageModel
 
 
@@ -69,7 +69,7 @@ def test_prefilling_counts_tokens_and_moves_within_a_document(rag, bars, long_fi
 
 def test_reading_counts_bytes_and_moves_within_a_document(rag, bars, long_file, monkeypatch):
     monkeypatch.setattr(progress, "LONG_BYTES", 100)
-    monkeypatch.setattr(preparing, "EMBED_CHUNKS", 20)
+    monkeypatch.setattr(workers, "EMBED_CHUNKS", 20)
     rag.ingest(long_file)
     bar, size = bars["reading"], long_file.stat().st_size
     assert bar.n == bar.total == size

@@ -16,6 +16,7 @@ from transformers import BertConfig, BertModel
 from cached_rag import CachedRAG
 from cached_rag.errors import IndexMismatchError
 from cached_rag.rag.embedding import Embedder
+from cached_rag.rag.index import DocumentIndex
 
 TEXTS = dict(zip("abc", CHUNKS, strict=True))
 
@@ -39,7 +40,7 @@ class Wider(WordEmbedding):
 
 def rag_with(opened, embedding):
     rag = opened(context="none")
-    rag._embedder = embedding
+    rag._folder._embedder = embedding
     return rag
 
 
@@ -58,7 +59,7 @@ def test_chunks_are_embedded_anew_once_and_the_right_one_is_found(opened, caplog
 
 
 def test_a_negative_control_finds_the_wrong_chunk(opened, monkeypatch):
-    monkeypatch.setattr("cached_rag.rag.folder.see_same_vectors", lambda *_: None)
+    monkeypatch.setattr(DocumentIndex, "see_vectors_of", lambda *_: None)
     rag_with(opened, WordEmbedding()).add_texts(TEXTS, progress=False)
     found = [
         rag_with(opened, Shuffled()).search(text, k=1)[0].text.endswith(text) for text in CHUNKS

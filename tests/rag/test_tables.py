@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cached_rag.rag import load_document
+from cached_rag.rag.readers import load_document
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,12 @@ import psutil
 import pytest
 
 from cached_rag.errors import DocumentError
-from cached_rag.rag import DocumentLimits, confined, load_document, opening
-from cached_rag.rag.confined import ConfinedReader, trusted_path
+from cached_rag.rag import limits, reading_process
+from cached_rag.rag.document import shown
 from cached_rag.rag.finding import look_at
-from cached_rag.rag.limits import text_limit
-from cached_rag.rag.naming import shown
+from cached_rag.rag.limits import DocumentLimits, text_limit
+from cached_rag.rag.readers import load_document
+from cached_rag.rag.reading_process import ConfinedReader, trusted_path
 from cached_rag.rag.tables import table_to_text
 
 SECRET = "KEEP-THIS-TO-YOURSELF"
@@ -99,7 +100,7 @@ def test_what_is_swapped_between_check_and_opening_is_not_read(
 
 def test_a_file_is_not_read_beyond_its_limit_if_it_grows(docs, monkeypatch):
     file = docs / "deep" / "a.txt"
-    monkeypatch.setattr(opening.stat, "S_ISREG", lambda _: file.write_text("x" * 1000) > 0)
+    monkeypatch.setattr(limits.stat, "S_ISREG", lambda _: file.write_text("x" * 1000) > 0)
     with pytest.raises(DocumentError, match="exceed 100;"):
         load_document(file, max_bytes=100)
 
@@ -234,7 +235,9 @@ def test_a_table_is_not_written_out_beyond_the_limit():
 def test_a_reader_that_dies_costs_its_document_alone(docs, monkeypatch):
     with ConfinedReader(FEW, docs) as reader:
         with monkeypatch.context() as patch:
-            patch.setattr(confined, "_CODE", "import os, sys; sys.stdin.readline(); os._exit(3)")
+            patch.setattr(
+                reading_process, "_CODE", "import os, sys; sys.stdin.readline(); os._exit(3)"
+            )
             with pytest.raises(DocumentError, match=r"what reads it has died \(3\)"):
                 reader.load(docs / "deep" / "a.txt")
         assert reader.load(docs / "deep" / "a.txt").text == "The valve is red."
@@ -242,8 +245,8 @@ def test_a_reader_that_dies_costs_its_document_alone(docs, monkeypatch):
 
 def test_no_answer_without_end_is_read(docs, monkeypatch):
     endless = "import sys\nsys.stdin.readline()\nwhile True: sys.stdout.write('x' * 65536)"
-    monkeypatch.setattr(confined, "_CODE", endless)
-    monkeypatch.setattr(confined, "_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(reading_process, "_CODE", endless)
+    monkeypatch.setattr(reading_process, "_ANSWER_BYTES", 1000)
     with ConfinedReader(FEW, docs) as reader:
         with pytest.raises(DocumentError, match="more than 50000 characters"):
             reader.load(docs / "deep" / "a.txt")

@@ -18,7 +18,7 @@ from cached_rag import CachedRAG, ConfigError, Engine, StoreConfig
 from cached_rag.cli.ingest import IngestCommand
 from cached_rag.errors import ClusterError, StoreError
 from cached_rag.kv.store.remote.tier import RemoteTier
-from cached_rag.rag import preparing
+from cached_rag.rag.workers import Preparation
 
 
 @dataclass
@@ -132,7 +132,7 @@ def test_an_interrupted_ingestion_goes_on(opened, docs):
 
 def test_documents_of_an_ingestion_without_workers_are_finished_by_them(opened, docs, monkeypatch):
     rag, alone = opened("index"), opened("alone")
-    monkeypatch.setattr(preparing.Preparation, "encode", lambda *_: 1 / 0)
+    monkeypatch.setattr(Preparation, "encode", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ingest(rag, docs)
     monkeypatch.undo()

@@ -1,27 +1,36 @@
-"""Word's documents as HTML: headings, numbers of lists, tables, footnotes. Runs nothing."""
+"""Word's documents and PowerPoint's slides as HTML: headings, numbers of lists, tables, notes.
+
+Nothing is run.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cached_rag.rag.archive import Archive, local, value
+from cached_rag.rag.archive import Archive, local, said_at, value
 from cached_rag.rag.document import Part
-from cached_rag.rag.html import tree_parts
-from cached_rag.rag.numerals import numeral, numeral_kind
+from cached_rag.rag.html import numeral, numeral_kind, tree_parts
 
-_TAGS = {"body": "body", "tbl": "table", "tr": "tr", "tc": "td", "br": "br", "cr": "br"}
+_WORD_TAGS = {"body": "body", "tbl": "table", "tr": "tr", "tc": "td", "br": "br", "cr": "br"}
 _SAID = {"tab": "\t", "noBreakHyphen": "-", "ptab": "\t"}
-_HIDDEN = ("moveFrom", "Fallback", "rt")  # a box of text stands twice, once for old versions
+# A box of text stands twice, once for old versions.
+_HIDDEN_IN_WORD = ("moveFrom", "Fallback", "rt")
 _NOTES = {"footnoteReference": "footnote", "endnoteReference": "endnote"}
 _OFF = ("0", "false", "off")
 _HEADING = re.compile(r"heading ([1-6])", re.IGNORECASE)
 _LEVEL = re.compile(r"%([1-9])")
 # Most styles that are based on each other.
 _DEEPEST = 20
+_SLIDE_TAGS = {"tbl": "table", "tr": "tr", "tc": "td", "br": "br", "txBody": "div"}
+_NUMBERED = "{*}pPr/{*}buAutoNum"
+_TITLES = ("title", "ctrTitle")
+# What is no text of the slide: places for its number, and what old versions show instead.
+_HIDDEN_ON_SLIDES = ("Fallback", "extLst")
 
 
 def read_docx(path: Path) -> list[Part]:
@@ -41,8 +50,7 @@ def read_docx(path: Path) -> list[Part]:
                     for block in note.iterchildren("p"):
                         block.tag = "div"
                     body.append(note)
-        title = archive.xml("docProps/core.xml").findtext("{*}title")
-    return [(f"Title: {title}" if title else "", {}), *tree_parts(body)]
+        return [archive.titled(), *tree_parts(body)]
 
 
 class _Styles:
@@ -59,13 +67,13 @@ class _Styles:
                 return None
             if (found := style.find(path)) is not None:
                 return found
-            name = _said(style, "{*}basedOn")
+            name = said_at(style, "{*}basedOn")
         return None
 
     def heading(self, name: str) -> str:
         """ "h1" to "h6", or "" if the style is no heading's."""
         style = self._by_id.get(name)
-        called = "" if style is None else _said(style, "{*}name")
+        called = "" if style is None else said_at(style, "{*}name")
         if called.lower() == "title":
             return "h1"
         if found := _HEADING.fullmatch(called):
@@ -103,12 +111,12 @@ class _Numbering:
         named = self._lists.get(number)
         if named is None or not level.isdecimal():
             return ""
-        of = _said(named, "{*}abstractNumId")
+        of = said_at(named, "{*}abstractNumId")
         levels, counts, depth = self._levels.get(of, {}), self._counts[of], int(level)
         if number not in self._begun:  # lists of one kind count on, but for those told not to
             self._begun.add(number)
             for one in named.iterchildren("{*}lvlOverride"):
-                if start := _said(one, "{*}startOverride"):
+                if start := said_at(one, "{*}startOverride"):
                     counts[int(value(one, "ilvl"))] = int(start) - 1
         known = levels.get(level)
         if known is None or known.kind == "bullet":
@@ -126,9 +134,8 @@ class _Numbering:
 
 
 def _level(level: Any) -> _Level:
-    start = _said(level, "{*}start")
-    kind, text = _said(level, "{*}numFmt"), _said(level, "{*}lvlText")
-    return _Level(int(start) if start else 0, kind, text)
+    start = int(said_at(level, "{*}start") or 0)
+    return _Level(start, said_at(level, "{*}numFmt"), said_at(level, "{*}lvlText"))
 
 
 @dataclass
@@ -150,7 +157,7 @@ class _Marker:
             element.tail = None
             if name != "t":
                 element.text = _SAID.get(name)
-            if name in _HIDDEN or (name == "r" and _is_hidden(element)):
+            if name in _HIDDEN_IN_WORD or (name == "r" and _is_hidden(element)):
                 element.set("hidden", "")
             elif name in _NOTES:
                 key = _NOTES[name], value(element, "id")
@@ -160,16 +167,16 @@ class _Marker:
                 continue
             elif name in ("rPr", "pPr"):  # has elements that are called as those of text
                 element.set("hidden", "")
-            element.tag = _TAGS.get(name, "span")
+            element.tag = _WORD_TAGS.get(name, "span")
 
     def _write_paragraph(self, element: Any) -> None:
-        style = _said(element, "{*}pPr/{*}pStyle")
+        style = said_at(element, "{*}pPr/{*}pStyle")
         listed = element.find("{*}pPr/{*}numPr")
         if listed is None:
             listed = self.styles.find(style, "{*}pPr/{*}numPr")
         if listed is not None and "".join(element.itertext("{*}t")).strip():
-            level = _said(listed, "{*}ilvl") or "0"
-            element.text = self.numbering.next(_said(listed, "{*}numId"), level)
+            level = said_at(listed, "{*}ilvl") or "0"
+            element.text = self.numbering.next(said_at(listed, "{*}numId"), level)
         element.tag = self.styles.heading(style) or ("div" if element.text else "p")
 
 
@@ -178,6 +185,77 @@ def _is_hidden(run: Any) -> bool:
     return vanish is not None and value(vanish) not in _OFF
 
 
-def _said(element: Any, path: str) -> str:
-    found = element.find(path)
-    return "" if found is None else value(found)
+def read_pptx(path: Path) -> list[Part]:
+    """The text of the slides that are shown, in order, each with its notes."""
+    with Archive(path) as archive:
+        parts = [archive.titled()]
+        for name in _slides(archive):
+            slide = archive.xml(name)
+            if value(slide, "show") not in ("0", "false"):
+                parts += _written(slide)
+                notes = archive.xml(archive.first(name, "notesSlide"))
+                for shape in notes.iterfind(".//{*}sp"):
+                    if _place(shape) == "body":
+                        parts += _written(shape)
+    return parts
+
+
+def _slides(archive: Archive) -> Iterator[str]:
+    show = archive.first("", "officeDocument")
+    related = archive.related(show)
+    for slide in archive.xml(show).iterfind("{*}sldIdLst/{*}sldId"):
+        names = [related[key][1] for key in slide.attrib.values() if key in related]
+        yield from names
+
+
+def _place(shape: Any) -> str:
+    """Which of a layout's places a shape fills: "title", "body"; "" for none."""
+    return said_at(shape, "{*}nvSpPr/{*}nvPr/{*}ph", "type")
+
+
+def _written(root: Any) -> list[Part]:
+    """The text of a tree, whose elements get HTML's names."""
+    counts: dict[tuple[Any, ...], int] = {}
+    block = "p"
+    for element in list(root.iter("{*}*")):
+        name = local(element)
+        element.tail = None
+        if name != "t":
+            element.text = None
+        if name == "sp":
+            block = "h2" if _place(element) in _TITLES else "div"
+        elif name == "graphicFrame":
+            block = "div"
+        elif name in _HIDDEN_ON_SLIDES or _is_number(element):
+            element.set("hidden", "")
+        elif name == "txBody":
+            counts = {}
+        elif name == "p":
+            element.text = _mark(element, counts)
+            element.tag = block
+            continue
+        element.tag = _SLIDE_TAGS.get(name, "span")
+    return tree_parts(root)
+
+
+def _is_number(element: Any) -> bool:
+    return local(element) == "fld" and value(element, "type") == "slidenum"
+
+
+def _mark(paragraph: Any, counts: dict[tuple[Any, ...], int]) -> str:
+    """What stands before a paragraph, if it is a list's.
+
+    Args:
+        counts: how many paragraphs of each level were counted, since one of a higher level.
+    """
+    level = int(said_at(paragraph, "{*}pPr", "lvl") or 0)
+    kind = said_at(paragraph, _NUMBERED, "type")
+    start = int(said_at(paragraph, _NUMBERED, "startAt") or 1)
+    for key in [key for key in counts if key[0] > level or (key[0] == level and not kind)]:
+        del counts[key]
+    if not kind:
+        return "" if paragraph.find("{*}pPr/{*}buChar") is None else "- "
+    number = counts[level, kind, start] = counts.get((level, kind, start), start - 1) + 1
+    said = numeral(number, numeral_kind(kind.replace("P", " P", 1)))
+    before, behind = "(" if "ParenBoth" in kind else "", ")" if "Paren" in kind else "."
+    return f"{before}{said}{behind} "
