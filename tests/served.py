@@ -13,9 +13,9 @@ from conftest import CHUNKS
 
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.server.app import create_app
+from cached_rag.server.gate import Keys
 from cached_rag.server.run import Server, bind
 from cached_rag.server.service import Service
-from cached_rag.server.tenants import Keys
 
 NAME = "tiny"
 MESSAGES = [

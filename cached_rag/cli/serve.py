@@ -58,9 +58,9 @@ def serve_command(
     """Serve a model over OpenAI's protocol, reusing chunks' KV wherever they occur in prompts."""
     with needs_extra("serve", "the server"):
         from cached_rag.server.index import ServedIndex
-        from cached_rag.server.limits import default_disk_bytes, share_descriptors
         from cached_rag.server.run import bind, serve
         from cached_rag.server.service import Service
+        from cached_rag.server.settings import default_disk_bytes, share_descriptors
     from cached_rag import CachedRAG, Engine
     from cached_rag.options import parted
 

@@ -17,9 +17,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from cached_rag import __version__
-from cached_rag.server.documents import Documents
 from cached_rag.server.failures import Endings, described, event, handle_errors
-from cached_rag.server.gate import Gate
+from cached_rag.server.gate import Gate, Keys
 from cached_rag.server.index import ServedIndex
 from cached_rag.server.protocol import (
     ChatRequest,
@@ -29,7 +28,7 @@ from cached_rag.server.protocol import (
 )
 from cached_rag.server.responses import Reply, ResponsesRequest
 from cached_rag.server.service import Asked, Service
-from cached_rag.server.tenants import Keys
+from cached_rag.server.tenants import Documents
 
 # How often to look whether a client that waits for a whole response is still there.
 _LOOK_SECONDS = 0.25

@@ -6,17 +6,20 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from cached_rag.backends.transformers.attention import kernels, matmul, scattered
-from cached_rag.backends.transformers.attention.kernels import reference
-from cached_rag.backends.transformers.attention.matmul import matmul_attention, matmul_attention_lse
+from cached_rag.backends.transformers.attention import kernels, scattered
+from cached_rag.backends.transformers.attention.kernels import (
+    matmul_attention,
+    matmul_attention_lse,
+    reference,
+)
 from cached_rag.backends.transformers.attention.scattered import Rows
-from cached_rag.backends.transformers.observe import head_mean
+from cached_rag.backends.transformers.row_cache import head_mean
 
 
 @pytest.fixture(params=[False, True])
 def units(request, monkeypatch):
     """Whether the CPU has matrix units, as far as the choice of a kernel goes."""
-    for module in (kernels, matmul, scattered):
+    for module in (kernels, scattered):
         monkeypatch.setattr(module, "flash_has_matrix_units", lambda: request.param)
     return request.param
 

@@ -22,9 +22,9 @@ from faults.outcome import Outcome
 
 from cached_rag.kv.store.database import Database
 from cached_rag.server.app import create_app
+from cached_rag.server.gate import Keys
 from cached_rag.server.run import Server, bind
 from cached_rag.server.service import Service
-from cached_rag.server.tenants import Keys
 
 _NAME = "tiny"
 _CHAT = {"model": _NAME, "temperature": 0, "max_tokens": 3, "method": "prefix"}

@@ -17,11 +17,10 @@ from served import GREEDY, MESSAGES, connected, received, serving, until
 
 from cached_rag import ConfigError, Engine, GenerationConfig, StoreConfig
 from cached_rag.errors import BusyError, StoreError, StoreFullError
-from cached_rag.server.documents import Documents
-from cached_rag.server.gate import LOCAL_HOSTS
+from cached_rag.server.gate import LOCAL_HOSTS, Keys
 from cached_rag.server.protocol import CompletionRequest
 from cached_rag.server.service import Service
-from cached_rag.server.tenants import Keys, Tenants
+from cached_rag.server.tenants import Documents, Tenants
 
 
 @pytest.fixture(scope="module")

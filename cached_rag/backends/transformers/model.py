@@ -17,11 +17,9 @@ from transformers import DynamicCache
 from cached_rag.backends.base import Chosen, Prefilled, StepInput
 from cached_rag.backends.process import peak_bytes
 from cached_rag.backends.transformers.batch import can_batch, step_batch
-from cached_rag.backends.transformers.inspection import cache_argument
+from cached_rag.backends.transformers.decoder import Decoder, cache_argument
 from cached_rag.backends.transformers.prefill import choose_rows, prefill_rows, prefill_selected
-from cached_rag.backends.transformers.row_pass import Decoder
-from cached_rag.backends.transformers.weights.linear import FewBitLinear
-from cached_rag.backends.transformers.weights.packing import Format, formats
+from cached_rag.backends.transformers.weights.packing import FewBitLinear, Format, formats
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.positions import PositionRule
 from cached_rag.methods.base import Layout, Selector

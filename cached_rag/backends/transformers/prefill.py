@@ -17,9 +17,10 @@ from collections.abc import Callable
 import torch
 
 from cached_rag.backends.base import Chosen, Prefilled
+from cached_rag.backends.transformers.decoder import Decoder
 from cached_rag.backends.transformers.drift import Drift
-from cached_rag.backends.transformers.observe import Observer
-from cached_rag.backends.transformers.row_pass import Decoder, RowPass
+from cached_rag.backends.transformers.row_cache import Observer
+from cached_rag.backends.transformers.row_pass import RowPass
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods.base import Layout, Selector

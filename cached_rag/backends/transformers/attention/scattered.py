@@ -20,10 +20,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from cached_rag.backends.transformers.attention.kernels import attend, attend_causal, kernel_of
-from cached_rag.backends.transformers.attention.matmul import (
+from cached_rag.backends.transformers.attention.kernels import (
+    attend,
+    attend_causal,
     capped_attention,
     flash_has_matrix_units,
+    kernel_of,
     matmul_attention,
     prefers_matmul,
 )
