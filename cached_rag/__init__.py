@@ -78,7 +78,7 @@ _PLACES = {
         "CachedRAGError",
         "ConfigError",
     ),
-    "explain": ("Explanation",),
+    "engine.explanation": ("Explanation",),
     "grammar.grammar": ("Grammar",),
     "library.context": (
         "PRIMER",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cached_rag import __version__
 from cached_rag.server.failures import Endings, described, event, handle_errors
-from cached_rag.server.gate import Gate, Keys
+from cached_rag.server.gate import LOCAL_HOSTS, Gate, Keys
 from cached_rag.server.index import ServedIndex
 from cached_rag.server.protocol import (
     ChatRequest,
@@ -28,6 +28,7 @@ from cached_rag.server.protocol import (
 )
 from cached_rag.server.responses import Reply, ResponsesRequest
 from cached_rag.server.service import Asked, Service
+from cached_rag.server.settings import ServerConfig
 from cached_rag.server.tenants import Documents
 
 # How often to look whether a client that waits for a whole response is still there.
@@ -40,25 +41,22 @@ _UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 def create_app(
     service: Service,
-    keys: Keys | None = None,
-    max_body_bytes: int = 16 << 20,
+    config: ServerConfig = ServerConfig(),  # noqa: B008
     at_end: Callable[[], object] = lambda: None,
-    *,
-    hosts: Collection[str] | None = None,
-    origins: Collection[str] = (),
     max_requests: int = 750,
 ) -> FastAPI:
     """The server for one service; while `app.state.is_stopping`, it refuses new requests.
 
     Args:
-        keys: who may ask; None for everybody.
-        max_body_bytes: most bytes of a request's body.
         at_end: called when it has stopped; signals may end the process right after.
-        hosts: names that requests' Host headers may have, without ports; None for any. Without
-            this, a web page could reach a server on its reader's machine by a name of its own.
-        origins: web pages, as "https://host:port", whose scripts may ask; "*" for any.
         max_requests: most requests that are being answered.
+
+    Raises:
+        ConfigError: the settings' keys are none.
     """
+    keys, named = Keys(config.api_key), config.allowed_host
+    # Without this, a web page could reach a server on its reader's machine by a name of its own.
+    hosts = (*LOCAL_HOSTS, config.host, *named) if config.is_local or named else None
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -73,18 +71,18 @@ def create_app(
     app.state.is_hurried = False  # by a second signal: what waits to be encoded is dropped
     app.add_middleware(
         Gate,
-        keys=keys or Keys(),
+        keys=keys,
         hosts=hosts,
-        max_body_bytes=max_body_bytes,
+        max_body_bytes=config.max_body_bytes,
         max_requests=max_requests,
     )
     app.add_middleware(Endings, metrics=service.metrics)  # outside of the gate
-    if origins:  # outermost: a browser asks without a key whether it may ask
+    if config.cors_origin:  # outermost: a browser asks without a key whether it may ask
         knows_private = _PRIVATE in inspect.signature(CORSMiddleware).parameters
         private: dict[str, Any] = {_PRIVATE: True} if knows_private else {}
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(origins),
+            allow_origins=list(config.cors_origin),
             allow_methods=["*"],
             allow_headers=["*"],
             **private,

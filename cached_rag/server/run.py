@@ -24,7 +24,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from cached_rag.backends.process import return_memory
 from cached_rag.errors import ConfigError
 from cached_rag.server.app import create_app
-from cached_rag.server.gate import LOCAL_HOSTS, Keys
 from cached_rag.server.service import Service
 from cached_rag.server.settings import ServerConfig
 
@@ -194,17 +193,7 @@ def serve(
     Raises:
         ConfigError: the keys are none, or another program listens there.
     """
-    named = config.allowed_host
-    hosts = (*LOCAL_HOSTS, config.host, *named) if config.is_local or named else None
-    app = create_app(
-        service,
-        Keys(config.api_key),
-        config.max_body_bytes,
-        at_end,
-        hosts=hosts,
-        origins=config.cors_origin,
-        max_requests=max(1, connections * 3 // 4),
-    )
+    app = create_app(service, config, at_end, max_requests=max(1, connections * 3 // 4))
     host = f"[{config.host}]" if ":" in config.host else config.host
     address = f"http://{host}:{bound.getsockname()[1]}"
     times = {"max_connections": connections, "client_seconds": config.client_seconds}

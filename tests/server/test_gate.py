@@ -17,7 +17,7 @@ from served import GREEDY, MESSAGES, connected, received, serving, until
 
 from cached_rag import ConfigError, Engine, GenerationConfig, StoreConfig
 from cached_rag.errors import BusyError, StoreError, StoreFullError
-from cached_rag.server.gate import LOCAL_HOSTS, Keys
+from cached_rag.server.gate import Keys
 from cached_rag.server.protocol import CompletionRequest
 from cached_rag.server.service import Service
 from cached_rag.server.tenants import Documents, Tenants
@@ -110,7 +110,7 @@ def test_only_so_many_requests_are_under_way(engine, monkeypatch):
 
 
 def test_a_foreign_host_is_refused_where_only_this_machine_may_ask(engine):
-    with serving(engine, hosts=(*LOCAL_HOSTS, "mine.example")) as (address, _):
+    with serving(engine, allowed_host=("mine.example",)) as (address, _):
         for path in ("/v1/models", "/health", "/metrics", "/openapi.json"):
             for host, status in {
                 "evil.example": 421,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from cached_rag.backends.transformers.attention.kernels import capped, centre_of
+from cached_rag.backends.transformers.attention.kernels import Scoring, capped, centre_of
 from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.backends.transformers.drift import Drift
 from cached_rag.kv.buffer import KVBuffer
@@ -44,9 +44,7 @@ class Observer:
         rows: Rows,
         query: torch.Tensor,
         keys: torch.Tensor,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None = None,
+        how: Scoring,
     ) -> None:
         """Score the tokens by the question's attention in one layer, if that layer is observed."""
         if layer not in self.layers:
@@ -55,18 +53,11 @@ class Observer:
             self._rows = rows, rows.narrowed(rows.slots >= self._question)
         asking = self._rows[1]
         asked = query[0, :, -len(asking) :]
-        weights = head_mean(asked, keys[0], asking, scale, window, softcap)
+        weights = head_mean(asked, keys[0], asking, how)
         self.scores.append(self._selector.score(weights))
 
 
-def head_mean(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    rows: Rows,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None = None,
-) -> torch.Tensor:
+def head_mean(query: torch.Tensor, keys: torch.Tensor, rows: Rows, how: Scoring) -> torch.Tensor:
     """Attention weights of some rows over all keys, averaged over the heads.
 
     Args:
@@ -79,19 +70,19 @@ def head_mean(
     heads, count, head_dim = query.shape
     grouped = query.reshape(keys.shape[0], -1, head_dim)
     # Without a window, every row sees all keys up to the first row's; only later ones need a mask.
-    slots = rows.slots
+    slots, window = rows.slots, how.window
     first = rows.first + 1 if window is None else 0
     positions = torch.arange(first, keys.shape[1], device=slots.device)
     hidden = positions > slots[:, None]
     if window is not None:
         hidden |= positions <= slots[:, None] - window
     mean = query.new_zeros(count, keys.shape[1], dtype=torch.float32)
-    factor = head_dim**-0.5 if scale is None else scale
+    factor = how.factor(head_dim)
     # One KV head at a time: the scores of all heads at once would not fit the cache.
     for head_query, head_keys in zip(grouped, keys, strict=True):
-        if softcap is None:
+        if how.softcap is None:
             head_keys = head_keys - centre_of(head_keys)
-        scores = capped((head_query * factor) @ head_keys.T, softcap)
+        scores = capped((head_query * factor) @ head_keys.T, how.softcap)
         scores = scores.view(-1, count, keys.shape[1])
         scores[:, :, first:].masked_fill_(hidden, float("-inf"))
         torch.softmax(scores, dim=-1, out=scores)  # in fp32 inside, whatever the dtype
@@ -148,15 +139,7 @@ class RowCache(Cache):  # type: ignore[misc]
             raise Peeked
         return keys[:, :, : self.rows.length], values[:, :, : self.rows.length]
 
-    def observe(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> None:
+    def observe(self, layer: int, query: torch.Tensor, keys: torch.Tensor, how: Scoring) -> None:
         """Show the observer a layer's query and keys before the layer attends.
 
         Raises:
@@ -164,7 +147,7 @@ class RowCache(Cache):  # type: ignore[misc]
         """
         if self.observer is None:
             return
-        self.observer(layer, self.rows, query, keys, scale, window, softcap)
+        self.observer(layer, self.rows, query, keys, how)
         if layer == len(self.windows) - 1:
             raise Observed
 

@@ -23,6 +23,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -42,6 +43,24 @@ FLASH_KEYS = ((1, 16384), (48, 8192), (96, 3072), (192, 2048), (384, 1024))
 _SMALL = (torch.bfloat16, torch.float16)
 
 Attended = tuple[torch.Tensor, torch.Tensor]
+
+
+class Scoring(NamedTuple):
+    """How a layer scores the keys that a row sees.
+
+    Attributes:
+        scale: factor of the scores; None for 1 / sqrt(head_dim).
+        window: most keys that a row sees, its own included; None for no limit.
+        softcap: bound of the scores (Gemma 2), see `capped`; None for no bound.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+    def factor(self, head_dim: int) -> float:
+        """What the scores are multiplied by."""
+        return float(head_dim**-0.5) if self.scale is None else self.scale
 
 
 class _Scratch(threading.local):
