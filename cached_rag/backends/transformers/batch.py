@@ -185,11 +185,7 @@ class BatchCache(Cache):  # type: ignore[misc]
         return key_states, value_states
 
     def attend(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        how: Scoring,
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring
     ) -> torch.Tensor:
         """(1, num_heads, num_tokens, value_dim) for a (1, num_heads, num_tokens, dim) query.
 

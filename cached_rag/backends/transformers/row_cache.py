@@ -39,12 +39,7 @@ class Observer:
         self._rows: tuple[Rows, Rows] | None = None  # of a pass, and the question's among them
 
     def __call__(
-        self,
-        layer: int,
-        rows: Rows,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        how: Scoring,
+        self, layer: int, rows: Rows, query: torch.Tensor, keys: torch.Tensor, how: Scoring
     ) -> None:
         """Score the tokens by the question's attention in one layer, if that layer is observed."""
         if layer not in self.layers:

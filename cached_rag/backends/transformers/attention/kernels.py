@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
@@ -71,9 +72,7 @@ class _Scratch(threading.local):
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor, valid until the next call for that dtype."""
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         block = self._blocks.get(dtype)
         if block is None or block.numel() < count:
             with torch.inference_mode(False):  # or only inference mode could write to it

@@ -83,7 +83,8 @@ def relay_attention(
     for part in shared:
         asked = _taken(query, part.tokens)
         found = _seen_by_all(asked, part.keys, part.values, scale, softcap)
-        _merge_into(output, lse, part.tokens, found)
+        every = slice(None) if part.tokens is None else part.tokens
+        output[every], lse[every] = merge((output[every], lse[every]), found)
     return output.to(query.dtype)
 
 
@@ -92,13 +93,6 @@ def merge(first: Attended, second: Attended) -> Attended:
     lse = torch.logaddexp(first[1], second[1])
     parts = [found * (own - lse).exp()[..., None] for found, own in (first, second)]
     return parts[0] + parts[1], lse
-
-
-def _merge_into(
-    output: torch.Tensor, lse: torch.Tensor, tokens: slice | torch.Tensor | None, found: Attended
-) -> None:
-    every = slice(None) if tokens is None else tokens
-    output[every], lse[every] = merge((output[every], lse[every]), found)
 
 
 def _taken(query: torch.Tensor, tokens: slice | torch.Tensor | None) -> torch.Tensor:

@@ -92,11 +92,7 @@ class Rows:
         return slice(self.first, self.last + 1) if self.is_contiguous else self.slots
 
     def attend(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        how: Scoring,
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring
     ) -> torch.Tensor:
         """Attention of every row over the keys it may see.
 
@@ -113,11 +109,7 @@ class Rows:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def _needs_no_mask(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        how: Scoring,
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring
     ) -> bool:
         """Whether `_attend_unmasked` is possible and the faster way."""
         is_plain = how.softcap is None and (how.window is None or how.window > self.last)
@@ -132,11 +124,7 @@ class Rows:
         return is_flash and len(self) >= _UNMASKED_ROWS and flash_has_matrix_units()
 
     def _attend_unmasked(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        how: Scoring,
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring
     ) -> torch.Tensor:
         """Neighbouring rows: the keys before the first row, which all see, then their own."""
         factor = how.factor(query.shape[3])
