@@ -104,12 +104,10 @@ class Explained(Protocol):
     @property
     def report(self) -> Report:
         """Its figures."""
-        ...
 
     @property
     def trace(self) -> Trace | None:
         """What became of its prompt; None if that is not known."""
-        ...
 
 
 @dataclass(frozen=True, repr=False)

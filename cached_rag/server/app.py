@@ -139,13 +139,16 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         return JSONResponse(reply.whole(await _while_waited_for(request, service.answer(asked))))
 
 
+def _names(service: Service, tenant: str) -> list[str]:
+    """Of the model, and of the index for requests of no tenant: its documents are nobody else's."""
+    index = None if tenant else service.index
+    return [service.name] if index is None else [service.name, index.name]
+
+
 def _check_model(
     service: Service, name: str, tenant: str = "", *, may_be_index: bool = True
 ) -> None:
-    """Only requests of no tenant see the index, as its documents are nobody else's."""
-    names = [service.name]
-    if may_be_index and not tenant and service.index is not None:
-        names.append(service.index.name)
+    names = _names(service, tenant) if may_be_index else [service.name]
     if name not in names:
         known = " or ".join(map(repr, names))
         raise HTTPException(404, f"no model {name!r} here; it is {known}")
@@ -246,10 +249,8 @@ def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models(tenant: Tenant) -> dict[str, Any]:
         """The model; and the index under its own name, if there is one."""
-        names = [service.name]
-        if service.index is not None and not tenant:
-            names.append(service.index.name)
-        return {"object": "list", "data": [_about(service, name) for name in names]}
+        data = [_about(service, name) for name in _names(service, tenant)]
+        return {"object": "list", "data": data}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, tenant: Tenant) -> dict[str, Any]:

@@ -221,16 +221,13 @@ class Attending(Protocol):
     @property
     def rows(self) -> Rows:
         """The rows that the current layer computes."""
-        ...
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Each layer's sliding window."""
-        ...
 
     def observe(self, layer: int, query: torch.Tensor, keys: torch.Tensor, how: Scoring) -> None:
         """Called with each layer's query and keys before the layer attends."""
-        ...
 
 
 _ACTIVE: ContextVar[Attending | None] = ContextVar("cached_rag_attending", default=None)
