@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from cached_rag.backends.transformers.loading import load_model, wrap_model
     from cached_rag.config import BatchConfig, GenerationConfig, ModelConfig, StoreConfig
     from cached_rag.engine.engine import Engine
+    from cached_rag.engine.explanation import Explanation
     from cached_rag.engine.report import Report
     from cached_rag.engine.tools import Tools
     from cached_rag.errors import CachedRAGError, ConfigError
-    from cached_rag.explain import Explanation
     from cached_rag.grammar.grammar import Grammar
     from cached_rag.library.context import PRIMER, Context, primer
     from cached_rag.pml import Import, Said, Schema
@@ -79,7 +79,7 @@ _PLACES = {
         "CachedRAGError",
         "ConfigError",
     ),
-    "explain": ("Explanation",),
+    "engine.explanation": ("Explanation",),
     "grammar.grammar": ("Grammar",),
     "library.context": (
         "PRIMER",

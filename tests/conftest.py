@@ -22,7 +22,7 @@ from transformers.models.mpt import modeling_mpt
 from transformers.utils import logging
 
 from cached_rag import CachedRAG, Engine, StoreConfig, load_model, wrap_model
-from cached_rag.backends.transformers.inspection import cache_argument
+from cached_rag.backends.transformers.decoder import cache_argument
 from cached_rag.spi import LanguageModel
 
 if "HYPOTHESIS_EXAMPLES" not in os.environ and "SCHEMA_EXAMPLES" not in os.environ:

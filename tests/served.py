@@ -15,7 +15,7 @@ from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.server.app import create_app
 from cached_rag.server.run import Server, bind
 from cached_rag.server.service import Service
-from cached_rag.server.tenants import Keys
+from cached_rag.server.settings import ServerConfig
 
 NAME = "tiny"
 MESSAGES = [
@@ -33,9 +33,20 @@ def serving(engine, keys=(), drain=5, **limits):
 
 
 @contextlib.contextmanager
-def running(engine, keys=(), drain=5, connections=None, spaces=320, index=None, **limits):
+def running(
+    engine,
+    keys=(),
+    drain=5,
+    connections=None,
+    spaces=320,
+    index=None,
+    max_requests=750,
+    **listening,
+):
     """Yields the server; `address` is where."""
-    app = create_app(Service(engine, NAME, max_spaces=spaces, index=index), Keys(keys), **limits)
+    service = Service(engine, NAME, max_spaces=spaces, index=index)
+    config = ServerConfig(api_key=tuple(keys), **listening)
+    app = create_app(service, config, max_requests=max_requests)
     bound = bind("127.0.0.1", 0)
     server = Server(app, drain, **(connections or {}))
     server.address = f"http://127.0.0.1:{bound.getsockname()[1]}"

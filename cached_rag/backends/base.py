@@ -104,7 +104,6 @@ class Backend(Protocol):
     @property
     def name(self) -> str:
         """The name it was loaded by."""
-        ...
 
     @property
     def fingerprint(self) -> str:
@@ -113,89 +112,72 @@ class Backend(Protocol):
         Two models with the same fingerprint compute the same KV for the same tokens, so they share
         stored KV.
         """
-        ...
 
     @property
     def tokenizer(self) -> Any:
         """A fast tokenizer of the transformers library."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """How many logits it gives for a position."""
-        ...
 
     @property
     def context_length(self) -> int:
         """Most tokens of a prompt and its answer together."""
-        ...
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """Ids of the tokens that end an answer."""
-        ...
 
     @property
     def repetition_penalty(self) -> float:
         """The model's default repetition penalty; 1 for none."""
-        ...
 
     @property
     def shapes(self) -> KVShapes:
         """Sizes, dtype and device of its keys and values."""
-        ...
 
     @property
     def rule(self) -> PositionRule:
         """How its keys depend on position, and so whether they can be moved to another one."""
-        ...
 
     @property
     def weights_bytes(self) -> int:
         """Bytes of its weights, in the dtype it computes in."""
-        ...
 
     @property
     def details(self) -> dict[str, object]:
         """What else is worth knowing of it, for `cached-rag doctor`, by name."""
-        ...
 
     @property
     def lock(self) -> threading.Lock:
         """Callers hold it while they use the model, since several engines may share one."""
-        ...
 
     # Abilities -------------------------------------------------------------------------------
 
     @property
     def can_watch(self) -> bool:
         """Whether `repair` accepts methods that watch which tokens the question attends to."""
-        ...
 
     @property
     def can_narrow(self) -> bool:
         """Whether `repair` accepts methods that choose rows layer by layer."""
-        ...
 
     @property
     def can_batch(self) -> bool:
         """Whether `step` computes several rows in one pass."""
-        ...
 
     @property
     def can_share(self) -> bool:
         """Whether rows of a step may share runs of KV, and repair prompts (`StepInput.slots`)."""
-        ...
 
     @property
     def can_append(self) -> bool:
         """Whether `step` accepts more than one new token in a row."""
-        ...
 
     @property
     def token_price(self) -> float:
         """The time of one more token in a step, as a share of the shortest step's; about."""
-        ...
 
     # Computing -------------------------------------------------------------------------------
 
@@ -217,7 +199,6 @@ class Backend(Protocol):
 
         Effects: writes the KV of the computed tokens to `buffer`.
         """
-        ...
 
     def repair(
         self,
@@ -242,7 +223,6 @@ class Backend(Protocol):
 
         Effects: writes the KV of the computed tokens to `buffer`.
         """
-        ...
 
     def choose(
         self,
@@ -269,7 +249,6 @@ class Backend(Protocol):
 
         Effects: may write KV of tokens that have none to `buffer`.
         """
-        ...
 
     def step(self, batch: Sequence[StepInput]) -> torch.Tensor:
         """Compute each row's tokens: append new ones, or repair those at the row's `slots`.
@@ -283,7 +262,6 @@ class Backend(Protocol):
         Callers take tokens back by lowering `kv.length`: what lies behind it is never read, and
         written over.
         """
-        ...
 
     def forward(self, token_ids: torch.Tensor, split: int | None = None) -> torch.Tensor:
         """(batch, vocab_size) logits of the last token, computed by the unmodified model.
@@ -295,4 +273,3 @@ class Backend(Protocol):
             split: compute this many tokens first and the others in a second pass over their KV;
                 None for all in one pass. The two results differ by rounding.
         """
-        ...

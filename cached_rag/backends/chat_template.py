@@ -15,9 +15,9 @@ from typing import Any
 
 from jinja2 import Environment, TemplateError
 
-from cached_rag.backends.bounded import bounded
 from cached_rag.backends.controls import Backends
 from cached_rag.backends.prompt_text import Message, Rendered, Spans
+from cached_rag.backends.untrusted import bounded
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.calls import CallForm, Tool, told
 from cached_rag.grammar.messages import check_text, checked, is_about_tools, mapped, mapped_texts

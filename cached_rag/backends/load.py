@@ -9,8 +9,8 @@ import torch
 
 from cached_rag.backends.base import Backend
 from cached_rag.backends.llama_cpp.loading import load_llama_cpp
+from cached_rag.backends.resolve import Variant
 from cached_rag.backends.transformers.loading import load_model
-from cached_rag.backends.variant import Variant
 from cached_rag.errors import ConfigError
 
 

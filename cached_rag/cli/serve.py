@@ -57,16 +57,16 @@ def serve_command(
 ) -> None:
     """Serve a model over OpenAI's protocol, reusing chunks' KV wherever they occur in prompts."""
     with needs_extra("serve", "the server"):
+        from cached_rag.server.gate import Keys
         from cached_rag.server.index import ServedIndex
-        from cached_rag.server.limits import default_disk_bytes, share_descriptors
         from cached_rag.server.run import bind, serve
         from cached_rag.server.service import Service
-        from cached_rag.server.tenants import Keys
+        from cached_rag.server.settings import default_disk_bytes, share_descriptors
     from cached_rag import CachedRAG, Engine
     from cached_rag.options import parted
 
     config = ServerConfig(**listening)
-    keys = Keys(config.api_key)
+    Keys(config.api_key)  # what cannot be one is said before the model is loaded
     if index is not None and store is not None:
         raise ConfigError("give --index or --store: an index has its own store")
     if index is not None:
@@ -96,4 +96,4 @@ def serve_command(
             said = f"serving {service.name} at {address}/v1"
             err.print(said, markup=False, highlight=False, soft_wrap=True)
 
-        serve(service, keys, config, bound, say, close, share.connections)
+        serve(service, config, bound, say, close, share.connections)

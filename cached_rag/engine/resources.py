@@ -10,7 +10,7 @@ import torch
 from cached_rag.backends.base import Backend
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.tokenizer import Tokenization
-from cached_rag.backends.transformers.memory import free_bytes
+from cached_rag.backends.transformers.machine import free_bytes
 from cached_rag.config import StoreConfig
 from cached_rag.engine.audit import Audits
 from cached_rag.engine.controller import refusal

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.calls import CallForm, Tool
-from cached_rag.grammar.grammar import Grammar, json_rule, overlap, quoted
-from cached_rag.grammar.schema import Json
+from cached_rag.grammar.grammar import Grammar, Json, json_rule, overlap, quoted
 
 # "none", "auto" (as the model likes), "required" (at least one), or the name of the tool to call.
 ToolChoice = str

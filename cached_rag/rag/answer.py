@@ -24,9 +24,9 @@ from cached_rag.rag.hits import Hit
 from cached_rag.rag.prompts import Turn, checked
 
 if TYPE_CHECKING:
+    from cached_rag.engine.explanation import Explanation
     from cached_rag.engine.stream import Stream
     from cached_rag.engine.trace import Trace, TraceSource
-    from cached_rag.explain import Explanation
 
 _SHOWN = 60
 
@@ -64,7 +64,7 @@ class Answer:
         Raises:
             ConfigError: the answer was put together by hand, or its prompt was not prefilled.
         """
-        from cached_rag.explain import Explanation
+        from cached_rag.engine.explanation import Explanation
 
         names = {digest(hit.text.strip()): str(hit) for hit in self.sources}
         return Explanation.of(self, full, names=names, title=self.question, text=self.text)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from cached_rag.backends.hub import see_hub
-from cached_rag.backends.resolve import wheel_file
+from cached_rag.backends.resolve import see_hub, wheel_file
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.errors import ModelNotFoundError, needs_extra
 from cached_rag.rag.document import searchable

@@ -65,17 +65,8 @@ class Envelope:
             return self._chunk(index, {"text": text}, logprobs=logprobs)
         delta: Json = {"content": text} if text or not parts else {}
         if parts:
-            delta["tool_calls"] = [
-                {
-                    "index": part.index,
-                    **({} if part.name is None else {"id": _call_id(), "type": "function"}),
-                    "function": {
-                        **({} if part.name is None else {"name": part.name}),
-                        "arguments": part.arguments,
-                    },
-                }
-                for part in parts
-            ]
+            called = [{"index": part.index, **_call(part.name, part.arguments)} for part in parts]
+            delta["tool_calls"] = called
         return self._chunk(index, {"delta": delta}, logprobs=logprobs)
 
     def closing(self, index: int, reason: str) -> Json:
@@ -92,14 +83,7 @@ class Envelope:
         said: Json = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             said["content"] = text or None
-            said["tool_calls"] = [
-                {
-                    "id": _call_id(),
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in calls
-            ]
+            said["tool_calls"] = [_call(call.name, call.arguments) for call in calls]
         content: Json = {"message": said} if self.is_chat else {"text": text}
         return {
             "index": index,
@@ -163,8 +147,12 @@ def ended(reason: str, *, has_calls: bool) -> str:
     return "tool_calls" if has_calls and reason == "stop" else reason
 
 
-def _call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
+def _call(name: str | None, arguments: str) -> Json:
+    """A call of a tool, or more of its arguments if it has no name."""
+    if name is None:
+        return {"function": {"arguments": arguments}}
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def usage(reports: Sequence[Report], num_answers: int = 1) -> Json:

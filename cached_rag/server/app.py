@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
@@ -17,9 +17,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from cached_rag import __version__
-from cached_rag.server.documents import Documents
 from cached_rag.server.failures import Endings, described, event, handle_errors
-from cached_rag.server.gate import Gate
+from cached_rag.server.gate import LOCAL_HOSTS, Gate, Keys
 from cached_rag.server.index import ServedIndex
 from cached_rag.server.protocol import (
     ChatRequest,
@@ -29,7 +28,8 @@ from cached_rag.server.protocol import (
 )
 from cached_rag.server.responses import Reply, ResponsesRequest
 from cached_rag.server.service import Asked, Service
-from cached_rag.server.tenants import Keys
+from cached_rag.server.settings import ServerConfig
+from cached_rag.server.tenants import Documents
 
 # How often to look whether a client that waits for a whole response is still there.
 _LOOK_SECONDS = 0.25
@@ -41,25 +41,22 @@ _UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 def create_app(
     service: Service,
-    keys: Keys | None = None,
-    max_body_bytes: int = 16 << 20,
+    config: ServerConfig = ServerConfig(),  # noqa: B008
     at_end: Callable[[], object] = lambda: None,
-    *,
-    hosts: Collection[str] | None = None,
-    origins: Collection[str] = (),
     max_requests: int = 750,
 ) -> FastAPI:
     """The server for one service; while `app.state.is_stopping`, it refuses new requests.
 
     Args:
-        keys: who may ask; None for everybody.
-        max_body_bytes: most bytes of a request's body.
         at_end: called when it has stopped; signals may end the process right after.
-        hosts: names that requests' Host headers may have, without ports; None for any. Without
-            this, a web page could reach a server on its reader's machine by a name of its own.
-        origins: web pages, as "https://host:port", whose scripts may ask; "*" for any.
         max_requests: most requests that are being answered.
+
+    Raises:
+        ConfigError: the settings' keys are none.
     """
+    keys, named = Keys(config.api_key), config.allowed_host
+    # Without this, a web page could reach a server on its reader's machine by a name of its own.
+    hosts = (*LOCAL_HOSTS, config.host, *named) if config.is_local or named else None
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -74,18 +71,18 @@ def create_app(
     app.state.is_hurried = False  # by a second signal: what waits to be encoded is dropped
     app.add_middleware(
         Gate,
-        keys=keys or Keys(),
+        keys=keys,
         hosts=hosts,
-        max_body_bytes=max_body_bytes,
+        max_body_bytes=config.max_body_bytes,
         max_requests=max_requests,
     )
     app.add_middleware(Endings, metrics=service.metrics)  # outside of the gate
-    if origins:  # outermost: a browser asks without a key whether it may ask
+    if config.cors_origin:  # outermost: a browser asks without a key whether it may ask
         knows_private = _PRIVATE in inspect.signature(CORSMiddleware).parameters
         private: dict[str, Any] = {_PRIVATE: True} if knows_private else {}
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(origins),
+            allow_origins=list(config.cors_origin),
             allow_methods=["*"],
             allow_headers=["*"],
             **private,
@@ -142,13 +139,16 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         return JSONResponse(reply.whole(await _while_waited_for(request, service.answer(asked))))
 
 
+def _names(service: Service, tenant: str) -> list[str]:
+    """Of the model, and of the index for requests of no tenant: its documents are nobody else's."""
+    index = None if tenant else service.index
+    return [service.name] if index is None else [service.name, index.name]
+
+
 def _check_model(
     service: Service, name: str, tenant: str = "", *, may_be_index: bool = True
 ) -> None:
-    """Only requests of no tenant see the index, as its documents are nobody else's."""
-    names = [service.name]
-    if may_be_index and not tenant and service.index is not None:
-        names.append(service.index.name)
+    names = _names(service, tenant) if may_be_index else [service.name]
     if name not in names:
         known = " or ".join(map(repr, names))
         raise HTTPException(404, f"no model {name!r} here; it is {known}")
@@ -249,10 +249,8 @@ def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models(tenant: Tenant) -> dict[str, Any]:
         """The model; and the index under its own name, if there is one."""
-        names = [service.name]
-        if service.index is not None and not tenant:
-            names.append(service.index.name)
-        return {"object": "list", "data": [_about(service, name) for name in names]}
+        data = [_about(service, name) for name in _names(service, tenant)]
+        return {"object": "list", "data": data}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, tenant: Tenant) -> dict[str, Any]:

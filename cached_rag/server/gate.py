@@ -6,7 +6,9 @@ Knows HTTP, keys and bounds; knows no path, but for those that need no key.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator
+import hashlib
+import hmac
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
@@ -14,9 +16,8 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cached_rag.errors import BusyError, CachedRAGError
+from cached_rag.errors import BusyError, CachedRAGError, ConfigError
 from cached_rag.server.failures import STOPPING, response_to
-from cached_rag.server.tenants import Keys
 
 # Paths that need no key and no body.
 _OPEN_PATHS = ("/health",)
@@ -28,6 +29,46 @@ MAX_BODIES = 16
 _LINGER_SECONDS = 2.0
 _TOO_LARGE = "the requests that are being sent or answered are too large; ask again later"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+class Keys:
+    """API keys, "KEY" or "TENANT:KEY" each; without any, everybody may ask."""
+
+    def __init__(self, keys: Sequence[str] = ()) -> None:
+        """Read keys as the command line has them.
+
+        Raises:
+            ConfigError: no key or tenant where one should be, a colon or white space in one, or a
+                key that two have.
+        """
+        self._tenants: list[tuple[bytes, str]] = []
+        for entry in keys:
+            *tenants, key = entry.split(":")
+            if len(tenants) > 1 or "" in (*tenants, key) or any(map(str.isspace, entry)):
+                raise ConfigError(
+                    "an API key is given as KEY or TENANT:KEY, neither of them empty nor with a "
+                    "colon or white space; of $TENANT:$KEY, see that both variables are set"
+                )
+            self._tenants.append((_digest(key), "".join(tenants)))
+        if len(dict(self._tenants)) < len(set(self._tenants)):
+            raise ConfigError("two tenants have the same API key; give each one of its own")
+
+    def __bool__(self) -> bool:
+        return bool(self._tenants)
+
+    def tenant(self, authorization: str | None) -> str | None:
+        """The tenant whose key an Authorization header has, None if it is no key of anybody.
+
+        It takes the same time for every key, so that time tells nothing about the keys.
+        """
+        if not self._tenants:
+            return ""
+        scheme, _, key = (authorization or "").partition(" ")
+        given, found = _digest(key.strip()), None
+        for known, tenant in self._tenants:
+            if hmac.compare_digest(known, given):
+                found = tenant
+        return found if scheme.lower() == "bearer" else None
 
 
 class Gate:
@@ -215,3 +256,7 @@ def _name(host: str) -> str | None:
         return urlsplit(f"//{host}").hostname
     except ValueError:
         return None
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

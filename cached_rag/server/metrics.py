@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -18,31 +19,22 @@ class Metrics:
 
     def __init__(self, engine: Engine) -> None:
         self._registry = registry = CollectorRegistry()
-        self._requests = Counter(
-            "cached_rag_requests", "Requests answered.", ["path", "status"], registry=registry
-        )
-        self._tokens = Counter(
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        times = partial(Histogram, buckets=_SECONDS, registry=registry)
+        self._requests = counter("cached_rag_requests", "Requests answered.", ["path", "status"])
+        self._tokens = counter(
             "cached_rag_tokens",
             "Tokens: of prompts, cached, recomputed; of answers, drafted, accepted.",
             ["kind"],
-            registry=registry,
         )
-        self._modules = Counter(
-            "cached_rag_modules", "Known texts in prompts.", ["found"], registry=registry
-        )
-        self._first = Histogram(
+        self._modules = counter("cached_rag_modules", "Known texts in prompts.", ["found"])
+        self._first = times(
             "cached_rag_time_to_first_token_seconds",
             "From arrival to the first token, by method.",
             ["method"],
-            buckets=_SECONDS,
-            registry=registry,
         )
-        self._whole = Histogram(
-            "cached_rag_answer_seconds",
-            "From arrival to the end.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
+        self._whole = times("cached_rag_answer_seconds", "From arrival to the end.")
         scheduler, library, kept = engine.scheduler, engine.library, engine.sequences
         for name, what, value in (
             ("running", "Answers being made.", lambda: scheduler.num_running),
@@ -52,14 +44,12 @@ class Metrics:
             ("store_memory_bytes", "KV of texts in memory.", library.memory_bytes),
             ("store_bytes", "KV of texts kept.", library.store_bytes),
         ):
-            gauge = Gauge(f"cached_rag_{name}", what, registry=registry)
-            gauge.set_function(value)
-        self._audits, labels = engine.audits, ["method", "figure"]
-        self._audit = Gauge(
+            gauge(f"cached_rag_{name}", what).set_function(value)
+        self._audits = engine.audits
+        self._audit = gauge(
             "cached_rag_audit",
             "The last audits: number, mean divergence from full prefill (nats), agreement.",
-            labels,
-            registry=registry,
+            ["method", "figure"],
         )
 
     def responded(self, path: str, status: int) -> None:

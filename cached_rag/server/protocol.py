@@ -53,6 +53,11 @@ _WITHOUT_EFFECT = (
     "prediction",
 )
 
+# Settings that are a `GenerationConfig`'s as they are.
+_PASSED_ON = (
+    *("top_p", "top_k", "seed", "method", "quality", "recompute_ratio", "drafts"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 # Settings that others call otherwise: llama.cpp, Ollama, and Open WebUI for both.
 _OTHER_NAMES = {"repeat_penalty": "repetition_penalty"}
 # Roles that OpenAI had otherwise, before or after.
@@ -164,32 +169,39 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class _Settings(Strict):
-    """The settings of both kinds of completion.
+class Basics(Strict):
+    """What every request for an answer may say.
 
-    Not OpenAI's but ours are `method`, `quality`, `recompute_ratio`, `top_k`,
-    `repetition_penalty` and `drafts`, as in `GenerationConfig`, and `cache_salt`: requests with
-    different salts share no KV.
+    Not OpenAI's but ours are `method`, `quality` and `recompute_ratio`, as in `GenerationConfig`,
+    and `cache_salt`: requests with different salts share no KV.
     """
 
     model: Annotated[Text, Field(max_length=1000)]
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None = None
-    seed: int | None = None
     method: Name | None = None
     quality: Name | None = None
     recompute_ratio: float | None = None
+    cache_salt: Name | None = None
+
+
+class _Settings(Basics):
+    """The settings of both kinds of completion.
+
+    Ours are `top_k`, `repetition_penalty` and `drafts`, as in `GenerationConfig`.
+    """
+
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None = None
+    seed: int | None = None
     top_k: int | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     n: int | None = Field(None, ge=1, le=_MOST_ANSWERS)
     drafts: bool | None = None
-    cache_salt: Name | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -214,20 +226,11 @@ class _Settings(Strict):
 
     def options(self) -> dict[str, Any]:
         """The settings as those of a `GenerationConfig`; the default temperature is OpenAI's, 1."""
-        given = {
+        given = {name: getattr(self, name) for name in _PASSED_ON}
+        given |= {
             "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": self.top_p,
             "stop": tuple([self.stop] if isinstance(self.stop, str) else self.stop or ()),
-            "seed": self.seed,
-            "method": self.method,
-            "quality": self.quality,
-            "recompute_ratio": self.recompute_ratio,
-            "top_k": self.top_k,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
             "logprobs": self.wanted_logprobs,
-            "drafts": self.drafts,
             "max_tokens": self.wanted_tokens or _DEFAULT_TOKENS,
         }
         return {name: value for name, value in given.items() if value is not None}

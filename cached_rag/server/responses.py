@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from cached_rag.errors import ConfigError
 from cached_rag.server.answers import Json
 from cached_rag.server.forms import Strict, without_neutral
-from cached_rag.server.protocol import ChatRequest
+from cached_rag.server.protocol import Basics, ChatRequest
 
 # Settings of OpenAI's that change nothing here, or nothing at these values.
 _WITHOUT_EFFECT = (
@@ -34,10 +34,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _UNREAD = ("annotations", "logprobs")
 _REFUSAL = "this server keeps no responses (send whole conversations as input) and cannot do"
 # Settings that chat completions have under the same name.
-_SAME = (
-    *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "method"),
-    *("quality", "recompute_ratio", "cache_salt", "where"),
-)
+_SAME = (*Basics.model_fields, "parallel_tool_calls", "where")
 
 
 class _Text(Strict):
@@ -45,24 +42,16 @@ class _Text(Strict):
     verbosity: str | None = None
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(Basics):
     """POST /v1/responses."""
 
-    model: str
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     text: _Text | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    method: str | None = None
-    quality: str | None = None
-    recompute_ratio: float | None = None
-    cache_salt: str | None = None
     where: Annotated[dict[str, Any], Field(max_length=16)] | None = None
 
     @model_validator(mode="before")

@@ -11,28 +11,81 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import FrameType
 from typing import Any, cast
 
+import h11
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cached_rag.backends.process import return_memory
 from cached_rag.errors import ConfigError
 from cached_rag.server.app import create_app
-from cached_rag.server.gate import LOCAL_HOSTS
-from cached_rag.server.limits import Connection, of
 from cached_rag.server.service import Service
 from cached_rag.server.settings import ServerConfig
-from cached_rag.server.tenants import Keys
 
 _log = logging.getLogger(__name__)
 # How long clients have to read the end of a response that was cut off.
 _END_SECONDS = 2.0
 _TICKS_A_SECOND = 10
 _TRIM_SECONDS = 30
+# It is the client that has to send something: a request, or the rest of its body.
+_SPEAKING = (h11.IDLE, h11.SEND_BODY)
+
+
+class Connection(H11Protocol):
+    """One client's connection, dropped if the client keeps it waiting for too long.
+
+    A client keeps it waiting by not sending a request, or the rest of one, or by not reading what
+    it is sent. One connection too many drops the one that has been waiting longest.
+    """
+
+    def __init__(self, most: int, **options: Any) -> None:
+        """Made by uvicorn for each client.
+
+        Args:
+            most: how many connections there may be.
+            options: uvicorn's.
+        """
+        super().__init__(**options)
+        self._most = most
+        self._seen: tuple[object, ...] = ()
+        self._since = self.loop.time()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Called by the event loop; makes room for this connection, if there are too many."""
+        super().connection_made(transport)
+        if len(self.connections) > self._most:
+            waiting = [one for one in _ours(self.connections) if one.is_waiting]
+            min(waiting, key=lambda one: one._since).drop()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the client has something to send or to read."""
+        return self.conn.their_state in _SPEAKING or self.transport.get_write_buffer_size() > 0
+
+    def look(self, seconds: float) -> None:
+        """Called now and then; drops it if it has waited for so long and nothing has changed."""
+        unread = self.transport.get_write_buffer_size()
+        seen = (self.cycle, self.conn.their_state, unread)
+        if seen != self._seen or not self.is_waiting:
+            self._seen, self._since = seen, self.loop.time()
+        elif self.loop.time() - self._since > seconds:
+            _log.info("a client kept its connection waiting for %g seconds", seconds)
+            self.drop()
+
+    def drop(self) -> None:
+        """Close it at once; what was not sent yet is lost."""
+        self.connections.discard(self)  # uvicorn would do that later
+        self.transport.abort()
+
+
+def _ours(connections: Iterable[object]) -> list[Connection]:
+    """Uvicorn's connections, which are all of this class, as such."""
+    return [one for one in connections if isinstance(one, Connection)]
 
 
 class Server(uvicorn.Server):
@@ -88,7 +141,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn, ten times a second."""
         if counter % _TICKS_A_SECOND == 0:
-            for connection in of(self.server_state.connections):
+            for connection in _ours(self.server_state.connections):
                 connection.look(self._client_seconds)
         if counter % (_TICKS_A_SECOND * _TRIM_SECONDS) == 0:
             asyncio.get_running_loop().run_in_executor(None, return_memory)
@@ -123,7 +176,6 @@ class Server(uvicorn.Server):
 
 def serve(
     service: Service,
-    keys: Keys,
     config: ServerConfig,
     bound: socket.socket,
     ready: Callable[[str], object],
@@ -136,22 +188,12 @@ def serve(
         bound: what `bind` gave for the settings' host and port.
         ready: called with the address when requests are taken.
         at_end: called when the last one is answered.
-        connections: as many as there may be, see `limits.share_descriptors`.
+        connections: as many as there may be, see `settings.share_descriptors`.
 
     Raises:
         ConfigError: another program listens there.
     """
-    named = config.allowed_host
-    hosts = (*LOCAL_HOSTS, config.host, *named) if config.is_local or named else None
-    app = create_app(
-        service,
-        keys,
-        config.max_body_bytes,
-        at_end,
-        hosts=hosts,
-        origins=config.cors_origin,
-        max_requests=max(1, connections * 3 // 4),
-    )
+    app = create_app(service, config, at_end, max_requests=max(1, connections * 3 // 4))
     host = f"[{config.host}]" if ":" in config.host else config.host
     address = f"http://{host}:{bound.getsockname()[1]}"
     times = {"max_connections": connections, "client_seconds": config.client_seconds}

@@ -193,24 +193,24 @@ class Service:
         arrived: asyncio.Queue[Json | BaseException | None] = asyncio.Queue(_AHEAD)
 
         async def follow(index: int, stream: Stream) -> None:
-            growing, noted, is_open = asked.tools.growing(), 0, False
-            try:
-                async with aclosing(stream.apieces()) as pieces:
-                    async for piece in pieces:
-                        if not is_open:
-                            is_open = True
-                            await arrived.put(asked.envelope.opening(index))
-                        said, parts = growing.push(piece)
-                        now = stream.logprobs[noted:]  # more may come at any moment
-                        noted += len(now)
-                        if said or parts or now:
-                            await arrived.put(asked.envelope.piece(index, said, parts, now))
-                if not is_open:  # an empty answer has a role and sources, too
-                    await arrived.put(asked.envelope.opening(index))
-                said, parts = growing.push("", is_over=True)
-                now = stream.logprobs[noted:]
+            growing, noted = asked.tools.growing(), 0
+
+            async def tell(piece: str, *, is_over: bool = False) -> None:
+                nonlocal noted
+                said, parts = growing.push(piece, is_over=is_over)
+                now = stream.logprobs[noted:]  # more may come at any moment
+                noted += len(now)
                 if said or parts or now:
                     await arrived.put(asked.envelope.piece(index, said, parts, now))
+
+            try:
+                async with aclosing(stream.apieces()) as pieces:
+                    first = await anext(pieces, "")  # an empty answer has a role and sources, too
+                    await arrived.put(asked.envelope.opening(index))
+                    await tell(first)
+                    async for piece in pieces:
+                        await tell(piece)
+                await tell("", is_over=True)
                 reason = ended(stream.finish_reason, has_calls=growing.has_calls)
                 await arrived.put(asked.envelope.closing(index, reason))
                 await arrived.put(None)

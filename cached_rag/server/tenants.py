@@ -1,64 +1,34 @@
-"""Who may ask, and whose KV they may share. Knows keys and namespaces; knows no HTTP."""
+"""Whose KV requests use and share, and the texts that tenants make known or have forgotten.
+
+Knows engines and namespaces; knows no HTTP.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import hmac
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import chain
 
+from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.thread import submit
 from cached_rag.engine.engine import Engine
-from cached_rag.errors import BusyError, ConfigError
+from cached_rag.errors import BusyError, ConfigError, ContextOverflowError
+from cached_rag.library.encode import EncodeSummary
+from cached_rag.server.answers import Json
+from cached_rag.server.protocol import DocumentsRequest
 
 # Most engines that are kept open while nobody uses them, of all tenants and of one tenant's salts.
 # Each has a table of texts and two databases, but no memory of its own.
 MAX_IDLE = 64
 MAX_IDLE_SALTS = 16
-
-
-class Keys:
-    """API keys, "KEY" or "TENANT:KEY" each; without any, everybody may ask."""
-
-    def __init__(self, keys: Sequence[str] = ()) -> None:
-        """Read keys as the command line has them.
-
-        Raises:
-            ConfigError: no key or tenant where one should be, a colon or white space in one, or a
-                key that two have.
-        """
-        self._tenants: list[tuple[bytes, str]] = []
-        for entry in keys:
-            *tenants, key = entry.split(":")
-            if len(tenants) > 1 or "" in (*tenants, key) or any(map(str.isspace, entry)):
-                raise ConfigError(
-                    "an API key is given as KEY or TENANT:KEY, neither of them empty nor with a "
-                    "colon or white space; of $TENANT:$KEY, see that both variables are set"
-                )
-            self._tenants.append((_digest(key), "".join(tenants)))
-        if len(dict(self._tenants)) < len(set(self._tenants)):
-            raise ConfigError("two tenants have the same API key; give each one of its own")
-
-    def __bool__(self) -> bool:
-        return bool(self._tenants)
-
-    def tenant(self, authorization: str | None) -> str | None:
-        """The tenant whose key an Authorization header has, None if it is no key of anybody.
-
-        It takes the same time for every key, so that time tells nothing about the keys.
-        """
-        if not self._tenants:
-            return ""
-        scheme, _, key = (authorization or "").partition(" ")
-        given, found = _digest(key.strip()), None
-        for known, tenant in self._tenants:
-            if hmac.compare_digest(known, given):
-                found = tenant
-        return found if scheme.lower() == "bearer" else None
+_PLACE = "{documents}"
+_THREADS = 4
 
 
 class Tenants:
@@ -161,5 +131,74 @@ def namespace(tenant: str, salt: str | None) -> str:
     return f"{tenant}:{hashlib.blake2b(salt.encode(), digest_size=16).hexdigest()}"
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+class Documents:
+    """The texts of all tenants."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+        # Threads of their own, so that those on which answers begin are never held.
+        self._threads = ThreadPoolExecutor(_THREADS, "documents")
+
+    async def encode(self, request: DocumentsRequest, tenant: str) -> Json:
+        """Prefill texts, so that prompts with them need not.
+
+        Returns:
+            Numbers of texts that were encoded now and that were known, tokens computed, and by
+            index the texts that were skipped and why.
+
+        Raises:
+            ConfigError: the messages do not say where the texts will stand.
+            ContextOverflowError: what stands before the texts fills the model's context.
+        """
+        skipped: list[Json] = []
+        encoded = known = tokens = 0
+        with ExitStack() as lease:
+            using = self._tenants.using(tenant, request.cache_salt)
+            run = asyncio.get_running_loop().run_in_executor
+            engine = await run(self._threads, lease.enter_context, using)
+            prefix = await run(self._threads, _head, engine, request)
+            for index, one in enumerate(request.texts):
+                # One by one, so that answers go on in between.
+                done = await run(self._threads, _encoded, engine, one, prefix)
+                encoded, tokens = encoded + done.encoded, tokens + done.tokens
+                known += done.present
+                skipped += [{"index": index, "reason": reason} for _, reason in done.skipped]
+        return {"encoded": encoded, "known": known, "tokens": tokens, "skipped": skipped}
+
+    async def forget(self, request: DocumentsRequest, tenant: str) -> Json:
+        """Delete texts and their KV; returns how many KVs went."""
+
+        def forget() -> Json:
+            with self._tenants.using(tenant, request.cache_salt) as engine:
+                texts = [[one] if isinstance(one, str) else one for one in request.texts]
+                return {"deleted": engine.forget([*chain.from_iterable(texts)])}
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, forget)
+
+
+def _encoded(engine: Engine, one: str | list[str], prefix: Rendered | None) -> EncodeSummary:
+    """A text, or a document's; of those that cannot be encoded the reason stands in `skipped`."""
+    try:
+        return engine.encode([one], prefix)
+    except (ConfigError, ContextOverflowError) as error:
+        if isinstance(one, str):
+            return EncodeSummary(skipped=((one, str(error)),))
+        return sum((_encoded(engine, text, prefix) for text in one), EncodeSummary())
+
+
+def _head(engine: Engine, request: DocumentsRequest) -> Rendered | None:
+    """What stands before the texts; see `Documents.encode`.
+
+    Its length is checked here, once: with each text it is tokenised again.
+    """
+    if request.messages is None:
+        return None
+    head = engine.head([message.plain() for message in request.messages], _PLACE)
+    context = engine.model.context_length
+    too_long = engine.tokenization.least_tokens(head.text, context) is not None
+    if too_long or engine.count_tokens(head) >= context:
+        raise ContextOverflowError(
+            f"what the messages say before {_PLACE} fills the model's context of {context} "
+            "tokens, so no text fits behind it; give shorter messages"
+        )
+    return head

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from cached_rag.backends.base import StepInput
-from cached_rag.backends.transformers.attention.kernels import kernel_of
+from cached_rag.backends.transformers.attention.kernels import Scoring, kernel_of
 from cached_rag.backends.transformers.attention.relay import Padded
 from cached_rag.backends.transformers.batch import BatchCache
 from cached_rag.backends.transformers.model import LanguageModel
@@ -124,7 +124,7 @@ class Step:
 
     def attend(self) -> torch.Tensor:
         """(1, num_heads, batch, value_dim)."""
-        return self.cache.attend(self.query, self.query, self.query, None, None)
+        return self.cache.attend(self.query, self.query, self.query, Scoring())
 
     def kernels(self) -> str:
         """Names of the kernels that compute, those of shared parts first."""

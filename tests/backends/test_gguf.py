@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from cached_rag import load_model
 from cached_rag.backends import cache, resolve
 from cached_rag.backends.load import load_backend
-from cached_rag.backends.transformers import loading, memory
+from cached_rag.backends.transformers import loading, machine
 from cached_rag.backends.transformers.gguf import convert, set_attention_scale
 from cached_rag.backends.transformers.gguf_rope import refuse_scaling, set_rotation
 from cached_rag.backends.transformers.weights.packing import densify
@@ -87,7 +87,7 @@ def test_a_damaged_file_is_refused_and_leaves_nothing(file, tmp_path):
 @pytest.mark.usefixtures("_own_cache")
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(file, monkeypatch):
     load_model(str(file), dtype="bfloat16", device="cpu")
-    monkeypatch.setattr(memory, "free_bytes", lambda _: memory.OVERHEAD_BYTES + 100_000)
+    monkeypatch.setattr(machine, "free_bytes", lambda _: machine.OVERHEAD_BYTES + 100_000)
     with pytest.raises(ModelError, match=r'does not fit: .* in float32 .*"bfloat16"'):
         load_model(str(file), dtype="float32", device="cpu")
 
@@ -358,11 +358,11 @@ def test_answers_end_where_a_turn_or_a_message_ends(tmp_path):
 
 
 def test_a_containers_limit_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("max\n")
-    unbounded = memory.free_bytes("cpu")
+    unbounded = machine.free_bytes("cpu")
     (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.current").write_text("1000000\n")
-    assert memory.free_bytes("cpu") == 2_000_000 < unbounded
+    assert machine.free_bytes("cpu") == 2_000_000 < unbounded
     (tmp_path / "memory.stat").write_text("anon 5\nactive_file 300\ninactive_file 400\n")
-    assert memory.free_bytes("cpu") == 2_000_700
+    assert machine.free_bytes("cpu") == 2_000_700

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cached_rag.backends.base import StepInput
 from cached_rag.backends.transformers import probe
-from cached_rag.backends.transformers.lean import build, layer
+from cached_rag.backends.transformers.lean import build
+from cached_rag.backends.transformers.lean import model as lean_layers
 from cached_rag.backends.transformers.lean.build import lean_model, lean_norm
 from cached_rag.backends.transformers.lean.model import LeanModel
 from cached_rag.kv.buffer import KVBuffer
@@ -119,12 +120,12 @@ def _swapped(self, hidden_states, position_embeddings, cache):
         self.gate_up = gate_up
 
 
-_forward = layer.LeanLayer.forward
+_forward = lean_layers.LeanLayer.forward
 FAULTS = {
-    "no rotation": ("llama", layer, "rotated", lambda states, _: states),
+    "no rotation": ("llama", lean_layers, "rotated", lambda states, _: states),
     "no norm": ("llama", build, "lean_norm", lambda _: nn.Identity()),
     "another norm": ("gemma3", build, "lean_norm", lambda norm: layer_norm(norm)),
-    "gate and up swapped": ("llama", layer.LeanLayer, "forward", _swapped),
+    "gate and up swapped": ("llama", lean_layers.LeanLayer, "forward", _swapped),
 }
 
 

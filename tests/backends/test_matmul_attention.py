@@ -6,17 +6,21 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from cached_rag.backends.transformers.attention import kernels, matmul, scattered
-from cached_rag.backends.transformers.attention.kernels import reference
-from cached_rag.backends.transformers.attention.matmul import matmul_attention, matmul_attention_lse
+from cached_rag.backends.transformers.attention import kernels, scattered
+from cached_rag.backends.transformers.attention.kernels import (
+    Scoring,
+    matmul_attention,
+    matmul_attention_lse,
+    reference,
+)
 from cached_rag.backends.transformers.attention.scattered import Rows
-from cached_rag.backends.transformers.observe import head_mean
+from cached_rag.backends.transformers.row_cache import head_mean
 
 
 @pytest.fixture(params=[False, True])
 def units(request, monkeypatch):
     """Whether the CPU has matrix units, as far as the choice of a kernel goes."""
-    for module in (kernels, matmul, scattered):
+    for module in (kernels, scattered):
         monkeypatch.setattr(module, "flash_has_matrix_units", lambda: request.param)
     return request.param
 
@@ -38,10 +42,10 @@ def test_scattered_rows_in_bf16_match_masked_attention_in_fp32(slots, window, ba
     expected = F.scaled_dot_product_attention(
         query, keys, values, attn_mask=visible, enable_gqa=True
     )
-    exact = rows.attend(query, keys, values, None, window)
+    exact = rows.attend(query, keys, values, Scoring(window=window))
     assert torch.allclose(exact, expected, atol=1e-5)
     half = [tensor.bfloat16() for tensor in (query, keys, values)]
-    rounded = Rows(torch.tensor(slots), 250).attend(*half, None, window)
+    rounded = Rows(torch.tensor(slots), 250).attend(*half, Scoring(window=window))
     assert torch.allclose(rounded.float(), expected, atol=3e-2)
 
 
@@ -53,7 +57,7 @@ def test_neighbouring_rows_need_no_mask_where_there_are_matrix_units(
     whole = Rows._attend_unmasked
     monkeypatch.setattr(Rows, "_attend_unmasked", lambda *a: used.append(a) or whole(*a))
     query, keys, values = (torch.randn(1, 2, n, 16).bfloat16() for n in (count, 100, 100))
-    Rows(torch.arange(100 - count, 100), 100).attend(query, keys, values, None, None)
+    Rows(torch.arange(100 - count, 100), 100).attend(query, keys, values, Scoring())
     assert len(used) == (taken if units else 0)
 
 
@@ -97,6 +101,6 @@ def test_what_all_keys_have_in_common_costs_no_precision(far_keys):
     expected = reference(*(tensor.float() for tensor in (grouped, keys, values)), 0.25)[1]
     assert torch.allclose(lse, expected, atol=0.1)
     rows = Rows(torch.arange(40), 40)
-    weights = head_mean(query[0], keys[0], rows, None, None)
-    true = head_mean(query[0].float(), keys[0].float(), rows, None, None)
+    weights = head_mean(query[0], keys[0], rows, Scoring())
+    true = head_mean(query[0].float(), keys[0].float(), rows, Scoring())
     assert torch.allclose(weights, true, atol=0.03)

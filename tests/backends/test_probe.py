@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cached_rag.backends.transformers import probe
 from cached_rag.backends.transformers.attention.scattered import Rows
-from cached_rag.backends.transformers.row_pass import Decoder
+from cached_rag.backends.transformers.decoder import Decoder
 from cached_rag.errors import ModelError
 
 DTYPES = ("float32", "bfloat16", "float16")

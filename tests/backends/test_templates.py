@@ -15,7 +15,7 @@ from llama_index.llms.cached_rag import CachedRAGLLM
 from served import GREEDY, serving
 
 from cached_rag import CachedRAG, ConfigError, Engine, Schema, wrap_model
-from cached_rag.backends import bounded
+from cached_rag.backends import untrusted
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.engine.tools import Tools
 
@@ -162,7 +162,7 @@ HOSTILE = {
 def test_a_template_ends_in_time_and_memory_with_an_error_of_ours(name, monkeypatch):
     template, says = HOSTILE[name]
     if "0.3 s" in says:
-        monkeypatch.setattr(bounded, "SECONDS", 0.3)
+        monkeypatch.setattr(untrusted, "SECONDS", 0.3)
     found = []
 
     def work():  # not on the main thread: so servers render
@@ -177,12 +177,12 @@ def test_a_template_ends_in_time_and_memory_with_an_error_of_ours(name, monkeypa
 
 
 def test_whoever_is_not_stopped_hears_nothing_of_the_watch(monkeypatch):
-    monkeypatch.setattr(bounded, "SECONDS", 0)
-    monkeypatch.setattr(bounded, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(untrusted, "SECONDS", 0)
+    monkeypatch.setattr(untrusted, "_LOOK_SECONDS", 0.001)
     ends = set()
     for count in range(200):  # some end as they are stopped
         try:
-            ends.add(bounded.bounded("it", lambda n=count: str(sum(range(n * 2000)))).isdigit())
+            ends.add(untrusted.bounded("it", lambda n=count: str(sum(range(n * 2000)))).isdigit())
         except ConfigError:
             ends.add(False)
     assert ends == {True, False}

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from cached_rag import CachedRAG, ConfigError, Embedder, Engine, StoreConfig, load_model
-from cached_rag.backends import hub
-from cached_rag.backends.transformers.weights.linear import FewBitLinear
+from cached_rag.backends import resolve
+from cached_rag.backends.transformers.weights.packing import FewBitLinear
 from cached_rag.cli.main import app
 from cached_rag.errors import ModelError, ModelNotFoundError
 
@@ -145,7 +145,7 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(load, tmp_path, monkeypatc
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens
-    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setattr(resolve, "getproxies", dict)
     with pytest.raises(ModelNotFoundError, match=r"127\.0\.0\.1:9 cannot be reached") as raised:
         load("somebody/something")
     assert str(raised.value).count("somebody/something") == 1

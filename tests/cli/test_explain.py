@@ -13,10 +13,10 @@ from test_cli import index, run, words  # noqa: F401
 from cached_rag import Answer, ConfigError, Engine, Explanation, Hit
 from cached_rag.cli import main as cli
 from cached_rag.engine import profile
+from cached_rag.engine.explanation import visible
 from cached_rag.engine.profile import Profile
 from cached_rag.engine.report import Report
 from cached_rag.engine.trace import Kind, Span, Trace
-from cached_rag.explain.page import visible
 from cached_rag.kv.fingerprint import digest
 
 HOSTILE = (

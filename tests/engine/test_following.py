@@ -9,7 +9,7 @@ from conftest import CHUNKS, tiny_model
 from cached_rag import BatchConfig, ConfigError, Engine, GenerationConfig, StoreConfig
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.transformers.model import LanguageModel
-from cached_rag.backends.transformers.prefill import choose_rows
+from cached_rag.backends.transformers.prefill import Repair
 from cached_rag.engine.decoding import answer_alone
 from cached_rag.engine.sharing import Sharing
 from cached_rag.engine.trace import Kind
@@ -45,7 +45,8 @@ def test_a_followed_token_is_its_choice_and_then_plain_repair(opened):
     fresh = torch.arange(len(ids)) == len(ids) - 1
     now = Layout(fresh, ~fresh & ~torch.cat([stale, stale.new_zeros(1)]), (), layers)
     share = (each + 0.5) / int(stale.sum())
-    chosen = choose_rows(model.decoder, twin, torch.tensor([ids]), now, InfoFlow(share)).rows
+    again = Repair(model.decoder, twin, torch.tensor([ids]), now, InfoFlow(share))
+    chosen = again.choose().rows
     assert stale[chosen[:-1]].all()
     assert len(chosen) - 1 == each
     plain = model.prefill(twin, torch.tensor([ids]), chosen, num_logits=1)

@@ -24,7 +24,6 @@ from cached_rag.kv.store.database import Database
 from cached_rag.server.app import create_app
 from cached_rag.server.run import Server, bind
 from cached_rag.server.service import Service
-from cached_rag.server.tenants import Keys
 
 _NAME = "tiny"
 _CHAT = {"model": _NAME, "temperature": 0, "max_tokens": 3, "method": "prefix"}
@@ -67,7 +66,7 @@ def _started(folder: Path, bound: socket.socket, pause_s: float) -> int:
         try:
             _pause_behind_transactions(pause_s)
             engine = world.engine(folder / "kv", write_back=True, learn="recurring")
-            server = Server(create_app(Service(engine, _NAME), Keys([])), 5)
+            server = Server(create_app(Service(engine, _NAME)), 5)
             asyncio.run(server.serve(sockets=[bound]))
         except BaseException as error:
             print(repr(error), file=sys.stderr)

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cached_rag import ConfigError, Engine, GenerationConfig, Grammar
 from cached_rag.engine.sampling import Sampler
-from cached_rag.grammar import schema as schemas
+from cached_rag.grammar import grammar as grammars
 from cached_rag.grammar.matcher import Matcher
 
 ByName = dict[Literal["a", "b"], int]
@@ -333,7 +333,7 @@ def numbers(multiples):
     ],
 )
 def test_multiples_that_take_long_are_left_out(slow):
-    told = json.dumps(schemas.prepared(slow))
+    told = json.dumps(grammars.prepared(slow))
     kept = [int(one) for one in re.findall(r'"multipleOf": (\d+)', told)]
     assert math.lcm(*kept) <= 5000
 
@@ -346,7 +346,7 @@ def test_multiples_that_are_quick_are_held(engine):
     found = Grammar.json({"type": "object", "properties": properties, "required": [*properties]})
     answer = json.loads(ask(engine, found).text)
     assert answer["0"] % 60 == answer["1"] % 3600 == answer["x"] % 0.25 == 0
-    assert schemas.prepared({"multipleOf": 3600.0})["multipleOf"] == 3600
+    assert grammars.prepared({"multipleOf": 3600.0})["multipleOf"] == 3600
     with pytest.raises(ConfigError, match="enum or const"):
         Grammar.json({"$ref": "#/enum/0", "enum": [{"type": "integer", "multipleOf": 999_983}]})
 
@@ -355,8 +355,8 @@ def test_an_object_that_requires_what_it_does_not_list_stays_open(engine):
     listed = {"a": {"const": 1}}
     open_one = {"type": "object", "properties": listed, "required": ["a", "b"], "maxProperties": 2}
     assert reads(engine, open_one)
-    assert "additionalProperties" not in schemas.prepared(open_one)
-    closed = schemas.prepared({"type": "object", "properties": listed, "required": ["a"]})
+    assert "additionalProperties" not in grammars.prepared(open_one)
+    closed = grammars.prepared({"type": "object", "properties": listed, "required": ["a"]})
     assert closed["additionalProperties"] is False
 
 
@@ -397,13 +397,13 @@ def test_an_object_that_several_parts_describe_stays_open(engine, schema, takes)
 
 def test_what_one_part_describes_is_closed():
     nested = {"$defs": {"base": BASE}, "anyOf": [{"$ref": "#/$defs/base"}, BASE]}
-    found = schemas.prepared(nested)
+    found = grammars.prepared(nested)
     assert [one["additionalProperties"] for one in (found["$defs"]["base"], found["anyOf"][1])] == [
         False,
         False,
     ]
     inner = {"properties": {"x": BASE}, "required": ["x"]}
-    found = schemas.prepared({"properties": {"y": {}}, "oneOf": [inner]})["oneOf"][0]
+    found = grammars.prepared({"properties": {"y": {}}, "oneOf": [inner]})["oneOf"][0]
     assert "additionalProperties" not in found
     assert found["properties"]["x"]["additionalProperties"] is False
 

@@ -54,7 +54,7 @@ def rag(tmp_path_factory):
 @pytest.fixture(scope="module")
 def address(rag):
     keys = ["main", "other:theirs"]
-    with serving(rag.engine, keys, origins=[PAGE], index=ServedIndex(rag)) as (found, _):
+    with serving(rag.engine, keys, cors_origin=(PAGE,), index=ServedIndex(rag)) as (found, _):
         yield found
 
 

@@ -1,1 +1,1 @@
-"""llama.cpp. So far only its C API (`api.py`), which a benchmark uses; no backend yet."""
+"""Models that llama.cpp runs: GGUF files, on a CPU or a GPU."""

@@ -70,6 +70,7 @@ class LlamaContext:
 
     Attributes:
         shapes: of the model's KV.
+        vocab_size: number of tokens that the model knows.
         size: number of cells.
         format: how states are laid out; None until it was learned.
     """
@@ -79,7 +80,7 @@ class LlamaContext:
     ) -> None:
         """Allocate nothing yet."""
         self._c, self._model, self.shapes = library, model, shapes
-        self._vocab_size, self._threads = vocab_size, threads
+        self.vocab_size, self._threads = vocab_size, threads
         self._handle: int | None = None
         self._memory: int | None = None
         self._held: dict[int, int] = {}
@@ -261,8 +262,8 @@ class LlamaContext:
             for one in work
             for n, token in enumerate(one.token_ids)
         ]
-        if not all(0 <= token < self._vocab_size for token, *_ in tokens):
-            raise ModelError(f"the GGUF file has only {self._vocab_size} tokens: another model's?")
+        if not all(0 <= token < self.vocab_size for token, *_ in tokens):
+            raise ModelError(f"the GGUF file has only {self.vocab_size} tokens: another model's?")
         self.require(len(tokens))
         found = []
         for some in _calls(tokens):
@@ -270,7 +271,7 @@ class LlamaContext:
             found += [self._logits(n) for n, (*_, wanted) in enumerate(some) if wanted]
         for one in work:
             self._held[one.sequence] += len(one.token_ids)
-        return torch.stack(found) if found else torch.empty(0, self._vocab_size)
+        return torch.stack(found) if found else torch.empty(0, self.vocab_size)
 
     def _decode(self, tokens: Sequence[_Token]) -> None:
         count = len(tokens)
@@ -299,7 +300,7 @@ class LlamaContext:
         found = self._c.llama_get_logits_ith(self._handle, number)
         if not found:
             raise ModelError("llama.cpp gave no logits where they were asked for")
-        return torch.from_numpy(np.ctypeslib.as_array(found, (self._vocab_size,)).copy())
+        return torch.from_numpy(np.ctypeslib.as_array(found, (self.vocab_size,)).copy())
 
 
 def _calls(tokens: Sequence[_Token]) -> Iterator[list[_Token]]:

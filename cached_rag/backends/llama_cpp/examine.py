@@ -1,25 +1,33 @@
-"""Tries what the backend relies on, with each model that is loaded.
+"""What a GGUF says of itself, and what of it is tried with each model that is loaded.
 
-What is tried: how states are laid out, how keys depend on position, and whether KV that is put
-together gives what llama.cpp computes itself. With weights in few bits llama.cpp rounds activations
-to 8 bits, so two equal computations may differ a little.
+What is tried is what the backend relies on: how states are laid out, how keys depend on position,
+and whether KV that is put together gives what llama.cpp computes itself. With weights in few bits
+llama.cpp rounds activations to 8 bits, so two equal computations may differ a little.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
+import gguf
+import numpy as np
 import torch
 
 from cached_rag.backends.llama_cpp.context import LlamaContext, Work
-from cached_rag.backends.llama_cpp.facts import Frequencies
-from cached_rag.backends.llama_cpp.prompt import Prompt
+from cached_rag.backends.llama_cpp.prompts import Prompt
 from cached_rag.backends.llama_cpp.state import StateFormat
+from cached_rag.backends.untrusted import BoundedReader
 from cached_rag.errors import ModelError
-from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.positions import LayerRule, PositionRule, match_rule
 
+Frequencies = list[tuple[float, ...]]
+# YaRN's turns within the original context (`_kept`), unless a file has others.
+_FAST, _SLOW = 32.0, 1.0
 _PROBE_TOKENS = 24
 # How far keys are moved, in positions. Scaled frequencies differ little over a short distance, and
 # by whole turns, perhaps, over a long one; so a rule has to hold over both.
@@ -32,6 +40,122 @@ _TOLERANCE = 0.25
 # differs may round an activation to another of 255 values: .002 to .005 were seen. A model whose
 # answer hangs on one token alone shows neither; below the last number there is no difference.
 _PARTS_TOLERANCE, _PARTS_SHARE, _NOTHING = 0.03, 0.1, 1e-6
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a GGUF says of itself."""
+
+    library: ctypes.CDLL
+    handle: int
+
+    def text(self, key: str) -> str | None:
+        """A value of its metadata; `{arch}` stands for the architecture."""
+        name = key.replace("{arch}", self.architecture) if "{arch}" in key else key
+        value = ctypes.create_string_buffer(256)
+        got = self.library.llama_model_meta_val_str(self.handle, name.encode(), value, len(value))
+        return value.value.decode(errors="replace") if got >= 0 else None
+
+    def number(self, key: str, otherwise: float) -> float:
+        """A number of its metadata."""
+        found = self.text(key)
+        return otherwise if found is None else float(found)
+
+    @property
+    def architecture(self) -> str:
+        """Such as "llama"."""
+        return self.text("general.architecture") or ""
+
+
+class FileOutline(BoundedReader):
+    """A GGUF's fields and tensors, without what is in lists.
+
+    Of a vocabulary of 150,000 tokens gguf's own reader makes objects that take 500 MB.
+    """
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type != gguf.GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind = int(self._get(orig_offs, np.uint32)[0])
+        count = self._length(orig_offs)
+        end = orig_offs + 12
+        for _ in range(count):
+            end += super()._get_field_parts(end, kind)[0]
+        return end - orig_offs, [], [], [gguf.GGUFValueType.ARRAY]
+
+
+def check_kind(facts: Facts, reader: FileOutline, name: str) -> None:
+    """See that a model's KV is one plain cache.
+
+    Raises:
+        ModelError: it is not.
+    """
+    library, tensors = facts.library, {tensor.name for tensor in reader.tensors}
+
+    def has(key: str) -> bool:
+        return f"{facts.architecture}.{key}" in reader.fields
+
+    kinds = {
+        "it has recurrent layers": library.llama_model_is_recurrent(facts.handle)
+        or library.llama_model_is_hybrid(facts.handle),
+        "its positions have several axes": has("rope.dimension_sections"),
+        "it has sliding windows": facts.number("{arch}.attention.sliding_window", 0),
+        "its scores depend on distance (ALiBi)": has("attention.max_alibi_bias"),
+        "its rotation changes with the context's length": "rope_factors_long.weight" in tensors,
+    }
+    if wrong := [why for why, is_so in kinds.items() if is_so]:
+        raise ModelError(
+            f"the KV of {name} cannot be put together in llama.cpp: {' and '.join(wrong)}; use "
+            'backend="transformers"'
+        )
+
+
+def shapes_of(facts: Facts) -> KVShapes:
+    """The model's KV as llama.cpp keeps it."""
+    c, model = facts.library, facts.handle
+    dim = c.llama_model_n_embd(model) // max(1, c.llama_model_n_head(model))
+    return KVShapes(
+        num_layers=c.llama_model_n_layer(model),
+        num_kv_heads=c.llama_model_n_head_kv(model),
+        head_dim=int(facts.number("{arch}.attention.key_length", dim)),
+        value_dim=int(facts.number("{arch}.attention.value_length", dim)),
+        dtype=torch.float16,
+        device=torch.device("cpu"),
+    )
+
+
+def frequencies_of(facts: Facts, reader: FileOutline) -> Frequencies:
+    """Rotary frequencies that the file may mean: as they are, scaled, or with a factor each."""
+    dim = int(facts.number("{arch}.rope.dimension_count", 0)) or shapes_of(facts).head_dim
+    base = facts.number("{arch}.rope.freq_base", 10_000.0)
+    plain = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    scaled = plain / (facts.number("{arch}.rope.scaling.factor", 1.0) or 1.0)
+    found = [plain, scaled]
+    fast = facts.number("{arch}.rope.scaling.yarn_beta_fast", _FAST)
+    slow = facts.number("{arch}.rope.scaling.yarn_beta_slow", _SLOW)
+    # llama.cpp reads these numbers for some architectures only.
+    for turns in ((_FAST, _SLOW), (fast, slow)):
+        kept = _kept(facts, dim, base, *turns)
+        found.append(kept * plain + (1 - kept) * scaled)
+    for tensor in reader.tensors:
+        if tensor.name == "rope_freqs.weight":
+            found.append(plain / torch.tensor(tensor.data, dtype=torch.float64).flatten())
+    return list(dict.fromkeys(tuple(one.tolist()) for one in found if one.isfinite().all()))
+
+
+def _kept(facts: Facts, dim: int, base: float, fast: float, slow: float) -> torch.Tensor:
+    """YaRN: of each frequency, the share that is not scaled; (dim / 2,).
+
+    It is 1 for those that turn more than `fast` times within the original context, 0 for those that
+    turn less than `slow` times, and falls evenly between (arXiv 2309.00071, section 3.2).
+    """
+    trained = facts.number("{arch}.context_length", 0.0)
+    length = facts.number("{arch}.rope.scaling.original_context_length", trained)
+    turns = torch.tensor([fast, slow], dtype=torch.float64)
+    bounds = dim * (length / (turns * 2 * torch.pi)).log() / (2 * math.log(max(base, 2.0)))
+    first, last = bounds[0].floor().clamp(min=0), bounds[1].ceil().clamp(max=dim - 1)
+    at = torch.arange(dim // 2, dtype=torch.float64)
+    return 1 - ((at - first) / (last - first).clamp(min=0.001)).clamp(0, 1)
 
 
 def probe_ids(library: ctypes.CDLL, vocab: int, size: int) -> list[int]:

@@ -14,18 +14,19 @@ from transformers import AutoTokenizer
 from cached_rag.backends.cache import made
 from cached_rag.backends.llama_cpp import api
 from cached_rag.backends.llama_cpp.context import LlamaContext
-from cached_rag.backends.llama_cpp.examine import examined, probe_ids
-from cached_rag.backends.llama_cpp.facts import (
+from cached_rag.backends.llama_cpp.examine import (
     Facts,
     FileOutline,
     check_kind,
+    examined,
     frequencies_of,
+    probe_ids,
     shapes_of,
 )
 from cached_rag.backends.llama_cpp.model import LlamaCppModel
 from cached_rag.backends.resolve import ModelSource, resolve
 from cached_rag.backends.transformers.gguf import convert_tokenizer, put_together
-from cached_rag.backends.transformers.memory import OVERHEAD_BYTES, free_bytes
+from cached_rag.backends.transformers.machine import OVERHEAD_BYTES, free_bytes
 from cached_rag.backends.untrusted import judged
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.kv import fingerprint
@@ -104,10 +105,8 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
             name=name,
             context=context,
             tokenizer=tokenizer,
-            shapes=shapes,
             rule=rule,
             fingerprint=fingerprint.model_fingerprint(kv_facts),
-            vocab_size=size,
             context_length=library.llama_model_n_ctx_train(handle),
             eos_ids=frozenset(t for t in range(size) if library.llama_vocab_is_eog(vocab, t)),
             weights_bytes=library.llama_model_size(handle),

@@ -1,7 +1,7 @@
 """A GGUF that llama.cpp runs, as a backend: the engine's KV goes in, tokens are computed, KV out.
 
-A prompt is put together in a sequence (`prompt.py`), and its answer goes on there. All KV is in the
-engine's buffers, too, so a prompt can leave the context and come back. Knows KV; knows no text.
+A prompt is put together in a sequence (`prompts.py`), and its answer goes on there. All KV is in
+the engine's buffers, too, so a prompt can leave the context and come back. Knows KV; knows no text.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import torch
 
 from cached_rag.backends.base import Chosen, Prefilled, StepInput
 from cached_rag.backends.llama_cpp.context import MAX_SEQUENCES, FullError, LlamaContext, Work
-from cached_rag.backends.llama_cpp.prompt import Prompt
-from cached_rag.backends.llama_cpp.residents import Residents
-from cached_rag.backends.transformers.memory import free_bytes
+from cached_rag.backends.llama_cpp.prompts import Prompt, Residents
+from cached_rag.backends.transformers.machine import free_bytes
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.positions import PositionRule
@@ -46,10 +45,8 @@ class LlamaCppModel:
     name: str
     context: LlamaContext
     tokenizer: Any
-    shapes: KVShapes
     rule: PositionRule
     fingerprint: str
-    vocab_size: int
     context_length: int
     eos_ids: frozenset[int]
     weights_bytes: int
@@ -57,15 +54,24 @@ class LlamaCppModel:
     token_price: float
     residents: Residents = field(init=False, compare=False, repr=False)
     lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
-    repetition_penalty: float = 1.0
-    can_watch: bool = False
-    can_narrow: bool = False
-    can_batch: bool = True
-    can_share: bool = False
-    can_append: bool = True
+
+    # The same for every model, so no fields.
+    repetition_penalty = 1.0
+    can_watch = can_narrow = can_share = False
+    can_batch = can_append = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "residents", Residents(self.context))
+
+    @property
+    def shapes(self) -> KVShapes:
+        """See `Backend`."""
+        return self.context.shapes
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Backend`."""
+        return self.context.vocab_size
 
     @property
     def details(self) -> dict[str, object]:

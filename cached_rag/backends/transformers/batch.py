@@ -16,12 +16,12 @@ import torch
 from transformers import Cache
 
 from cached_rag.backends.base import StepInput
-from cached_rag.backends.transformers.attention.kernels import attend
+from cached_rag.backends.transformers.attention.kernels import Scoring, attend
 from cached_rag.backends.transformers.attention.relay import Padded, Part, relay_attention
 from cached_rag.backends.transformers.attention.scattered import Rows, attending
+from cached_rag.backends.transformers.decoder import Decoder
 from cached_rag.backends.transformers.drift import Drift
 from cached_rag.backends.transformers.prefill import prefill_rows
-from cached_rag.backends.transformers.row_pass import Decoder
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.positions import PositionRule
@@ -94,18 +94,11 @@ class _Scattered:
             self._drift.transfer(layer, self._rows, *mine, self._buffer)
         self._buffer.write(layer, self._rows.index, *mine)
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, how: Scoring) -> torch.Tensor:
         """Its tokens' attention, for the batch's (1, num_heads, num_tokens, dim) query."""
         seen = slice(0, self._rows.length)
         keys, values = self._buffer.keys[layer][:, :, seen], self._buffer.values[layer][:, :, seen]
-        return self._rows.attend(query[:, :, self.tokens], keys, values, scale, window, softcap)
+        return self._rows.attend(query[:, :, self.tokens], keys, values, how)
 
 
 class BatchCache(Cache):  # type: ignore[misc]
@@ -191,13 +184,7 @@ class BatchCache(Cache):  # type: ignore[misc]
         return key_states, value_states
 
     def attend(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None = None,
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring
     ) -> torch.Tensor:
         """(1, num_heads, num_tokens, value_dim) for a (1, num_heads, num_tokens, dim) query.
 
@@ -209,34 +196,30 @@ class BatchCache(Cache):  # type: ignore[misc]
             raise ModelError("the model attends to other keys and values than it caches")
         appended = query[0, :, : self._last].transpose(0, 1).contiguous()
         if not self._scattered:
-            return self._behind(appended, scale, window, softcap).transpose(0, 1)[None]
+            return self._behind(appended, how).transpose(0, 1)[None]
         width = self._batch[0].kv.own.values.shape[-1]
         found = query.new_empty(1, query.shape[1], query.shape[2], width)
         if self._last:
-            behind = self._behind(appended, scale, window, softcap)
+            behind = self._behind(appended, how)
             found[0, :, : self._last] = behind.transpose(0, 1)
         for row in self._scattered:
-            found[:, :, row.tokens] = row.attend(self._layer, query, scale, window, softcap)
+            found[:, :, row.tokens] = row.attend(self._layer, query, how)
         return found
 
-    def _behind(
-        self, query: torch.Tensor, scale: float | None, window: int | None, softcap: float | None
-    ) -> torch.Tensor:
+    def _behind(self, query: torch.Tensor, how: Scoring) -> torch.Tensor:
         """The same for tokens that are appended, rows first; of others before them anything."""
-        if window is not None and window < self._longest:
-            return self._within(query, scale, window, softcap)
-        return relay_attention(query, *self.parts(self._layer), scale, softcap)
+        if how.window is not None and how.window < self._longest:
+            return self._within(query, how.window, how)
+        return relay_attention(query, *self.parts(self._layer), how)
 
     def parts(self, layer: int) -> tuple[list[Part], list[Part | Padded]]:
         """One layer's keys and values: runs that their tokens see whole, and the rows' own."""
         shared = [part.part(layer) for part in self._shared]
         return shared, [part.part(layer) for part in self._private]
 
-    def _within(
-        self, query: torch.Tensor, scale: float | None, window: int, softcap: float | None
-    ) -> torch.Tensor:
+    def _within(self, query: torch.Tensor, window: int, how: Scoring) -> torch.Tensor:
         """Attention of single tokens over their sliding windows, row by row; no run is shared."""
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        factor = how.factor(query.shape[-1])
         output = query.new_empty(*query.shape[:2], self._batch[0].kv.own.values.shape[-1])
         for ahead, tokens in zip(self._batch, self._tokens, strict=True):
             if ahead.slots is not None:
@@ -246,7 +229,7 @@ class BatchCache(Cache):  # type: ignore[misc]
             keys = _joined([(run.buffer.keys[self._layer], run) for run in seen])
             values = _joined([(run.buffer.values[self._layer], run) for run in seen])
             folded = query[tokens].view(1, keys.shape[1], -1, query.shape[-1])
-            output[tokens] = attend(folded, keys, values, factor, softcap)[0].flatten(1, 2)
+            output[tokens] = attend(folded, keys, values, factor, how.softcap)[0].flatten(1, 2)
         return output
 
     def observe(self, *_: Any) -> None:

@@ -56,12 +56,7 @@ class Drift:
         self._last: _Samples | None = None
 
     def transfer(
-        self,
-        layer: int,
-        rows: Rows,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        buffer: KVBuffer,
+        self, layer: int, rows: Rows, keys: torch.Tensor, values: torch.Tensor, buffer: KVBuffer
     ) -> None:
         """Move one layer's KV of the chunks that some of `rows` lie in.
 

@@ -25,8 +25,12 @@ from transformers.integrations.gguf import is_gguf_arch_supported
 
 from cached_rag.backends.transformers.complete import load_complete
 from cached_rag.backends.transformers.gguf_rope import ROTATIONS, refuse_scaling, set_rotation
-from cached_rag.backends.transformers.weights.groups import Groups, fits_groups, from_blocks
-from cached_rag.backends.transformers.weights.stored import StoredConfig
+from cached_rag.backends.transformers.weights.groups import (
+    Groups,
+    StoredConfig,
+    fits_groups,
+    from_blocks,
+)
 from cached_rag.backends.untrusted import BoundedReader
 from cached_rag.errors import ModelError
 
@@ -56,10 +60,8 @@ def convert(source: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
         OSError: the disk is full, or the folder cannot be written.
         ValueError: the file is damaged, or of an unknown kind.
     """
-    try:
+    with _telling_damage(source):
         _convert(source, folder, shard_bytes)
-    except (LookupError, RuntimeError, TypeError) as error:  # how readers fail on damaged files
-        raise ValueError(f"{source} is damaged ({type(error).__name__}: {error})") from error
 
 
 def convert_tokenizer(source: Path, folder: Path) -> None:
@@ -69,11 +71,21 @@ def convert_tokenizer(source: Path, folder: Path) -> None:
         OSError: the disk is full, or the folder cannot be written.
         ValueError: the file is damaged, or of an unknown kind.
     """
-    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    with _telling_damage(source), _read_once(source):
+        AutoTokenizer.from_pretrained(**_where(source)).save_pretrained(folder)
+
+
+def _where(source: Path) -> dict[str, str]:
+    """A GGUF as `from_pretrained` takes it."""
+    return {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+
+
+@contextmanager
+def _telling_damage(source: Path) -> Iterator[None]:
+    """Inside this context, how readers fail on damaged files is a ValueError that says so."""
     try:
-        with _read_once(source):
-            AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
-    except (LookupError, RuntimeError, TypeError) as error:  # how readers fail on damaged files
+        yield
+    except (LookupError, RuntimeError, TypeError) as error:
         raise ValueError(f"{source} is damaged ({type(error).__name__}: {error})") from error
 
 
@@ -96,7 +108,7 @@ def put_together(pieces: Sequence[Path], target: Path, sha256: str) -> Path:
 
 
 def _convert(source: Path, folder: Path, shard_bytes: int) -> None:
-    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    where = _where(source)
     with _read_once(source) as reader:
         refuse_split(reader, source)
         AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
@@ -219,9 +231,8 @@ def _unpacked(tensor: Any) -> Any:
     """A tensor's values in fp32."""
     data, shape = tensor.data, tuple(int(n) for n in reversed(tensor.shape))
     if data.ndim < 2:
-        return gguf.dequantize(
-            data, tensor.tensor_type
-        ).copy()  # or it would keep the mapped file open
+        # Copied, or it would keep the mapped file open.
+        return gguf.dequantize(data, tensor.tensor_type).copy()
     values = np.empty(shape, np.float32)
     step = max(1, _UNPACKED // (values.size // len(values)))
     for begin in range(0, len(data), step):

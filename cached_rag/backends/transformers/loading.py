@@ -19,19 +19,17 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
 from cached_rag.backends.cache import file_digest, made
-from cached_rag.backends.hub import see_hub
-from cached_rag.backends.resolve import ModelSource, offline_hint, resolve
-from cached_rag.backends.transformers.adapter import merge_adapter
-from cached_rag.backends.transformers.complete import copied, load_complete
+from cached_rag.backends.resolve import ModelSource, Variant, offline_hint, resolve, see_hub
+from cached_rag.backends.transformers.complete import copied, load_complete, merge_adapter
 from cached_rag.backends.transformers.gguf import convert, put_together
-from cached_rag.backends.transformers.hardware import (
+from cached_rag.backends.transformers.lean.build import lean_model
+from cached_rag.backends.transformers.machine import (
     best_device,
     fastest_dtype,
+    fits_dense,
     parse_dtype,
     parse_format,
 )
-from cached_rag.backends.transformers.lean.build import lean_model
-from cached_rag.backends.transformers.memory import fits_dense
 from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.backends.transformers.probe import examine
 from cached_rag.backends.transformers.weights.packing import (
@@ -42,7 +40,6 @@ from cached_rag.backends.transformers.weights.packing import (
     pack,
 )
 from cached_rag.backends.untrusted import check_config, judged
-from cached_rag.backends.variant import Variant
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.kv import fingerprint
 

@@ -17,11 +17,9 @@ from transformers import DynamicCache
 from cached_rag.backends.base import Chosen, Prefilled, StepInput
 from cached_rag.backends.process import peak_bytes
 from cached_rag.backends.transformers.batch import can_batch, step_batch
-from cached_rag.backends.transformers.inspection import cache_argument
-from cached_rag.backends.transformers.prefill import choose_rows, prefill_rows, prefill_selected
-from cached_rag.backends.transformers.row_pass import Decoder
-from cached_rag.backends.transformers.weights.linear import FewBitLinear
-from cached_rag.backends.transformers.weights.packing import Format, formats
+from cached_rag.backends.transformers.decoder import Decoder, cache_argument
+from cached_rag.backends.transformers.prefill import Repair, prefill_rows
+from cached_rag.backends.transformers.weights.packing import FewBitLinear, Format, formats
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.positions import PositionRule
 from cached_rag.methods.base import Layout, Selector
@@ -148,7 +146,7 @@ class LanguageModel:
     ) -> Prefilled:
         """See `Backend`."""
         ids = token_ids.to(self.device)
-        return prefill_selected(self.decoder, buffer, ids, layout, method, ready=ready)
+        return Repair(self.decoder, buffer, ids, layout, method, ready).run()
 
     def choose(
         self,
@@ -160,7 +158,7 @@ class LanguageModel:
     ) -> Chosen | None:
         """See `Backend`."""
         ids = token_ids.to(self.device)
-        return choose_rows(self.decoder, buffer, ids, layout, method, ready)
+        return Repair(self.decoder, buffer, ids, layout, method, ready).choose()
 
     def step(self, batch: Sequence[StepInput]) -> torch.Tensor:
         """See `Backend`."""

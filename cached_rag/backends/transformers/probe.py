@@ -18,9 +18,9 @@ import torch
 from cached_rag.backends.transformers.attention import scattered as attention
 from cached_rag.backends.transformers.attention.scattered import IMPLEMENTATION
 from cached_rag.backends.transformers.batch import keeps_what_it_reads
-from cached_rag.backends.transformers.full_precision import in_float32
-from cached_rag.backends.transformers.inspection import (
+from cached_rag.backends.transformers.decoder import (
     CACHE,
+    Decoder,
     decoder_layers,
     frequencies,
     switch,
@@ -28,8 +28,15 @@ from cached_rag.backends.transformers.inspection import (
     windows_of,
 )
 from cached_rag.backends.transformers.lean.model import LeanModel
-from cached_rag.backends.transformers.recording import Inputs, Recording, entering, leaving, record
-from cached_rag.backends.transformers.row_pass import Decoder, RowPass
+from cached_rag.backends.transformers.recording import (
+    Inputs,
+    Recording,
+    entering,
+    in_float32,
+    leaving,
+    record,
+)
+from cached_rag.backends.transformers.row_pass import RowPass
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.positions import PositionRule, match_rule

@@ -2,7 +2,12 @@
 
 A subclass of transformers' `Cache` writes the rows' keys and values to their slots in a buffer that
 holds the whole prompt. Hooks on the decoder layers drop rows where a method decides so; they are
-removed after the pass. Knows layers; does not know why rows are chosen, nor other passes.
+removed after the pass.
+
+MPT, BLOOM and Falcon add a bias to the scores that is linear in the key's index (ALiBi). Where
+positions have gaps, a key's index is not its position: the bias is then computed from the position,
+with the same slope (Prompt Cache, section 4.2). Knows layers; does not know why rows are chosen,
+nor other passes.
 """
 
 from __future__ import annotations
@@ -10,56 +15,47 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from cached_rag.backends.base import Prefilled
-from cached_rag.backends.transformers.alibi import with_gaps
 from cached_rag.backends.transformers.attention.scattered import Rows, attending
-from cached_rag.backends.transformers.inspection import cache_argument, decoder_layers
-from cached_rag.backends.transformers.observe import Observed, Observer
-from cached_rag.backends.transformers.row_cache import Peeked, RowCache
+from cached_rag.backends.transformers.decoder import Decoder
+from cached_rag.backends.transformers.row_cache import Observed, Observer, Peeked, RowCache
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods.base import LayerCheck, Layout, Selector
 
+_BIASES = ("alibi", "position_bias")
 
-@dataclass(frozen=True)
-class Decoder:
-    """What partial prefill needs to know of a model.
 
-    Attributes:
-        model: a transformers causal LM in eval mode.
-        network: what computes its passes: the model itself, or its lean form (see `lean`).
-        layers: the network's decoder layers, in order.
-        windows: each layer's sliding window; None for a layer that sees everything.
-        is_fast: the model attends through `attention/scattered.py`; if not, all tokens enter it
-            (see `prefill.py`).
-        parameters: names of the arguments of the network's forward method.
-        cache_name: which of them is the KV cache.
-        keeps_what_it_reads: see `batch.keeps_what_it_reads`.
+def with_gaps(inputs: dict[str, Any], positions: torch.Tensor) -> dict[str, Any]:
+    """A layer's inputs, its ALiBi biases (if any) computed from positions instead of indices.
+
+    Args:
+        positions: (num_keys,) int64, ascending, the position of each key.
     """
+    biases = [name for name in _BIASES if inputs.get(name) is not None]
+    mask = inputs.get("attention_mask")
+    if biases and mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
+        biases.append("attention_mask")  # Falcon adds its bias to the mask, head by head
+    return inputs | {name: stretched(inputs[name], positions) for name in biases}
 
-    model: Any
-    network: Any
-    layers: tuple[torch.nn.Module, ...]
-    windows: tuple[int | None, ...]
-    is_fast: bool
-    keeps_what_it_reads: bool = True
-    parameters: frozenset[str] = field(init=False)
-    cache_name: str = field(init=False)
 
-    def __post_init__(self) -> None:
-        names = inspect.signature(self.network.forward).parameters
-        object.__setattr__(self, "parameters", frozenset(names))
-        object.__setattr__(self, "cache_name", cache_argument(self.network))
+def stretched(bias: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Turn a (..., rows, keys) bias that is linear in the key's index into one linear in position.
 
-    @property
-    def own(self) -> Decoder:
-        """The same without a lean form: the model computes its passes itself."""
-        return replace(self, network=self.model, layers=decoder_layers(self.model))
+    The bias's last row must see all keys. If the bias has more keys than there are positions, only
+    its last keys are used.
+    """
+    count = len(positions)
+    bias = bias[..., -count:]
+    if count < 2:
+        return bias
+    slope = bias[..., -1:, 1:2] - bias[..., -1:, :1]
+    shift = (positions - torch.arange(count)).to(bias.device, bias.dtype)
+    return bias + slope * shift
 
 
 class RowPass:

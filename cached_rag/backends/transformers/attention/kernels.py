@@ -3,22 +3,37 @@
 The log-sum-exp (lse) of a row is the logarithm of its softmax's denominator. With it, the results
 over parts of the keys can be merged into the result over all keys (RelayAttention, equation 12).
 Knows tensors only; `reference` is the definition.
+
+In bf16 the CPU's flash kernel of torch 2.13 reaches a third of the speed of the matrix products it
+consists of. For few rows all scores fit the cache, so two plain products are faster: they are
+computed in bf16, the softmax between them in fp32. The memory for scores is kept between calls,
+since page faults of fresh memory would cost more than the arithmetic.
+
+Those scores are rounded to bf16 before the softmax, so they must be small. Those of real keys are
+not: where the key projection has a bias (Qwen 2), all keys lie around a far point, and in scores of
+several hundred, rounding erases the differences between keys. A vector that all keys have in common
+shifts all scores of a row equally, which the softmax ignores. So it is subtracted first (as in
+SageAttention, arXiv:2410.02367).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import math
+import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from cached_rag.backends.transformers.attention.matmul import (
-    capped,
-    flash_has_matrix_units,
-    matmul_attention_lse,
-)
-
+# Rows computed at a time: their scores over some thousand keys fit the cache.
+_LSE_ROWS = 384
+# A smaller softmax weight has lost digits.
+_VANISHING = 1e-30
+# The keys' common part is estimated by the mean of every eighth key; it need not be exact.
+_CENTRE_STEP = 8
 _log = logging.getLogger(__name__)
 _OPS = torch.ops.aten
 # In bf16 on a CPU without matrix units, products are faster than torch's flash kernel once the keys
@@ -29,6 +44,181 @@ FLASH_KEYS = ((1, 16384), (48, 8192), (96, 3072), (192, 2048), (384, 1024))
 _SMALL = (torch.bfloat16, torch.float16)
 
 Attended = tuple[torch.Tensor, torch.Tensor]
+
+
+class Scoring(NamedTuple):
+    """How a layer scores the keys that a row sees.
+
+    Attributes:
+        scale: factor of the scores; None for 1 / sqrt(head_dim).
+        window: most keys that a row sees, its own included; None for no limit.
+        softcap: bound of the scores (Gemma 2), see `capped`; None for no bound.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+    def factor(self, head_dim: int) -> float:
+        """What the scores are multiplied by."""
+        return float(head_dim**-0.5) if self.scale is None else self.scale
+
+
+class _Scratch(threading.local):
+    """Memory for scores: one block for each dtype and thread, which grows and never shrinks."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[torch.dtype, torch.Tensor] = {}
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor, valid until the next call for that dtype."""
+        count = math.prod(shape)
+        block = self._blocks.get(dtype)
+        if block is None or block.numel() < count:
+            with torch.inference_mode(False):  # or only inference mode could write to it
+                block = self._blocks[dtype] = torch.empty(count, dtype=dtype)
+        return block[:count].view(shape)
+
+
+_scratch = _Scratch()
+
+
+def prefers_matmul(query: torch.Tensor) -> bool:
+    """Whether `matmul_attention` is the faster form for a (batch, heads, rows, dim) query."""
+    is_bf16 = query.device.type == "cpu" and query.dtype == torch.bfloat16
+    return is_bf16 and not flash_has_matrix_units()
+
+
+@functools.cache
+def flash_has_matrix_units() -> bool:
+    """Whether this CPU has matrix units (AMX), with which torch's flash kernel is the faster one.
+
+    `python -m docs.experiments kernels` times both: with AMX, flash takes .1 to .6 of the
+    products' time.
+    """
+    return torch.cpu._is_amx_tile_supported()
+
+
+def centre_of(keys: torch.Tensor) -> torch.Tensor:
+    """A (head_dim,) vector that (num_keys, head_dim) keys have in common, in their dtype.
+
+    Subtracting any vector from all keys leaves the attention unchanged; the nearer it is to the
+    keys, the smaller the remaining scores.
+    """
+    return keys[::_CENTRE_STEP].mean(dim=0, dtype=torch.float32).to(keys.dtype)
+
+
+def matmul_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """softmax(scale * query keys^T + mask) values, for any number of heads per KV head.
+
+    Args:
+        query: (batch, num_heads, num_rows, head_dim).
+        keys, values: (batch, num_kv_heads, num_keys, dim).
+        mask: (num_rows, num_masked), additive, for the last `num_masked` keys; None for none.
+        scale: None for 1 / sqrt(head_dim).
+
+    Returns:
+        (batch, num_heads, num_rows, value_dim).
+    """
+    batch, heads, rows, head_dim = query.shape
+    kv_heads, count = keys.shape[1], keys.shape[2]
+    scaled = query * (head_dim**-0.5 if scale is None else scale)
+    folded = scaled.reshape(batch, kv_heads, -1, head_dim)
+    scores = _scratch.take((folded.shape[2], count), query.dtype)
+    by_head = scores.view(heads // kv_heads, rows, count)
+    output = query.new_empty(batch, kv_heads, folded.shape[2], values.shape[3])
+    # One head at a time: its scores stay in cache, and a strided batch would be copied.
+    for row, head in itertools.product(range(batch), range(kv_heads)):
+        centred = keys[row, head] - centre_of(keys[row, head])
+        torch.mm(folded[row, head], centred.T, out=scores)
+        if mask is not None:
+            by_head[:, :, count - mask.shape[1] :] += mask
+        torch.softmax(scores, dim=-1, out=scores)  # in fp32 inside, whatever the dtype
+        torch.mm(scores, values[row, head], out=output[row, head])
+    return output.view(batch, heads, rows, -1)
+
+
+def capped_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    softcap: float,
+) -> torch.Tensor:
+    """As `matmul_attention`, with bounded scores (see `capped`); in fp32, on any device.
+
+    No kernel of torch has such a bound. The keys' common part changes bounded scores, so it is not
+    subtracted here.
+
+    Args:
+        mask: additive or bool, broadcast to (batch, num_heads, num_rows, num_keys).
+    """
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = (side.repeat_interleave(groups, 1) for side in (keys, values))
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = capped((query.float() @ keys.float().transpose(2, 3)) * factor, softcap)
+    if mask is not None:
+        is_bool = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -torch.inf) if is_bool else scores + mask
+    return torch.softmax(scores, dim=-1).to(values.dtype) @ values
+
+
+def capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Scores squeezed into (-softcap, softcap) by a tanh (Gemma 2); unchanged if it is None."""
+    return scores if softcap is None else (scores / softcap).tanh() * softcap
+
+
+def matmul_attention_lse(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `matmul_attention` for rows that see all keys; also returns the rows' log-sum-exp.
+
+    A weight is exp(score - lse), so the lse follows from one score and its weight. It is as exact
+    as a weight in this dtype.
+
+    Args:
+        query: (1, num_kv_heads, num_rows, head_dim); the query heads that share a KV head are rows.
+        keys, values: (1, num_kv_heads, num_keys, dim).
+
+    Returns:
+        (1, num_kv_heads, num_rows, value_dim) output, and (1, num_kv_heads, num_rows) lse in fp32.
+    """
+    scaled = query[0] * scale
+    kv_heads, rows = scaled.shape[:2]
+    output = query.new_empty(1, kv_heads, rows, values.shape[3])
+    lse = query.new_empty(1, kv_heads, rows, dtype=torch.float32)
+    for head in range(kv_heads):
+        centre = centre_of(keys[0, head])
+        centred = (keys[0, head] - centre).T
+        for begin in range(0, rows, _LSE_ROWS):
+            block = slice(begin, min(begin + _LSE_ROWS, rows))
+            scores = _scratch.take((block.stop - begin, keys.shape[2]), query.dtype)
+            lse[0, head, block] = _weigh(scaled[head, block], centred, scores)
+            torch.mm(scores, values[0, head], out=output[0, head, block])
+        lse[0, head] += scaled[head].float() @ centre.float()
+    return output, lse
+
+
+def _weigh(query: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Write softmax weights to (rows, keys) `weights`; returns the rows' log-sum-exp in fp32."""
+    torch.mm(query, keys, out=weights)
+    first = weights[:, 0].float()
+    torch.softmax(weights, dim=-1, out=weights)
+    weight = weights[:, 0].float()
+    if float(weight.min()) > _VANISHING:
+        return first - weight.log()
+    # The first key's weight is too small. The largest is never, but finding it takes two passes.
+    torch.mm(query, keys, out=weights)
+    largest = weights.amax(-1).float()
+    torch.softmax(weights, dim=-1, out=weights)
+    return largest - weights.amax(-1).float().log()
 
 
 def attend(

@@ -16,6 +16,7 @@ import torch
 
 from cached_rag.backends.transformers.attention.kernels import (
     Attended,
+    Scoring,
     attend,
     attend_causal,
     attend_padded,
@@ -58,8 +59,7 @@ def relay_attention(
     query: torch.Tensor,
     shared: Sequence[Part],
     private: Sequence[Part | Padded],
-    scale: float | None = None,
-    softcap: float | None = None,
+    how: Scoring = Scoring(),  # noqa: B008
 ) -> torch.Tensor:
     """Attention of a batch's tokens over the runs that rows share and over each row's own keys.
 
@@ -68,22 +68,23 @@ def relay_attention(
         shared: runs of keys; a token that sees a run sees all of it.
         private: every row's own keys, each row in one entry. In a `Part`, `tokens` is a slice, and
             the last keys are those of these tokens; each token sees its own key and all before it.
-        scale: factor of the scores; None for 1 / sqrt(head_dim).
-        softcap: bound of the scores (Gemma 2), see `capped`; None for no bound.
+        how: a window is not looked at.
 
     Returns:
         (num_tokens, num_heads, value_dim).
     """
-    how = (query.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    scale, softcap = how.factor(query.shape[-1]), how.softcap
     count, heads, _ = query.shape
     output = query.new_empty(count, heads, private[0].values.shape[-1], dtype=torch.float32)
     lse = query.new_empty(count, heads, dtype=torch.float32)
     for own in private:
-        found = _private(query, own, *how)
+        found = _private(query, own, scale, softcap)
         output[own.tokens], lse[own.tokens] = found[0].float(), found[1]
     for part in shared:
-        found = _seen_by_all(_taken(query, part.tokens), part.keys, part.values, *how)
-        _merge_into(output, lse, part.tokens, found)
+        asked = _taken(query, part.tokens)
+        found = _seen_by_all(asked, part.keys, part.values, scale, softcap)
+        every = slice(None) if part.tokens is None else part.tokens
+        output[every], lse[every] = merge((output[every], lse[every]), found)
     return output.to(query.dtype)
 
 
@@ -92,13 +93,6 @@ def merge(first: Attended, second: Attended) -> Attended:
     lse = torch.logaddexp(first[1], second[1])
     parts = [found * (own - lse).exp()[..., None] for found, own in (first, second)]
     return parts[0] + parts[1], lse
-
-
-def _merge_into(
-    output: torch.Tensor, lse: torch.Tensor, tokens: slice | torch.Tensor | None, found: Attended
-) -> None:
-    every = slice(None) if tokens is None else tokens
-    output[every], lse[every] = merge((output[every], lse[every]), found)
 
 
 def _taken(query: torch.Tensor, tokens: slice | torch.Tensor | None) -> torch.Tensor:

@@ -20,10 +20,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from cached_rag.backends.transformers.attention.kernels import attend, attend_causal, kernel_of
-from cached_rag.backends.transformers.attention.matmul import (
+from cached_rag.backends.transformers.attention.kernels import (
+    Scoring,
+    attend,
+    attend_causal,
     capped_attention,
     flash_has_matrix_units,
+    kernel_of,
     matmul_attention,
     prefers_matmul,
 )
@@ -89,42 +92,27 @@ class Rows:
         return slice(self.first, self.last + 1) if self.is_contiguous else self.slots
 
     def attend(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None = None,
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring
     ) -> torch.Tensor:
         """Attention of every row over the keys it may see.
 
         Args:
             query: (batch, num_heads, num_rows, head_dim).
             keys, values: (batch, num_kv_heads, length, dim).
-            scale: factor of the scores; None for 1 / sqrt(head_dim).
-            window: most keys that a row sees, its own included; None for no limit.
-            softcap: bound of the scores (Gemma 2), see `capped`; None for no bound.
 
         Returns:
             (batch, num_heads, num_rows, value_dim).
         """
-        if self._needs_no_mask(query, keys, values, window, softcap):
-            return self._attend_unmasked(query, keys, values, scale)
-        how = (scale, window, softcap)
-        parts = [self._attend_block(b, query, keys, values, *how) for b in self._blocks(window)]
+        if self._needs_no_mask(query, keys, values, how):
+            return self._attend_unmasked(query, keys, values, how)
+        parts = [self._attend_block(b, query, keys, values, how) for b in self._blocks(how.window)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def _needs_no_mask(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        window: int | None,
-        softcap: float | None,
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring
     ) -> bool:
         """Whether `_attend_unmasked` is possible and the faster way."""
-        is_plain = softcap is None and (window is None or window > self.last)
+        is_plain = how.softcap is None and (how.window is None or how.window > self.last)
         is_even = query.shape[0] == 1 and query.shape[3] == values.shape[3]
         behind = self.first > 0 and self.is_contiguous
         if not (is_plain and is_even and behind):
@@ -136,14 +124,10 @@ class Rows:
         return is_flash and len(self) >= _UNMASKED_ROWS and flash_has_matrix_units()
 
     def _attend_unmasked(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scale: float | None,
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring
     ) -> torch.Tensor:
         """Neighbouring rows: the keys before the first row, which all see, then their own."""
-        factor = query.shape[3] ** -0.5 if scale is None else scale
+        factor = how.factor(query.shape[3])
         before, own = slice(self.first), slice(self.first, self.last + 1)
         folded = query.reshape(1, keys.shape[1], -1, query.shape[3])
         output, lse = attend(folded, keys[:, :, before], values[:, :, before], factor)
@@ -180,21 +164,20 @@ class Rows:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
+        how: Scoring,
     ) -> torch.Tensor:
         query = query[:, :, block.rows]
         keys, values = keys[:, :, block.keys], values[:, :, block.keys]
-        if softcap is not None:
+        window = how.window
+        if how.softcap is not None:
             is_masked = block.masked or block.causal
             mask = self._mask(block, window, query.dtype) if is_masked else None
-            return capped_attention(query, keys, values, mask, scale, softcap)
+            return capped_attention(query, keys, values, mask, how.scale, how.softcap)
         mask = self._mask(block, window, query.dtype) if block.masked else None
         if prefers_matmul(query) and not block.causal:
             if mask is not None and window is None:  # all rows see the keys up to the first row's
                 mask = mask[:, int(self.slots[block.rows.start]) + 1 :]
-            return matmul_attention(query, keys, values, mask, scale)
+            return matmul_attention(query, keys, values, mask, how.scale)
         groups = query.shape[1] // keys.shape[1]
         grouped = groups > 1 and query.device.type == "cpu"
         if groups > 1 and not grouped:
@@ -209,7 +192,7 @@ class Rows:
             values,
             attn_mask=mask,
             is_causal=block.causal,
-            scale=scale,
+            scale=how.scale,
             enable_gqa=grouped,
         )
 
@@ -238,24 +221,13 @@ class Attending(Protocol):
     @property
     def rows(self) -> Rows:
         """The rows that the current layer computes."""
-        ...
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Each layer's sliding window."""
-        ...
 
-    def observe(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> None:
+    def observe(self, layer: int, query: torch.Tensor, keys: torch.Tensor, how: Scoring) -> None:
         """Called with each layer's query and keys before the layer attends."""
-        ...
 
 
 _ACTIVE: ContextVar[Attending | None] = ContextVar("cached_rag_attending", default=None)
@@ -292,9 +264,10 @@ def attention(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return output, None
-    window = state.windows[module.layer_idx]  # type: ignore[index]
-    state.observe(module.layer_idx, query, key, scaling, window, softcap)  # type: ignore[arg-type]
-    output = state.rows.attend(query, key, value, scaling, window, softcap)
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    how = Scoring(scaling, state.windows[layer], softcap)
+    state.observe(layer, query, key, how)
+    output = state.rows.attend(query, key, value, how)
     return output.transpose(1, 2).contiguous(), None  # as transformers' own: some models view it
 
 

@@ -15,12 +15,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 from torch import nn
 
-from cached_rag.backends.transformers.inspection import decoder_layers
-from cached_rag.backends.transformers.lean.layer import HeadShapes, LeanLayer, Norms
-from cached_rag.backends.transformers.lean.model import LeanModel
-from cached_rag.backends.transformers.weights.groups import Groups, joined
+from cached_rag.backends.transformers.decoder import decoder_layers
+from cached_rag.backends.transformers.lean.model import HeadShapes, LeanLayer, LeanModel, Norms
+from cached_rag.backends.transformers.weights.groups import (
+    Groups,
+    StoredLinear,
+    form_of,
+    joined,
+    keep,
+)
 from cached_rag.backends.transformers.weights.packing import dense_of
-from cached_rag.backends.transformers.weights.stored import StoredLinear, form_of, keep
 
 # Model types of transformers whose layers are what `_layer` makes of them.
 FAMILIES = frozenset(

@@ -1,4 +1,7 @@
-"""Whether a model fits in memory, found out before it is loaded. Loads nothing."""
+"""What this machine computes a model on and in, and whether the model fits in its memory.
+
+All is found out before a model is loaded. Loads nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
-from cached_rag.backends.transformers.weights.packing import Format
-from cached_rag.errors import ModelError
+from cached_rag.backends.transformers.weights.packing import FORMATS, Format
+from cached_rag.errors import ConfigError, ModelError
 
 # Bytes that loading and the first prompts take besides the weights (docs/models.md).
 OVERHEAD_BYTES = 512 << 20
@@ -20,6 +23,52 @@ OVERHEAD_BYTES = 512 << 20
 _BYTES = {"int4": 0.75, "int8": 1.0}
 # Where Linux tells a container how much memory it may use (cgroup v2).
 CGROUP = Path("/sys/fs/cgroup")
+
+
+def best_device() -> str:
+    """The best device of this machine: "cuda", else "mps", else "cpu"."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def fastest_dtype(device: str) -> torch.dtype:
+    """The fastest dtype: bf16 if the hardware supports it, else fp16 on a GPU and fp32 on a CPU."""
+    if device.startswith("cuda"):
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    if device.startswith("mps"):
+        return torch.float16
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+
+
+def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A torch dtype from its name.
+
+    Raises:
+        ConfigError: there is no such dtype, or models are not computed in it here.
+    """
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(f"dtype {dtype!r} is not one of float32, bfloat16, float16")
+    return found
+
+
+def parse_format(weights: str, device: str) -> Format:
+    """A format of weights from its name.
+
+    Raises:
+        ConfigError: there is no such format, or not on this device.
+    """
+    if weights not in FORMATS:
+        raise ConfigError(f"weights {weights!r} is not one of {', '.join(FORMATS)}")
+    if device.startswith("cpu"):
+        return weights
+    if weights in ("int8", "int4"):
+        raise ConfigError(
+            f"weights={weights!r} needs a CPU, and the model is on {device}; use weights='bf16' or "
+            "device='cpu'"
+        )
+    return "bf16"
 
 
 @dataclass(frozen=True)

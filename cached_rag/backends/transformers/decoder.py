@@ -1,4 +1,4 @@
-"""What can be read off a model without running it: its layers, windows and rotary frequencies.
+"""A model's decoder, and what is read off a model without running it: layers, windows, rotation.
 
 These are candidates only: `probe.py` verifies them by running the model. Knows transformers.
 """
@@ -6,6 +6,7 @@ These are candidates only: `probe.py` verifies them by running the model. Knows 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -84,3 +85,39 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
     if not set(types) <= {"full_attention", "sliding_attention"}:
         return ()
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """What partial prefill needs to know of a model.
+
+    Attributes:
+        model: a transformers causal LM in eval mode.
+        network: what computes its passes: the model itself, or its lean form (see `lean`).
+        layers: the network's decoder layers, in order.
+        windows: each layer's sliding window; None for a layer that sees everything.
+        is_fast: the model attends through `attention/scattered.py`; if not, all tokens enter it
+            (see `prefill.py`).
+        parameters: names of the arguments of the network's forward method.
+        cache_name: which of them is the KV cache.
+        keeps_what_it_reads: see `batch.keeps_what_it_reads`.
+    """
+
+    model: Any
+    network: Any
+    layers: tuple[torch.nn.Module, ...]
+    windows: tuple[int | None, ...]
+    is_fast: bool
+    keeps_what_it_reads: bool = True
+    parameters: frozenset[str] = field(init=False)
+    cache_name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = inspect.signature(self.network.forward).parameters
+        object.__setattr__(self, "parameters", frozenset(names))
+        object.__setattr__(self, "cache_name", cache_argument(self.network))
+
+    @property
+    def own(self) -> Decoder:
+        """The same without a lean form: the model computes its passes itself."""
+        return replace(self, network=self.model, layers=decoder_layers(self.model))
