@@ -14,7 +14,6 @@ from typing import Protocol
 from cached_rag.backends.prompt_text import Rendered, Spans, Tokens
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.engine.report import Clock, Report
-from cached_rag.library.bringing import wanted
 from cached_rag.library.encodings import Encodings
 from cached_rag.library.learning import Learning
 from cached_rag.library.library import Library
@@ -114,11 +113,11 @@ class TextPlanner:
 
     def _bring(self, tokens: Tokens, matches: Sequence[Match]) -> list[str]:
         """Bring KV from another machine into memory; returns notes for the user."""
-        if self.library.remote is None:
+        if self.library.shelf.remote is None:
             return []
-        notes, sink_ids = self.library.refresh_heads(), self.tokenization.sink_ids
+        notes, sink_ids = self.library.known.heads.refresh(), self.tokenization.sink_ids
         encodings = Encodings.of(tuple(tokens.ids), self.library.encoded_after(), sink_ids)
-        return [*notes, *self.library.bring(wanted(encodings, matches))]
+        return [*notes, *self.library.shelf.bring(encodings.wanted(matches))]
 
     def _plan(
         self,

@@ -96,7 +96,7 @@ def prepare(request: Request) -> None:
 def exact_length(request: Request, plan: Plan) -> int:
     """Number of tokens, from the first, whose KV is, or will be, what full prefill computes."""
     library = request.resources.library
-    tiers = [tier for tier in (library.disk, library.remote) if tier is not None]
+    tiers = [tier for tier in (library.shelf.disk, library.shelf.remote) if tier is not None]
     is_lossy = any(tier.codec.name != "raw" for tier in tiers)
     is_whole = not request.repair  # then approximate KV is computed anew, all of it
     inexact = [
@@ -259,8 +259,8 @@ def _leave_out(request: Request, loader: LayerLoader | None, problem: StoreError
     request.report.notes.append(str(problem))
     library = request.resources.library
     if isinstance(problem, CorruptBlobError):
-        with library.spared():
-            library.store.delete(library.key(*failed.source))
+        with library.shelf.spared():
+            library.shelf.store.delete(library.shelf.key(*failed.source))
             prepare(request)
             return
     assert request.plan is not None

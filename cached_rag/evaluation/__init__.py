@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING
 from cached_rag.lazily import imports_from
 
 if TYPE_CHECKING:
-    from cached_rag.evaluation.data import Example, load_examples
+    from cached_rag.evaluation.data import Example, Questions, load_examples
     from cached_rag.evaluation.journal import Journal, origins
-    from cached_rag.evaluation.questions import Questions
     from cached_rag.evaluation.run import Settings, evaluate
     from cached_rag.evaluation.summary import summarise
     from cached_rag.evaluation.trial import Trial, make_trials
 
 _PLACES = {
-    "data": ("Example", "load_examples"),
+    "data": ("Example", "Questions", "load_examples"),
     "journal": ("Journal", "origins"),
     "run": ("Settings", "evaluate"),
-    "questions": ("Questions",),
     "summary": ("summarise",),
     "trial": ("Trial", "make_trials"),
 }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cached_rag.library.matching import EncodedAfter, Match
+from cached_rag.library.shelf import Wanted
 
 # The last tokens of a known prefix may differ in a prompt, where they merged with what follows.
 _HEAD_SLACK = 4
@@ -56,6 +57,16 @@ class Encodings:
         """What a chunk may have been encoded behind, best first."""
         first = [] if match.offset else [b for b in self.usable if self.is_in_place(b, match)]
         return [*first[:1], *self.usable]
+
+    def wanted(self, matches: Sequence[Match]) -> list[Wanted]:
+        """What the prompt can use: KV of its beginning and of its chunks."""
+        alone = EncodedAfter(())
+        head = [(alone, prefix_ids) for prefix_ids in self.heads if prefix_ids]
+        found: list[Wanted] = [head] if head else []
+        for match in matches:
+            ids = match.chunk.token_ids
+            found.append([(behind, ids) for behind in self.of_chunk(match)])
+        return found
 
 
 def _ranked(

@@ -13,7 +13,6 @@ from functools import partial
 from itertools import product
 
 import torch
-from cachetools import LRUCache
 
 from cached_rag.backends.prompt_text import Tokens
 from cached_rag.backends.thread import on_model_thread
@@ -29,12 +28,9 @@ from cached_rag.library.encodings import is_before
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter, Match
 from cached_rag.library.plan import Plan
-from cached_rag.library.recurring import Recurring
+from cached_rag.library.recurring import Heads, Recurring
 
 _log = logging.getLogger(__name__)
-
-_REMEMBERED = 256
-_LEARNED = 8
 
 
 class Learning:
@@ -122,7 +118,7 @@ class Learning:
         self._offer_chunks(tokens, plan)
         for place in plan.placements:
             if place.source is not None and not isinstance(place.kv, ModuleKV):
-                fetch = partial(self.library.fetch, *place.source)
+                fetch = partial(self.library.shelf.fetch, *place.source)
                 self.write_back.offer(place.source, fetch, lasts=False)
 
     def _offer_chunks(self, tokens: Tokens, plan: Plan) -> None:
@@ -148,7 +144,7 @@ class Learning:
 
     def _offer_encoding(self, name: object, task: Callable[[], object]) -> None:
         assert self.write_back is not None
-        is_kept = self.library.disk is not None
+        is_kept = self.library.shelf.disk is not None
         self.write_back.offer(name, partial(self._encode, task), lasts=is_kept)
 
     def _best(self, head: tuple[int, ...], chunk: str, rest: str) -> EncodedAfter:
@@ -187,42 +183,3 @@ class Learning:
                 task()
 
         on_model_thread(encode)
-
-
-class Heads:
-    """The heads of recent prompts, and those that recurred. Safe for several threads.
-
-    Args:
-        learned: how many heads may be learned. There is a bound because every prompt is compared
-            with each of them.
-        remembered: how many heads of recent prompts are kept for comparison.
-    """
-
-    def __init__(self, learned: int = _LEARNED, remembered: int = _REMEMBERED) -> None:
-        self._room = learned
-        self._learned: set[tuple[int, ...]] = set()
-        self._seen: LRUCache[tuple[int, ...], tuple[set[str], set[str]]] = LRUCache(remembered)
-        self._lock = threading.RLock()  # as in `WriteBack`
-
-    def learn(self, head: tuple[int, ...], chunk: str, rest: str) -> bool:
-        """Note what a head stood before.
-
-        Args:
-            head: the head's tokens.
-            chunk: the digest of the first chunk behind it.
-            rest: the digest of what stood behind the last one.
-
-        Returns:
-            Whether the head is learned: two chunks and two rests have followed it.
-        """
-        with self._lock:
-            if head in self._learned:
-                return True
-            chunks, rests = self._seen.setdefault(head, (set(), set()))
-            for seen, new in ((chunks, chunk), (rests, rest)):
-                if len(seen) < 2:
-                    seen.add(new)
-            if min(len(chunks), len(rests)) < 2 or len(self._learned) >= self._room:
-                return False
-            self._learned.add(head)
-            return True

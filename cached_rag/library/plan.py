@@ -184,7 +184,7 @@ def make_plan(
     found, chunks = [], []
     for match in matches:
         behinds = encodings.of_chunk(match)
-        best = library.best_encoding(behinds, match.chunk.token_ids, lazy=lazy)
+        best = library.shelf.best_encoding(behinds, match.chunk.token_ids, lazy=lazy)
         if best is None and kept is not None:
             match, best = _harvested(kept, library.namespace, ids, match)
         if best is None:
@@ -237,7 +237,7 @@ def _head(
     for prefix_ids in prefixes:
         length = min(shared(prefix_ids, ids), len(ids) - 1)
         alone = [EncodedAfter(())] if length else []
-        if found := library.best_encoding(alone, prefix_ids, lazy=False):
+        if found := library.shelf.best_encoding(alone, prefix_ids, lazy=False):
             _, kv, origin = found
             part = kv.slice(0, length)
             return [Placement(0, part, is_exact=True, is_chunk=False, origin=origin)]

@@ -19,14 +19,12 @@ from cached_rag.engine.planner import Planner
 from cached_rag.errors import ConfigError, PMLError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import EncodeSummary
-from cached_rag.pml.known import known_planner
 from cached_rag.pml.markup import parse_markup
 from cached_rag.pml.nodes import SchemaNode, Where
 from cached_rag.pml.parse import parse_schema
-from cached_rag.pml.parse_prompt import parse_prompt
-from cached_rag.pml.planner import PromptPlanner, SchemaPlanner, planner_of
+from cached_rag.pml.planner import PromptPlanner, SchemaPlanner, known_planner, planner_of
 from cached_rag.pml.program import Program, read_function
-from cached_rag.pml.prompt import Bit, Part, Said, messages, select
+from cached_rag.pml.prompt import Bit, Part, Said, messages, parse_prompt, select
 from cached_rag.pml.units import BEHIND
 
 # Prompts that were handed to a framework as plain text, by that text, so that the LLM at its other

@@ -146,6 +146,6 @@ class Asking:
         if is_known and library.encoded_after():
             return
         self.engine.register(texts)
-        with library.spared():
+        with library.shelf.spared():
             self.forget(self.index.orphans(texts))  # those deleted since they were found
             self.engine.encode([], self.prompts.head(), context=self.contexts())

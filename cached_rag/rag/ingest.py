@@ -219,7 +219,7 @@ class Ingestion:
             seconds=time.perf_counter() - started,
             skipped=tuple(skipped),
             unsent=unsent,
-            stored_bytes=self.preparation.engine.library.store_bytes(),
+            stored_bytes=self.preparation.engine.library.shelf.store_bytes(),
         )
 
     def _drop_emptied(self, source: str, file: Path) -> None:
@@ -302,7 +302,9 @@ class Ingestion:
             for (group, documents), due in zip(parts, accumulate(sizes), strict=True):
                 done += self._finish(group, documents, bar.update)
                 bar.update(due - bar.n)  # chunks that had KV already
-        return self._summary(added, len(texts), done, self.preparation.engine.library.store_bytes())
+        return self._summary(
+            added, len(texts), done, self.preparation.engine.library.shelf.store_bytes()
+        )
 
     def _held_bytes(self, texts: Mapping[str, Sequence[str]]) -> int | None:
         """Bytes of KV on disk, if that of these documents is there; None if it may not be."""

@@ -16,7 +16,6 @@ from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import Catalog, ChunkRecord, Maker, holdings
 from cached_rag.kv.store.remote import open_remote
-from cached_rag.library.bringing import Wanted
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
 
@@ -48,8 +47,8 @@ def process(tmp_path):
     yield make
     for library in made:
         library.close()
-        if library.remote is not None:
-            library.remote.close(0)
+        if library.shelf.remote is not None:
+            library.shelf.remote.close(0)
 
 
 def encode(library: Library, *numbers: int, behind=BEHIND) -> None:
@@ -57,8 +56,8 @@ def encode(library: Library, *numbers: int, behind=BEHIND) -> None:
     library.add_chunks([record(number) for number in numbers])
     for number in numbers:
         library.put(behind, kv(number), record(number).text_digest)
-    if library.remote is not None:
-        assert library.remote.drain() == 0
+    if library.shelf.remote is not None:
+        assert library.shelf.remote.drain() == 0
 
 
 def far(folder) -> int:
@@ -113,7 +112,7 @@ def test_what_is_forgotten_elsewhere_while_it_waits_for_the_disk_is_not_written(
     one.store.delete(key)
     write, may_go = one._to_disk._do, threading.Event()
     one._to_disk._do = lambda *given: may_go.wait(20) and write(*given)
-    assert one.bring([Wanted(((BEHIND, record(0).token_ids),))]) == []
+    assert one.shelf.bring([[(BEHIND, record(0).token_ids)]]) == []
     other.remove([record(0).text_digest])
     may_go.set()
     one._to_disk.drain()

@@ -20,7 +20,7 @@ from cached_rag.kv.fingerprint import ids_digest
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import DiskStore, MemoryStore, Prefetcher, TieredStore, blob
 from cached_rag.kv.store.database import Database
-from cached_rag.library.library import memory_tiers
+from cached_rag.library.shelf import memory_tiers
 
 TOKENS = 8
 
