@@ -14,11 +14,10 @@ from typing import Protocol
 from cached_rag.backends.prompt_text import Rendered, Spans, Tokens
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.engine.report import Clock, Report
-from cached_rag.library.encodings import Encodings
 from cached_rag.library.learning import Learning
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter, Match, align
-from cached_rag.library.plan import Plan, make_plan
+from cached_rag.library.plan import Encodings, Plan, make_plan
 from cached_rag.library.sequences import Sequences
 from cached_rag.methods import Takes
 

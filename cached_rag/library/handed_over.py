@@ -22,7 +22,7 @@ import numpy as np
 
 from cached_rag.backends.prompt_text import Tokens
 from cached_rag.kv.fingerprint import digest
-from cached_rag.library.matching import ANCHOR, ChunkTable, Match, align
+from cached_rag.library.matching import ANCHOR, ChunkTable, Match, align, shared
 
 _log = logging.getLogger(__name__)
 # The shortest run of tokens that is reused, and the length of the blocks by which runs are found: a
@@ -146,7 +146,7 @@ class HandedOver:
         at = prompt.find(text[:ANCHOR])
         said = f"none of the {len(texts)} texts that were retrieved before is in this prompt"
         if at >= 0:
-            same = _common(text, prompt[at:])
+            same = shared(text, prompt[at:])
             mine, its = _shown(text[same:]), _shown(prompt[at + same :])
             said += f"; the first one is there up to {mine}, where the prompt has {its}. {_REMEDY}"
         else:
@@ -236,12 +236,6 @@ def _bare(text: str) -> str:
     """A text's letters and digits, without case."""
     plain = html.unescape(_ESCAPED.sub(lambda found: chr(int(found[1], 16)), text))
     return "".join(filter(str.isalnum, unicodedata.normalize("NFKC", plain).casefold()))
-
-
-def _common(one: str, other: str) -> int:
-    """How many characters two texts begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (mine, its) in pairs if mine != its), min(len(one), len(other)))
 
 
 def _shown(text: str) -> str:

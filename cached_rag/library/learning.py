@@ -24,10 +24,9 @@ from cached_rag.kv.store import ChunkRecord
 from cached_rag.library.background import Activity, WriteBack
 from cached_rag.library.context import primer
 from cached_rag.library.encoder import Encoder
-from cached_rag.library.encodings import is_before
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter, Match
-from cached_rag.library.plan import Plan
+from cached_rag.library.plan import Plan, is_before
 from cached_rag.library.recurring import Heads, Recurring
 
 _log = logging.getLogger(__name__)
