@@ -234,10 +234,10 @@ def clock(monkeypatch):
 def test_a_question_does_not_wait_for_a_stuck_writer(stuck, clock, caplog):
     stuck.refresh(force=True)
     for _ in range(60):
-        assert same(stuck.fetch(BEHIND, IDS), module(1))
+        assert same(stuck.shelf.fetch(BEHIND, IDS), module(1))
     assert clock == [0.0]
     for _ in range(10):
-        stuck.fetch(BEHIND, IDS)
+        stuck.shelf.fetch(BEHIND, IDS)
     stuck.register([record(3)])
     assert clock[0] < 1
 

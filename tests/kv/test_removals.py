@@ -89,17 +89,17 @@ def test_what_is_forgotten_elsewhere_while_it_is_sent_is_not_far(
     if is_here_already:  # so that it is sent because it is not there yet
         encode(process(remote=False), 0)
     one, other = process(), process()
-    put = one.remote._transport.put
+    put = one.shelf.remote._transport.put
 
     def late(name, data):
         if name.endswith(".raw"):
             other.remove([record(0).text_digest])
         put(name, data)
 
-    monkeypatch.setattr(one.remote._transport, "put", late)
+    monkeypatch.setattr(one.shelf.remote._transport, "put", late)
     if is_here_already:
         assert one.present(BEHIND, [record(0)]) == {record(0).token_ids}
-        assert one.remote.drain() == 0
+        assert one.shelf.remote.drain() == 0
     else:
         encode(one, 0)
     assert (near(tmp_path), far(tmp_path)) == (0, 0)
@@ -108,23 +108,25 @@ def test_what_is_forgotten_elsewhere_while_it_is_sent_is_not_far(
 def test_what_is_forgotten_elsewhere_while_it_waits_for_the_disk_is_not_written(process, tmp_path):
     encode(process(), 0)
     one, other = process(), process()
-    key = one.key(BEHIND, record(0).token_ids)
-    one.store.delete(key)
-    write, may_go = one._to_disk._do, threading.Event()
-    one._to_disk._do = lambda *given: may_go.wait(20) and write(*given)
+    key = one.shelf.key(BEHIND, record(0).token_ids)
+    one.shelf.store.delete(key)
+    write, may_go = one.shelf._to_disk._do, threading.Event()
+    one.shelf._to_disk._do = lambda *given: may_go.wait(20) and write(*given)
     assert one.shelf.bring([[(BEHIND, record(0).token_ids)]]) == []
     other.remove([record(0).text_digest])
     may_go.set()
-    one._to_disk.drain()
+    one.shelf._to_disk.drain()
     one.refresh()
-    assert key not in one.store
+    assert key not in one.shelf.store
     assert near(tmp_path) == 0
 
 
 def test_what_a_closed_tenant_had_to_send_is_sent_first(process, tmp_path, monkeypatch):
     one = process()
-    put = one.remote._transport.put
-    monkeypatch.setattr(one.remote._transport, "put", lambda *given: time.sleep(0.2) or put(*given))
+    put = one.shelf.remote._transport.put
+    monkeypatch.setattr(
+        one.shelf.remote._transport, "put", lambda *given: time.sleep(0.2) or put(*given)
+    )
     one.add_chunks([record(0)])
     one.put(ALONE, kv(0), record(0).text_digest)
     one.close()
@@ -138,7 +140,7 @@ def test_pruning_a_model_does_not_cancel_what_the_remote_store_owes(process, tmp
     encode(process("old"), 0, 1)
     encode(process("new", "bfloat16"), 0)
     assert far(tmp_path) == 3
-    deleting = process("new", "bfloat16").remote
+    deleting = process("new", "bfloat16").shelf.remote
 
     def away(*_):
         raise OSError("away")
