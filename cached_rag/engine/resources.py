@@ -74,7 +74,7 @@ class Resources:
             model,
             tokenization,
             library,
-            Learning(library, encoder, settings, model.lock, activity),
+            Learning(encoder, settings, activity),
             sequences,
             shared.workspace if shared else Workspace(model.shapes),
             activity,

@@ -7,7 +7,6 @@ read from disk is brought into memory. Knows tokens and plans; knows no method.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
@@ -24,7 +23,6 @@ from cached_rag.kv.store import ChunkRecord
 from cached_rag.library.background import Activity, WriteBack
 from cached_rag.library.context import primer
 from cached_rag.library.encoder import Encoder
-from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter, Match
 from cached_rag.library.plan import Plan, is_before
 from cached_rag.library.recurring import Heads, Recurring
@@ -41,20 +39,13 @@ class Learning:
         recurring: the same for other texts.
     """
 
-    def __init__(
-        self,
-        library: Library,
-        encoder: Encoder,
-        settings: StoreConfig,
-        lock: threading.Lock,
-        activity: Activity,
-    ) -> None:
+    def __init__(self, encoder: Encoder, settings: StoreConfig, activity: Activity) -> None:
         self.write_back = (
             WriteBack(activity, finish_seconds=settings.finish_seconds)
             if settings.write_back
             else None
         )
-        self.library = library
+        self.library = library = encoder.library
         learns = settings.learn_prefixes and settings.write_back
         self.heads = Heads() if learns else None
         self.recurring = Recurring() if settings.learn == "recurring" else None
@@ -63,7 +54,6 @@ class Learning:
         self._primer = primer(settings.primers).name
         self._first_exact = settings.first_exact
         self._encoder = encoder
-        self._lock = lock
 
     def close(self, finish_seconds: float | None = None) -> None:
         """Finish the work in the background; see `WriteBack.close`."""
@@ -178,7 +168,7 @@ class Learning:
 
     def _encode(self, task: Callable[[], object]) -> None:
         def encode() -> None:
-            with self._lock, torch.inference_mode():
+            with self._encoder.model.lock, torch.inference_mode():
                 task()
 
         on_model_thread(encode)

@@ -49,7 +49,7 @@ class EncodedAfter:
         return bool(self.context) + self.context.startswith(MEAN)
 
 
-# What a prompt has computed for a chunk, behind whatever stood before it there (`harvest.py`). Any
+# What a prompt has computed for a chunk, behind whatever stood before it there (`plan.py`). Any
 # other encoding is preferred to it.
 HARVESTED = EncodedAfter((), "harvest")
 
