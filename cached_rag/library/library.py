@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from weakref import WeakValueDictionary
+from weakref import WeakMethod, WeakValueDictionary
 
 import torch
 
@@ -46,7 +46,7 @@ class Library:
         device: torch.device | None = None,
         beside: Library | None = None,
         *,
-        forgotten: Callable[[Sequence[ChunkRecord]], object] = lambda _: None,
+        forgotten: Callable[[Sequence[ChunkRecord]], object] | None = None,
         remote: RemoteTier | None = None,
         refuses: Refuses = lambda _: "",
     ) -> None:
@@ -56,7 +56,8 @@ class Library:
             maker: the model, as KV in the store is marked with it.
             device: where the model computes; None for the CPU.
             beside: another tenant's, whose memory this one shares; None for memory of its own.
-            forgotten: called with chunks that were removed, by this process or another.
+            forgotten: a method that is called with chunks that were removed, by this process or
+                another. Its object is not kept alive by the library.
             remote: the tier on another machine, which is not closed with the library.
             refuses: given a number of tokens, says why their KV is not to be brought from there;
                 empty if it is.
@@ -89,7 +90,7 @@ class Library:
         self.known.users += 1
         self._tenants[self.namespace] = self.known
         self.table = self.known.table
-        self._forgotten = forgotten
+        self._forgotten = None if forgotten is None else WeakMethod(forgotten)
         self._last_row = 0
         self._generation = self._evictions = self._removals = 0
         self._unwritten: dict[str, ChunkRecord] = {}
@@ -170,8 +171,9 @@ class Library:
     def _let_go(self, chunks: Sequence[ChunkRecord]) -> None:
         """Delete the KV of removed chunks from memory, and tell the engine."""
         self._drop_from_memory(chunks)
-        if chunks:
-            self._forgotten(chunks)
+        forgotten = None if self._forgotten is None else self._forgotten()
+        if chunks and forgotten is not None:
+            forgotten(chunks)
 
     def _drop_from_memory(self, chunks: Iterable[ChunkRecord]) -> None:
         for key in self._keys(chunks):

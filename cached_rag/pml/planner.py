@@ -240,15 +240,43 @@ class PromptPlanner:
         return partial(self.planner.plan, pieces, takes, notes)
 
 
-def planner_of(node: SchemaNode, engine: BaseEngine, *, layout: str, behind: str) -> SchemaPlanner:
-    """Lay out a schema on an engine, before its first prompt.
+@dataclass(frozen=True)
+class _Known:
+    """The planners of one engine, so that a schema is laid out once for each."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    planners: LRUCache[str, SchemaPlanner] = field(default_factory=lambda: LRUCache(_REMEMBERED))
+
+
+_KNOWN: WeakKeyDictionary[BaseEngine, _Known] = WeakKeyDictionary()
+_LOOKING = threading.Lock()
+
+
+def planner_of(
+    node: SchemaNode, engine: BaseEngine, *, key: str, layout: str, behind: str
+) -> SchemaPlanner:
+    """A schema's planner on an engine, made before its first prompt. Safe for several threads.
 
     Args:
+        key: names the schema with its layout and encoding.
         layout, behind: as in `Schema`.
 
     Raises:
+        ClosedError: the engine was closed.
         ConfigError: the model's chat template does not admit the schema's messages.
     """
+    engine.check_open()
+    with _LOOKING:
+        known = _KNOWN.setdefault(engine, _Known())
+    with known.lock:
+        found = known.planners.get(key)
+        if found is None:
+            found = known.planners[key] = _made(node, engine, layout, behind)
+        return found
+
+
+def _made(node: SchemaNode, engine: BaseEngine, layout: str, behind: str) -> SchemaPlanner:
+    """Lay out a schema on an engine."""
     # The planner must not hold the engine: planners are kept by weak references to engines.
     model, tokenization = engine.model, engine.tokenization
     is_movable = model.rule.is_movable
@@ -269,31 +297,3 @@ def planner_of(node: SchemaNode, engine: BaseEngine, *, layout: str, behind: str
         units.scaffolds,
         [*units.single, *units.scaffolds],
     )
-
-
-@dataclass(frozen=True)
-class _Known:
-    """The planners of one engine, so that a schema is laid out once for each."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    planners: LRUCache[str, SchemaPlanner] = field(default_factory=lambda: LRUCache(_REMEMBERED))
-
-
-_KNOWN: WeakKeyDictionary[BaseEngine, _Known] = WeakKeyDictionary()
-_LOOKING = threading.Lock()
-
-
-def known_planner(engine: BaseEngine, key: str, make: Callable[[], SchemaPlanner]) -> SchemaPlanner:
-    """The planner of a key on an engine; made now, if there is none. Safe for several threads.
-
-    Raises:
-        ClosedError: the engine was closed.
-    """
-    engine.check_open()
-    with _LOOKING:
-        known = _KNOWN.setdefault(engine, _Known())
-    with known.lock:
-        found = known.planners.get(key)
-        if found is None:
-            found = known.planners[key] = make()
-        return found

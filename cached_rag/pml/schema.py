@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from cached_rag.library.encode import EncodeSummary
 from cached_rag.pml.markup import parse_markup
 from cached_rag.pml.nodes import SchemaNode, Where
 from cached_rag.pml.parse import parse_schema
-from cached_rag.pml.planner import PromptPlanner, SchemaPlanner, known_planner, planner_of
+from cached_rag.pml.planner import PromptPlanner, SchemaPlanner, planner_of
 from cached_rag.pml.program import Program, read_function
 from cached_rag.pml.prompt import Bit, Part, Said, messages, parse_prompt, select
 from cached_rag.pml.units import BEHIND
@@ -181,8 +180,9 @@ class Schema:
             ClosedError: the engine was closed.
             ConfigError: the model's chat template does not admit the schema's messages.
         """
-        make = partial(planner_of, self.node, engine, layout=self.layout, behind=self.behind)
-        return known_planner(engine, self.digest, make)
+        return planner_of(
+            self.node, engine, key=self.digest, layout=self.layout, behind=self.behind
+        )
 
 
 @dataclass(frozen=True)
