@@ -36,7 +36,7 @@ def kept(rag):
     library = rag.engine.library
     library.refresh()
     found = {
-        (chunk.text_digest, behind): library.fetch(behind, chunk.token_ids)
+        (chunk.text_digest, behind): library.shelf.fetch(behind, chunk.token_ids)
         for chunk, behind in product(library.table, library.encoded_after())
     }
     return {key: torch.stack([*kv.keys, *kv.values]) for key, kv in found.items() if kv}

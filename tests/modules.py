@@ -37,7 +37,7 @@ def three_modules(model):
     prefix_ids, question = random_ids(PREFIX, 1), random_ids(QUESTION, 2)
     modules = [tuple(random_ids(MODULE, seed)) for seed in (3, 4, 5)]
     prefix = encode_prefix(model, prefix_ids)
-    by_ids = {kv.token_ids: kv for kv in encode_chunks(model, prefix, modules)}
+    by_ids = {kv.token_ids: kv for kv in encode_chunks(model, [prefix], modules)}
     ids = [*prefix_ids, *(t for m in modules for t in m), *question]
     return prefix, [by_ids[m] for m in modules], ids
 

@@ -75,7 +75,7 @@ def test_a_module_of_other_numbers_is_seen(tmp_path):
         store.encode(world.TEXTS, context=None)
         assert world.wrong_modules(store) == 0
         behind, (chunk, *_) = store.library.encoded_after()[0], list(store.library.table)
-        kv = store.library.fetch(behind, chunk.token_ids)
+        kv = store.library.shelf.fetch(behind, chunk.token_ids)
         spoilt = ModuleKV(kv.token_ids, kv.start, kv.keys + 0.01, kv.values)
         store.library.put(behind, spoilt, chunk.text_digest)
         assert world.wrong_modules(store) == 1
@@ -87,7 +87,7 @@ def test_what_is_left_over_is_seen(tmp_path):
     with world.engine(tmp_path) as store:
         store.encode(world.TEXTS[:1], context=None)
         (kv, *_) = world.right_kv()[next(iter(store.library.table)).token_ids]
-        store.library.disk.put("a" * 40, kv)  # which no text has
+        store.library.shelf.disk.put("a" * 40, kv)  # which no text has
     assert any("orphan" in fault for fault in world.litter(tmp_path))
 
 

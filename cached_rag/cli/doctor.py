@@ -23,7 +23,7 @@ def doctor_command(
 ) -> None:
     """What this machine and model can do, and whether reuse computes what the model would."""
     from cached_rag import Engine
-    from cached_rag.evaluation.examine import examine, self_test
+    from cached_rag.evaluation.machine import examine, self_test
 
     if index is not None:
         with opened(index, model=model, **how) as rag:

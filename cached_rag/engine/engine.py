@@ -44,7 +44,6 @@ from cached_rag.library.background import WriteBack
 from cached_rag.library.context import Context, primer
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.library.encoder import Encoder, check_several
-from cached_rag.library.known import Known
 from cached_rag.library.library import Library
 from cached_rag.library.matching import inner_ids
 from cached_rag.library.plan import Plan
@@ -88,25 +87,19 @@ class Engine:
         self.model = model
         self._is_closed = False
         self.settings = settings = completed(store or StoreConfig(), model.shapes.device)
-        memory = beside.library.memory if beside else None
         maker = Maker(model.fingerprint, model.name, str(model.shapes.dtype).removeprefix("torch."))
         self._remote: RemoteTier | None = (
             beside._remote if beside else open_remote(settings, sizes_of(model))
-        )
-        self._known: WeakValueDictionary[str, Known] = (
-            beside._known if beside else WeakValueDictionary()
         )
         self.library: Library = Library(
             settings,
             maker,
             model.shapes.device,
-            memory,
-            self._let_go,
-            self._remote,
-            refuses(model, self._remote),
-            self._known.get(settings.namespace),
+            beside.library if beside else None,
+            forgotten=self._let_go,
+            remote=self._remote,
+            refuses=refuses(model, self._remote),
         )
-        self._known[settings.namespace] = self.library.known
         self.tokenization = Tokenization(model.tokenizer, chat_template_kwargs)
         self.lock = model.lock
         self._encoder = Encoder(model, self.library, self.tokenization)

@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from cached_rag.backends.prompt_text import Message, Rendered, Spans, Tokens
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.engine.report import Clock, Report
-from cached_rag.library.bringing import wanted
-from cached_rag.library.encodings import Encodings
 from cached_rag.library.learning import Learning
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter, Match, align
-from cached_rag.library.plan import Plan, make_plan
+from cached_rag.library.plan import Encodings, Plan, make_plan
 from cached_rag.library.sequences import Sequences
 from cached_rag.methods import Takes
 
@@ -137,11 +135,11 @@ class TextPlanner:
 
     def _bring(self, tokens: Tokens, matches: Sequence[Match]) -> list[str]:
         """Bring KV from another machine into memory; returns notes for the user."""
-        if self.library.remote is None:
+        if self.library.shelf.remote is None:
             return []
-        notes, sink_ids = self.library.refresh_heads(), self.tokenization.sink_ids
+        notes, sink_ids = self.library.known.heads.refresh(), self.tokenization.sink_ids
         encodings = Encodings.of(tuple(tokens.ids), self.library.encoded_after(), sink_ids)
-        return [*notes, *self.library.bring(wanted(encodings, matches))]
+        return [*notes, *self.library.shelf.bring(encodings.wanted(matches))]
 
     def _plan(
         self,

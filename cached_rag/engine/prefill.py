@@ -91,7 +91,7 @@ def prepare(prompt: Prefilling) -> None:
 def exact_length(prompt: Prefilling, plan: Plan) -> int:
     """Number of tokens, from the first, whose KV is, or will be, what full prefill computes."""
     library = prompt.resources.library
-    tiers = [tier for tier in (library.disk, library.remote) if tier is not None]
+    tiers = [tier for tier in (library.shelf.disk, library.shelf.remote) if tier is not None]
     is_lossy = any(tier.codec.name != "raw" for tier in tiers)
     is_whole = not prompt.repair  # then approximate KV is computed anew, all of it
     inexact = [
@@ -258,8 +258,8 @@ def _leave_out(prompt: Prefilling, loader: LayerLoader | None, problem: StoreErr
     prompt.report.notes.append(str(problem))
     library = prompt.resources.library
     if isinstance(problem, CorruptBlobError):
-        with library.spared():
-            library.store.delete(library.key(*failed.source))
+        with library.shelf.spared():
+            library.shelf.store.delete(library.shelf.key(*failed.source))
             prepare(prompt)
             return
     assert prompt.plan is not None

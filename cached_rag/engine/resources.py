@@ -20,11 +20,11 @@ from cached_rag.kv.buffer import Workspace
 from cached_rag.kv.store.remote.tier import RemoteTier
 from cached_rag.kv.store.remote.wire import Sizes
 from cached_rag.library.background import Activity
-from cached_rag.library.bringing import Refuses
 from cached_rag.library.encoder import Encoder
 from cached_rag.library.learning import Learning
 from cached_rag.library.library import Library
 from cached_rag.library.sequences import Sequences
+from cached_rag.library.shelf import Refuses
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Resources:
             model,
             tokenization,
             library,
-            Learning(library, encoder, settings, model.lock, activity),
+            Learning(encoder, settings, activity),
             sequences,
             shared.workspace if shared else Workspace(model.shapes),
             activity,

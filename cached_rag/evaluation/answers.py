@@ -3,7 +3,7 @@
 All are given the same token ids. In a round all answer the same prompt, and no prompt comes twice,
 so what a peer has kept of earlier ones serves it as it does in RAG: all prompts have a common head,
 and chunks come back at other places. This library has encoded the chunks beforehand, which is not
-timed. Knows peers as `peers/base.py` describes them, and no model but the engine's.
+timed. Knows peers as `peers.py` describes them, and no model but the engine's.
 """
 
 from __future__ import annotations

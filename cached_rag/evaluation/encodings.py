@@ -123,7 +123,7 @@ class EncodedEngines:
         library.add_encoded_after(HARVESTED)
         for text in chunks:
             record = library.table.get(text.strip())
-            if record is None or library.holds(HARVESTED, record.token_ids):
+            if record is None or library.shelf.holds(HARVESTED, record.token_ids):
                 continue
             before, room = list(head), engine.model.context_length - len(record.token_ids)
             for other in self._strangers(text, count):

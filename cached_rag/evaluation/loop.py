@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -18,8 +17,6 @@ from cached_rag.errors import ConfigError
 
 Name = TypeVar("Name", bound=Hashable)
 Sample = TypeVar("Sample")
-# More than a processor's caches hold.
-_FLUSH_BYTES = 64 << 20
 
 
 def take_turns(
@@ -68,24 +65,6 @@ def medians(
         name: {figure: statistics.median(one[figure] for one in found) for figure in found[0]}
         for name, found in samples.items()
     }
-
-
-def cold_ms(
-    variants: Mapping[Name, Callable[[], object]], rounds: int, device: torch.device
-) -> dict[Name, float]:
-    """Median milliseconds of short calls, with the processor's caches emptied before each.
-
-    Two rounds to warm up come first.
-    """
-    other = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
-
-    def timed(work: Callable[[], object]) -> dict[str, float]:
-        other.add_(1)
-        with torch.inference_mode():
-            return {"ms": milliseconds(work, device)}
-
-    calls = {name: partial(timed, work) for name, work in variants.items()}
-    return {name: found["ms"] for name, found in medians(calls, rounds, warm_up=2).items()}
 
 
 def milliseconds(work: Callable[[], object], device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""Facts about the machine that a figure was measured on."""
+"""What this machine and a model can do, and a self-test of partial prefill against the model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,25 @@ import os
 import platform
 import subprocess
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
 
 from cached_rag.backends.base import Backend
+from cached_rag.engine.controller import Controller
+from cached_rag.engine.engine import Engine
+from cached_rag.engine.profile import profile_of
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.methods import Auto, CacheBlend, Layout
+
+_TOKENS = 64
+# The loading controller is asked about a prompt of this many tokens in chunks of this many.
+_CHUNK, _PROMPT = 512, 8192
+# Allowed are this many times the error of the model's own prefill in two pieces.
+_MARGIN = 4
+_SPLITS = (1, _TOKENS // 2, _TOKENS - 1)
 
 
 def machine(model: Backend | None = None) -> dict[str, object]:
@@ -51,3 +64,91 @@ def _commit() -> str | None:
         done = subprocess.run([*git, "--exclude=*"], capture_output=True, text=True, check=False)
         return done.stdout.strip() or None
     return None
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """A test's largest error of a logit and the most allowed, as shares of the largest logit."""
+
+    name: str
+    error: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.error <= self.allowed
+
+
+def examine(engine: Engine) -> dict[str, object]:
+    """Facts about the machine, the model and the store."""
+    model = engine.model
+    disk = engine.library.shelf.disk
+    return machine(model) | {
+        "context_length": model.context_length,
+        "position_rule": str(model.rule),
+        "attention": _attention(model),
+        **model.details,
+        "kv_bytes_per_token": model.shapes.bytes_per_token,
+        "store": str(disk.path) if disk else "memory only",
+        "store_bytes": engine.library.shelf.store_bytes(),
+        "texts": len(engine.library.table),
+        **_loading(engine),
+    }
+
+
+def _attention(model: Backend) -> str:
+    if model.can_watch:
+        return "scattered rows"
+    return "the model's own, dense masks" if model.can_narrow else "the backend's own, run by run"
+
+
+def _loading(engine: Engine) -> dict[str, object]:
+    """What the loading controller measured, and what it decides for chunks of 512 tokens."""
+    model = engine.model
+    profile = profile_of(model, fresh=True)
+    control = Controller(profile, Auto().recompute_ratio)
+    lengths = [min(length, model.context_length) for length in (_CHUNK, _PROMPT)]
+    places = range(0, lengths[-1], lengths[0])
+
+    def reason(tier: str) -> str:
+        return control.decide([(begin, lengths[0], tier) for begin in places]).reason
+
+    return {
+        **{f"prefill_tokens_per_s_{n}": round(n / profile.compute_s(n), 1) for n in lengths},
+        "memory_bytes_per_s": profile.memory_bytes_per_s,
+        "disk_bytes_per_s": profile.disk_bytes_per_s,
+        "loading_from_memory": reason("memory"),
+        "loading_from_disk": reason("disk"),
+    }
+
+
+def self_test(engine: Engine) -> list[SelfTest]:
+    """Partial prefill against the model's own forward pass, on random tokens, in its dtype.
+
+    The allowed error is measured, too: it is a few times the model's own error when it prefills in
+    two pieces through its own cache. Both errors grow with depth, width and outlier channels.
+    """
+    model = engine.model
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.vocab_size, (1, _TOKENS), generator=generator)
+    plain = model.forward(ids).float()
+
+    def error(logits: torch.Tensor) -> float:
+        return float((logits.float() - plain).abs().max() / plain.abs().max())
+
+    own = max(error(model.forward(ids, split)) for split in _SPLITS)
+    allowed = _MARGIN * max(own, torch.finfo(model.shapes.dtype).eps)
+    buffer = KVBuffer.like(model.shapes, _TOKENS)
+    tests = [SelfTest("full prefill", error(model.prefill(buffer, ids).logits), allowed)]
+    rows = torch.tensor([*range(3, _TOKENS - 1, 5), _TOKENS - 1])
+    logits = model.prefill(buffer, ids, rows).logits
+    tests.append(SelfTest("scattered rows over true KV", error(logits), allowed))
+    buffer.keys.fill_(1.0)
+    buffer.values.fill_(1.0)
+    live = torch.zeros(_TOKENS, dtype=torch.bool)
+    live[-1] = True
+    layout = Layout(live, torch.zeros_like(live), ((0, _TOKENS - 1),), model.shapes.num_layers)
+    logits = model.repair(buffer, ids, layout, CacheBlend(1.0)).logits
+    tests.append(SelfTest("everything recomputed over garbage", error(logits), allowed))
+    return tests

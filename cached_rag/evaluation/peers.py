@@ -7,17 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.thread import on_model_thread
-from cached_rag.backends.transformers.decoder import CACHE
 from cached_rag.backends.transformers.weights.packing import densify
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
@@ -113,26 +112,15 @@ class Stopwatch:
 class Own(Peer):
     """A method of this library."""
 
-    def __init__(
-        self, engine: Engine, method: str, *, owns: bool = False, plain: str = "full"
-    ) -> None:
+    def __init__(self, engine: Engine, method: str) -> None:
         """Name the method.
-
-        Args:
-            owns: nobody else uses the engine, so it is closed with this.
-            plain: see `Peer`.
 
         Raises:
             ConfigError: there is no such method.
         """
         GenerationConfig(method=method)
-        self.engine, self.method, self._owns, self.plain = engine, method, owns, plain
+        self.engine, self.method = engine, method
         self.about = f"Cached RAG, method {method}, {engine.model.name}, no drafts"
-
-    def learn(self, texts: Sequence[str], head: Rendered) -> None:
-        """Encode the texts, as the engine's store says; `full` has no use for that."""
-        if self.method != "full":
-            self.engine.encode(texts, head)
 
     def answer(self, question: Question, max_tokens: int) -> Sample:
         """See `Peer`.
@@ -161,11 +149,6 @@ class Own(Peer):
         """Encode now what the prompt missed."""
         if self.engine.write_back is not None:
             self.engine.write_back.drain()
-
-    def close(self) -> None:
-        """Close the engine, unless it is the caller's."""
-        if self._owns:
-            self.engine.close()
 
 
 def load_again(engine: Engine) -> Any:
@@ -199,32 +182,24 @@ def load_again(engine: Engine) -> Any:
 class Transformers(Peer):
     """`generate` on a copy of the engine's model."""
 
-    def __init__(self, engine: Engine, *, keeps: bool = False) -> None:
+    def __init__(self, engine: Engine) -> None:
         """Load the copy.
-
-        Args:
-            keeps: the KV of the last prompt and its answer stays, and the tokens that the next
-                prompt begins with are not computed again (transformers' documentation, "KV cache
-                strategies", re-use of a prefix).
 
         Raises:
             ModelNotFoundError: the engine's model was not loaded from files.
         """
         self._model = load_again(engine)
-        self._device, self._keeps = engine.model.shapes.device, keeps
-        self._held: tuple[tuple[int, ...], DynamicCache] = ((), DynamicCache())
+        self._device = engine.model.shapes.device
         kernel, dtype = self._model.config._attn_implementation, engine.model.shapes.dtype
-        kept = ", last prompt kept" if keeps else ""
-        self.about = f"transformers {transformers.__version__}, generate{kept}, {dtype}, {kernel}"
+        self.about = f"transformers {transformers.__version__}, generate, {dtype}, {kernel}"
 
     def answer(self, question: Question, max_tokens: int) -> Sample:
         """See `Peer`."""
         return on_model_thread(partial(self._answer, question, max_tokens))
 
-    def _answer(self, question: Question, max_tokens: int) -> Sample:
+    def _answer(self, question: Question, max_tokens: int, **how: Any) -> Sample:
         streamer = _Streamer()
         ids = torch.tensor([question.ids], device=self._device)
-        how = {CACHE: self._beginning(question.ids)} if self._keeps else {}
         self._model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -233,21 +208,7 @@ class Transformers(Peer):
             streamer=streamer,
             **how,
         )
-        sample = streamer.watch.sample()
-        if self._keeps:
-            self._held = (*question.ids, *sample.token_ids[:-1]), how[CACHE]
-        return sample
-
-    def _beginning(self, ids: tuple[int, ...]) -> DynamicCache:
-        """The last prompt's KV, cut to the tokens that these begin with."""
-        held, cache = self._held
-        pairs = zip(held, ids[:-1], strict=False)  # the last token is computed, for its logits
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if not common:
-            return DynamicCache()
-        if common < len(held):
-            cache.crop(common - len(held))  # how many less
-        return cache
+        return streamer.watch.sample()
 
     def close(self) -> None:
         """See `Peer`."""

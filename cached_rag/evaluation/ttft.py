@@ -119,7 +119,7 @@ def bench_ingest(
     batches = torch.split(ids, max(1, BATCH_TOKENS // module_tokens))
 
     def encode() -> None:
-        for kv in encode_chunks(engine.model, None, [tuple(row) for row in ids.tolist()]):
+        for kv in encode_chunks(engine.model, [None], list(map(tuple, ids.tolist()))):
             engine.library.put(EncodedAfter((0,)), kv)
 
     def forward() -> None:

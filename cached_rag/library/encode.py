@@ -1,12 +1,16 @@
-"""Prefills chunks ahead of time, in batches, behind a prefix. Takes token ids, gives KV.
+"""Prefills chunks ahead of time, behind a prefix: in batches, or those of a document in one pass.
 
-Knows no prompt, no method and no store.
+A chunk whose document stands before it while it is encoded has KV that is nearer to what full
+prefill computes behind other chunks of that document, or of one like it: a page of a price list
+that was read behind other pages knows that it is one of many (docs/quality.md, "Behind their
+documents"). Of long documents up to half as many tokens more are computed, those of the leads.
+Takes token ids, gives KV; knows no prompt, no text, no method and no store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -21,7 +25,10 @@ from cached_rag.kv.positions import PositionRule
 BATCH_TOKENS = 2048
 _IN_PLACE = PositionRule()
 _NAMING = 40
-OnBatch = Callable[[int, int], object]
+Ids = tuple[int, ...]
+# Most tokens of a window that stand there only for what follows, and are computed once more: two
+# chunks of 256 tokens, or one of 512, with what is between them.
+LEAD_TOKENS = 544
 
 
 @dataclass(frozen=True)
@@ -46,14 +53,8 @@ class EncodeSummary:
     unsent: int = 0
 
     def __add__(self, other: EncodeSummary) -> EncodeSummary:
-        return EncodeSummary(
-            self.encoded + other.encoded,
-            self.present + other.present,
-            (*self.skipped, *other.skipped),
-            self.tokens + other.tokens,
-            self.seconds + other.seconds,
-            self.unsent + other.unsent,
-        )
+        pairs = ((getattr(one, f.name) for one in (self, other)) for f in fields(self))
+        return EncodeSummary(*(mine + its for mine, its in pairs))
 
 
 def encode_prefix(model: Backend, prefix_ids: Sequence[int]) -> ModuleKV:
@@ -88,27 +89,13 @@ def join(model: Backend, base: ModuleKV | None, chunk: ModuleKV) -> ModuleKV:
 
 
 def encode_chunks(
-    model: Backend,
-    prefix: ModuleKV | None,
-    chunks: Sequence[tuple[int, ...]],
-    progress: OnBatch = lambda *_: None,
-) -> Iterator[ModuleKV]:
-    """Prefill chunks, each alone behind the prefix; see `encode_mean`."""
-    return encode_mean(model, [prefix], chunks, progress)
-
-
-def encode_mean(
-    model: Backend,
-    prefixes: Sequence[ModuleKV | None],
-    chunks: Sequence[tuple[int, ...]],
-    progress: OnBatch = lambda *_: None,
+    model: Backend, prefixes: Sequence[ModuleKV | None], chunks: Sequence[Ids]
 ) -> Iterator[ModuleKV]:
     """Prefill chunks, each alone behind each of the prefixes in turn.
 
     Args:
         prefixes: KV that starts at position 0; None for no prefix.
         chunks: the token ids of each.
-        progress: called after each batch with the numbers of its chunks and of the tokens computed.
 
     Yields:
         The KV of each chunk, without the prefix's: of several prefixes the mean, at the place that
@@ -124,7 +111,6 @@ def encode_mean(
         model.rule.check(max(starts) - min(starts), 0)
         found = [list(_encode_batch(model, prefix, batch)) for prefix in prefixes]
         yield from (_mean(kvs, model.rule) for kvs in zip(*found, strict=True))
-        progress(len(batch), len(prefixes) * sum(map(len, batch)))
 
 
 def _mean(kvs: Sequence[ModuleKV], rule: PositionRule) -> ModuleKV:
@@ -165,9 +151,7 @@ def named(text: str) -> str:
     return f" ({text[:_NAMING]!r}...)" if text else ""
 
 
-def _encode_batch(
-    model: Backend, prefix: ModuleKV | None, batch: list[tuple[int, ...]]
-) -> Iterator[ModuleKV]:
+def _encode_batch(model: Backend, prefix: ModuleKV | None, batch: list[Ids]) -> Iterator[ModuleKV]:
     """KV of a batch, by one forward pass. The first chunk is the longest.
 
     Shorter ones are padded behind their end, where causal attention keeps the padding out.
@@ -185,9 +169,9 @@ def _encode_batch(
         yield buffer.read(start, start + len(ids), ids, row)
 
 
-def batches(chunks: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+def batches(chunks: Sequence[Ids]) -> Iterator[list[Ids]]:
     """Batches of chunks of similar length, longest first."""
-    batch: list[tuple[int, ...]] = []
+    batch: list[Ids] = []
     for ids in sorted(chunks, key=len, reverse=True):
         if batch and (len(batch) + 1) * len(batch[0]) > BATCH_TOKENS:
             yield batch
@@ -195,3 +179,70 @@ def batches(chunks: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]
         batch.append(ids)
     if batch:
         yield batch
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of a document that one pass computes.
+
+    Attributes:
+        lead: chunks that the wanted ones are to stand behind; their KV is not kept.
+        chunks: those behind them, in the document's order.
+        between: tokens between two chunks.
+    """
+
+    lead: tuple[Ids, ...]
+    chunks: tuple[Ids, ...]
+    between: Ids
+
+    def encode(self, model: Backend, prefixes: Sequence[ModuleKV | None]) -> Iterator[ModuleKV]:
+        """The KV of each chunk; of several prefixes the mean. Errors as `encode_chunks`."""
+        places: list[int] = []
+        whole: list[int] = []
+        for ids in (*self.lead, *self.chunks):
+            whole += self.between if whole else ()
+            places.append(len(whole))
+            whole += ids
+        (kv,) = encode_chunks(model, prefixes, [tuple(whole)])
+        for begin, ids in zip(places[len(self.lead) :], self.chunks, strict=True):
+            part = kv.slice(begin, begin + len(ids))
+            yield ModuleKV(ids, part.start, part.keys.clone(), part.values.clone())
+
+
+def windows(
+    chunks: Sequence[Ids], is_wanted: Callable[[Ids], bool], between: Ids, most: int
+) -> Iterator[Window]:
+    """The windows in which a document's wanted chunks are computed.
+
+    Args:
+        chunks: of the document, in its order.
+        is_wanted: whether a chunk's KV is to be computed. Others stand in a window only as its
+            lead, or between wanted ones.
+        most: tokens that a window may have, its lead among them; a single chunk may be longer.
+    """
+    begin = 0
+    while begin < len(chunks):
+        if not is_wanted(chunks[begin]):
+            begin += 1
+            continue
+        end, size = begin + 1, len(chunks[begin])
+        while end < len(chunks) and size + len(between) + len(chunks[end]) <= most - LEAD_TOKENS:
+            size += len(between) + len(chunks[end])
+            end += 1
+        while not is_wanted(chunks[end - 1]):
+            end -= 1
+            size -= len(between) + len(chunks[end])
+        lead = last_fitting(chunks[:begin], min(LEAD_TOKENS, most - size), len(between))
+        yield Window(lead, tuple(chunks[begin:end]), between)
+        begin = end
+
+
+def last_fitting(texts: Sequence[Ids], room: int, between: int) -> tuple[Ids, ...]:
+    """As many of the last texts as have at most `room` tokens, with `between` after each."""
+    fitting: list[Ids] = []
+    for ids in reversed(texts):
+        room -= len(ids) + between
+        if room < 0:
+            break
+        fitting.insert(0, ids)
+    return tuple(fitting)

@@ -25,19 +25,20 @@ from cached_rag.library.context import Context, primer
 from cached_rag.library.encode import (
     BATCH_TOKENS,
     EncodeSummary,
-    OnBatch,
+    Ids,
+    Window,
     batches,
     check_fits,
     encode_chunks,
-    encode_mean,
     encode_prefix,
     join,
+    last_fitting,
     named,
+    windows,
 )
 from cached_rag.library.ledger import HALF_PAIR
 from cached_rag.library.library import Library
 from cached_rag.library.matching import ANCHOR, EncodedAfter, record_of
-from cached_rag.library.windows import Ids, Window, last_fitting, windows
 
 _log = logging.getLogger(__name__)
 # What stands between chunks in the prompts of `CachedRAG`, and of the frameworks' own templates.
@@ -116,13 +117,15 @@ class Encoder:
         self,
         order: Order,
         exclusively: Callable[[Callable[[], None]], None],
-        progress: OnBatch,
+        progress: Callable[[int, int], object],
         total: Callable[[int], object],
     ) -> EncodeSummary:
         """Prefill the texts of an order that have no KV; see `Engine.encode`.
 
         Args:
             exclusively: does a batch's work while nothing else computes.
+            progress: called after each batch with the numbers of its chunks and of tokens computed.
+            total: called before the first batch with the number of tokens to compute.
         """
         started = time.perf_counter()
         passes = {behind: self._wanted(behind, order.records) for behind in order.behinds}
@@ -175,7 +178,7 @@ class Encoder:
 
     def _warn_of_lost(self, order: Order) -> None:
         """Say if memory, where nothing is on disk, could not keep all that was asked for."""
-        if self.library.disk is not None:
+        if self.library.shelf.disk is not None:
             return
         if lost := self._wanted(order.behinds[0], order.records):
             _log.warning(
@@ -196,7 +199,8 @@ class Encoder:
         for behind in behinds:
             wanted = self._wanted(behind, records)
             if wanted or behind not in self.library.encoded_after():
-                self._encode_wanted(behind, wanted, lambda *counts: done.append(counts), window)
+                tokens = self._encode_wanted(behind, wanted, window)
+                done += [(len(wanted), tokens)] if wanted else []
 
     def start(self, behind: EncodedAfter) -> int | None:
         """The position at which chunks that stand alone are encoded; None if it is not known."""
@@ -254,21 +258,35 @@ class Encoder:
             return
         if behind.context and behind.context not in self.contexts:
             behind = EncodedAfter(behind.prefix_ids)
-        if not self.library.holds(behind, chunk.token_ids):
-            self._encode_wanted(behind, {chunk.token_ids: (chunk, text)}, lambda *_: None)
+        if not self.library.shelf.holds(behind, chunk.token_ids):
+            self._encode_wanted(behind, {chunk.token_ids: (chunk, text)})
 
     def _encode_wanted(
-        self,
-        behind: EncodedAfter,
-        wanted: dict[Ids, Item],
-        progress: OnBatch,
-        window: Window | None = None,
-    ) -> None:
+        self, behind: EncodedAfter, wanted: dict[Ids, Item], window: Window | None = None
+    ) -> int:
+        """Prefill chunks, and keep their KV; returns the number of tokens computed.
+
+        Those with the same passages before them are one group. Behind a context, a window's chunks
+        stand behind each other, too.
+        """
         # First of all: KV that stands behind something unknown may be pruned.
         self.library.add_encoded_after(behind)
         head = self._ensure_prefix(behind)
-        for kv in self._encoded(behind, head, wanted, progress, window):
-            self.library.put(behind, kv, wanted[kv.token_ids][0].text_digest)
+        groups: dict[tuple[Passages, ...], list[Ids]] = {}
+        for ids, (_, text) in wanted.items():
+            room = self._room - len(behind.prefix_ids) - len(ids)
+            ways = tuple(self._passages(way, text, room) for way in self._ways(behind))
+            groups.setdefault(ways, []).append(ids)
+        for ways, chunks in groups.items():
+            before = self._standing_before(behind, head, ways)
+            if window is None or not behind.context or len(groups) > 1:
+                encoded = encode_chunks(self.model, before, chunks)
+            else:
+                encoded = window.encode(self.model, before)
+            for kv in encoded:
+                if kv.token_ids in wanted:
+                    self.library.put(behind, kv, wanted[kv.token_ids][0].text_digest)
+        return sum(len(ways) * sum(map(len, chunks)) for ways, chunks in groups.items())
 
     def prefix_ids(self, prefix: Rendered | None, following: str) -> Ids:
         """The prefix's tokens as they are when a text follows.
@@ -286,12 +304,10 @@ class Encoder:
         count = sum(end <= len(prefix.text) for end in tokens.ends)
         return tuple(tokens.ids[:count])
 
-    def _records(
-        self, texts: Sequence[str]
-    ) -> tuple[list[tuple[ChunkRecord, str]], list[tuple[str, str]]]:
+    def _records(self, texts: Sequence[str]) -> tuple[list[Item], list[tuple[str, str]]]:
         """(record, text) of each text that can be a chunk, and (text, reason) of the others."""
         check_several(texts)
-        records: dict[str, tuple[ChunkRecord, str]] = {}
+        records: dict[str, Item] = {}
         skipped = []
         for text in (text.strip() for text in texts):
             if len(text) < ANCHOR:
@@ -318,9 +334,7 @@ class Encoder:
                 f"exceeds the model's context of {room}; split it into smaller chunks"
             )
 
-    def _wanted(
-        self, behind: EncodedAfter, records: Sequence[tuple[ChunkRecord, str]]
-    ) -> dict[Ids, tuple[ChunkRecord, str]]:
+    def _wanted(self, behind: EncodedAfter, records: Sequence[Item]) -> dict[Ids, Item]:
         """The records that have no KV behind `behind`, by token ids."""
         held = self.library.present(behind, [record for record, _ in records])
         return {r.token_ids: (r, text) for r, text in records if r.token_ids not in held}
@@ -329,36 +343,11 @@ class Encoder:
         """The prefix's own KV, from the library or computed now; None if there is no prefix."""
         if not behind.prefix_ids:
             return None
-        kv = self.library.fetch(EncodedAfter(()), behind.prefix_ids)
+        kv = self.library.shelf.fetch(EncodedAfter(()), behind.prefix_ids)
         if kv is None:
             kv = encode_prefix(self.model, behind.prefix_ids)
             self.library.put(EncodedAfter(()), kv)
         return kv
-
-    def _encoded(
-        self,
-        behind: EncodedAfter,
-        head: ModuleKV | None,
-        wanted: dict[Ids, Item],
-        progress: OnBatch,
-        window: Window | None,
-    ) -> Iterator[ModuleKV]:
-        """KV of the wanted chunks. Those with the same passages before them are one group.
-
-        Behind a context, a window's chunks stand behind each other, too.
-        """
-        groups: dict[tuple[Passages, ...], list[Ids]] = {}
-        for ids, (_, text) in wanted.items():
-            room = self._room - len(behind.prefix_ids) - len(ids)
-            ways = tuple(self._passages(way, text, room) for way in self._ways(behind))
-            groups.setdefault(ways, []).append(ids)
-        for ways, chunks in groups.items():
-            before = self._standing_before(behind, head, ways)
-            if window is None or not behind.context or len(groups) > 1:
-                yield from encode_mean(self.model, before, chunks, progress)
-                continue
-            yield from (kv for kv in window.encode(self.model, before) if kv.token_ids in wanted)
-            progress(len(wanted), len(ways) * sum(map(len, wanted)))
 
     def _ways(self, behind: EncodedAfter) -> tuple[Context | None, ...]:
         """The contexts whose mean is wanted: one, where keys cannot be moved to one place."""
@@ -385,9 +374,8 @@ class Encoder:
         The last result is kept, because all batches of an index have the same before them.
         """
         if not any(ways):
-            return [head] * len(
-                ways
-            )  # and the last result stays: batches may take turns behind both
+            # And the last result stays: batches may take turns behind both.
+            return [head] * len(ways)
         if (last := self._last.get((behind, ways))) is not None:
             return last
         bases = [self._joined(behind, head, passages) for passages in ways]
@@ -403,7 +391,7 @@ class Encoder:
         A passage that is a chunk with KV is only moved.
         """
         for ids in passages:
-            kv = self.library.fetch(EncodedAfter(behind.prefix_ids), ids)
+            kv = self.library.shelf.fetch(EncodedAfter(behind.prefix_ids), ids)
             at = base.seq_len if base is not None else 0
             if kv is None or not (self.model.rule.is_movable or kv.start == at):
                 base = self._with(base, ids)
@@ -413,7 +401,7 @@ class Encoder:
         return base
 
     def _with(self, base: ModuleKV | None, ids: Ids) -> ModuleKV | None:
-        for kv in encode_chunks(self.model, base, [ids] if ids else []):
+        for kv in encode_chunks(self.model, [base], [ids] if ids else []):
             base = join(self.model, base, kv)
         return base
 

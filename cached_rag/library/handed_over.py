@@ -9,9 +9,12 @@ is about something else. Knows text and tokens; knows no KV.
 
 from __future__ import annotations
 
+import html
 import logging
+import re
 import threading
 import time
+import unicodedata
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
@@ -19,8 +22,7 @@ import numpy as np
 
 from cached_rag.backends.prompt_text import Tokens
 from cached_rag.kv.fingerprint import digest
-from cached_rag.library.likeness import is_like
-from cached_rag.library.matching import ANCHOR, ChunkTable, Match, align
+from cached_rag.library.matching import ANCHOR, ChunkTable, Match, align, shared
 
 _log = logging.getLogger(__name__)
 # The shortest run of tokens that is reused, and the length of the blocks by which runs are found: a
@@ -30,6 +32,10 @@ RUN, _BLOCK = 64, 32
 _MOST, _SECONDS = 64, 60.0
 # A bound on the time of a search, in tokens compared: texts may be made to repeat themselves.
 _STEPS = 100_000
+# How many letters and digits in a row are no coincidence: some eight words, or a sentence where
+# one letter is a word. Blocks begin so often, so that a run of a few more contains a whole one.
+_WORDS, _STRIDE = 40, 8
+_ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
 _SHOWN = 24
 _REMEDY = "docs/langchain.md says which changes cost what"
 
@@ -140,7 +146,7 @@ class HandedOver:
         at = prompt.find(text[:ANCHOR])
         said = f"none of the {len(texts)} texts that were retrieved before is in this prompt"
         if at >= 0:
-            same = _common(text, prompt[at:])
+            same = shared(text, prompt[at:])
             mine, its = _shown(text[same:]), _shown(prompt[at + same :])
             said += f"; the first one is there up to {mine}, where the prompt has {its}. {_REMEDY}"
         else:
@@ -212,10 +218,24 @@ class _Runs:
         return bool(self._is_free[slot]) and self._ids[slot] == token
 
 
-def _common(one: str, other: str) -> int:
-    """How many characters two texts begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (mine, its) in pairs if mine != its), min(len(one), len(other)))
+def is_like(prompt: str, texts: Iterable[str]) -> bool:
+    """Whether a prompt says a few words in a row as one of the texts does.
+
+    Case, white space, punctuation and escapes of HTML and JSON do not matter.
+    """
+    blocks = {
+        bare[at : at + _WORDS]
+        for bare in map(_bare, texts)
+        for at in range(0, len(bare) - _WORDS + 1, _STRIDE)
+    }
+    said = _bare(prompt)
+    return any(said[at : at + _WORDS] in blocks for at in range(len(said) - _WORDS + 1))
+
+
+def _bare(text: str) -> str:
+    """A text's letters and digits, without case."""
+    plain = html.unescape(_ESCAPED.sub(lambda found: chr(int(found[1], 16)), text))
+    return "".join(filter(str.isalnum, unicodedata.normalize("NFKC", plain).casefold()))
 
 
 def _shown(text: str) -> str:

@@ -7,13 +7,11 @@ read from disk is brought into memory. Knows tokens and plans; knows no method.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 
 import torch
-from cachetools import LRUCache
 
 from cached_rag.backends.prompt_text import Tokens
 from cached_rag.backends.thread import on_model_thread
@@ -25,16 +23,11 @@ from cached_rag.kv.store.catalog import ChunkRecord
 from cached_rag.library.background import Activity, WriteBack
 from cached_rag.library.context import primer
 from cached_rag.library.encoder import Encoder
-from cached_rag.library.encodings import is_before
-from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter, Match
-from cached_rag.library.plan import Plan
-from cached_rag.library.recurring import Recurring
+from cached_rag.library.plan import Plan, is_before
+from cached_rag.library.recurring import Heads, Recurring
 
 _log = logging.getLogger(__name__)
-
-_REMEMBERED = 256
-_LEARNED = 8
 
 
 class Learning:
@@ -46,20 +39,13 @@ class Learning:
         recurring: the same for other texts.
     """
 
-    def __init__(
-        self,
-        library: Library,
-        encoder: Encoder,
-        settings: StoreConfig,
-        lock: threading.Lock,
-        activity: Activity,
-    ) -> None:
+    def __init__(self, encoder: Encoder, settings: StoreConfig, activity: Activity) -> None:
         self.write_back = (
             WriteBack(activity, finish_seconds=settings.finish_seconds)
             if settings.write_back
             else None
         )
-        self.library = library
+        self.library = library = encoder.library
         learns = settings.learn_prefixes and settings.write_back
         self.heads = Heads() if learns else None
         self.recurring = Recurring() if settings.learn == "recurring" else None
@@ -68,7 +54,6 @@ class Learning:
         self._primer = primer(settings.primers).name
         self._first_exact = settings.first_exact
         self._encoder = encoder
-        self._lock = lock
 
     def close(self, finish_seconds: float | None = None) -> None:
         """Finish the work in the background; see `WriteBack.close`."""
@@ -122,7 +107,7 @@ class Learning:
         self._offer_chunks(tokens, plan)
         for place in plan.placements:
             if place.source is not None and not isinstance(place.kv, ModuleKV):
-                fetch = partial(self.library.fetch, *place.source)
+                fetch = partial(self.library.shelf.fetch, *place.source)
                 self.write_back.offer(place.source, fetch, lasts=False)
 
     def _offer_chunks(self, tokens: Tokens, plan: Plan) -> None:
@@ -148,7 +133,7 @@ class Learning:
 
     def _offer_encoding(self, name: object, task: Callable[[], object]) -> None:
         assert self.write_back is not None
-        is_kept = self.library.disk is not None
+        is_kept = self.library.shelf.disk is not None
         self.write_back.offer(name, partial(self._encode, task), lasts=is_kept)
 
     def _best(self, head: tuple[int, ...], chunk: str, rest: str) -> EncodedAfter:
@@ -183,46 +168,7 @@ class Learning:
 
     def _encode(self, task: Callable[[], object]) -> None:
         def encode() -> None:
-            with self._lock, torch.inference_mode():
+            with self._encoder.model.lock, torch.inference_mode():
                 task()
 
         on_model_thread(encode)
-
-
-class Heads:
-    """The heads of recent prompts, and those that recurred. Safe for several threads.
-
-    Args:
-        learned: how many heads may be learned. There is a bound because every prompt is compared
-            with each of them.
-        remembered: how many heads of recent prompts are kept for comparison.
-    """
-
-    def __init__(self, learned: int = _LEARNED, remembered: int = _REMEMBERED) -> None:
-        self._room = learned
-        self._learned: set[tuple[int, ...]] = set()
-        self._seen: LRUCache[tuple[int, ...], tuple[set[str], set[str]]] = LRUCache(remembered)
-        self._lock = threading.RLock()  # as in `WriteBack`
-
-    def learn(self, head: tuple[int, ...], chunk: str, rest: str) -> bool:
-        """Note what a head stood before.
-
-        Args:
-            head: the head's tokens.
-            chunk: the digest of the first chunk behind it.
-            rest: the digest of what stood behind the last one.
-
-        Returns:
-            Whether the head is learned: two chunks and two rests have followed it.
-        """
-        with self._lock:
-            if head in self._learned:
-                return True
-            chunks, rests = self._seen.setdefault(head, (set(), set()))
-            for seen, new in ((chunks, chunk), (rests, rest)):
-                if len(seen) < 2:
-                    seen.add(new)
-            if min(len(chunks), len(rests)) < 2 or len(self._learned) >= self._room:
-                return False
-            self._learned.add(head)
-            return True

@@ -10,53 +10,58 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from weakref import WeakMethod, WeakValueDictionary
 
 import torch
 
 from cached_rag.config import StoreConfig
 from cached_rag.errors import StoreError
-from cached_rag.kv.fingerprint import ids_digest
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store.catalog import Catalog, ChunkRecord, Maker
 from cached_rag.kv.store.database import BRIEFLY_S
 from cached_rag.kv.store.disk import DiskStore
 from cached_rag.kv.store.remote.tier import RemoteTier
-from cached_rag.kv.store.tiers import MemoryStore, TieredStore
-from cached_rag.library.bringing import Refuses, Wanted, bring
 from cached_rag.library.handed_over import HandedOver
 from cached_rag.library.known import Known
 from cached_rag.library.matching import EncodedAfter
-from cached_rag.library.shelf import Shelf, memory_tiers
+from cached_rag.library.shelf import Refuses, Shelf, Wanted, memory_tiers
 
 _log = logging.getLogger(__name__)
 
 
-class Library(Shelf):
-    """The chunks of one model and one tenant. Safe for several threads."""
+class Library:
+    """The chunks of one model and one tenant. Safe for several threads.
+
+    Attributes:
+        shelf: has their KV.
+        known: what is known of them; where there is no catalog, all libraries of a tenant have the
+            same.
+        table: finds them in prompts.
+        handed_over: those that are expected in a prompt to come.
+    """
 
     def __init__(
         self,
         config: StoreConfig,
         maker: Maker,
         device: torch.device | None = None,
-        memory: Sequence[MemoryStore] | None = None,
-        forgotten: Callable[[Sequence[ChunkRecord]], object] = lambda _: None,
+        beside: Library | None = None,
+        *,
+        forgotten: Callable[[Sequence[ChunkRecord]], object] | None = None,
         remote: RemoteTier | None = None,
         refuses: Refuses = lambda _: "",
-        known: Known | None = None,
     ) -> None:
         """Open the files that the configuration names, and finish interrupted removals.
 
         Args:
             maker: the model, as KV in the store is marked with it.
             device: where the model computes; None for the CPU.
-            memory: the tiers in memory of another tenant, to be shared with it; None for new ones.
-            forgotten: called with chunks that were removed, by this process or another.
+            beside: another tenant's, whose memory this one shares; None for memory of its own.
+            forgotten: a method that is called with chunks that were removed, by this process or
+                another. Its object is not kept alive by the library.
             remote: the tier on another machine, which is not closed with the library.
             refuses: given a number of tokens, says why their KV is not to be brought from there;
                 empty if it is.
-            known: what another library of this tenant and memory knows; used where there is no
-                catalog, which has it, too.
 
         Files that cannot be opened are logged, and nothing is kept on disk; see `check_kept`.
         """
@@ -69,34 +74,39 @@ class Library(Shelf):
             except StoreError as error:
                 self._lost = error
                 _log.warning("nothing is cached on disk: %s", error)
-        tiers = tuple(memory_tiers(config, device)) if memory is None else memory
-        super().__init__(maker, config.namespace, tiers, disk, remote)
-        self._shares_memory = memory is not None
-        self.refuses = refuses
-        self.handed_over = HandedOver()
+        self.maker, self.namespace = maker, config.namespace
         self.is_pipelined = bool(config.pipelined)
-        if known is None or self._catalog is not None:
-            known = Known.of(self, self._catalog)
-        self.known = known
-        known.users += 1
-        self.table, self._heads, self._learned = known.table, known.heads, known.learned
+        tiers = tuple(memory_tiers(config, device)) if beside is None else beside.shelf.memory
+        self.shelf: Shelf = Shelf(
+            maker.model, self.namespace, tiers, disk, remote, self._deletions, refuses
+        )
+        self.handed_over = HandedOver()
+        self._shares_memory = beside is not None
+        # By tenants' names: whose memory is shared, and who has no catalog, shares this, too.
+        self._tenants: WeakValueDictionary[str, Known] = (
+            WeakValueDictionary() if beside is None else beside._tenants
+        )
+        known = self._tenants.get(self.namespace) if self._catalog is None else None
+        self.known = Known(self.shelf, self._catalog) if known is None else known
+        self.known.users += 1
+        self._tenants[self.namespace] = self.known
+        self.table = self.known.table
+        self._forgotten = None if forgotten is None else WeakMethod(forgotten)
         self._last_row = 0
-        self._generation = self._evictions = 0
-        self._lock = known.lock
-        self._forgotten = forgotten
+        self._generation = self._evictions = self._removals = 0
         self._unwritten: dict[str, ChunkRecord] = {}
         if self._catalog is not None:
-            with self.spared():
+            with self.shelf.spared():
                 if remote is not None:
                     self._catalog.removals.note_remote(remote.label)
-                self._catalog.removals.finish(self.delete)
+                self._catalog.removals.finish(self.shelf.delete)
             self._finish_far(self._catalog)
         self.refresh(force=True)
 
     def _finish_far(self, catalog: Catalog) -> None:
         try:
-            if self.remote is not None:
-                catalog.removals.finish_far(self.delete_far)
+            if self.shelf.remote is not None:
+                catalog.removals.finish_far(self.shelf.delete_far)
         except StoreError as error:
             _log.warning("%s", error)
 
@@ -114,11 +124,11 @@ class Library(Shelf):
 
         Without files nobody would know any more whose KV it is, so it goes from shared memory.
         """
-        super().close()
+        self.shelf.close()
         self.known.users -= 1
         if self._catalog is not None:
-            if self.remote is not None:
-                self.remote.settle(self.namespace)
+            if self.shelf.remote is not None:
+                self.shelf.remote.settle(self.namespace)
             self._catalog.close()
         elif self._shares_memory and not self.known.users:
             self._drop_from_memory(self.table)
@@ -132,7 +142,7 @@ class Library(Shelf):
         if self._catalog is None:
             return
         gone: list[ChunkRecord] = []
-        with self.spared(), self._lock:
+        with self.shelf.spared(), self.known.lock:
             if not (self._catalog.changed() or force):
                 return
             try:
@@ -149,7 +159,7 @@ class Library(Shelf):
         is_new = generation != self._generation
         known = catalog.text_digests() | self._unwritten.keys() if is_new else frozenset()
         added = list(catalog.modules(after=self._last_row))
-        self._heads.read(catalog)
+        self.known.heads.read(catalog)
         if is_new:
             gone = [chunk for chunk in self.table if chunk.text_digest not in known]
             self.table.discard(gone)
@@ -162,12 +172,13 @@ class Library(Shelf):
     def _let_go(self, chunks: Sequence[ChunkRecord]) -> None:
         """Delete the KV of removed chunks from memory, and tell the engine."""
         self._drop_from_memory(chunks)
-        if chunks:
-            self._forgotten(chunks)
+        forgotten = None if self._forgotten is None else self._forgotten()
+        if chunks and forgotten is not None:
+            forgotten(chunks)
 
     def _drop_from_memory(self, chunks: Iterable[ChunkRecord]) -> None:
         for key in self._keys(chunks):
-            for tier in self.memory:
+            for tier in self.shelf.memory:
                 tier.delete(key)
 
     @property
@@ -175,38 +186,34 @@ class Library(Shelf):
         """Changes whenever texts are forgotten in the files, by whichever process."""
         if self._catalog is None:
             return 0
-        with self.spared():
+        with self.shelf.spared():
             return self._catalog.generation() - self._evictions
         return -1
 
     def encoded_after(self) -> list[EncodedAfter]:
         """All that chunks were encoded behind, see `KnownHeads.all`."""
-        return self._heads.all()
+        return self.known.heads.all()
 
     def add_encoded_after(self, behind: EncodedAfter) -> None:
         """Make known what chunks will be encoded behind."""
-        self._heads.add(behind)
-
-    def refresh_heads(self) -> list[str]:
-        """Take over what other machines encode chunks behind, see `KnownHeads.refresh`."""
-        return self._heads.refresh()
+        self.known.heads.add(behind)
 
     def present(self, behind: EncodedAfter, chunks: Sequence[ChunkRecord]) -> set[tuple[int, ...]]:
         """The tokens of those of these texts whose KV is kept, here or in the remote tier.
 
         What is only here is sent there.
         """
+        shelf, remote = self.shelf, self.shelf.remote
         texts = {chunk.token_ids: chunk.text_digest for chunk in chunks}
-        here = {ids for ids in texts if self.holds(behind, ids)}
-        if self.remote is None:
+        here = {ids for ids in texts if shelf.holds(behind, ids)}
+        if remote is None:
             return here
-        keys = {ids: self.key(behind, ids) for ids in texts}
-        with self.spared():
-            held = self.remote.holds(self.namespace, keys.values())
+        keys = {ids: shelf.key(behind, ids) for ids in texts}
+        with shelf.spared():
+            held = remote.holds(self.namespace, keys.values())
             for ids in here:
-                if keys[ids] not in held and (kv := self.fetch(behind, ids)) is not None:
-                    wanted = partial(self.knows, texts[ids])
-                    self.remote.offer(self.namespace, keys[ids], kv, wanted)
+                if keys[ids] not in held and (kv := shelf.fetch(behind, ids)) is not None:
+                    remote.offer(self.namespace, keys[ids], kv, partial(self.knows, texts[ids]))
             return here | {ids for ids, key in keys.items() if key in held}
         return here
 
@@ -227,7 +234,7 @@ class Library(Shelf):
         """
         if self._catalog is not None:
             is_written = False
-            with self.spared():
+            with self.shelf.spared():
                 self._catalog.add_chunks(chunks, BRIEFLY_S)
                 is_written = True
             if not is_written:
@@ -235,10 +242,10 @@ class Library(Shelf):
         self._know(chunks)
 
     def _know(self, chunks: Sequence[ChunkRecord]) -> None:
-        with self._lock:
+        with self.known.lock:
             for chunk in chunks:
                 self.table.add(chunk)
-            self._learned.discard([chunk.text_digest for chunk in chunks])
+            self.known.unmark([chunk.text_digest for chunk in chunks])
 
     def learn(self, chunk: ChunkRecord) -> None:
         """As `register`, for a text that nobody gave, but prompts repeat.
@@ -246,16 +253,16 @@ class Library(Shelf):
         The oldest such texts are forgotten where all of them have too many tokens.
         """
         surplus: list[str] = []
-        with self.spared(), self._lock:
-            self._learned.add(chunk)
-            surplus = self._learned.surplus()
+        with self.shelf.spared(), self.known.lock:
+            self.known.learn(chunk)
+            surplus = self.known.surplus()
         if surplus:
             self._remove(surplus)
             self._evictions += 1  # which the catalog has counted as a removal, too
 
     def _all_learned(self) -> list[str]:
-        with self._lock:
-            return self._learned.all()
+        with self.known.lock:
+            return self.known.learned()
 
     def given(self, texts: Sequence[str]) -> set[str]:
         """Those of these texts that are known, and were not only learned."""
@@ -286,15 +293,15 @@ class Library(Shelf):
     def _remove(
         self, text_digests: Collection[str], given: Mapping[str, ChunkRecord] | None = None
     ) -> int:
-        with self._lock:
-            self._deletions += 1
+        with self.known.lock:
+            self._removals += 1
             records = [
                 self.table.by_digest(name) or (given or {}).get(name) for name in text_digests
             ]
             chunks = [record for record in records if record is not None]
             for text_digest in text_digests:
                 self._unwritten.pop(text_digest, None)
-            self._learned.discard(text_digests)
+            self.known.unmark(text_digests)
             self.table.discard(chunks)
         try:
             if self._catalog is not None:
@@ -306,26 +313,25 @@ class Library(Shelf):
 
     def _remove_kept(self, catalog: Catalog, text_digests: Collection[str]) -> int:
         try:
-            return catalog.removals.remove(self.delete, text_digests)
+            return catalog.removals.remove(self.shelf.delete, text_digests)
         finally:
-            if self.remote is not None:
-                catalog.removals.finish_far(self.delete_far)
+            if self.shelf.remote is not None:
+                catalog.removals.finish_far(self.shelf.delete_far)
 
     def _remove_keys(self, keys: Sequence[str]) -> int:
         """Delete KV where no catalog says what has to go."""
-        gone = sum(map(self.delete, keys))
-        with self._lock:
-            self.known.undeleted.update(keys if self.remote is not None else ())
+        gone = sum(map(self.shelf.delete, keys))
+        with self.known.lock:
+            self.known.undeleted.update(keys if self.shelf.remote is not None else ())
             far = sorted(self.known.undeleted)
-        self.delete_far(far)
-        with self._lock:
+        self.shelf.delete_far(far)
+        with self.known.lock:
             self.known.undeleted.difference_update(far)
         return gone
 
-    @property
-    def deletions(self) -> object:
+    def _deletions(self) -> object:
         """Changes whenever KV is deleted because its text is forgotten, by whichever process."""
-        return self._deletions, self.generation
+        return self._removals, self.generation
 
     def knows(self, text_digest: str) -> bool:
         """Whether a text is a chunk, by the catalog, which may know more than this process."""
@@ -340,13 +346,13 @@ class Library(Shelf):
     def _keys(self, chunks: Iterable[ChunkRecord]) -> list[str]:
         """All keys under which the store may have KV of chunks."""
         behinds = {EncodedAfter(()), *self.encoded_after()}
-        return [self.key(behind, chunk.token_ids) for chunk in chunks for behind in behinds]
+        return [self.shelf.key(behind, chunk.token_ids) for chunk in chunks for behind in behinds]
 
     def other_makers(self, chunks: Iterable[ChunkRecord]) -> list[Maker]:
         """Other models, or other dtypes of this one, that have KV of these chunks in the store."""
         found: list[Maker] = []
         if self._catalog is not None:
-            with self.spared():
+            with self.shelf.spared():
                 found = self._catalog.makers_of(chunk.text_digest for chunk in chunks)
         return found
 
@@ -361,7 +367,6 @@ class Library(Shelf):
         Raises:
             StoreFullError: there is no room.
         """
-        key = self.key(behind, kv.token_ids)
 
         def wanted() -> bool:
             return text_digest is None or self.knows(text_digest)
@@ -370,40 +375,26 @@ class Library(Shelf):
             return
         if text_digest is None and behind.context and self._catalog is not None:
             self._catalog.add_other(kv.token_ids, behind.context)
-        self.keep(key, kv, wanted)
+        self.shelf.keep(behind, kv, wanted)
 
     def prefetch(self, texts: Iterable[str]) -> None:
         """Begin to read the KV of texts into memory, in the encoding with the longest prefix.
 
         The first text will stand right behind it, where KV without a context is exact.
         """
-        if not isinstance(self.store, TieredStore) and self.remote is None:
-            return
-        missing = []
+        missing: list[Wanted] = []
         known = self.encoded_after()
         exact = sorted(known, key=lambda behind: (-len(behind.prefix_ids), bool(behind.context)))
         for place, chunk in enumerate(self.table.get(text.strip()) for text in texts):
             if chunk is None:
                 continue
             sources = [(behind, chunk.token_ids) for behind in (known if place else exact)]
-            held = next((source for source in sources if self.holds(*source)), None)
+            held = next((source for source in sources if self.shelf.holds(*source)), None)
             if held is not None:
-                self.read_ahead(held)
+                self.shelf.read_ahead(held)
             elif sources:
-                missing.append(Wanted(tuple(sources)))
-        if self.remote is not None and missing:
-            work = partial(bring, self, missing, self.refuses)
-            self._prefetcher.start([_name(one) for one in missing], work)
-
-    def bring(self, wanted: Sequence[Wanted]) -> list[str]:
-        """Bring KV from the remote tier; see `bringing.bring`. Waits for what is on its way."""
-        self._prefetcher.wait(map(_name, wanted))
-        return bring(self, wanted, self.refuses)
-
-
-def _name(one: Wanted) -> str:
-    """What the prefetcher calls it, however it was encoded."""
-    return ids_digest(one.sources[0][1])
+                missing.append(sources)
+        self.shelf.bring_ahead(missing)
 
 
 def _opened(root: Path, maker: Maker, config: StoreConfig) -> tuple[DiskStore, Catalog]:

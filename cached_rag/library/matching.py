@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cached_rag.backends.prompt_text import Tokens
@@ -49,7 +49,7 @@ class EncodedAfter:
         return bool(self.context) + self.context.startswith(MEAN)
 
 
-# What a prompt has computed for a chunk, behind whatever stood before it there (`harvest.py`). Any
+# What a prompt has computed for a chunk, behind whatever stood before it there (`plan.py`). Any
 # other encoding is preferred to it.
 HARVESTED = EncodedAfter((), "harvest")
 
@@ -239,3 +239,10 @@ def align(match: Match, prompt: Tokens) -> Match | None:
         if tuple(prompt.ids[begin : begin + length]) == ids[offset : offset + length]:
             return replace(match, begin=begin, end=begin + length, offset=offset)
     return None
+
+
+def shared(first: Sequence[object], second: Sequence[object]) -> int:
+    """Length of the common beginning of two texts, or of the tokens of two."""
+    pairs = enumerate(zip(first, second, strict=False))
+    least = min(len(first), len(second))
+    return next((index for index, (mine, its) in pairs if mine != its), least)

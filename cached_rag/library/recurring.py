@@ -16,6 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from cachetools import LRUCache
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from cached_rag.backends.prompt_text import Span, Tokens
@@ -35,6 +36,11 @@ _MARK = re.compile(
 # What stands between a control token and a message's text: the role, or nothing.
 _ROLE = re.compile(r"\w{0,32}\s*\n|")
 _END = re.compile(r"\n\s*|[.!?][\"')\]]?\s+|[\u3002\uff01\uff1f]")
+
+
+# How many heads of prompts are kept for comparison, and how many may be learned: every prompt is
+# compared with each of those.
+_REMEMBERED, _LEARNED = 256, 8
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,45 @@ class Recurring:
                 run.append(piece)
         if run:
             yield run
+
+
+class Heads:
+    """The heads of recent prompts, and those that recurred. Safe for several threads.
+
+    Args:
+        learned: how many heads may be learned. There is a bound because every prompt is compared
+            with each of them.
+        remembered: how many heads of recent prompts are kept for comparison.
+    """
+
+    def __init__(self, learned: int = _LEARNED, remembered: int = _REMEMBERED) -> None:
+        self._room = learned
+        self._learned: set[tuple[int, ...]] = set()
+        self._seen: LRUCache[tuple[int, ...], tuple[set[str], set[str]]] = LRUCache(remembered)
+        self._lock = threading.RLock()  # as in `WriteBack`
+
+    def learn(self, head: tuple[int, ...], chunk: str, rest: str) -> bool:
+        """Note what a head stood before.
+
+        Args:
+            head: the head's tokens.
+            chunk: the digest of the first chunk behind it.
+            rest: the digest of what stood behind the last one.
+
+        Returns:
+            Whether the head is learned: two chunks and two rests have followed it.
+        """
+        with self._lock:
+            if head in self._learned:
+                return True
+            chunks, rests = self._seen.setdefault(head, (set(), set()))
+            for seen, new in ((chunks, chunk), (rests, rest)):
+                if len(seen) < 2:
+                    seen.add(new)
+            if min(len(chunks), len(rests)) < 2 or len(self._learned) >= self._room:
+                return False
+            self._learned.add(head)
+            return True
 
 
 def _between(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +18,12 @@ from cachetools import LRUCache
 
 from cached_rag.config import StoreConfig
 from cached_rag.errors import StoreError, StoreFullError
-from cached_rag.kv.fingerprint import module_key
+from cached_rag.kv.fingerprint import ids_digest, module_key
 from cached_rag.kv.module import LayerSource, ModuleKV
 from cached_rag.kv.store.background import Outbox, Prefetcher
-from cached_rag.kv.store.catalog import Maker
 from cached_rag.kv.store.disk import DiskStore
 from cached_rag.kv.store.remote.tier import RemoteTier
-from cached_rag.kv.store.tiers import IsWanted, KVStore, MemoryStore, TieredStore
+from cached_rag.kv.store.tiers import IsWanted, MemoryStore, TieredStore
 from cached_rag.library.matching import EncodedAfter
 
 _log = logging.getLogger(__name__)
@@ -32,8 +31,14 @@ _log = logging.getLogger(__name__)
 _AHEAD = 4096
 # Most bytes from the remote tier that wait to be written to disk, and how long closing waits.
 _TO_DISK_BYTES, _WRITING_S = 256 << 20, 10.0
+# Of fewer tokens, such as a prompt's head, nobody needs to know that they are computed.
+_WORTH_A_NOTE = 64
 # What was encoded, and behind what.
 Source = tuple[EncodedAfter, tuple[int, ...]]
+# Something whose KV is wanted: its encodings, best first, one of which is enough.
+Wanted = Sequence[Source]
+# Given a number of tokens, says why their KV is not to be brought; empty if it is.
+Refuses = Callable[[int], str]
 
 
 @dataclass(frozen=True)
@@ -67,20 +72,26 @@ class Shelf:
 
     def __init__(
         self,
-        maker: Maker,
+        fingerprint: str,
         namespace: str,
         memory: Sequence[MemoryStore],
         disk: DiskStore | None,
         remote: RemoteTier | None,
+        deletions: Callable[[], object],
+        refuses: Refuses,
     ) -> None:
-        """Put tiers together that are open."""
-        self.maker, self.fingerprint, self.namespace = maker, maker.model, namespace
+        """Put tiers together that are open.
+
+        Args:
+            deletions: gives something else whenever KV is deleted because its text is forgotten.
+            refuses: decides what is brought from the remote tier.
+        """
+        self.fingerprint, self.namespace = fingerprint, namespace
         self.memory, self.disk, self.remote = tuple(memory), disk, remote
-        tiers: list[KVStore] = [*self.memory, *([] if disk is None else [disk])]
-        self.store: KVStore = TieredStore(tiers) if len(tiers) > 1 else tiers[0]
+        self.store = TieredStore([*self.memory, *([] if disk is None else [disk])])
+        self._deletions, self._refuses = deletions, refuses
         self._prefetcher = Prefetcher()
         self._to_disk = Outbox(self._write, _TO_DISK_BYTES)
-        self._deletions = 0
         self._ahead: LRUCache[str, str] = LRUCache(_AHEAD)
         self._noting = threading.Lock()
         self._told: set[str] = set()
@@ -113,7 +124,7 @@ class Shelf:
             return self.key(behind, token_ids) in self.store
         return False
 
-    def keep(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
+    def keep(self, behind: EncodedAfter, kv: ModuleKV, wanted: IsWanted) -> None:
         """Put KV into all tiers; into the remote one in the background.
 
         Args:
@@ -122,45 +133,10 @@ class Shelf:
         Raises:
             StoreFullError: there is no room on this machine.
         """
+        key = self.key(behind, kv.token_ids)
         self.store.put(key, kv, wanted)
         if self.remote is not None:
             self.remote.offer(self.namespace, key, kv, wanted)
-
-    @property
-    def deletions(self) -> object:
-        """Changes whenever KV is deleted because its text is forgotten."""
-        return self._deletions
-
-    def take_over(self, found: Mapping[str, ModuleKV], deletions: object) -> None:
-        """Put KV from the remote tier into the others: into memory now, on disk in a while.
-
-        Args:
-            found: by its keys.
-            deletions: as it was before the remote tier was asked. If it has changed since then, the
-                KV may have been deleted meanwhile, and is not kept.
-        """
-
-        def wanted() -> bool:
-            return deletions == self.deletions
-
-        for key, kv in found.items():
-            for tier in self.memory:
-                with suppress(StoreFullError):  # too large for a fast tier is no error
-                    tier.put(key, kv)
-            self._came_from(key, "remote")
-            if self.disk is not None:
-                self._to_disk.add(key, kv, wanted)
-        if not wanted():
-            self._to_disk.drop(found)
-            for key in found:
-                self.store.delete(key)
-
-    def _write(self, key: str, kv: ModuleKV, wanted: IsWanted) -> bool:
-        assert self.disk is not None
-        with self.spared():
-            if any(key in tier for tier in self.memory):  # else it was deleted, or is too large
-                self.disk.put(key, kv, wanted)
-        return True
 
     def delete(self, key: str) -> bool:
         """Delete KV from this machine; says whether there was any."""
@@ -180,15 +156,15 @@ class Shelf:
         """Bytes of KV in memory: the host's and a CUDA device's together."""
         return sum(tier.nbytes for tier in self.memory)
 
+    def memory_tokens(self) -> int:
+        """Number of tokens whose KV is in memory; a token in two tiers counts twice."""
+        return sum(tier.num_tokens for tier in self.memory)
+
     def store_bytes(self) -> int:
         """Bytes of KV in this machine's slowest tier; 0 if its index cannot be read (logged)."""
         with self.spared():
             return self.store.nbytes
         return 0
-
-    def memory_tokens(self) -> int:
-        """Number of tokens whose KV is in memory; a token in two tiers counts twice."""
-        return sum(tier.num_tokens for tier in self.memory)
 
     def fetch(self, behind: EncodedAfter, token_ids: Sequence[int]) -> ModuleKV | None:
         """KV of these tokens; None if there is none, or it cannot be read (which is logged).
@@ -200,44 +176,17 @@ class Shelf:
     def _fetch(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
         self._prefetcher.wait((key,))
         self._to_disk.settle(key)
-        return self._got(key, token_ids)
+        return self._get(key, token_ids)
 
-    def _got(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
+    def _get(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
         with self.spared():
             return self.store.get(key, token_ids)
         return None
-
-    def open(self, behind: EncodedAfter, token_ids: Sequence[int]) -> LayerSource | None:
-        """As `fetch`, but KV on disk is only opened, and read layer by layer when it is used."""
-        return self._open(self.key(behind, token_ids), token_ids)
 
     def _open(self, key: str, token_ids: Sequence[int]) -> LayerSource | None:
         with self.spared():
             return self.store.open(key, token_ids)
         return None
-
-    def read_ahead(self, source: Source) -> None:
-        """Begin to read KV into the fastest memory."""
-        key = self.key(*source)
-        if key not in self.memory[0]:
-            self._came_from(key, "ahead")
-            self._prefetcher.start((key,), partial(self._got, key, source[1]))
-
-    def _came_from(self, key: str, tier: str) -> None:
-        with self._noting:
-            self._ahead[key] = tier
-
-    def _is_in_memory(self, key: str) -> bool:
-        return any(key in tier for tier in self.memory)
-
-    def tier(self, behind: EncodedAfter, token_ids: Sequence[int]) -> str:
-        """The tier that KV of these tokens comes from now, if there is any; see `Origin`."""
-        return self._tier(self.key(behind, token_ids))
-
-    def _tier(self, key: str) -> str:
-        with self._noting:
-            ahead = self._ahead.pop(key, None)
-        return ahead or ("memory" if self._is_in_memory(key) else "disk")
 
     def best_encoding(
         self, behinds: Sequence[EncodedAfter], token_ids: Sequence[int], *, lazy: bool
@@ -246,7 +195,7 @@ class Shelf:
 
         Args:
             behinds: what the chunk may have been encoded behind, best first.
-            lazy: as `open`, else as `fetch`.
+            lazy: KV on disk is only opened, and read layer by layer when it is used.
         """
         for behind in behinds:
             key = self.key(behind, token_ids)
@@ -257,12 +206,121 @@ class Shelf:
                 return behind, kv, Origin(tier, taken)
         return None
 
+    def _tier(self, key: str) -> str:
+        """The tier that KV comes from now, if there is any; see `Origin`."""
+        with self._noting:
+            ahead = self._ahead.pop(key, None)
+        return ahead or ("memory" if self._is_in_memory(key) else "disk")
+
+    def _came_from(self, key: str, tier: str) -> None:
+        with self._noting:
+            self._ahead[key] = tier
+
+    def _is_in_memory(self, key: str) -> bool:
+        return any(key in tier for tier in self.memory)
+
+    def read_ahead(self, source: Source) -> None:
+        """Begin to read KV into the fastest memory."""
+        key = self.key(*source)
+        if key not in self.memory[0]:
+            self._came_from(key, "ahead")
+            self._prefetcher.start((key,), partial(self._get, key, source[1]))
+
+    def bring_ahead(self, wanted: Sequence[Wanted]) -> None:
+        """Begin to `bring` KV."""
+        if self.remote is not None and wanted:
+            self._prefetcher.start([*map(_name, wanted)], partial(self._bring, wanted))
+
+    def bring(self, wanted: Sequence[Wanted]) -> list[str]:
+        """Bring what is not on this machine from the remote tier, if that is worth it.
+
+        Afterwards the KV is in memory, if there is room. That takes one round trip where the remote
+        tier has the best encoding of everything, and three at most; and waits for what is on its
+        way already.
+
+        Returns:
+            Notes for the user. A remote tier that fails costs a note, and its KV is computed.
+        """
+        self._prefetcher.wait(map(_name, wanted))
+        return self._bring(wanted)
+
+    def _bring(self, wanted: Sequence[Wanted]) -> list[str]:
+        missing = [one for one in wanted if not any(self.holds(*source) for source in one)]
+        if self.remote is None or not missing:
+            return []
+        tokens = sum(len(one[0][1]) for one in missing)
+        if reason := self._refuses(tokens):
+            return [reason] if tokens >= _WORTH_A_NOTE else []
+        try:
+            return self._bring_missing(self.remote, missing)
+        except StoreError as error:
+            return [str(error)]
+
+    def _bring_missing(self, remote: RemoteTier, missing: Sequence[Wanted]) -> list[str]:
+        best = {self.key(*one[0]): one for one in missing}
+        notes, found = self._bring_keys(remote, {key: one[0] for key, one in best.items()})
+        others = {
+            self.key(*source): source
+            for key, one in best.items()
+            if key not in found
+            for source in one[1:]
+        }
+        held = remote.holds(self.namespace, others) if others else set()
+        if held:
+            chosen: dict[tuple[int, ...], str] = {}
+            for key, (_, ids) in others.items():  # in order, the best first
+                if key in held:
+                    chosen.setdefault(ids, key)
+            notes += self._bring_keys(remote, {key: others[key] for key in chosen.values()})[0]
+        return notes
+
+    def _bring_keys(
+        self, remote: RemoteTier, sources: dict[str, Source]
+    ) -> tuple[list[str], set[str]]:
+        """Bring KV into memory now, and onto the disk in a while.
+
+        If texts were forgotten meanwhile, the KV may be theirs, and is not kept.
+
+        Returns:
+            What was wrong with some, and the keys of what came.
+        """
+        deletions = self._deletions()
+        answer = remote.fetch(self.namespace, {key: ids for key, (_, ids) in sources.items()})
+
+        def wanted() -> bool:
+            return deletions == self._deletions()
+
+        for key, kv in answer.kv.items():
+            for tier in self.memory:
+                with suppress(StoreFullError):  # too large for a fast tier is no error
+                    tier.put(key, kv)
+            self._came_from(key, "remote")
+            if self.disk is not None:
+                self._to_disk.add(key, kv, wanted)
+        if not wanted():
+            self._to_disk.drop(answer.kv)
+            for key in answer.kv:
+                self.store.delete(key)
+        return list(answer.problems), set(answer.kv)
+
+    def _write(self, key: str, kv: ModuleKV, wanted: IsWanted) -> bool:
+        assert self.disk is not None
+        with self.spared():
+            if self._is_in_memory(key):  # else it was deleted, or is too large
+                self.disk.put(key, kv, wanted)
+        return True
+
     def close(self) -> None:
         """Finish reading ahead, and release files. The remote tier is its owner's to close."""
         self._prefetcher.close()
         self._to_disk.close(_WRITING_S)
         if self.disk is not None:
             self.disk.close()
+
+
+def _name(one: Wanted) -> str:
+    """What the prefetcher calls it, however it was encoded."""
+    return ids_digest(one[0][1])
 
 
 def memory_tiers(config: StoreConfig, device: torch.device | None) -> Iterator[MemoryStore]:

@@ -2,10 +2,10 @@
 
 The files, in the order in which they build on each other:
 
-- `nodes`, `markup`, `whitespace`, `parse`: a schema, from XML to a checked tree;
-- `prompt`, `parse_prompt`: a prompt, and what it takes from its schema;
+- `nodes`, `markup`, `parse`: a schema, from XML to a checked tree;
+- `prompt`: a prompt, and what it takes from its schema;
 - `frames`, `layout`, `assembly`: tokens and positions of a schema and of a prompt;
-- `units`, `recipes`, `encode`, `planner`, `known`: which KV is made, kept and reused;
+- `units`, `encode`, `planner`: which KV is made, kept and reused;
 - `syntax`, `program`: a Python function read as a schema;
 - `schema`, `function`, `template`: what users import; `outline`: a schema drawn as a tree.
 """

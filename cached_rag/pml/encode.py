@@ -17,8 +17,7 @@ from cached_rag.kv.module import ModuleKV
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
 from cached_rag.pml.layout import Ids, ModuleRun
-from cached_rag.pml.recipes import Recipe, Recipes
-from cached_rag.pml.units import Unit
+from cached_rag.pml.units import Recipe, Recipes, Unit
 
 
 @dataclass
@@ -52,7 +51,7 @@ class RunEncoder:
         return [unit for unit in units if not all(map(self._holds, self.recipes.of[unit].values()))]
 
     def _holds(self, recipe: Recipe) -> bool:
-        return self.library.holds(*recipe.source)
+        return self.library.shelf.holds(*recipe.source)
 
     def encode(
         self,
@@ -94,7 +93,7 @@ class RunEncoder:
     def _context(self, run: ModuleRun, done: Encoded) -> ModuleKV:
         """KV of a run that a unit is encoded behind; computed first if there is none."""
         recipe = self.recipes.single[run]
-        found = done.kv.get(recipe.source) or self.library.fetch(*recipe.source)
+        found = done.kv.get(recipe.source) or self.library.shelf.fetch(*recipe.source)
         if found is None:
             self._encode(recipe.unit, done, at_hand=True)
             found = done.kv[recipe.source]

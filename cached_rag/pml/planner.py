@@ -6,12 +6,15 @@ Knows no method.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
+from cachetools import LRUCache
 
 from cached_rag.backends.base import Backend
 from cached_rag.backends.prompt_text import Tokens
@@ -20,7 +23,6 @@ from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import RelocationError
 from cached_rag.kv.module import LayerSource
-from cached_rag.library.bringing import Wanted
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.library.plan import Placement, Plan
 from cached_rag.library.shelf import Origin
@@ -30,8 +32,9 @@ from cached_rag.pml.encode import Encoded, RunEncoder
 from cached_rag.pml.layout import ModuleRun, SchemaLayout, lay_out
 from cached_rag.pml.nodes import SchemaNode
 from cached_rag.pml.prompt import Argument, Bit, New
-from cached_rag.pml.recipes import Recipe, Recipes, Trail
-from cached_rag.pml.units import Unit, Units
+from cached_rag.pml.units import Recipe, Recipes, Trail, Unit, Units
+
+_REMEMBERED = 64
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class SchemaPlanner:
     def bring(self, pieces: Sequence[PromptPiece]) -> list[str]:
         """Bring the prompt's KV from another machine into memory; returns notes for the user."""
         recipes = self._recipes(pieces).values()
-        return self.encoder.library.bring([Wanted((recipe.source,)) for recipe in recipes])
+        return self.encoder.library.shelf.bring([[recipe.source] for recipe in recipes])
 
     def plan(
         self,
@@ -122,10 +125,12 @@ class SchemaPlanner:
     ) -> Iterator[Placement]:
         recipes = self._recipes(pieces)
         clock = Clock()
-        take = self.encoder.library.open if lazy else self.encoder.library.fetch
-        tiers = {run: self.encoder.library.tier(*recipe.source) for run, recipe in recipes.items()}
-        found = {run: take(*recipe.source) for run, recipe in recipes.items()}
-        tiers |= {run: "new" for run, kv in found.items() if kv is None}
+        found: dict[ModuleRun, LayerSource | None] = {}
+        origins: dict[ModuleRun, Origin] = {}
+        for run, recipe in recipes.items():
+            behind, ids = recipe.source
+            best = self.encoder.library.shelf.best_encoding([behind], ids, lazy=lazy)
+            found[run], origins[run] = (None, Origin("new")) if best is None else best[1:]
         self._encode_missing(found, recipes, report)
         report.load_ms = clock.lap()
         trail = Trail(is_movable=self.model.rule.is_movable)
@@ -143,7 +148,7 @@ class SchemaPlanner:
                     is_exact=recipe.seen == seen,
                     is_chunk=bool(piece.run.unit) and piece.run.unit not in counted,
                     source=recipe.source,
-                    origin=Origin(tiers[piece.run]),
+                    origin=origins[piece.run],
                     name="/".join(piece.run.unit),
                 )
                 counted.add(piece.run.unit)
@@ -235,15 +240,43 @@ class PromptPlanner:
         return partial(self.planner.plan, pieces, takes, notes)
 
 
-def planner_of(node: SchemaNode, engine: Engine, *, layout: str, behind: str) -> SchemaPlanner:
-    """Lay out a schema on an engine, before its first prompt.
+@dataclass(frozen=True)
+class _Known:
+    """The planners of one engine, so that a schema is laid out once for each."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    planners: LRUCache[str, SchemaPlanner] = field(default_factory=lambda: LRUCache(_REMEMBERED))
+
+
+_KNOWN: WeakKeyDictionary[Engine, _Known] = WeakKeyDictionary()
+_LOOKING = threading.Lock()
+
+
+def planner_of(
+    node: SchemaNode, engine: Engine, *, key: str, layout: str, behind: str
+) -> SchemaPlanner:
+    """A schema's planner on an engine, made before its first prompt. Safe for several threads.
 
     Args:
+        key: names the schema with its layout and encoding.
         layout, behind: as in `Schema`.
 
     Raises:
+        ClosedError: the engine was closed.
         ConfigError: the model's chat template does not admit the schema's messages.
     """
+    engine.check_open()
+    with _LOOKING:
+        known = _KNOWN.setdefault(engine, _Known())
+    with known.lock:
+        found = known.planners.get(key)
+        if found is None:
+            found = known.planners[key] = _made(node, engine, layout, behind)
+        return found
+
+
+def _made(node: SchemaNode, engine: Engine, layout: str, behind: str) -> SchemaPlanner:
+    """Lay out a schema on an engine."""
     # The planner must not hold the engine: planners are kept by weak references to engines.
     model, tokenization = engine.model, engine.tokenization
     is_movable = model.rule.is_movable

@@ -1,7 +1,7 @@
 """A prompt of a schema: the modules it imports, with which arguments, and the text it adds.
 
-`select` checks a prompt against its schema and joins both to one sequence of texts. Knows no
-tokenizer and no model.
+`parse_prompt` reads its parts from XML; `select` checks them against the schema and joins both to
+one sequence of texts. Knows no tokenizer and no model.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from cached_rag.errors import PMLError
-from cached_rag.pml.markup import nearest
+from cached_rag.pml.markup import Chars, Element, check_attributes, nearest
 from cached_rag.pml.nodes import (
     ROLES,
     Mark,
@@ -27,6 +28,7 @@ from cached_rag.pml.nodes import (
     modules,
     params,
 )
+from cached_rag.pml.parse import separator, split
 
 _NOWHERE = Where()
 _END: Path = ("",)  # no module's path: stands for the end, where text after all imports goes
@@ -268,3 +270,49 @@ def _spaced(bits: Sequence[Bit]) -> tuple[Bit, ...]:
             bit = New(text if is_first or text[:1].isspace() else "\n" + text)
         spaced.append(bit)
     return tuple(spaced)
+
+
+def parse_prompt(root: Element, file: str | None = None) -> tuple[list[Part], dict[str, str]]:
+    """The parts of a <prompt> element, and arguments of parameters outside all modules.
+
+    Raises:
+        PMLError: the element is no prompt.
+    """
+    if root.tag != "prompt":
+        raise PMLError(f"a prompt's root is <prompt>, not <{root.tag}>", root.where, file)
+    arguments = {name: value for name, value in root.attributes.items() if name != "schema"}
+    return list(_parts(root, file)), arguments
+
+
+def _parts(element: Element, file: str | None) -> Iterator[Part]:
+    said: Element | None = None
+    for part in element.content:
+        if isinstance(part, Chars):
+            text = _text(part)
+            if text and said:
+                raise PMLError(
+                    f"text behind <{said.tag}>: put it inside, or before", part.where, file
+                )
+            if text:
+                yield text
+        elif part.tag in ROLES:
+            check_attributes(part, (), file)
+            said = part
+            inside = [c for c in part.content if isinstance(c, Element)]
+            if inside:
+                raise PMLError(
+                    f"<{inside[0].tag}> inside <{part.tag}>: a prompt's own messages hold text "
+                    "only; imports stand before them",
+                    inside[0].where,
+                    file,
+                )
+            text = "".join(_text(c) for c in part.content if isinstance(c, Chars))
+            yield Said(part.tag, text.lstrip(), part.where)
+        else:
+            inner: Any = _parts(part, file)
+            yield Import(part.tag, *inner, **part.attributes).at(part.where)
+
+
+def _text(chars: Chars) -> str:
+    before, body, _ = split(chars.text, is_code=chars.is_code)
+    return separator(before) + body if body else ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,12 @@ from cached_rag.engine.planner import Planner
 from cached_rag.errors import ConfigError, PMLError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import EncodeSummary
-from cached_rag.pml.known import known_planner
 from cached_rag.pml.markup import parse_markup
 from cached_rag.pml.nodes import SchemaNode, Where
 from cached_rag.pml.parse import parse_schema
-from cached_rag.pml.parse_prompt import parse_prompt
 from cached_rag.pml.planner import PromptPlanner, SchemaPlanner, planner_of
 from cached_rag.pml.program import Program, read_function
-from cached_rag.pml.prompt import Bit, Part, Said, messages, select
+from cached_rag.pml.prompt import Bit, Part, Said, messages, parse_prompt, select
 from cached_rag.pml.units import BEHIND
 
 # Prompts that were handed to a framework as plain text, by that text, so that the LLM at its other
@@ -183,8 +180,9 @@ class Schema:
             ClosedError: the engine was closed.
             ConfigError: the model's chat template does not admit the schema's messages.
         """
-        make = partial(planner_of, self.node, engine, layout=self.layout, behind=self.behind)
-        return known_planner(engine, self.digest, make)
+        return planner_of(
+            self.node, engine, key=self.digest, layout=self.layout, behind=self.behind
+        )
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class Asking:
         if is_known and library.encoded_after():
             return
         self.engine.register(texts)
-        with library.spared():
+        with library.shelf.spared():
             gone = self.index.orphans(texts)  # deleted since they were found
             self._folder.forget_later(gone)
             self.engine.encode([], self.prompts.head(), context=self._folder.contexts)

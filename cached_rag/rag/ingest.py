@@ -222,7 +222,7 @@ class Ingestion:
                 bar.update(len(batch.documents))
                 rate = done.tokens / (time.perf_counter() - started)
                 bar.set_postfix_str(f"{rate:.0f} tokens/s")
-        stored_bytes = self.preparation.engine.library.store_bytes()
+        stored_bytes = self.preparation.engine.library.shelf.store_bytes()
         summary = self._summary(added, read, done, stored_bytes)
         return replace(summary, skipped=tuple(skipped))
 
@@ -311,7 +311,9 @@ class Ingestion:
             for (group, documents), due in zip(parts, accumulate(sizes), strict=True):
                 done += self._finish(group, documents, bar.update)
                 bar.update(due - bar.n)  # chunks that had KV already
-        return self._summary(added, len(texts), done, self.preparation.engine.library.store_bytes())
+        return self._summary(
+            added, len(texts), done, self.preparation.engine.library.shelf.store_bytes()
+        )
 
     def _held_bytes(self, texts: Mapping[str, Sequence[str]]) -> int | None:
         """Bytes of KV on disk, if that of these documents is there; None if it may not be."""

@@ -41,8 +41,8 @@ class Metrics:
             ("waiting", "Requests that wait.", lambda: scheduler.num_waiting),
             ("kv_bytes", "KV of running answers.", lambda: scheduler.nbytes),
             ("recent_bytes", "KV of finished ones.", lambda: kept.nbytes),
-            ("store_memory_bytes", "KV of texts in memory.", library.memory_bytes),
-            ("store_bytes", "KV of texts kept.", library.store_bytes),
+            ("store_memory_bytes", "KV of texts in memory.", library.shelf.memory_bytes),
+            ("store_bytes", "KV of texts kept.", library.shelf.store_bytes),
         ):
             gauge(f"cached_rag_{name}", what).set_function(value)
         self._audits = engine.audits

@@ -13,8 +13,8 @@ import torch
 
 from cached_rag.backends.transformers.attention.kernels import KERNELS, kernel_of
 from cached_rag.errors import ConfigError
-from cached_rag.evaluation.loop import cold_ms
 from cached_rag.kv.buffer import KVShapes
+from docs.experiments.cold import cold_ms
 
 _COMPARED = ("flash", "matmul")
 

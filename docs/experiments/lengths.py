@@ -97,11 +97,11 @@ def footprint(engine: Engine) -> Footprint:
         ConfigError: no KV is in memory.
     """
     library = engine.library
-    held = library.memory_tokens()
+    held = library.shelf.memory_tokens()
     if not held:
         raise ConfigError("nothing is in memory, so there is nothing to weigh")
-    disk = library.disk.nbytes / held if library.disk is not None else None
-    return Footprint(engine.model.shapes.bytes_per_token, library.memory_bytes() / held, disk)
+    disk = library.shelf.disk.nbytes / held if library.shelf.disk is not None else None
+    return Footprint(engine.model.shapes.bytes_per_token, library.shelf.memory_bytes() / held, disk)
 
 
 def bench_lengths(

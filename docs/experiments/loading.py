@@ -116,7 +116,7 @@ def _fetch(engine: Engine, texts: list[str]) -> None:
     """Read the texts' KV from disk into memory."""
     for behind in engine.library.encoded_after():
         for text in texts:
-            engine.library.fetch(behind, engine.tokenization.literal(text).ids)
+            engine.library.shelf.fetch(behind, engine.tokenization.literal(text).ids)
 
 
 def _ways(device: str) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,8 @@
 """What people ask of RAG, as prompts that every peer is given: streams, cold, one document, a chat.
 
 They are made of question sets. The same ids go to all; which peer knows what of a prompt before it
-comes is the difference between the scenarios. Knows peers as `peers/base.py` describes them.
+comes is the difference between the scenarios. Knows peers as `cached_rag/evaluation/peers.py` has
+them.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def test_batched_encoding_equals_encoding_one_by_one(family):
     model = tiny_model(family)
     prefix = encode_prefix(model, random_ids(PREFIX, 1))
     modules = [tuple(random_ids(length, length)) for length in (20, 7, 13)]
-    together = list(encode_chunks(model, prefix, modules))
+    together = list(encode_chunks(model, [prefix], modules))
     assert [kv.seq_len for kv in together] == [20, 13, 7]
     for kv in together:
         ids = [*prefix.token_ids, *kv.token_ids]

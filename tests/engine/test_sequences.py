@@ -181,24 +181,26 @@ def test_what_was_forgotten_meanwhile_does_not_come_back(engine):
     library = engine.library
     assert library.table.get(CHUNKS[0]) is None
     assert all(library.table.get(chunk) for chunk in CHUNKS[1:])
-    assert not any(library.holds(behind, gone.token_ids) for behind in library.encoded_after())
+    assert not any(
+        library.shelf.holds(behind, gone.token_ids) for behind in library.encoded_after()
+    )
     kept = library.table.get(CHUNKS[1])
-    assert any(library.holds(behind, kept.token_ids) for behind in library.encoded_after())
+    assert any(library.shelf.holds(behind, kept.token_ids) for behind in library.encoded_after())
 
 
 def test_what_was_missed_is_there_the_next_time(engine):
     ids = [tuple(engine.tokenization.literal(chunk).ids) for chunk in CHUNKS]
     (behind,) = engine.library.encoded_after()
-    whole = {i: engine.library.fetch(behind, i) for i in ids}
+    whole = {i: engine.library.shelf.fetch(behind, i) for i in ids}
     for i in ids[1:]:
-        engine.library.store.delete(engine.library.key(behind, i))
+        engine.library.shelf.store.delete(engine.library.shelf.key(behind, i))
     first = prefill(engine, *CHUNKS[::-1], method="reuse")
     assert (first.report.modules_hit, first.report.modules_missed) == (1, 2)
     engine.write_back.drain()
     second = prefill(engine, *CHUNKS[::-1], method="reuse")
     assert (second.report.modules_hit, second.report.modules_missed) == (3, 0)
     for i in ids:  # twin: what encoding gave in the first place
-        assert torch.allclose(engine.library.fetch(behind, i).keys, whole[i].keys, atol=1e-4)
+        assert torch.allclose(engine.library.shelf.fetch(behind, i).keys, whole[i].keys, atol=1e-4)
 
 
 @pytest.mark.parametrize(("filled", "kept"), [(300, 300), (250, 200)])

@@ -12,10 +12,11 @@ from doubles import Recording
 from cached_rag import ConfigError, Engine, GenerationConfig
 from cached_rag.backends.transformers.attention import kernels
 from cached_rag.backends.transformers.attention.kernels import reference
-from cached_rag.evaluation.loop import cold_ms, medians, take_turns
+from cached_rag.evaluation.loop import medians, take_turns
 from cached_rag.kv.buffer import KVShapes
 from cached_rag.kv.rows import LONGEST_SLAB
 from docs.experiments.attention import intensity, make_steps, theory
+from docs.experiments.cold import cold_ms
 from docs.experiments.serving import METHODS, Workload
 from docs.experiments.traffic import bench_traffic, drawn
 

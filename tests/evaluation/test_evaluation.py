@@ -16,7 +16,7 @@ from conftest import CHUNKS, NEW_PROMPTS, plain_cache, plain_logits, tiny_model
 
 from cached_rag import ConfigError, Engine, GenerationConfig
 from cached_rag.errors import EvaluationError
-from cached_rag.evaluation.data import Example, is_long, load_examples, messages
+from cached_rag.evaluation.data import Example, Questions, is_long, load_examples, messages
 from cached_rag.evaluation.encodings import EncodedEngines
 from cached_rag.evaluation.journal import Journal, origins
 from cached_rag.evaluation.measure import divergence, read
@@ -29,7 +29,6 @@ from cached_rag.evaluation.metrics import (
     rouge_l,
 )
 from cached_rag.evaluation.plot import plot_frontier
-from cached_rag.evaluation.questions import Questions
 from cached_rag.evaluation.run import Settings, evaluate
 from cached_rag.evaluation.summary import summarise
 from cached_rag.evaluation.trial import make_trials
@@ -356,7 +355,7 @@ def test_chunks_stand_behind_their_document_or_apart(data):
         library = encodings.engine(encoding, CHUNKS[1:], tuple(CHUNKS)).library
         (behind,) = library.encoded_after()
         ids = [library.table.get(text).token_ids for text in CHUNKS[1:]]
-        starts[encoding] = [library.fetch(behind, one).start for one in ids]
+        starts[encoding] = [library.shelf.fetch(behind, one).start for one in ids]
     assert starts["apart"][0] == starts["apart"][1] < starts["primer"][0] < starts["primer"][1]
 
 
@@ -372,12 +371,12 @@ def test_harvested_is_cut_out_of_full_prefill_of_another_prompt(data):
         (other,) = encodings._strangers(chunk, 1)
         before = [*head, *engine.tokenization.literal(other).ids, *between]
         ids = engine.library.table.get(chunk).token_ids
-        found = engine.library.fetch(HARVESTED, ids)
+        found = engine.library.shelf.fetch(HARVESTED, ids)
         keys, values = plain_cache(model, [*before, *ids])
         assert found.start == len(before)
         assert torch.allclose(found.keys, keys[:, :, len(before) :], atol=1e-4)
         assert torch.allclose(found.values, values[:, :, len(before) :], atol=1e-4)
-        apart = alone.library.fetch(alone.library.encoded_after()[0], ids)
+        apart = alone.library.shelf.fetch(alone.library.encoded_after()[0], ids)
         assert not torch.allclose(found.values, apart.values, atol=1e-2)  # control
     asked = engine.prefill(messages(CHUNKS, QUESTIONS[0], long=False), method="reuse")
     assert [match.encoded_after for match in asked.plan.matches] == [HARVESTED] * 3

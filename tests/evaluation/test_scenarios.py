@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 
 from cached_rag import ConfigError, Engine
 from cached_rag.backends.prompt_text import Rendered
-from cached_rag.evaluation.peers import Own, Peer, Transformers
+from cached_rag.evaluation.peers import Peer, Transformers
 from docs.experiments.__main__ import app
 from docs.experiments.peers import EVERYBODY, Means, Question, Sample, open_peers
 from docs.experiments.peers.kvboost import KVBoost
+from docs.experiments.peers.own import OwnEngine, TransformersPrefix
 from docs.experiments.scenarios import Scenarios, bench_scenario, pays_after
 
 ASKED = [
@@ -114,7 +115,7 @@ def test_learning_pays_after(learn, won, expected):
 def test_transformers_with_its_last_prompt_kept_answers_as_without(model_folder):
     with Engine.load(model_folder, dtype="float32", device="cpu") as engine:
         chat = Scenarios(engine).named("chat", "set", ASKED)
-        plain, keeps = Transformers(engine), Transformers(engine, keeps=True)
+        plain, keeps = Transformers(engine), TransformersPrefix(engine)
         computed = []
         keeps._model.register_forward_pre_hook(
             lambda _, __, given: computed.append(given["input_ids"].shape[1]), with_kwargs=True
@@ -132,7 +133,7 @@ def test_transformers_with_its_last_prompt_kept_answers_as_without(model_folder)
 def test_ours_learns_settles_and_closes_what_it_owns(model_folder, monkeypatch):
     with Engine.load(model_folder, dtype="float32", device="cpu", store=NEW_PROMPTS) as engine:
         peer = Means(engine, model_folder, 400, apart=True).make("reuse")
-        assert isinstance(peer, Own)
+        assert isinstance(peer, OwnEngine)
         assert peer.engine is not engine
         assert peer.plain == "full"
         assert "no drafts" in peer.about
@@ -199,13 +200,13 @@ def test_kvboost_is_asked_as_it_says_and_named_where_it_is_not_there(model_folde
 
 
 def test_the_command_writes_rows_and_a_plot(model_folder, tmp_path, monkeypatch):
-    known, learn = [], Own.learn
+    known, learn = [], OwnEngine.learn
 
     def noted(peer, texts, head):
         known.append(len(peer.engine.library.table))
         learn(peer, texts, head)
 
-    monkeypatch.setattr(Own, "learn", noted)
+    monkeypatch.setattr(OwnEngine, "learn", noted)
     data = tmp_path / "set.jsonl"
     rows = [
         {"id": n, "question": q, "answers": [a], "chunks": [{"text": t} for t in texts]}

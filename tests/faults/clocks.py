@@ -48,7 +48,7 @@ def _tried(folder: Path, chance: random.Random) -> tuple[int, int, list[str]]:
                 if step == "delete":
                     rag.delete(chance.choice(rag.documents()).source)
                 if step == "prune":
-                    disk = rag.engine.library.disk
+                    disk = rag.engine.library.shelf.disk
                     assert disk is not None
                     disk.prune(chance.randrange(100_000))
             rag.ingest(documents, progress=False)

@@ -34,10 +34,10 @@ def _evict(folder: Path, chance: random.Random) -> None:
 
 def _prune(folder: Path, chance: random.Random) -> None:
     with world.engine(folder / "kv") as store:
-        assert store.library.disk is not None
+        assert store.library.shelf.disk is not None
         while True:
             store.encode(chance.sample(world.TEXTS, 4), context=None)
-            store.library.disk.prune(chance.choice([0, 30_000, 90_000]))
+            store.library.shelf.disk.prune(chance.choice([0, 30_000, 90_000]))
             store.forget(chance.sample(world.TEXTS, 2))
 
 

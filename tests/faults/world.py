@@ -70,7 +70,7 @@ def right_kv() -> dict[tuple[int, ...], list[ModuleKV]]:
         clean.encode(TEXTS, context=PRIMER)
         with CachedRAG.open(nowhere(), engine=clean, embedding=WordEmbedding()) as rag:
             clean.encode(TEXTS, rag._folder.prompts.head(), context=(PRIMER, None))
-        for tier in clean.library.memory:
+        for tier in clean.library.shelf.memory:
             for kv in tier._entries.values():
                 found.setdefault(kv.token_ids, []).append(kv)
     return found
@@ -95,12 +95,12 @@ def is_right(kv: ModuleKV) -> bool:
 
 def wrong_modules(store: Engine) -> int:
     """How many modules in an engine's folder differ from what the model computes."""
-    disk = store.library.disk
+    disk = store.library.shelf.disk
     assert disk is not None
     wrong = 0
     for kvs in right_kv().values():
         for behind in store.library.encoded_after():
-            kv = store.library.fetch(behind, kvs[0].token_ids)
+            kv = store.library.shelf.fetch(behind, kvs[0].token_ids)
             wrong += kv is not None and not is_right(kv)
     return wrong
 
@@ -127,11 +127,11 @@ def _is_part(kv: ModuleKV) -> bool:
 def litter(folder: Path) -> list[str]:
     """What a folder's store has that it should not have, after `prune`."""
     with engine(folder) as store:
-        assert store.library.disk is not None
+        assert store.library.shelf.disk is not None
         # A killed process may leave a file without a row, or a row without a file: a miss.
         harmless = ("litter", "is missing")
-        problems = [problem.reason for problem in store.library.disk.check()]
+        problems = [problem.reason for problem in store.library.shelf.disk.check()]
         found = [one for one in problems if not any(word in one for word in harmless)]
-        store.library.disk.prune()
-        found += [p.reason for p in store.library.disk.check()]
+        store.library.shelf.disk.prune()
+        found += [p.reason for p in store.library.shelf.disk.check()]
     return found + [f"orphan {key}" for key in holdings.strays(folder)]

@@ -295,7 +295,9 @@ def test_what_a_model_inside_reads_is_not_encoded_behind_the_chains_prompt(llm, 
         library = llm.engine.library
         (document,) = library.table
         after = library.encoded_after()
-        return sorted(len(o.prefix_ids) for o in after if library.holds(o, document.token_ids))
+        return sorted(
+            len(o.prefix_ids) for o in after if library.shelf.holds(o, document.token_ids)
+        )
 
     base = over(LONG, k=1)
     inside = ContextualCompressionRetriever(base_compressor=extractor, base_retriever=base)

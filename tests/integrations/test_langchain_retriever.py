@@ -49,7 +49,9 @@ def held(llm, text):
     """What a text's KV was encoded behind, if it has any."""
     library = llm.engine.library
     module = library.table.get(text)
-    return module and [b for b in library.encoded_after() if library.holds(b, module.token_ids)]
+    return module and [
+        b for b in library.encoded_after() if library.shelf.holds(b, module.token_ids)
+    ]
 
 
 def test_a_model_that_is_asked_something_else_warns_of_nothing(llm, inner, caplog):

@@ -123,7 +123,7 @@ class Session:
         library = self.engine.library
         module = library.table.get(text)
         behinds = library.encoded_after() if module else ()
-        return any(library.holds(behind, module.token_ids) for behind in behinds)
+        return any(library.shelf.holds(behind, module.token_ids) for behind in behinds)
 
     def held(self):
         return [self.has_kv(chunk) for chunk in CHUNKS]

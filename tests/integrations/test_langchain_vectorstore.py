@@ -86,14 +86,14 @@ def has_kv(llm, text):
     module = library.table.get(text)
     if module is None:
         return False
-    return any(library.holds(behind, module.token_ids) for behind in library.encoded_after())
+    return any(library.shelf.holds(behind, module.token_ids) for behind in library.encoded_after())
 
 
 def starts(llm):
     """Where the KV of each chunk begins."""
     library = llm.engine.library
     (behind,) = library.encoded_after()
-    return [library.fetch(behind, library.table.get(one).token_ids).start for one in CHUNKS]
+    return [library.shelf.fetch(behind, library.table.get(one).token_ids).start for one in CHUNKS]
 
 
 def held(llm):
@@ -411,9 +411,9 @@ def test_langchains_indexing_keeps_kv_in_step(llm):
 
     done = run({"a": CHUNKS[0], "b": CHUNKS[1]})
     assert done["num_added"] == 2
-    encoded = llm.engine.library.store.nbytes
+    encoded = llm.engine.library.shelf.store.nbytes
     assert run({"a": CHUNKS[0], "b": CHUNKS[1]})["num_skipped"] == 2
-    assert llm.engine.library.store.nbytes == encoded
+    assert llm.engine.library.shelf.store.nbytes == encoded
     done = run({"a": CHUNKS[2], "b": CHUNKS[1]})  # a is updated
     assert (done["num_added"], done["num_deleted"]) == (1, 1)
     assert held(llm) == [False, True, True]

@@ -102,7 +102,7 @@ def test_nodes_of_one_document_are_encoded_behind_each_other(llm):
     library = llm.loaded_engine().library
     (behind,) = library.encoded_after()
     chunks = [library.table.get(chunk).token_ids for chunk in CHUNKS]
-    first, second, other = (library.fetch(behind, ids).start for ids in chunks)
+    first, second, other = (library.shelf.fetch(behind, ids).start for ids in chunks)
     assert first == other < second
 
 

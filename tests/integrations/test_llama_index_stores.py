@@ -47,7 +47,7 @@ def has_kv(llm, text):
     module = library.table.get(text)
     if module is None:
         return False
-    return any(library.holds(behind, module.token_ids) for behind in library.encoded_after())
+    return any(library.shelf.holds(behind, module.token_ids) for behind in library.encoded_after())
 
 
 def nodes():

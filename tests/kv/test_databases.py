@@ -32,7 +32,9 @@ BEHIND, IDS = EncodedAfter((7, 8)), module(1).token_ids
 
 
 def opened(path):
-    return Library(StoreConfig(path=str(path)), Maker("model", "name", "float32"), memory=[])
+    """With no room in memory, so that all comes from the disk."""
+    config = StoreConfig(path=str(path), memory_bytes=1)
+    return Library(config, Maker("model", "name", "float32"))
 
 
 @pytest.fixture
@@ -90,10 +92,10 @@ def test_no_damage_to_the_cache_stops_a_question(folder, name, caplog):
         library = opened_with_memory(folder)
         library.refresh(force=True)
         library.encoded_after()
-        library.holds(BEHIND, IDS)
+        library.shelf.holds(BEHIND, IDS)
         library.other_makers([record(1)])
         library.register([record(3)])
-        found = library.fetch(BEHIND, IDS)
+        found = library.shelf.fetch(BEHIND, IDS)
         assert found is None or same(found, module(1))
         library.close()
 
@@ -120,7 +122,7 @@ def test_a_cache_that_cannot_be_opened_is_none_and_that_is_said_once(folder, nam
         library = opened_with_memory(folder)
         for _ in range(3):
             library.refresh()
-            assert library.fetch(BEHIND, IDS) is None
+            assert library.shelf.fetch(BEHIND, IDS) is None
             library.register([record(3)])
     assert caplog.text.count("not a usable index") == 1
     with pytest.raises(StoreError, match="not a usable index"):
@@ -235,10 +237,10 @@ def clock(monkeypatch):
 def test_a_question_does_not_wait_for_a_stuck_writer(stuck, clock, caplog):
     stuck.refresh(force=True)
     for _ in range(60):
-        assert same(stuck.fetch(BEHIND, IDS), module(1))
+        assert same(stuck.shelf.fetch(BEHIND, IDS), module(1))
     assert clock == [0.0]
     for _ in range(10):
-        stuck.fetch(BEHIND, IDS)
+        stuck.shelf.fetch(BEHIND, IDS)
     stuck.register([record(3)])
     assert clock[0] < 1
 
@@ -283,14 +285,14 @@ def test_a_read_only_store_serves_and_is_not_touched(folder, documents, monkeypa
     library = opened(folder)
     with caplog.at_level(logging.WARNING):
         for _ in range(70):
-            assert same(library.fetch(BEHIND, IDS), module(1))
+            assert same(library.shelf.fetch(BEHIND, IDS), module(1))
             library.register([record(3)])
     assert caplog.text.count("cannot be written") == 1
     assert "delete" not in caplog.text
     assert library.encoded_after() == [BEHIND]
     with pytest.raises(StoreError, match="cannot be written"):
         library.put(BEHIND, module(1))
-    assert library.disk.check() == []
+    assert library.shelf.disk.check() == []
     library.close()
     with closing(DocumentIndex(documents)) as index:
         assert len(index.search(VECTORS[0], 3)) == 3

@@ -276,14 +276,14 @@ def test_running_out_of_descriptors_is_no_damage(store, way):
 
 
 def test_running_out_of_descriptors_is_a_miss_for_a_question(tmp_path, caplog):
-    library = Library(StoreConfig(path=str(tmp_path)), Maker("model"), memory=[])
+    library = Library(StoreConfig(path=str(tmp_path), memory_bytes=1), Maker("model"))
     behind, ids = EncodedAfter(()), module(1).token_ids
     library.put(behind, module(1))
     with no_descriptors_left(), caplog.at_level(logging.WARNING):
-        assert library.fetch(behind, ids) is None
-        assert library.open(behind, ids) is None
+        assert library.shelf.fetch(behind, ids) is None
+        assert library.shelf.best_encoding([behind], ids, lazy=True) is None
     assert caplog.text.count("cannot be read now") == 1
-    assert same(library.fetch(behind, ids), module(1))
+    assert same(library.shelf.fetch(behind, ids), module(1))
     library.close()
 
 

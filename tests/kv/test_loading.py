@@ -98,7 +98,7 @@ def test_damage_found_while_layers_run_costs_a_second_try_and_nothing_else(folde
     with reopened(folder) as engine:
         whole = answer(engine, "cacheblend").logits
         ids = engine.tokenization.literal(CHUNKS[1]).ids
-        key = engine.library.key(engine.library.encoded_after()[0], ids)
+        key = engine.library.shelf.key(engine.library.encoded_after()[0], ids)
     root = DiskStore(folder.path, codec=folder.codec)
     damage(file_of(root, key), share)
     root.close()

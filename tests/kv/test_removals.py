@@ -17,7 +17,6 @@ from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store import holdings
 from cached_rag.kv.store.catalog import Catalog, ChunkRecord, Maker
 from cached_rag.kv.store.remote.tier import open_remote
-from cached_rag.library.bringing import Wanted
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
 
@@ -49,8 +48,8 @@ def process(tmp_path):
     yield make
     for library in made:
         library.close()
-        if library.remote is not None:
-            library.remote.close(0)
+        if library.shelf.remote is not None:
+            library.shelf.remote.close(0)
 
 
 def encode(library: Library, *numbers: int, behind=BEHIND) -> None:
@@ -58,8 +57,8 @@ def encode(library: Library, *numbers: int, behind=BEHIND) -> None:
     library.add_chunks([record(number) for number in numbers])
     for number in numbers:
         library.put(behind, kv(number), record(number).text_digest)
-    if library.remote is not None:
-        assert library.remote.drain() == 0
+    if library.shelf.remote is not None:
+        assert library.shelf.remote.drain() == 0
 
 
 def far(folder) -> int:
@@ -91,17 +90,17 @@ def test_what_is_forgotten_elsewhere_while_it_is_sent_is_not_far(
     if is_here_already:  # so that it is sent because it is not there yet
         encode(process(remote=False), 0)
     one, other = process(), process()
-    put = one.remote._transport.put
+    put = one.shelf.remote._transport.put
 
     def late(name, data):
         if name.endswith(".raw"):
             other.remove([record(0).text_digest])
         put(name, data)
 
-    monkeypatch.setattr(one.remote._transport, "put", late)
+    monkeypatch.setattr(one.shelf.remote._transport, "put", late)
     if is_here_already:
         assert one.present(BEHIND, [record(0)]) == {record(0).token_ids}
-        assert one.remote.drain() == 0
+        assert one.shelf.remote.drain() == 0
     else:
         encode(one, 0)
     assert (near(tmp_path), far(tmp_path)) == (0, 0)
@@ -110,23 +109,25 @@ def test_what_is_forgotten_elsewhere_while_it_is_sent_is_not_far(
 def test_what_is_forgotten_elsewhere_while_it_waits_for_the_disk_is_not_written(process, tmp_path):
     encode(process(), 0)
     one, other = process(), process()
-    key = one.key(BEHIND, record(0).token_ids)
-    one.store.delete(key)
-    write, may_go = one._to_disk._do, threading.Event()
-    one._to_disk._do = lambda *given: may_go.wait(20) and write(*given)
-    assert one.bring([Wanted(((BEHIND, record(0).token_ids),))]) == []
+    key = one.shelf.key(BEHIND, record(0).token_ids)
+    one.shelf.store.delete(key)
+    write, may_go = one.shelf._to_disk._do, threading.Event()
+    one.shelf._to_disk._do = lambda *given: may_go.wait(20) and write(*given)
+    assert one.shelf.bring([[(BEHIND, record(0).token_ids)]]) == []
     other.remove([record(0).text_digest])
     may_go.set()
-    one._to_disk.drain()
+    one.shelf._to_disk.drain()
     one.refresh()
-    assert key not in one.store
+    assert key not in one.shelf.store
     assert near(tmp_path) == 0
 
 
 def test_what_a_closed_tenant_had_to_send_is_sent_first(process, tmp_path, monkeypatch):
     one = process()
-    put = one.remote._transport.put
-    monkeypatch.setattr(one.remote._transport, "put", lambda *given: time.sleep(0.2) or put(*given))
+    put = one.shelf.remote._transport.put
+    monkeypatch.setattr(
+        one.shelf.remote._transport, "put", lambda *given: time.sleep(0.2) or put(*given)
+    )
     one.add_chunks([record(0)])
     one.put(ALONE, kv(0), record(0).text_digest)
     one.close()
@@ -140,7 +141,7 @@ def test_pruning_a_model_does_not_cancel_what_the_remote_store_owes(process, tmp
     encode(process("old"), 0, 1)
     encode(process("new", "bfloat16"), 0)
     assert far(tmp_path) == 3
-    deleting = process("new", "bfloat16").remote
+    deleting = process("new", "bfloat16").shelf.remote
 
     def away(*_):
         raise OSError("away")

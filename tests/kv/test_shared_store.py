@@ -116,12 +116,12 @@ def test_prefetch_brings_it_before_the_prompt(machine, monkeypatch):
     machine().encode(CHUNKS, context=None)
     there = machine()
     there.register(CHUNKS)
-    there.library.refresh_heads()
+    there.library.known.heads.refresh()
     there.prefetch(CHUNKS)
-    there.library._prefetcher.close()
-    monkeypatch.setattr("cached_rag.library.library.bring", lambda *_: pytest.fail("asked again"))
+    there.library.shelf._prefetcher.close()
+    monkeypatch.setattr(there.library.shelf, "bring", lambda *_: pytest.fail("asked again"))
     assert all(
-        there.library.holds(there.library.encoded_after()[0], chunk.token_ids)
+        there.library.shelf.holds(there.library.encoded_after()[0], chunk.token_ids)
         for chunk in there.library.table
     )
 
@@ -167,8 +167,8 @@ def test_kv_of_other_sizes_is_not_used(machine):
     behind = here.library.encoded_after()[0]
     narrow = torch.zeros(1, 2, len(chunk.token_ids), 4)
     wrong = ModuleKV(chunk.token_ids, 0, narrow, narrow.clone())
-    here.library.remote.offer("", here.library.key(behind, chunk.token_ids), wrong)
-    assert here.library.remote.drain() == 0
+    here.library.shelf.remote.offer("", here.library.shelf.key(behind, chunk.token_ids), wrong)
+    assert here.library.shelf.remote.drain() == 0
     there = machine()
     there.register(CHUNKS)
     report = there.generate(PROMPT, max_tokens=1).report
@@ -196,7 +196,7 @@ def test_what_cannot_be_deleted_there_is_deleted_later(
     try:
         with pytest.raises(StoreError, match="may still be there"):
             here.forget(CHUNKS)
-        assert here.library.memory_tokens() <= 1  # that of BOS
+        assert here.library.shelf.memory_tokens() <= 1  # that of BOS
     finally:
         server.start()
     there = machine()
@@ -206,7 +206,7 @@ def test_what_cannot_be_deleted_there_is_deleted_later(
         here.close()
         machine(path=str(tmp_path))
     else:
-        while here.library.remote.pause_s:
+        while here.library.shelf.remote.pause_s:
             pass
         here.forget(CHUNKS)
     there = machine()
@@ -229,7 +229,7 @@ def test_kv_is_computed_where_that_is_faster(machine, server, monkeypatch):
     library = there.library
     for chunk in library.table:
         for behind in library.encoded_after():
-            library.delete(library.key(behind, chunk.token_ids))
+            library.shelf.delete(library.shelf.key(behind, chunk.token_ids))
     report = there.generate(other, max_tokens=1).report
     assert report.modules_hit == 0
     assert "so it is computed" in report.notes[0]
@@ -253,7 +253,7 @@ def test_modules_of_schemas_are_shared(machine):
     here, there = machine(), machine()
     first = here.generate(prompt, max_tokens=4)
     assert first.report.modules_missed == 1
-    here.library.remote.drain()
+    here.library.shelf.remote.drain()
     second = there.generate(prompt, max_tokens=4)
     assert second.report.modules_missed == 0
     assert second.text == first.text
@@ -311,15 +311,15 @@ def test_ingestion_says_what_it_could_not_send(server, tmp_path):
         finally:
             server.start()
         assert (summary.encoded, summary.unsent >= 3) == (3, True)
-        while engine.library.remote.pause_s:
+        while engine.library.shelf.remote.pause_s:
             time.sleep(0.1)
         again = rag.ingest(tmp_path / "docs", progress=False)
         assert (again.encoded, again.unsent) == (0, 0)
         keys = {
-            engine.library.key(engine.library.encoded_after()[0], c.token_ids)
+            engine.library.shelf.key(engine.library.encoded_after()[0], c.token_ids)
             for c in engine.library.table
         }
-        assert engine.library.remote.holds("", keys) == keys
+        assert engine.library.shelf.remote.holds("", keys) == keys
 
 
 def test_a_deletion_that_failed_there_survives_commands_without_the_store(
@@ -352,7 +352,7 @@ def test_deleting_something_else_finishes_what_failed(machine, server, tmp_path)
             here.forget(CHUNKS[:1])
     finally:
         server.start()
-    while here.library.remote.pause_s:
+    while here.library.shelf.remote.pause_s:
         time.sleep(0.05)
     assert here.forget(CHUNKS[1:2]) == 1
     there = machine()
@@ -367,7 +367,7 @@ def test_what_is_deleted_while_it_is_brought_does_not_come_back(
     machine().encode(CHUNKS, context=None)
     there = machine(path=str(tmp_path) if on_disk else None)
     there.register(CHUNKS)
-    fetch = there.library.remote.fetch
+    fetch = there.library.shelf.remote.fetch
 
     def late(namespace, wanted):
         answer = fetch(namespace, wanted)
@@ -375,14 +375,14 @@ def test_what_is_deleted_while_it_is_brought_does_not_come_back(
         there.forget(CHUNKS)
         return answer
 
-    monkeypatch.setattr(there.library.remote, "fetch", late)
+    monkeypatch.setattr(there.library.shelf.remote, "fetch", late)
     there.generate(PROMPT, max_tokens=1)
-    there.library._to_disk.drain()
+    there.library.shelf._to_disk.drain()
     lengths = {len(there.tokenization.literal(chunk).ids) for chunk in CHUNKS}
-    for tier in there.library.memory:
+    for tier in there.library.shelf.memory:
         assert not [kv for kv in tier._entries.values() if kv.seq_len in lengths]
     if on_disk:
-        assert all(size < 20_000 for size in there.library.disk.sizes().values())
+        assert all(size < 20_000 for size in there.library.shelf.disk.sizes().values())
 
 
 def test_a_spoilt_list_of_heads_costs_a_note(machine, server):

@@ -23,7 +23,7 @@ from cached_rag.kv.store.background import Prefetcher
 from cached_rag.kv.store.database import Database
 from cached_rag.kv.store.disk import DiskStore
 from cached_rag.kv.store.tiers import MemoryStore, TieredStore
-from cached_rag.library.library import memory_tiers
+from cached_rag.library.shelf import memory_tiers
 
 TOKENS = 8
 

@@ -32,14 +32,14 @@ def test_a_module_behind_a_context_is_what_full_prefill_makes_of_it_there(engine
     engine.encode(CHUNKS[:1], head_of(engine), context=Context.fixed(CHUNKS[1]))
     (behind,) = engine.library.encoded_after()
     ids = tuple(engine.tokenization.literal(CHUNKS[0]).ids)
-    kv = engine.library.fetch(behind, ids)
+    kv = engine.library.shelf.fetch(behind, ids)
     first = before(engine, behind, CHUNKS[1])
     keys, values = plain_cache(engine.model, [*first, *ids])
     assert kv.start == len(first)
     assert torch.allclose(kv.keys, keys[:, :, len(first) :], atol=1e-4)
     assert torch.allclose(kv.values, values[:, :, len(first) :], atol=1e-4)
     engine.encode(CHUNKS[:1], head_of(engine), context=None)
-    alone = engine.library.fetch(EncodedAfter(behind.prefix_ids), ids)
+    alone = engine.library.shelf.fetch(EncodedAfter(behind.prefix_ids), ids)
     assert not torch.allclose(kv.values[-1], alone.values[-1], atol=1e-2)  # control
 
 
@@ -49,7 +49,7 @@ def test_contexts_are_part_of_the_identity(engine):
         engine.encode(CHUNKS[:1], head_of(engine), context=context)
     assert len({behind.context for behind in engine.library.encoded_after()}) == 3
     ids = engine.tokenization.literal(CHUNKS[0]).ids
-    kvs = [engine.library.fetch(behind, ids) for behind in engine.library.encoded_after()]
+    kvs = [engine.library.shelf.fetch(behind, ids) for behind in engine.library.encoded_after()]
     assert len({float(kv.values[-1].sum()) for kv in kvs}) == 3
     again = engine.encode(CHUNKS[:1], head_of(engine), context=second)
     assert (again.encoded, again.present) == (0, 1)
@@ -81,7 +81,7 @@ def test_different_texts_before_different_modules(engine):
     assert engine.encode(CHUNKS, head_of(engine), context=context).encoded == 3
     (behind,) = engine.library.encoded_after()
     for text, passages in texts.items():
-        kv = engine.library.fetch(behind, tuple(engine.tokenization.literal(text).ids))
+        kv = engine.library.shelf.fetch(behind, tuple(engine.tokenization.literal(text).ids))
         assert kv.start == len(before(engine, behind, *passages))
 
 
@@ -92,7 +92,7 @@ def test_a_mean_is_that_of_the_kv_in_each_context_moved_to_one_place(engine):
     ids = tuple(engine.tokenization.literal(CHUNKS[0]).ids)
     assert done.tokens == 3 * len(ids)
     (behind,) = engine.library.encoded_after()
-    kv = engine.library.fetch(behind, ids)
+    kv = engine.library.shelf.fetch(behind, ids)
     found = []
     for one in texts:
         first = before(engine, behind, *one)
@@ -149,7 +149,7 @@ def test_where_keys_cannot_be_moved_a_chunk_is_encoded_in_one_context():
 def test_joined_modules_are_moved_right_behind_each_other():
     model = tiny_model("llama")
     prefix = encode_prefix(model, (3, 4, 5))
-    one, two = encode_chunks(model, prefix, [(6, 7, 8, 9), (10, 11)])
+    one, two = encode_chunks(model, [prefix], [(6, 7, 8, 9), (10, 11)])
     joined = join(model, join(model, prefix, one), two)
     assert joined.token_ids == (3, 4, 5, 6, 7, 8, 9, 10, 11)
     keys, _ = plain_cache(model, joined.token_ids)
@@ -197,7 +197,7 @@ def test_passages_that_do_not_fit_are_left_out_farthest_first(engine):
     long = " ".join(["lamp"] * room)
     engine.encode(CHUNKS[:1], head_of(engine), context=Context.fixed(long, CHUNKS[1]))
     (behind,) = engine.library.encoded_after()
-    kv = engine.library.fetch(behind, engine.tokenization.literal(CHUNKS[0]).ids)
+    kv = engine.library.shelf.fetch(behind, engine.tokenization.literal(CHUNKS[0]).ids)
     assert kv.start == len(before(engine, behind, CHUNKS[1]))
 
 
@@ -252,9 +252,11 @@ def test_passages_with_kv_are_encoded_again_where_keys_cannot_be_moved():
     with Engine(tiny_model("gpt2"), NEW_PROMPTS) as engine:
         assert engine.encode(CHUNKS, context=[None, near]).encoded == len(CHUNKS)
         ids = engine.library.table.get(CHUNKS[0]).token_ids
-        kvs = {b.context: engine.library.fetch(b, ids) for b in engine.library.encoded_after()}
+        kvs = {
+            b.context: engine.library.shelf.fetch(b, ids) for b in engine.library.encoded_after()
+        }
     with Engine(tiny_model("gpt2"), NEW_PROMPTS) as engine:  # of passages without KV
         engine.encode(CHUNKS, context=[near])
         (behind,) = engine.library.encoded_after()
-        twin = engine.library.fetch(behind, ids)
+        twin = engine.library.shelf.fetch(behind, ids)
     torch.testing.assert_close(kvs["neighbours:2"].keys, twin.keys)

@@ -35,7 +35,7 @@ def test_of_several_contexts_each_is_a_pass_of_its_own(engine):
     assert (first.encoded, first.present) == (3, 0)
     behind = engine.library.encoded_after()
     assert {one.context for one in behind} == {PRIMER.name, ""}
-    assert all(engine.library.holds(one, ids_of(engine, c)) for one in behind for c in CHUNKS)
+    assert all(engine.library.shelf.holds(one, ids_of(engine, c)) for one in behind for c in CHUNKS)
     again = engine.encode(CHUNKS, head_of(engine), context=both)
     assert (again.encoded, again.present, again.tokens) == (0, 3, 0)
     for wrong, why in (((), "None stands for nothing"), ("primer", "not 'primer'")):
@@ -88,7 +88,7 @@ def test_missed_chunks_are_encoded_as_those_beside_them_were(engine, contexts):
     (ids,) = {behind.prefix_ids for behind in engine.library.encoded_after()}
     for context in (PRIMER, None):
         behind = EncodedAfter(ids, context.name if context else "")
-        held = [engine.library.holds(behind, ids_of(engine, chunk)) for chunk in CHUNKS]
+        held = [engine.library.shelf.holds(behind, ids_of(engine, chunk)) for chunk in CHUNKS]
         assert held == [context in contexts] * 3
 
 
@@ -107,7 +107,7 @@ def test_behind_a_head_that_was_learned_as_well(twice):
     twice.write_back.drain()
     for context in (PRIMER.name, ""):
         one = EncodedAfter(learned.prefix_ids, context)
-        assert all(twice.library.holds(one, ids_of(twice, chunk)) for chunk in CHUNKS)
+        assert all(twice.library.shelf.holds(one, ids_of(twice, chunk)) for chunk in CHUNKS)
 
 
 def test_of_the_first_text_what_is_exact_is_read_ahead(twice, tmp_path):
@@ -116,7 +116,7 @@ def test_of_the_first_text_what_is_exact_is_read_ahead(twice, tmp_path):
     store = StoreConfig(path=str(tmp_path / "kv"), sequence_bytes=0)
     with Engine(tiny_model("llama"), store) as later:
         later.prefetch(CHUNKS[:2])
-        (memory, _), deadline = later.library.store.tiers, time.monotonic() + 60
+        (memory, _), deadline = later.library.shelf.store.tiers, time.monotonic() + 60
         while len(memory) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         lengths = {kv.token_ids: kv.start for kv in memory._entries.values()}

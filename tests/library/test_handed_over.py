@@ -12,8 +12,7 @@ from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 
 from cached_rag import Engine, StoreConfig
 from cached_rag.library import handed_over
-from cached_rag.library.handed_over import RUN
-from cached_rag.library.likeness import is_like
+from cached_rag.library.handed_over import RUN, is_like
 
 LINES = [f"Line {number}: {CHUNKS[number % 3]} And {number * 7} more." for number in range(12)]
 TEXT = "\n".join(LINES)

@@ -61,7 +61,7 @@ def test_it_is_what_full_prefill_of_that_prompt_gave_moved_by_the_rule():
             at = next(i for i in range(len(donor)) if donor[i : i + len(ids)] == ids)
             assert not place.is_exact
             moved.place(twin.read(at, at + len(ids), tuple(ids)), place.begin, model.rule)
-            alone.place(engine.library.fetch(behind, ids), place.begin, model.rule)
+            alone.place(engine.library.shelf.fetch(behind, ids), place.begin, model.rule)
             for kind in ("keys", "values"):
                 found, same, other = (
                     getattr(buffer, kind)[..., place.begin : place.end, :]

@@ -6,7 +6,7 @@ import pytest
 from conftest import CHUNKS, tiny_model
 
 from cached_rag import PRIMER, Engine, StoreConfig, primer
-from cached_rag.library.learning import Heads
+from cached_rag.library.recurring import Heads
 
 SYSTEM = "You answer from the documents, in one sentence."
 
@@ -44,7 +44,7 @@ def test_what_is_learned_is_encoded_behind_as_many_primers_as_the_store_says(pri
         behind = engine.library.encoded_after()
         assert {one.context for one in behind if one.context} == {primer(primers).name}
         ids = tuple(engine.tokenization.literal(CHUNKS[0]).ids)
-        assert any(engine.library.holds(one, ids) for one in behind if one.context)
+        assert any(engine.library.shelf.holds(one, ids) for one in behind if one.context)
 
 
 def test_a_question_before_its_documents_is_no_head(engine):
@@ -75,8 +75,8 @@ def test_registered_texts_are_computed_once_and_then_behind_what_recurs(engine):
     assert third.cached_tokens > second.cached_tokens  # the head's, too
     library = engine.library
     new, old = (library.table.get(chunk).token_ids for chunk in (CHUNKS[2], CHUNKS[0]))
-    assert library.holds(learned, new)
-    assert not library.holds(learned, old)  # what has KV is not encoded a second time
+    assert library.shelf.holds(learned, new)
+    assert not library.shelf.holds(learned, old)  # what has KV is not encoded a second time
 
 
 def test_modules_behind_a_learned_head_are_exact_in_the_head(engine):
@@ -95,10 +95,10 @@ def test_modules_behind_a_learned_head_are_exact_in_the_head(engine):
 def test_what_was_encoded_behind_a_given_head_is_left_alone(engine):
     prefix = engine.head(chat(CHUNKS[0]), CHUNKS[0])
     engine.encode(CHUNKS, prefix=prefix, context=None)
-    before = len(engine.library.store)
+    before = len(engine.library.shelf.store)
     ask(engine, CHUNKS[0], CHUNKS[1])
     ask(engine, CHUNKS[2], CHUNKS[1])
-    assert len(engine.library.store) == before
+    assert len(engine.library.shelf.store) == before
     assert len(engine.library.encoded_after()) == 1
 
 

@@ -10,7 +10,7 @@ from conftest import CHUNKS, tiny_model
 from cached_rag import ConfigError, Engine, StoreConfig
 from cached_rag.errors import StoreError
 from cached_rag.kv.store.holdings import forget
-from cached_rag.library import learned
+from cached_rag.library import known
 from cached_rag.library.recurring import LONGEST, SHORTEST, Recurring
 
 TEMPLATES = [open_webui, langchain, anything_llm]
@@ -89,7 +89,7 @@ def test_unrelated_prompts_teach_nothing(engine):
         ask(engine, names)
     ask(engine, "GH", question="Why not?")
     assert len(engine.library.table) == 0
-    assert len(engine.library.store) == 0
+    assert len(engine.library.shelf.store) == 0
 
 
 def test_what_stands_behind_the_same_beginning_is_not_learned(engine):
@@ -203,7 +203,7 @@ def test_what_is_remembered_of_prompts_is_bounded(engine):
 
 
 def test_what_is_learned_is_bounded_also_after_a_restart(monkeypatch, tmp_path):
-    monkeypatch.setattr(learned, "LEARNED_TOKENS", 700)
+    monkeypatch.setattr(known, "LEARNED_TOKENS", 700)
     with opened(path=str(tmp_path)) as engine:
         engine.register(CHUNKS)
         for names in ("AB", "BA", "CD", "DC"):
@@ -212,11 +212,11 @@ def test_what_is_learned_is_bounded_also_after_a_restart(monkeypatch, tmp_path):
     with opened(path=str(tmp_path)) as engine:
         for names in ("EF", "FE"):
             ask(engine, names)
-        known = engine.library.table
-        assert sum(len(chunk.token_ids) for chunk in known) < 700 + 3 * 40
-        assert known.get(DOCUMENTS["A"]) is None
-        assert known.get(DOCUMENTS["F"]) is not None
-        assert all(known.get(chunk) is not None for chunk in CHUNKS)  # these were given
+        table = engine.library.table
+        assert sum(len(chunk.token_ids) for chunk in table) < 700 + 3 * 40
+        assert table.get(DOCUMENTS["A"]) is None
+        assert table.get(DOCUMENTS["F"]) is not None
+        assert all(table.get(chunk) is not None for chunk in CHUNKS)  # these were given
 
 
 @pytest.mark.parametrize("on_disk", [True, False])

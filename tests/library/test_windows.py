@@ -8,9 +8,9 @@ from conftest import CHUNKS, NEW_PROMPTS, ask, plain_cache, tiny_model
 from test_context import before, head_of
 
 from cached_rag import ConfigError, Context, Engine
-from cached_rag.library import windows as module
+from cached_rag.library import encode as module
 from cached_rag.library.context import PRIMER, primer
-from cached_rag.library.windows import LEAD_TOKENS, windows
+from cached_rag.library.encode import LEAD_TOKENS, windows
 
 DOCUMENT = [
     *CHUNKS,
@@ -26,7 +26,7 @@ def ids_of(engine, text):
 def kept(engine, text):
     """The KV of a text behind the only context."""
     (behind,) = (one for one in engine.library.encoded_after() if one.context)
-    return engine.library.fetch(behind, ids_of(engine, text))
+    return engine.library.shelf.fetch(behind, ids_of(engine, text))
 
 
 def expected(engine, texts, passage=CHUNKS[0][:40]):
@@ -62,9 +62,9 @@ def test_texts_by_themselves_stand_behind_the_context_alone(engine, texts):
 def test_without_a_context_each_stands_behind_the_head_alone(engine):
     engine.encode([CHUNKS], head_of(engine), context=(BEFORE, None))
     alone, behind = sorted(engine.library.encoded_after(), key=lambda one: one.context)
-    starts = [engine.library.fetch(alone, ids_of(engine, text)).start for text in CHUNKS]
+    starts = [engine.library.shelf.fetch(alone, ids_of(engine, text)).start for text in CHUNKS]
     assert set(starts) == {len(alone.prefix_ids)}
-    places = [engine.library.fetch(behind, ids_of(engine, text)).start for text in CHUNKS]
+    places = [engine.library.shelf.fetch(behind, ids_of(engine, text)).start for text in CHUNKS]
     assert len(set(places)) == 3
 
 
@@ -175,7 +175,7 @@ def test_a_context_that_differs_by_text_leaves_no_window(engine):
     engine.encode([CHUNKS], head_of(engine), context=Context("own", texts.__getitem__))
     (behind,) = engine.library.encoded_after()
     for text, passages in texts.items():
-        kv = engine.library.fetch(behind, ids_of(engine, text))
+        kv = engine.library.shelf.fetch(behind, ids_of(engine, text))
         assert kv.start == len(before(engine, behind, *passages))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -107,3 +109,13 @@ def test_kv_of_modules_beyond_the_context_is_kept_under_the_same_names_as_ever()
     schema = Schema.from_string(f'<schema name="long">All.{modules}</schema>', layout="compact")
     found = kept(Engine(tiny_model("llama"), NEW_PROMPTS), schema.prompt(Import("m4"), "Why?"))
     assert digest(repr(found)) == "622db2843bc33d75877348fb4822790fa3f322a3"
+
+
+def test_an_engine_that_nobody_has_any_more_goes_with_its_planners():
+    engine = Engine(tiny_model("llama"))
+    Schema.from_string(SOURCE).planner(engine)
+    held = weakref.ref(engine)
+    engine.close()
+    del engine
+    gc.collect()
+    assert held() is None

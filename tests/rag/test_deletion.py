@@ -79,9 +79,9 @@ def test_what_another_process_encoded_goes_too(kept, tmp_path):
         assert one.forget(CHUNKS) == 6
         assert left(tmp_path / "kv") == (0, 0)
         assert num_files(tmp_path / "kv") == kept_files
-        held = other.library.memory_bytes()
+        held = other.library.shelf.memory_bytes()
         other.library.refresh()
-        assert other.library.memory_bytes() < held
+        assert other.library.shelf.memory_bytes() < held
         messages = [HEAD[0], {"role": "user", "content": "\n\n".join(CHUNKS)}]
         assert other.generate(messages, max_tokens=2).report.modules_hit == 0
 
@@ -205,7 +205,7 @@ def test_a_reader_does_not_bring_back_what_is_deleted(engine):
     engine.encode(CHUNKS[:1], context=None)
     (behind,) = engine.library.encoded_after()
     ids = engine.library.table.get(CHUNKS[0]).token_ids
-    key, kv = engine.library.key(behind, ids), engine.library.fetch(behind, ids)
+    key, kv = engine.library.shelf.key(behind, ids), engine.library.shelf.fetch(behind, ids)
     slow = DeletedMeanwhile(1 << 30)
     slow.tiers = TieredStore([MemoryStore(1 << 30), slow])
     slow.put(key, kv)
@@ -229,7 +229,7 @@ def test_a_text_that_is_forgotten_while_it_is_encoded_leaves_nothing(
         assert len(engine.library.table) == 0
         behinds = engine.library.encoded_after()
         ids = [engine.tokenization.literal(text).ids for text in texts]
-        assert not any(engine.library.holds(behind, i) for behind in behinds for i in ids)
+        assert not any(engine.library.shelf.holds(behind, i) for behind in behinds for i in ids)
         if is_kept:
             assert left(tmp_path / "kv") == (0, 0)
 
@@ -408,7 +408,7 @@ def test_a_catalog_that_cannot_be_read_for_once_loses_no_deletion(kept, monkeypa
         for _ in range(2):
             held = one.generate(prompt, max_tokens=2)
         assert held.report.kept_tokens > 100
-        assert one.library.memory_bytes() > 0
+        assert one.library.shelf.memory_bytes() > 0
         other.forget([LONG])
         catalog, left_to_fail = one.library._catalog, [1]
         real = getattr(catalog, failing)
@@ -422,9 +422,9 @@ def test_a_catalog_that_cannot_be_read_for_once_loses_no_deletion(kept, monkeypa
         monkeypatch.setattr(catalog, failing, read)
         one.library.refresh()
         assert not left_to_fail
-        before = one.library.memory_bytes()
+        before = one.library.shelf.memory_bytes()
         assert one.generate(prompt, max_tokens=2).report.kept_tokens == 0
-        assert one.library.memory_bytes() < before
+        assert one.library.shelf.memory_bytes() < before
         assert len(one.library.table) == 0
 
 
@@ -495,15 +495,15 @@ def test_engines_of_one_tenant_know_the_same_without_a_store():
 
 def test_a_tenant_that_comes_back_without_a_store_can_delete_all_it_had():
     with Engine(tiny_model("llama"), StoreConfig(write_back=False)) as first:
-        empty = first.library.memory_bytes()
+        empty = first.library.shelf.memory_bytes()
         one, other = first.tenant("a"), first.tenant("a")
         one.encode([LONG])
         one.generate(f"{LONG}\n\nWho?", max_tokens=2)
         one.close()
-        held = first.library.memory_bytes()
+        held = first.library.shelf.memory_bytes()
         assert held > empty  # another engine of this tenant knows it
         other.close()
-        assert first.library.memory_bytes() < held / 10  # the head's stays
+        assert first.library.shelf.memory_bytes() < held / 10  # the head's stays
         back = first.tenant("a")
         back.forget([LONG])
         assert back.generate(f"{LONG}\n\nWho?", max_tokens=2).report.kept_tokens == 0

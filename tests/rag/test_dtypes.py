@@ -93,19 +93,20 @@ def test_a_deleted_document_goes_in_every_dtype(opened, docs):
     for dtype in (torch.bfloat16, torch.float32):
         rag = opened(dtype)
         rag.ingest(docs, progress=False)
-    assert len(rag.engine.library.disk) == 14  # a prefix, and three chunks behind two contexts
+    disk = rag.engine.library.shelf.disk
+    assert len(disk) == 14  # a prefix, and three chunks behind two contexts
     assert rag.delete("docs/a.txt").kvs == 4
-    assert len(rag.engine.library.disk) == 10
+    assert len(disk) == 10
     (docs / "b.txt").write_text("Something else stands here now, which is not about copper at all.")
     rag.ingest(docs / "b.txt", progress=False)
-    assert len(rag.engine.library.disk) == 8  # of the old text four out, of the new one two in
+    assert len(disk) == 8  # of the old text four out, of the new one two in
 
 
 def test_what_no_dtype_wanted_can_use_is_found_and_dropped(opened, docs, tmp_path):
     opened(torch.bfloat16).ingest(docs, progress=False)
     rag = opened(torch.float32)
     rag.ingest(docs, progress=False)
-    folder, disk = tmp_path / "index" / "kv", rag.engine.library.disk
+    folder, disk = tmp_path / "index" / "kv", rag.engine.library.shelf.disk
     before = disk.nbytes
     (other,) = holdings.unused(folder, "llama", ["float32"])
     assert (other.maker.name, other.maker.dtype, len(other.keys)) == ("llama", "bfloat16", 7)

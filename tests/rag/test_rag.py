@@ -265,7 +265,7 @@ def test_retrieved_chunks_can_follow_an_order_seen_before(opened, docs):
 def test_retrieval_brings_chunks_into_memory(opened, docs):
     ingest(opened(), docs)
     rag = opened()
-    memory = rag.engine.library.store.tiers[0]
+    memory = rag.engine.library.shelf.store.tiers[0]
     assert len(memory) == 0
     hits = rag.search("copper green", 2)
     rag.engine.prefetch([hit.text for hit in hits])

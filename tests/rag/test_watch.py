@@ -33,10 +33,10 @@ def test_an_index_keeps_in_step_with_a_folder(watched, docs):
     (docs / "d.txt").write_text("Gold stays as it is, whatever there is in the air")
     assert next(changes).added == 1
     assert rag.search("gold", 1)[0].source == "docs/d.txt"
-    kvs = len(rag.engine.library.store)
+    kvs = len(rag.engine.library.shelf.store)
     (docs / "a.txt").unlink()
     assert next(changes).deleted == 1
-    assert len(rag.engine.library.store) < kvs
+    assert len(rag.engine.library.shelf.store) < kvs
     (docs / "b.txt").rename(docs / "e.txt")
     changed = next(changes)
     assert (changed.added, changed.deleted) == (1, 1)

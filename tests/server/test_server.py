@@ -160,10 +160,10 @@ def test_a_list_among_documents_is_one_and_is_reported_and_forgotten_as_such(ser
     assert [skipped["index"] for skipped in done["skipped"]] == [0]
     library = engine.library
     places = {
-        library.fetch(behind, library.table.get(text).token_ids).start
+        library.shelf.fetch(behind, library.table.get(text).token_ids).start
         for text in (page, other, alone)
         for behind in library.encoded_after()
-        if library.holds(behind, library.table.get(text).token_ids)
+        if library.shelf.holds(behind, library.table.get(text).token_ids)
     }
     assert len(places) == 2  # the second page stands behind the first
     done = httpx.post(documents, json={"texts": [[page, long]]}, timeout=60).json()

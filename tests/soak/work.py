@@ -106,7 +106,7 @@ class Worker:
             self._rag.delete(self._chance.choice(sources))
 
     def _prune(self) -> None:
-        disk = self._rag.engine.library.disk
+        disk = self._rag.engine.library.shelf.disk
         assert disk is not None
         disk.prune(self._chance.choice([None, 60_000]))
 

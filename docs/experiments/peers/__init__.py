@@ -12,10 +12,11 @@ import torch
 from cached_rag.config import StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import CachedRAGError, ConfigError
-from cached_rag.evaluation.peers import Own, Peer, Question, Sample, Transformers
+from cached_rag.evaluation.peers import Peer, Question, Sample, Transformers
 from docs.experiments.peers.kvboost import KVBoost
 from docs.experiments.peers.llama_cpp import LlamaCpp, gguf_file
 from docs.experiments.peers.llama_server import LlamaServer
+from docs.experiments.peers.own import OwnEngine, TransformersPrefix
 from docs.experiments.peers.vllm import Vllm
 
 __all__ = ["DEFAULT", "EVERYBODY", "OTHERS", "Means", "Peer", "Question", "Sample", "open_peers"]
@@ -65,7 +66,8 @@ class Means:
             gguf = self.gguf or gguf_file(self.model)
             return kind(gguf, self.context, torch.get_num_threads())
         if name in ("transformers", "transformers-prefix"):
-            return Transformers(self.engine, keeps=name != "transformers")
+            own = Transformers if name == "transformers" else TransformersPrefix
+            return own(self.engine)
         if name == "kvboost":
             return KVBoost(self.engine)
         if name == "vllm":
@@ -74,15 +76,15 @@ class Means:
             return self._framework(_FRAMEWORKS[name])
         return self._own(self.engine, *name.split("@", 1))
 
-    def _own(self, engine: Engine, method: str, backend: str = "") -> Own:
+    def _own(self, engine: Engine, method: str, backend: str = "") -> OwnEngine:
         """A method, in the engine that is there or in one of its own."""
         if backend:
             store = StoreConfig() if self.apart else engine.settings
             other = Engine.load(self.model, backend=backend, store=store)
-            return Own(other, method, owns=True, plain=f"full@{backend}")
+            return OwnEngine(other, method, owns=True, plain=f"full@{backend}")
         if self.apart:
-            return Own(Engine(engine.model, StoreConfig()), method, owns=True)
-        return Own(engine, method)
+            return OwnEngine(Engine(engine.model, StoreConfig()), method, owns=True)
+        return OwnEngine(engine, method)
 
     def _framework(self, module: str) -> Peer:
         try:
