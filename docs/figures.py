@@ -16,10 +16,11 @@ A page has, as a comment that readers do not see:
 
 The first line behind the name is the command, which is given `--json` if it is ours;
 each other line is a column, its title and how a row of the command's is written in it. Lines "only"
-leave rows out, lines "say" put words in a cell's place, and a line "from: NAME" takes another list
-of what the command prints than "rows". What it printed is kept in docs/figures/NAME.json, with the
-day; below the table stand command, day, commit and machine. Several tables may have one name, and
-then one command.
+leave rows out, lines "say" put words in a cell's place, a line "from: NAME" takes another list
+of what the command prints than "rows", and a line "like: NAME" the columns of that name's first
+table. What it printed is kept in docs/figures/NAME.json, with the day; below the table stand
+command, day, commit and machine. Several tables may have one name, and then one command. Long
+tables stand in docs/experiments/*.md.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
-PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [
+    DOCS.parent / "README.md",
+    *sorted(DOCS.glob("*.md")),
+    *sorted(DOCS.glob("experiments/*.md")),
+]
 KEPT = DOCS / "figures"
 _BLOCK = re.compile(r"(<!-- figures: (\S+)\n.*?-->\n)(.*?)<!-- end -->", re.DOTALL)
 
@@ -81,7 +86,7 @@ class Block:
     def drawn(self) -> str:
         """The table of what was measured, and where it comes from."""
         found = json.loads(self._file.read_text())
-        lines = [_column(line) for line in self.spec[1:]]
+        lines = list(self._lines())
         columns = {title: how for title, how in lines if title not in ("only", "say", "from")}
         only = [how.split("=", 1) for title, how in lines if title == "only"]
         said = dict(how.split(" => ") for title, how in lines if title == "say")
@@ -103,6 +108,15 @@ class Block:
         ]
         table = [f"| {' | '.join(line)} |" for line in cells]
         return "\n".join([*table, "", f"({', '.join(source)})", ""])
+
+    def _lines(self) -> Iterator[tuple[str, str]]:
+        """Its columns and its lines "only", "say" and "from", as (title, how)."""
+        for title, how in map(_column, self.spec[1:]):
+            if title == "like":
+                other = next(one for page in PAGES for one in blocks(page) if one.name == how)
+                yield from (line for line in other._lines() if line[0] != "only")
+            else:
+                yield title, how
 
     @property
     def _file(self) -> Path:

@@ -19,7 +19,7 @@ from cached_rag.cli import main as cli
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text()
-DOCS = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [
     block
     for text in (README, *DOCS)
