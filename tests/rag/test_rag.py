@@ -69,7 +69,7 @@ def test_an_empty_path_is_not_this_folder(opened, docs, monkeypatch):
 def test_bounds_reach_the_store(tmp_path):
     bounds = {"memory_bytes": 1000, "disk_bytes": 2000, "sequence_bytes": 3000}
     with CachedRAG.open(tmp_path, embedding=WordEmbedding(), **bounds) as rag:
-        assert {name: getattr(rag._store, name) for name in bounds} == bounds
+        assert {name: getattr(rag._folder.store, name) for name in bounds} == bounds
 
 
 @pytest.mark.parametrize(
@@ -361,9 +361,9 @@ def test_what_is_added_while_another_thread_searches_is_found(opened, monkeypatc
 def test_a_head_is_all_that_stands_before_the_first_chunk(system, opened, docs):
     rag = opened(system=system)
     rag.ingest(docs, progress=False)
-    head = rag._prompts.head().text
+    head = rag._folder.prompts.head().text
     (hit,) = rag.search("copper", 1)
-    prompt = rag._prompts.rendered(rag._prompts.messages("copper?", [hit.text])).text
+    prompt = rag._folder.prompts.rendered(rag._folder.prompts.messages("copper?", [hit.text])).text
     assert prompt.startswith(head + hit.text)
 
 
@@ -397,7 +397,7 @@ class Whole(WordEmbedding):
 def test_half_a_character_cannot_be_searched_for(way, opened, docs):
     rag = opened()
     rag.ingest(docs, progress=False)
-    rag._embedder = Whole()
+    rag._folder._embedder = Whole()
     chat = rag.chat(max_tokens=2)
     asks = {"search": rag.search, "ask": rag.ask, "stream": rag.stream, "chat": chat.ask}
     for _ in range(2):
