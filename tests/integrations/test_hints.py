@@ -10,7 +10,7 @@ from langchain_cached_rag import CachedRAGLLM as StringModel
 from langchain_cached_rag import ChatCachedRAG
 from llama_index.llms.cached_rag import CachedRAGLLM
 
-from cached_rag import ConfigError, GenerationConfig, hints
+from cached_rag import ConfigError, GenerationConfig, options
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
 MODELS = [ChatCachedRAG, StringModel, CachedRAGLLM]
@@ -24,7 +24,7 @@ LLAMA_CPP = ("model_path", "n_ctx", "n_gpu_layers", "n_threads", "n_batch")
 def test_a_setting_of_another_class_is_refused_with_a_hint_and_no_list(model, name):
     with pytest.raises(ValueError, match=f"unknown setting {name!r}: ") as refused:
         model(**{name: 1})
-    assert hints.HINTS[name] in str(refused.value)
+    assert options.HINTS[name] in str(refused.value)
     assert "settings are" not in str(refused.value)
 
 
@@ -50,7 +50,7 @@ def test_a_call_says_the_same():
 
 
 def test_the_page_has_every_hint_and_its_code_runs():
-    for name in hints.HINTS.keys() - {"max_model_len", "max_completion_tokens", "api_base"}:
+    for name in options.HINTS.keys() - {"max_model_len", "max_completion_tokens", "api_base"}:
         assert re.search(rf"\b{name}\b", PAGE), name
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         made = {}
