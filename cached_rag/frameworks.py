@@ -55,14 +55,14 @@ _LOADING = tuple(name for name in _LOADED_WITH if name != "path")
 
 if TYPE_CHECKING:
 
-    class _Settings(BaseModel):
+    class _Fields(BaseModel):
         """Its fields are made below."""
 
         def __getattr__(self, name: str) -> Any: ...
 
 else:
-    _Settings = create_model(
-        "_Settings",
+    _Fields = create_model(
+        "_Fields",
         **{
             name: (one.type, Field(one.default, description=one.help, repr=name != "remote"))
             for name, one in (_LOADED_WITH | _ANSWERS).items()
@@ -96,7 +96,7 @@ class _Loaded:
 _KEPT: WeakValueDictionary[tuple[object, ...], _Engines] = WeakValueDictionary()
 
 
-class FrameworkModel(_Settings):
+class FrameworkModel(_Fields):
     """A framework's model: settings, and an engine behind them that is loaded when it is needed.
 
     Objects with the same settings share one engine, and so do copies. An integration's model

@@ -35,6 +35,8 @@ from langchain_cached_rag.tools import (
     taken,
 )
 
+Messages = list[BaseMessage]
+
 if TYPE_CHECKING:
     from langchain_core.exceptions import ContextOverflowError as TheirOverflow
     from langchain_core.exceptions import ModelRateLimitError as TheirLimit
@@ -104,6 +106,10 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
     streaming: bool = False
     """Stream also where an application calls `invoke`."""
 
+    if TYPE_CHECKING:  # most fields are made while this is imported
+
+        def __init__(self, **settings: Any) -> None: ...
+
     @property
     def _llm_type(self) -> str:
         return "cached-rag-chat"
@@ -132,7 +138,7 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         return engine
 
     def _generate(
-        self, messages: list[BaseMessage], stop: Stop = None, run_manager: Run = None, **kwargs: Any
+        self, messages: Messages, stop: Stop = None, run_manager: Run = None, **kwargs: Any
     ) -> ChatResult:
         with _known_to_agents():
             stream, tools = self._start(messages, stop, kwargs)
@@ -140,11 +146,7 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         return self._result(text, stream, tools, kwargs)
 
     async def _agenerate(
-        self,
-        messages: list[BaseMessage],
-        stop: Stop = None,
-        run_manager: AsyncRun = None,
-        **kwargs: Any,
+        self, messages: Messages, stop: Stop = None, run_manager: AsyncRun = None, **kwargs: Any
     ) -> ChatResult:
         with _known_to_agents():
             stream, tools = await asyncio.to_thread(self._start, messages, stop, kwargs)
@@ -152,7 +154,7 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         return self._result(text, stream, tools, kwargs)
 
     def _stream(
-        self, messages: list[BaseMessage], stop: Stop = None, run_manager: Run = None, **kwargs: Any
+        self, messages: Messages, stop: Stop = None, run_manager: Run = None, **kwargs: Any
     ) -> Iterator[ChatGenerationChunk]:
         with _known_to_agents():
             stream, tools = self._start(messages, stop, kwargs)
@@ -161,11 +163,7 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         yield self._last_chunk(stream, growing, kwargs)
 
     async def _astream(
-        self,
-        messages: list[BaseMessage],
-        stop: Stop = None,
-        run_manager: AsyncRun = None,
-        **kwargs: Any,
+        self, messages: Messages, stop: Stop = None, run_manager: AsyncRun = None, **kwargs: Any
     ) -> AsyncIterator[ChatGenerationChunk]:
         with _known_to_agents():
             stream, tools = await asyncio.to_thread(self._start, messages, stop, kwargs)

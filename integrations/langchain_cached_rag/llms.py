@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from langchain_core.language_models import LLM
 from langchain_core.language_models.base import LangSmithParams
@@ -32,6 +32,10 @@ class CachedRAGLLM(EngineSettings, LLM):
 
     as_chat: bool = False
     """Give each string to an instruction-tuned model as one user message, in its chat template."""
+
+    if TYPE_CHECKING:  # most fields are made while this is imported
+
+        def __init__(self, **settings: Any) -> None: ...
 
     # What else the call asks for that this object is a copy for.
     _further: dict[str, Any] = PrivateAttr(default_factory=dict)

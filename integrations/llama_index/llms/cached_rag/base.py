@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -37,19 +38,17 @@ from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
 from llama_index.core.schema import BaseNode
 from llama_index.core.tools.types import BaseTool
 from llama_index.llms.cached_rag.messages import (
+    GrowingChat,
     OwnTemplate,
     Prompt,
     apieces,
-    chat_response,
     completion_response,
-    growing_chat,
     pieces,
     plain,
 )
 from llama_index.llms.cached_rag.nodes import module_text
 from llama_index.llms.cached_rag.tools import (
     GrowingObject,
-    blocks,
     can_call,
     check_whole,
     offered,
@@ -267,20 +266,19 @@ class CachedRAGLLM(FrameworkModel, FunctionCallingLLM):
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """One answer to chat messages; `kwargs` are `GenerationConfig`'s."""
         stream, tools = self._start_chat(messages, kwargs)
-        found = blocks(tools, "".join(stream), [], is_over=True)
-        return chat_response(self, found, stream)
+        return GrowingChat(self, stream, tools).response("".join(stream))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """An answer piece by piece."""
         stream, tools = self._start_chat(messages, kwargs)
-        return pieces(self, stream, growing_chat(tools))
+        return pieces(stream, GrowingChat(self, stream, tools).response)
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """One answer to a string; put in a user's message unless it is formatted already."""
         stream = self._start_completion(prompt, formatted, kwargs)
-        return completion_response(self, "".join(stream), stream)
+        return completion_response(self, stream, "".join(stream))
 
     @llm_completion_callback()
     def stream_complete(
@@ -288,14 +286,13 @@ class CachedRAGLLM(FrameworkModel, FunctionCallingLLM):
     ) -> CompletionResponseGen:
         """An answer to a string, piece by piece."""
         stream = self._start_completion(prompt, formatted, kwargs)
-        return pieces(self, stream, completion_response)
+        return pieces(stream, partial(completion_response, self, stream))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """As `chat`, off the event loop; a cancelled task stops the generation."""
         stream, tools = await asyncio.to_thread(self._start_chat, messages, kwargs)
-        found = blocks(tools, await stream.atext(), [], is_over=True)
-        return chat_response(self, found, stream)
+        return GrowingChat(self, stream, tools).response(await stream.atext())
 
     @llm_chat_callback()
     async def astream_chat(
@@ -303,7 +300,7 @@ class CachedRAGLLM(FrameworkModel, FunctionCallingLLM):
     ) -> ChatResponseAsyncGen:
         """As `stream_chat`, off the event loop."""
         stream, tools = await asyncio.to_thread(self._start_chat, messages, kwargs)
-        return apieces(self, stream, growing_chat(tools))
+        return apieces(stream, GrowingChat(self, stream, tools).response)
 
     @llm_completion_callback()
     async def acomplete(
@@ -311,7 +308,7 @@ class CachedRAGLLM(FrameworkModel, FunctionCallingLLM):
     ) -> CompletionResponse:
         """As `complete`, off the event loop."""
         stream = await asyncio.to_thread(self._start_completion, prompt, formatted, kwargs)
-        return completion_response(self, await stream.atext(), stream)
+        return completion_response(self, stream, await stream.atext())
 
     @llm_completion_callback()
     async def astream_complete(
@@ -319,7 +316,7 @@ class CachedRAGLLM(FrameworkModel, FunctionCallingLLM):
     ) -> CompletionResponseAsyncGen:
         """As `stream_complete`, off the event loop."""
         stream = await asyncio.to_thread(self._start_completion, prompt, formatted, kwargs)
-        return apieces(self, stream, completion_response)
+        return apieces(stream, partial(completion_response, self, stream))
 
     # Tools -----------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
     CompletionResponse,
-    ContentBlock,
     LogProb,
     MessageRole,
     TextBlock,
@@ -82,42 +81,40 @@ class OwnTemplate:
         return self.llm.loaded_engine().tokenization.template.render(plain(messages)).text
 
 
-def chat_response(
-    llm: FrameworkModel,
-    found: Sequence[ContentBlock],
-    stream: Stream,
-    delta: str | None = None,
-    *,
-    is_over: bool = True,
-) -> ChatResponse:
-    """What there is of an answer, with the report in `raw` and token counts beside the message.
+class GrowingChat:
+    """A chat answer in LlamaIndex's words, as far as it has come; its calls keep their ids."""
 
-    Log probabilities come with the whole answer, each token's before those of its alternatives.
-    """
-    more: dict[str, Any] = _counts(stream)
-    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=list(found), additional_kwargs=more)
-    if calls := called(message):  # where LlamaIndex's programs look for them
-        message.additional_kwargs["tool_calls"] = calls
-    return ChatResponse(
-        message=message,
-        delta=delta,
-        raw=_raw(llm.model, stream, is_over),
-        logprobs=_logprobs(llm, stream) if is_over else None,
-    )
+    def __init__(self, llm: FrameworkModel, stream: Stream, tools: Tools) -> None:
+        self._llm, self._stream, self._tools = llm, stream, tools
+        self._ids: list[str] = []
+        self._said = ""
+
+    def response(self, text: str, piece: str | None = None) -> ChatResponse:
+        """What there is of it, with the report in `raw` and token counts beside the message.
+
+        Log probabilities come with the whole answer, each token's before those of its alternatives.
+
+        Args:
+            piece: what has just come; "" if nothing more does, None if all came at once.
+        """
+        found = blocks(self._tools, text, self._ids, is_over=not piece)
+        before = len(self._said)
+        self._said = next((b.text for b in found if isinstance(b, TextBlock)), "")
+        message = ChatMessage(
+            role=MessageRole.ASSISTANT, blocks=found, additional_kwargs=_counts(self._stream)
+        )
+        if calls := called(message):  # where LlamaIndex's programs look for them
+            message.additional_kwargs["tool_calls"] = calls
+        delta = None if piece is None else self._said[before:]
+        return ChatResponse(message=message, delta=delta, **_about(self._llm, self._stream, piece))
 
 
 def completion_response(
-    llm: FrameworkModel, text: str, stream: Stream, delta: str | None = None
+    llm: FrameworkModel, stream: Stream, text: str, piece: str | None = None
 ) -> CompletionResponse:
-    """As `chat_response`, for a completion."""
-    is_over = not delta
-    return CompletionResponse(
-        text=text,
-        delta=delta,
-        raw=_raw(llm.model, stream, is_over),
-        logprobs=_logprobs(llm, stream) if is_over else None,
-        additional_kwargs=_counts(stream),
-    )
+    """As `GrowingChat.response`, for a completion."""
+    about, counts = _about(llm, stream, piece), _counts(stream)
+    return CompletionResponse(text=text, delta=piece, **about, additional_kwargs=counts)
 
 
 def _logprobs(llm: FrameworkModel, stream: Stream) -> list[list[LogProb]] | None:
@@ -134,7 +131,7 @@ def _logprobs(llm: FrameworkModel, stream: Stream) -> list[list[LogProb]] | None
     return shown or None
 
 
-def _counts(stream: Stream) -> dict[str, int]:
+def _counts(stream: Stream) -> dict[str, Any]:
     report = stream.report
     return {
         "prompt_tokens": report.prompt_tokens,
@@ -144,52 +141,35 @@ def _counts(stream: Stream) -> dict[str, int]:
     }
 
 
-def _raw(model: str, stream: Stream, is_over: bool) -> dict[str, Any]:
-    """Names as in OpenAI's answers, which LlamaIndex's token counters look for."""
+def _about(llm: FrameworkModel, stream: Stream, piece: str | None) -> dict[str, Any]:
+    """What goes with an answer; names in `raw` are OpenAI's, which token counters look for."""
     counts = _counts(stream)
     details = {"cached_tokens": counts.pop("cached_tokens")}
-    return {
-        "model": model,
+    raw = {
+        "model": llm.model,
         "usage": {**counts, "prompt_tokens_details": details},
-        "finish_reason": stream.finish_reason if is_over else None,
+        "finish_reason": None if piece else stream.finish_reason,
         "cached_rag": stream.report.to_dict(),
     }
+    return {"raw": raw, "logprobs": None if piece else _logprobs(llm, stream)}
 
 
-def growing_chat(tools: Tools) -> Callable[..., ChatResponse]:
-    """`chat_response` for one answer's pieces; its calls keep their ids."""
-    ids: list[str] = []
-    said = ""
-
-    def response(llm: FrameworkModel, text: str, stream: Stream, delta: str) -> ChatResponse:
-        nonlocal said
-        found = blocks(tools, text, ids, is_over=not delta)
-        before, said = said, next((b.text for b in found if isinstance(b, TextBlock)), "")
-        return chat_response(llm, found, stream, said[len(before) :], is_over=not delta)
-
-    return response
-
-
-def pieces(
-    llm: FrameworkModel, stream: Stream, response: Callable[..., _T]
-) -> Generator[_T, None, None]:
+def pieces(stream: Stream, response: Callable[[str, str], _T]) -> Generator[_T, None, None]:
     """A response for every piece, and one with the finished report."""
     text = ""
     for piece in stream:
         text += piece
-        yield response(llm, text, stream, piece)
-    yield response(llm, text, stream, "")
+        yield response(text, piece)
+    yield response(text, "")
 
 
-async def apieces(
-    llm: FrameworkModel, stream: Stream, response: Callable[..., _T]
-) -> AsyncGenerator[_T, None]:
+async def apieces(stream: Stream, response: Callable[[str, str], _T]) -> AsyncGenerator[_T, None]:
     """As `pieces`, off the event loop."""
     text = ""
     async for piece in stream.apieces():
         text += piece
-        yield response(llm, text, stream, piece)
-    yield response(llm, text, stream, "")
+        yield response(text, piece)
+    yield response(text, "")
 
 
 class PMLPromptTemplate(BasePromptTemplate):
