@@ -2,6 +2,14 @@
 
 A name is imported when it is first used. It may change between minor versions; the names of
 `cached_rag` itself do not.
+
+An integration of a framework needs these. `FrameworkModel` is what its model extends: settings as
+pydantic fields, the engine behind them, and `answer_config` for a call's options (`call_options`
+drops those that change nothing; `GENERATION_SETTINGS` are fields, `CALL_SETTINGS` a call's alone).
+`SchemaPrompt.receive` finds a schema's prompt in messages. `Learner` encodes what a retriever or a
+vector store brings, now or later, and `Ledger` remembers which document has which text.
+`template_head` finds what a prompt template begins with. Tools are `cached_rag.Tools`, whose
+answers grow by `GrowingAnswer`; `new_call_id` and `shown_logprob` are OpenAI's forms.
 """
 
 from __future__ import annotations
@@ -13,12 +21,19 @@ from cached_rag.lazily import imports_from
 if TYPE_CHECKING:
     from cached_rag.backends.transformers.model import LanguageModel
     from cached_rag.defaults import DEFAULT_MODEL
-    from cached_rag.engine.decoding import Generation, TokenLogprobs
-    from cached_rag.engine.learner import Encode, Learner
+    from cached_rag.engine.decoding import Generation, TokenLogprobs, shown_logprob
     from cached_rag.engine.planner import Prompt
     from cached_rag.engine.stream import Stream
-    from cached_rag.engine.template_head import template_head
-    from cached_rag.engine.tools import CallPart, GrowingAnswer
+    from cached_rag.engine.tools import CallPart, GrowingAnswer, new_call_id
+    from cached_rag.frameworks import (
+        CALL_SETTINGS,
+        GENERATION_SETTINGS,
+        Encode,
+        FrameworkModel,
+        Learner,
+        call_options,
+        template_head,
+    )
     from cached_rag.grammar.tools import ToolCall
     from cached_rag.library.encode import EncodeSummary
     from cached_rag.library.handoff import Handoff
@@ -39,12 +54,15 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "CALL_SETTINGS",
     "DEFAULT_MODEL",
+    "GENERATION_SETTINGS",
     "METHODS",
     "CallPart",
     "Deletion",
     "Encode",
     "EncodeSummary",
+    "FrameworkModel",
     "Generation",
     "GrowingAnswer",
     "Handoff",
@@ -65,9 +83,12 @@ __all__ = [
     "Stream",
     "TokenLogprobs",
     "ToolCall",
+    "call_options",
     "encode_progress",
+    "new_call_id",
     "parted",
     "settings_of",
+    "shown_logprob",
     "template_head",
     "unknown_settings",
 ]
@@ -78,17 +99,23 @@ _PLACES = {
     "engine.decoding": (
         "Generation",
         "TokenLogprobs",
-    ),
-    "engine.learner": (
-        "Encode",
-        "Learner",
+        "shown_logprob",
     ),
     "engine.stream": ("Stream",),
     "engine.planner": ("Prompt",),
-    "engine.template_head": ("template_head",),
     "engine.tools": (
         "CallPart",
         "GrowingAnswer",
+        "new_call_id",
+    ),
+    "frameworks": (
+        "CALL_SETTINGS",
+        "GENERATION_SETTINGS",
+        "Encode",
+        "FrameworkModel",
+        "Learner",
+        "call_options",
+        "template_head",
     ),
     "grammar.tools": ("ToolCall",),
     "library.encode": ("EncodeSummary",),

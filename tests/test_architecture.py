@@ -19,7 +19,7 @@ ROOT = Path(cached_rag.__file__).parent
 FLOORS = (
     *("errors", "defaults", "options", "lazily", "methods", "grammar", "config"),
     *("kv", "backends", "library", "engine"),
-    *("pml", "rag", "server", "evaluation", "cli", "spi"),
+    *("pml", "rag", "frameworks", "server", "evaluation", "cli", "spi"),
 )
 PUBLIC = ("cached_rag", "cached_rag.errors", "cached_rag.pml", "cached_rag.spi")
 FRAMEWORKS = (

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from cached_rag.backends.base import Backend, StepInput
 from cached_rag.backends.prompt_text import Tokens
+from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.sampling import Detokenizer, Sampler
@@ -34,6 +35,13 @@ class TokenLogprobs:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+def shown_logprob(tokenization: Tokenization, token: int, logprob: float) -> dict[str, Any]:
+    """A token and its log probability in OpenAI's form."""
+    spelled = tokenization.spelled(token)
+    text = spelled.decode(errors="replace")
+    return {"token": text, "logprob": logprob, "bytes": list(spelled)}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -152,3 +153,8 @@ class GrowingAnswer:
             if is_new or added:
                 parts.append(CallPart(index, call.name if is_new else None, added))
         return new, parts
+
+
+def new_call_id() -> str:
+    """A name for a call, as results of it refer to it."""
+    return f"call_{uuid.uuid4().hex[:24]}"

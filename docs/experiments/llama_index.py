@@ -30,8 +30,8 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import BaseNode, TextNode
 from llama_index.llms.cached_rag.base import CachedRAGLLM
-from llama_index.llms.cached_rag.callbacks import CacheReportHandler
-from llama_index.llms.cached_rag.embeddings import SentenceTransformerEmbedding
+from llama_index.llms.cached_rag.messages import CacheReportHandler
+from llama_index.llms.cached_rag.nodes import SentenceTransformerEmbedding
 
 from cached_rag import ConfigError, Engine, StoreConfig
 from cached_rag.evaluation.data import Example, load_examples

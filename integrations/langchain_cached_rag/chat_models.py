@@ -4,24 +4,72 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, closing, suppress
+from contextlib import aclosing, contextmanager, suppress
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
-from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core import exceptions
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 
-from cached_rag import ConfigError, Engine, Tools
-from cached_rag.spi import SchemaPrompt, Stream
-from langchain_cached_rag.errors import known_to_agents
-from langchain_cached_rag.fields import asked
-from langchain_cached_rag.messages import Prompt, handed_over, logprobs, metadata, plain, usage
-from langchain_cached_rag.settings import EngineSettings
-from langchain_cached_rag.structured import call_parser, parser, response_format
-from langchain_cached_rag.tools import GrowingChunks, as_calls, bound, taken
+from cached_rag import CachedRAGError, ConfigError, Engine, Tools
+from cached_rag.errors import BusyError, ContextOverflowError
+from cached_rag.spi import SchemaPrompt, Stream, call_options
+from langchain_cached_rag.messages import Prompt, handed_over, plain, usage
+from langchain_cached_rag.settings import (
+    AsyncRun,
+    EngineSettings,
+    Run,
+    Stop,
+    apieces,
+    pieces,
+)
+from langchain_cached_rag.tools import (
+    GrowingChunks,
+    as_calls,
+    bound,
+    parser,
+    response_format,
+    taken,
+)
+
+Messages = list[BaseMessage]
+
+if TYPE_CHECKING:
+    from langchain_core.exceptions import ContextOverflowError as TheirOverflow
+    from langchain_core.exceptions import ModelRateLimitError as TheirLimit
+else:  # langchain-core 1.0 has neither
+    TheirOverflow = getattr(exceptions, "ContextOverflowError", Exception)
+    TheirLimit = getattr(exceptions, "ModelRateLimitError", Exception)
+
+
+class ChatOverflowError(ContextOverflowError, TheirOverflow):
+    """The messages do not fit, and would not the next time; an agent may shorten them."""
+
+
+class ChatBusyError(BusyError, TheirLimit):
+    """Too many requests wait, and an agent may ask again."""
+
+
+_BOTH: dict[type[Exception], type[CachedRAGError]] = {
+    ContextOverflowError: ChatOverflowError,
+    BusyError: ChatBusyError,
+}
+
+
+@contextmanager
+def _known_to_agents() -> Iterator[None]:
+    """A context in which the engine's errors are raised as LangChain's, too."""
+    try:
+        yield
+    except tuple(_BOTH) as error:
+        if type(error) not in _BOTH:
+            raise
+        both = _BOTH[type(error)](*error.args)
+        vars(both).update(vars(error))
+        raise both from error
 
 
 class ChatCachedRAG(EngineSettings, BaseChatModel):
@@ -67,7 +115,7 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         return "cached-rag-chat"
 
     def _start(
-        self, messages: Sequence[BaseMessage], stop: list[str] | None, options: dict[str, Any]
+        self, messages: Sequence[BaseMessage], stop: Stop, options: dict[str, Any]
     ) -> tuple[Stream, Tools]:
         options = dict(options)
         engine = self._called(options.pop("model", None))
@@ -90,63 +138,39 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         return engine
 
     def _generate(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, messages: Messages, stop: Stop = None, run_manager: Run = None, **kwargs: Any
     ) -> ChatResult:
-        with known_to_agents():
+        with _known_to_agents():
             stream, tools = self._start(messages, stop, kwargs)
             text = "".join(stream)
         return self._result(text, stream, tools, kwargs)
 
     async def _agenerate(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, messages: Messages, stop: Stop = None, run_manager: AsyncRun = None, **kwargs: Any
     ) -> ChatResult:
-        with known_to_agents():
+        with _known_to_agents():
             stream, tools = await asyncio.to_thread(self._start, messages, stop, kwargs)
             text = await stream.atext()
         return self._result(text, stream, tools, kwargs)
 
     def _stream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, messages: Messages, stop: Stop = None, run_manager: Run = None, **kwargs: Any
     ) -> Iterator[ChatGenerationChunk]:
-        with known_to_agents():
+        with _known_to_agents():
             stream, tools = self._start(messages, stop, kwargs)
             growing = GrowingChunks(tools)
-            with closing(stream):
-                for piece in stream:
-                    if chunk := _chunk(growing, piece):
-                        if run_manager:
-                            run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                        yield chunk
+            yield from pieces(stream, growing.push, run_manager)
         yield self._last_chunk(stream, growing, kwargs)
 
     async def _astream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, messages: Messages, stop: Stop = None, run_manager: AsyncRun = None, **kwargs: Any
     ) -> AsyncIterator[ChatGenerationChunk]:
-        with known_to_agents():
+        with _known_to_agents():
             stream, tools = await asyncio.to_thread(self._start, messages, stop, kwargs)
             growing = GrowingChunks(tools)
-            async with aclosing(stream.apieces()) as pieces:
-                async for piece in pieces:
-                    if chunk := _chunk(growing, piece):
-                        if run_manager:
-                            await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                        yield chunk
+            async with aclosing(apieces(stream, growing.push, run_manager)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
         yield self._last_chunk(stream, growing, kwargs)
 
     def _result(
@@ -154,7 +178,7 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
     ) -> ChatResult:
         said, calls = tools.read(text)
         good, bad = as_calls(calls)
-        about = self._about(stream, options, has_calls=bool(good))
+        about = self._about(stream, options.get("model"), has_calls=bool(good))
         message = AIMessage(
             said,
             tool_calls=good,
@@ -180,7 +204,7 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         self, stream: Stream, growing: GrowingChunks, options: dict[str, Any]
     ) -> ChatGenerationChunk:
         rest, chunks, has_calls = growing.end()
-        about = self._about(stream, options, has_calls=has_calls)
+        about = self._about(stream, options.get("model"), has_calls=has_calls)
         message = AIMessageChunk(
             content=rest,
             tool_call_chunks=chunks,
@@ -190,15 +214,6 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         )
         info = {"finish_reason": about["finish_reason"]}
         return ChatGenerationChunk(message=message, generation_info=info)
-
-    def _about(self, stream: Stream, options: dict[str, Any], *, has_calls: bool) -> dict[str, Any]:
-        model, reason = options.get("model") or self._model, stream.finish_reason
-        if has_calls and reason == "stop":
-            reason = "tool_calls"
-        about = metadata(model, stream.report, reason)
-        if stream.logprobs:
-            about["logprobs"] = logprobs(stream.logprobs, self.loaded_engine(model))
-        return about
 
     def _prompt(self, value: Any) -> Prompt:
         return plain(value.to_messages())
@@ -215,8 +230,9 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
             known["max_input_tokens"] = self.engine.model.context_length
         return known
 
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        config = {"temperature": self.temperature, "max_tokens": self.max_tokens} | asked(kwargs)
+    def _get_ls_params(self, stop: Stop = None, **kwargs: Any) -> LangSmithParams:
+        own = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        config = own | call_options(kwargs)
         params = LangSmithParams(
             ls_provider="cached-rag",
             ls_model_type="chat",
@@ -293,7 +309,7 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         model: Runnable[LanguageModelInput, AIMessage]
         if method == "function_calling":
             model = self.bind_tools([schema], tool_choice="any", strict=strict, **kwargs)
-            return _parsed(model, call_parser(schema), include_raw=include_raw)
+            return _parsed(model, parser(schema, of_a_call=True), include_raw=include_raw)
         if method not in ("json_schema", "json_mode"):
             raise ValueError(
                 f"method is json_schema, function_calling or json_mode, not {method!r}"
@@ -316,11 +332,3 @@ def _parsed(
     failed = RunnablePassthrough.assign(parsed=lambda _: None)
     fallback = parsed.with_fallbacks([failed], exception_key="parsing_error")
     return RunnableMap(raw=model) | fallback
-
-
-def _chunk(growing: GrowingChunks, piece: str) -> ChatGenerationChunk | None:
-    """The chunk for a piece; None if nothing is certain yet."""
-    said, chunks = growing.push(piece)
-    if not (said or chunks):
-        return None
-    return ChatGenerationChunk(message=AIMessageChunk(content=said, tool_call_chunks=chunks))

@@ -7,18 +7,17 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LLM
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from pydantic import PrivateAttr
 
-from cached_rag import Report
+from cached_rag.spi import CALL_SETTINGS, GENERATION_SETTINGS, SchemaPrompt, Stream, call_options
 from cached_rag.spi import Generation as Answer
-from cached_rag.spi import SchemaPrompt, Stream
-from langchain_cached_rag.fields import CALL_SETTINGS, GENERATION_SETTINGS, asked
-from langchain_cached_rag.messages import Prompt, logprobs, metadata, usage
-from langchain_cached_rag.settings import EngineSettings
+from langchain_cached_rag.messages import Prompt, usage
+from langchain_cached_rag.settings import AsyncRun, EngineSettings, Run, Stop, apieces, pieces
+
+_OF_A_CALL = {*CALL_SETTINGS, "top_logprobs"}
 
 
 class CachedRAGLLM(EngineSettings, LLM):
@@ -70,31 +69,21 @@ class CachedRAGLLM(EngineSettings, LLM):
 
     def _settled(self, options: dict[str, Any]) -> tuple[CachedRAGLLM, dict[str, Any]]:
         """This model with a call's settings as its own, and what is left of them."""
-        options = asked(options)
+        options = call_options(options)
         own = {n: v for n, v in options.items() if n in GENERATION_SETTINGS and n != "stop"}
         rest = {name: value for name, value in options.items() if name not in own}
         model = rest.pop("model", None)
         if model is not None and model != self._model:
             own |= {"model_name": model, "engine": None}
         settled = self.model_copy(update=own)
-        settled._further = {n: v for n, v in rest.items() if n in CALL_SETTINGS}
+        settled._further = {n: v for n, v in rest.items() if n in _OF_A_CALL}
         return settled, rest
 
-    def _call(
-        self,
-        prompt: str,
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> str:
+    def _call(self, prompt: str, stop: Stop = None, run_manager: Run = None, **kwargs: Any) -> str:
         return self._generate([prompt], stop, run_manager, **kwargs).generations[0][0].text
 
     def _generate(
-        self,
-        prompts: list[str],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, prompts: list[str], stop: Stop = None, run_manager: Run = None, **kwargs: Any
     ) -> LLMResult:
         model = kwargs.pop("model", None)
         engine, config = self.loaded_engine(model), self._config(stop, kwargs)
@@ -102,11 +91,7 @@ class CachedRAGLLM(EngineSettings, LLM):
         return self._result(answers, model)
 
     async def _agenerate(
-        self,
-        prompts: list[str],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, prompts: list[str], stop: Stop = None, run_manager: AsyncRun = None, **kwargs: Any
     ) -> LLMResult:
         streams = [await asyncio.to_thread(self._start, p, stop, kwargs) for p in prompts]
         try:
@@ -119,70 +104,50 @@ class CachedRAGLLM(EngineSettings, LLM):
 
     def _result(self, answers: list[Answer], model: str | None) -> LLMResult:
         generations = [
-            [Generation(text=answer.text, generation_info=self._about(answer, model))]
-            for answer in answers
+            [Generation(text=one.text, generation_info=self._about(one, model) | _usage(one))]
+            for one in answers
         ]
-        counts = _total([answer.report for answer in answers])
+        read = sum(one.report.prompt_tokens for one in answers)
+        made = sum(one.report.output_tokens for one in answers)
+        counts = {"input_tokens": read, "output_tokens": made, "total_tokens": read + made}
         output = {"model_name": model or self._model, "token_usage": counts}
         return LLMResult(generations=generations, llm_output=output)
 
-    def _start(self, prompt: str, stop: list[str] | None, options: dict[str, Any]) -> Stream:
+    def _start(self, prompt: str, stop: Stop, options: dict[str, Any]) -> Stream:
         options = dict(options)
         engine = self.loaded_engine(options.pop("model", None))
         return engine.stream(self._asked(prompt), self._config(stop, options))
 
     def _stream(
-        self,
-        prompt: str,
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, prompt: str, stop: Stop = None, run_manager: Run = None, **kwargs: Any
     ) -> Iterator[GenerationChunk]:
         stream = self._start(prompt, stop, kwargs)
-        try:
-            for piece in stream:
-                chunk = GenerationChunk(text=piece)
-                if run_manager:
-                    run_manager.on_llm_new_token(piece, chunk=chunk)
-                yield chunk
-        finally:
-            stream.close()
+        yield from pieces(stream, _chunk, run_manager)
         yield self._last_chunk(stream, kwargs)
 
     async def _astream(
-        self,
-        prompt: str,
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, prompt: str, stop: Stop = None, run_manager: AsyncRun = None, **kwargs: Any
     ) -> AsyncIterator[GenerationChunk]:
         stream = await asyncio.to_thread(self._start, prompt, stop, kwargs)
-        async with aclosing(stream.apieces()) as taken:
-            async for piece in taken:
-                chunk = GenerationChunk(text=piece)
-                if run_manager:
-                    await run_manager.on_llm_new_token(piece, chunk=chunk)
+        async with aclosing(apieces(stream, _chunk, run_manager)) as chunks:
+            async for chunk in chunks:
                 yield chunk
         yield self._last_chunk(stream, kwargs)
 
     def _last_chunk(self, stream: Stream, options: dict[str, Any]) -> GenerationChunk:
-        info = self._about(stream.generation(""), options.get("model"))
+        info = self._about(stream, options.get("model")) | _usage(stream)
         return GenerationChunk(text="", generation_info=info)
 
-    def _about(self, answer: Answer, model: str | None) -> dict[str, Any]:
-        about = metadata(model or self._model, answer.report, answer.finish_reason)
-        if answer.logprobs:
-            about["logprobs"] = logprobs(answer.logprobs, self.loaded_engine(model))
-        return {**about, "usage_metadata": usage(answer.report)}
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+    def _get_ls_params(self, stop: Stop = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
         params["ls_provider"] = "cached-rag"
         params["ls_model_name"] = kwargs.get("model") or self._model
         return params
 
 
-def _total(reports: list[Report]) -> dict[str, int]:
-    """Token counts of a batch."""
-    read, made = sum(r.prompt_tokens for r in reports), sum(r.output_tokens for r in reports)
-    return {"input_tokens": read, "output_tokens": made, "total_tokens": read + made}
+def _chunk(piece: str) -> GenerationChunk:
+    return GenerationChunk(text=piece)
+
+
+def _usage(answer: Answer | Stream) -> dict[str, Any]:
+    return {"usage_metadata": usage(answer.report)}

@@ -1,31 +1,37 @@
-"""LangChain's messages as roles and strings, and what a report is in LangChain's words.
+"""LangChain's prompts and messages as roles and strings, and reports in LangChain's words.
 
 Knows content blocks; knows no engine.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TextIO
 
+from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import (
     AIMessage,
     BaseMessage,
     BaseMessageChunk,
     ChatMessage,
     HumanMessage,
+    SystemMessage,
     ToolMessage,
     message_chunk_to_message,
 )
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from langchain_core.prompt_values import PromptValue
+from langchain_core.outputs import ChatGeneration, LLMResult
+from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPromptValue
 from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, MessagesPlaceholder
+from pydantic import ConfigDict, Field
 
-from cached_rag import Engine, Report
-from cached_rag.spi import TokenLogprobs
+from cached_rag import Report
+from cached_rag.pml import Fillable, Schema, SchemaTemplate
 
 Prompt = str | list[dict[str, Any]]
+_MESSAGES = {"system": SystemMessage, "user": HumanMessage, "assistant": AIMessage}
 _ROLES = {
     **{"human": "user", "ai": "assistant", "system": "system", "developer": "system"},
     **{"tool": "tool", "function": "tool"},
@@ -100,32 +106,6 @@ def usage(report: Report) -> UsageMetadata:
     )
 
 
-def metadata(model: str, report: Report, finish_reason: str) -> dict[str, Any]:
-    """What goes with an answer: the model, why the answer ended, and the whole report."""
-    return {
-        "model_name": model,
-        "model_provider": "cached-rag",
-        "finish_reason": finish_reason,
-        "cached_rag": report.to_dict(),
-    }
-
-
-def logprobs(found: Sequence[TokenLogprobs], engine: Engine) -> dict[str, Any]:
-    """Log probabilities in OpenAI's form."""
-
-    def one(token: int, logprob: float) -> dict[str, Any]:
-        spelled = engine.tokenization.spelled(token)
-        text = spelled.decode(errors="replace")
-        return {"token": text, "logprob": logprob, "bytes": list(spelled)}
-
-    return {
-        "content": [
-            {**one(at.token, at.logprob), "top_logprobs": [one(*pair) for pair in at.top]}
-            for at in found
-        ]
-    }
-
-
 def _role(message: BaseMessage) -> str:
     if isinstance(message, ChatMessage):
         return _ROLES.get(message.role, message.role)
@@ -155,3 +135,106 @@ def _texts(message: BaseMessage) -> Iterator[str]:
                 f"a {message.type} message holds a content block of type {kind!r}, and the model "
                 "reads text only; take it out, or turn it into text first"
             )
+
+
+class PMLPromptTemplate(BasePromptTemplate[Any]):
+    """Renders prompts of a schema.
+
+    `ChatCachedRAG` (for schemas with messages) and `CachedRAGLLM` (for those without) take the KV
+    of the schema's modules; other models get the same text.
+
+    Example:
+        template = PMLPromptTemplate.from_schema(
+            Schema.from_file("trip.xml"),
+            '<prompt schema="trip"><plan days="{days}"/><user>{question}</user></prompt>',
+        )
+        chain = template | ChatCachedRAG()
+        chain.invoke({"days": "a week", "question": "Where to?"})
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    source: Any = Field(exclude=True, repr=False)
+    """A `SchemaTemplate` or a prompt function."""
+
+    @classmethod
+    def from_schema(cls, schema: Schema, prompt: str) -> PMLPromptTemplate:
+        """A <prompt> with {variables} in its texts and arguments.
+
+        Raises:
+            cached_rag.errors.PMLError: it is wrong, or not of this schema.
+        """
+        return cls.from_function(SchemaTemplate.from_string(schema, prompt))
+
+    @classmethod
+    def from_function(cls, function: Fillable) -> PMLPromptTemplate:
+        """A prompt function, whose parameters are the variables."""
+        return cls(
+            source=function,
+            input_variables=list(function.variables),
+            optional_variables=list(function.optional),
+        )
+
+    @property
+    def _prompt_type(self) -> str:
+        return "pml"
+
+    def format_prompt(self, **kwargs: Any) -> PromptValue:
+        """The prompt as messages, or, of a schema without messages, as a string."""
+        given = self._merge_partial_and_user_variables(**kwargs)
+        known = (*self.source.variables, *self.source.optional)
+        plain = self.source.fill(**{name: given[name] for name in known if name in given}).sent()
+        if isinstance(plain, str):
+            return StringPromptValue(text=plain)
+        return ChatPromptValue(messages=[_message(said) for said in plain])
+
+    async def aformat_prompt(self, **kwargs: Any) -> PromptValue:
+        """As `format_prompt`."""
+        return self.format_prompt(**kwargs)
+
+    def format(self, **kwargs: Any) -> str:
+        """The prompt as a string."""
+        return self.format_prompt(**kwargs).to_string()
+
+    async def aformat(self, **kwargs: Any) -> str:
+        """As `format`."""
+        return self.format(**kwargs)
+
+
+def _message(said: dict[str, str]) -> BaseMessage:
+    message: BaseMessage = _MESSAGES[said["role"]](content=said["content"])
+    return message
+
+
+class CacheReportHandler(BaseCallbackHandler):
+    """Collects the report of every request it hears of, and prints it if told to.
+
+    Example:
+        reports = CacheReportHandler(prints=True)
+        chain.invoke(question, config={"callbacks": [reports]})
+        reports.reports[-1].cached_tokens
+
+    Attributes:
+        reports: in the order in which the requests ended. Safe for several threads.
+    """
+
+    def __init__(self, *, prints: bool = False, file: TextIO | None = None) -> None:
+        self.reports: list[Report] = []
+        self._prints = prints
+        self._file = file
+
+    def on_llm_end(self, response: LLMResult, **_: Any) -> None:
+        """Take the reports out of a result; other models have none."""
+        for generations in response.generations:
+            for generation in generations:
+                if isinstance(generation, ChatGeneration):
+                    about: dict[str, Any] = generation.message.response_metadata
+                else:
+                    about = generation.generation_info or {}
+                # What a response cache answers was reported when it was computed.
+                usage = getattr(getattr(generation, "message", None), "usage_metadata", None) or {}
+                if "cached_rag" in about and "total_cost" not in usage:
+                    report = Report(**about["cached_rag"])
+                    self.reports.append(report)
+                    if self._prints:
+                        print(f"{report.to_line()}\n", end="", file=self._file or sys.stderr)

@@ -1,70 +1,69 @@
 """What the chat model and the string model have in common: settings, and an engine behind them.
 
-Uses public names of `cached_rag` only; knows no message and no tensor.
+Uses public names of `cached_rag` only; knows no tensor.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, closing
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from typing import Any, ClassVar, TypeVar
 
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.outputs import ChatGenerationChunk, GenerationChunk
 from langchain_core.prompts import BasePromptTemplate
-from pydantic import PrivateAttr
+from pydantic import ConfigDict, Field
 
-from cached_rag import CachedRAG, ConfigError, Engine
-from cached_rag.spi import EncodeSummary, Progress, encode_progress, template_head
-from langchain_cached_rag.fields import GENERATION_SETTINGS, Fields
+from cached_rag import ConfigError, GenerationConfig
+from cached_rag.spi import (
+    DEFAULT_MODEL,
+    GENERATION_SETTINGS,
+    EncodeSummary,
+    FrameworkModel,
+    Generation,
+    Progress,
+    Stream,
+    call_options,
+    encode_progress,
+    shown_logprob,
+    template_head,
+)
 from langchain_cached_rag.messages import Prompt, filled
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
+Stop = list[str] | None
+Run = CallbackManagerForLLMRun | None
+AsyncRun = AsyncCallbackManagerForLLMRun | None
+_Chunk = TypeVar("_Chunk", ChatGenerationChunk, GenerationChunk)
 # What says where KV is kept, and nothing of answers.
 _SECRET = ("remote", "signing_key")
 
 
-class _Engines(dict[str, Engine]):
-    """Engines by their models' names; no weak reference is possible to a dict itself."""
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    """Engines that were loaded, by their models' names, and what they were loaded with.
-
-    Attributes:
-        kept: those that objects with the same `engine_key` loaded, for `configurable_fields` makes
-            one for each call and drops it. The process forgets engines that nobody holds.
-    """
-
-    settings: tuple[object, ...]
-    kept: _Engines
-    engines: dict[str, Engine] = field(default_factory=dict)
-
-
-_KEPT: WeakValueDictionary[tuple[object, ...], _Engines] = WeakValueDictionary()
-
-
-class EngineSettings(Fields):
+class EngineSettings(FrameworkModel):
     """Settings of a model and its store. Objects with the same settings share one engine.
 
     Nothing is loaded before it is needed.
     """
 
-    _loaded: _Loaded | None = PrivateAttr(default=None)
+    model_config = ConfigDict(populate_by_name=True)
+    # Applications pass these to any model.
+    _hosted: ClassVar[frozenset[str]] = frozenset({"api_key", "base_url", "timeout", "max_retries"})
+
+    model_name: str = Field(default=DEFAULT_MODEL, alias="model")
+    """Alias, hub id, folder or GGUF file."""
+    stop: list[str] | None = Field(default=None, alias="stop_sequences")
+    """Strings that end the answer; they are not part of it."""
 
     def model_post_init(self, context: Any, /) -> None:
-        """Versions appear in traces, where langchain-core collects them.
-
-        Written out, because pydantic's own for private attributes does not call LangChain's.
-        """
+        """Versions appear in traces, where langchain-core collects them."""
         super().model_post_init(context)
-        self._held()
         if hasattr(self, "_add_version"):
             self._add_version("cached-rag", version("cached-rag"))
+
+    @property
+    def _named(self) -> str:
+        return self.model_name
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
@@ -84,88 +83,30 @@ class EngineSettings(Fields):
         own = {n: v for n, v in self.changed_settings().items() if n not in _SECRET}
         return {"model": self.model_name, **own, **settings}
 
-    @property
-    def engine_key(self) -> tuple[object, ...]:
-        """Models with the same key have the same engine."""
-        if self.engine is not None:
-            return (id(self.engine),)
-        return (self.model_name, *self._loading)
-
-    @property
-    def _loading(self) -> tuple[object, ...]:
-        """All but the model's name that an engine is loaded with."""
-        own = self.changed_settings()
-        key = own.pop("signing_key", None)  # which as text would be any other
-        return (key, *((name, repr(value)) for name, value in own.items()))
-
-    @property
-    def _model(self) -> str:
-        """The model's name as users see it."""
-        if isinstance(self.engine, CachedRAG):
-            return self.engine.settings["model"]
-        return self.engine.model.name if self.engine is not None else self.model_name
-
-    # The engine ------------------------------------------------------------------------------
-
-    def loaded_engine(self, model: str | None = None) -> Engine:
-        """The engine, loaded on first use; with `model`, one of another model instead.
-
-        Raises:
-            ModelNotFoundError, ModelError: see `cached_rag.load_model`.
-            ConfigError: an engine was given, and a namespace that is not its own.
-        """
-        if model is not None and model != self._model:
-            return self._shared(model)
-        if self.engine is None:
-            return self._shared(self.model_name)
-        given = self.engine.engine if isinstance(self.engine, CachedRAG) else self.engine
-        theirs = given.library.namespace
-        if self.namespace not in ("", theirs):
-            raise ConfigError(
-                f"namespace={self.namespace!r} was set, and the engine that was given keeps KV of "
-                f"{theirs!r}; give engine.tenant({self.namespace!r}) as the engine, or leave "
-                "engine= out"
-            )
-        return given
-
     def renamed(self, model: str | None) -> EngineSettings:
         """These settings with another model, as a call with `model=` has it; None for the same."""
         if model is None or model == self._model:
             return self
         return self.model_copy(update={"model_name": model, "engine": None})
 
-    def _shared(self, model: str) -> Engine:
-        loaded = self._held()
-        if model not in loaded.engines:
-            store, options = self._loaded_with()
-            engine = Engine.shared(model, store=store, **options)
-            loaded.engines[model] = loaded.kept[model] = engine
-        return loaded.engines[model]
+    def _config(
+        self, stop: str | Sequence[str] | None, options: dict[str, Any]
+    ) -> GenerationConfig:
+        """Settings of one call: the object's, and what was bound or given to the call.
 
-    def _held(self) -> _Loaded:
-        """Engines loaded with the settings as they are now.
+        `stop` is typed as a list by LangChain, which passes on what it is given: a string, too.
 
-        Copies hold them together as long as they have these settings.
+        LangChain's own option "stream" says how the call is made, not what it computes.
         """
-        settings = self._loading
-        if self._loaded is None or self._loaded.settings != settings:
-            self._loaded = _Loaded(settings, _KEPT.setdefault(self.engine_key, _Engines()))
-        return self._loaded
+        options = call_options(options) | ({"stop": stop} if stop else {})
+        options.pop("stream", None)
+        if "top_logprobs" in options or isinstance(options.get("logprobs"), bool):
+            wanted, top = options.pop("logprobs", True), options.pop("top_logprobs", None)
+            options["logprobs"] = (top or 0) if wanted else None
+        return self.answer_config(options)
 
-    def __copy__(self) -> Self:
-        """A copy that has the same engines, also those that either of the two loads later."""
-        self._held()
-        return super().__copy__()
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """A copy of everything but the engines, which are shared: they cannot be copied."""
-        self._held()
-        memo = {} if memo is None else memo
-        memo |= {id(one): one for one in (self.engine, self._loaded)}
-        return super().__deepcopy__(memo)
-
-    def __getstate__(self) -> dict[Any, Any]:
-        """For pickling: the settings, by which whoever unpickles them loads an engine.
+    def _without_engine(self) -> EngineSettings:
+        """For pickling.
 
         Raises:
             ConfigError: an engine was given.
@@ -175,10 +116,7 @@ class EngineSettings(Fields):
                 "a model with an engine that was given cannot be pickled, as no engine can; give "
                 "it model=, store= and the like, with which each process loads its own"
             )
-        state = super().__getstate__()
-        return {**state, "__pydantic_private__": {**state["__pydantic_private__"], "_loaded": None}}
-
-    # Chunks ----------------------------------------------------------------------------------
+        return super()._without_engine()
 
     def encode(
         self,
@@ -204,29 +142,12 @@ class EngineSettings(Fields):
             cached_rag.errors.ContextOverflowError: a text exceeds the model's context.
             cached_rag.errors.StoreFullError: no room left; what was encoded before is kept.
         """
-        engine = self.loaded_engine()
-        head = None
+        engine, head = self.loaded_engine(), None
         if prompt is not None:
-            head = template_head(
-                engine,
-                prompt.input_variables,
-                variable,
-                lambda values: self._prompt(filled(prompt, values)),
-            )
+            names = prompt.input_variables
+            head = template_head(engine, names, variable, lambda v: self._prompt(filled(prompt, v)))
         with encode_progress(progress) as shown:
             return engine.encode(list(texts), head, context="configured", **shown)
-
-    def register(self, texts: Iterable[str]) -> None:
-        """Know texts as chunks: those that prompts contain are encoded after the answers."""
-        self.loaded_engine().register(list(texts))
-
-    def prefetch(self, texts: Iterable[str], *, in_parts: bool = False) -> None:
-        """Begin to bring texts' KV into memory; see `cached_rag.Engine.prefetch`."""
-        self.loaded_engine().prefetch(list(texts), in_parts=in_parts)
-
-    def forget(self, texts: Iterable[str]) -> None:
-        """Drop texts and their KV."""
-        self.loaded_engine().forget(list(texts))
 
     @abstractmethod
     def _prompt(self, value: Any) -> Prompt:
@@ -236,4 +157,52 @@ class EngineSettings(Fields):
         """Token ids of a text, by the model's own tokenizer, or by `custom_get_token_ids`."""
         if custom := getattr(self, "custom_get_token_ids", None):
             return list(custom(text))
-        return self.loaded_engine().tokenization.literal(text).ids
+        return self.token_ids(text)
+
+    def _about(
+        self, answer: Stream | Generation, model: str | None, *, has_calls: bool = False
+    ) -> dict[str, Any]:
+        """What goes with an answer: the model, why the answer ended, and the whole report.
+
+        Log probabilities are in OpenAI's form.
+        """
+        reason = answer.finish_reason
+        about = {
+            "model_name": model or self._model,
+            "model_provider": "cached-rag",
+            "finish_reason": "tool_calls" if has_calls and reason == "stop" else reason,
+            "cached_rag": answer.report.to_dict(),
+        }
+        if answer.logprobs:
+            by = self.loaded_engine(model).tokenization
+            shown = [
+                {
+                    **shown_logprob(by, at.token, at.logprob),
+                    "top_logprobs": [shown_logprob(by, *pair) for pair in at.top],
+                }
+                for at in answer.logprobs
+            ]
+            about["logprobs"] = {"content": shown}
+        return about
+
+
+def pieces(stream: Stream, chunk_of: Callable[[str], _Chunk | None], run: Run) -> Iterator[_Chunk]:
+    """Chunks of an answer, of which its run is told; None is nothing to be told yet."""
+    with closing(stream):
+        for piece in stream:
+            if chunk := chunk_of(piece):
+                if run:
+                    run.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+
+async def apieces(
+    stream: Stream, chunk_of: Callable[[str], _Chunk | None], run: AsyncRun
+) -> AsyncGenerator[_Chunk, None]:
+    """As `pieces`, off the event loop."""
+    async with aclosing(stream.apieces()) as taken:
+        async for piece in taken:
+            if chunk := chunk_of(piece):
+                if run:
+                    await run.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk

@@ -1,4 +1,4 @@
-"""LangChain's tools and response formats, as the engine takes them and gives them back.
+"""LangChain's tools and the forms of answers, as the engine takes them and gives them back.
 
 Knows messages and schemas; knows no model.
 """
@@ -6,18 +6,35 @@ Knows messages and schemas; knows no model.
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from langchain_core.messages import InvalidToolCall, ToolCall, ToolCallChunk
-from langchain_core.utils.function_calling import convert_to_openai_tool
+from langchain_core.exceptions import OutputParserException
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    InvalidToolCall,
+    ToolCall,
+    ToolCallChunk,
+)
+from langchain_core.output_parsers import (
+    BaseCumulativeTransformOutputParser,
+    JsonOutputParser,
+    PydanticOutputParser,
+)
+from langchain_core.output_parsers.openai_tools import (
+    JsonOutputKeyToolsParser,
+    PydanticToolsParser,
+)
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, Generation
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from cached_rag import ConfigError, Engine, Tools
-from cached_rag.spi import CallPart
+from cached_rag.spi import CallPart, new_call_id
 from cached_rag.spi import ToolCall as Call
-from langchain_cached_rag.forms import json_schema
 
+Parser = BaseCumulativeTransformOutputParser[Any]
 # Options of a call that say what form its answer has.
 _OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
 # LangChain notes here how a structured answer was asked for, for traces.
@@ -25,6 +42,12 @@ _NOTES = ("strict", "ls_structured_output_format")
 # Quotes and brackets that no JSON goes on with, so that LangChain does not close arguments which an
 # answer's end cut off: within a string the first quote ends it, elsewhere the second.
 _CUT_OFF = ' (cut off)"{brackets} (cut off)"{brackets}'
+# A dict with one of these is a JSON schema already; others are OpenAI's or Anthropic's functions.
+_KEYWORDS = {
+    *("type", "properties", "additionalProperties", "items", "enum", "const", "pattern", "format"),
+    *("$ref", "$defs", "definitions", "anyOf", "oneOf", "allOf"),
+}
+_OF_FUNCTIONS = {"function", "parameters", "input_schema"}
 _CHOICES = {"any": "required", True: "required", False: "none", None: "auto"}
 
 
@@ -84,37 +107,35 @@ def _schema(wanted: Any) -> Any:
 
 def as_calls(calls: Sequence[Call]) -> tuple[list[ToolCall], list[InvalidToolCall]]:
     """The calls of an answer, and those that its end cut off."""
-    good = [
-        ToolCall(name=call.name, args=json.loads(call.arguments), id=_new_id(), type="tool_call")
-        for call in calls
-        if call.is_complete
-    ]
-    bad = [
-        InvalidToolCall(
-            name=call.name,
-            args=call.arguments,
-            id=_new_id(),
-            error="the answer ended before the call did; raise max_tokens",
-            type="invalid_tool_call",
-        )
-        for call in calls
-        if not call.is_complete
-    ]
+    good, bad = [], []
+    for call in calls:
+        name, key = call.name, new_call_id()
+        if call.is_complete:
+            arguments = json.loads(call.arguments)
+            good.append(ToolCall(name=name, args=arguments, id=key, type="tool_call"))
+        else:
+            error = "the answer ended before the call did; raise max_tokens"
+            kind: Literal["invalid_tool_call"] = "invalid_tool_call"
+            cut = InvalidToolCall(name=name, args=call.arguments, id=key, error=error, type=kind)
+            bad.append(cut)
     return good, bad
 
 
 class GrowingChunks:
-    """An answer that comes in pieces: its text, and its calls as LangChain has them in chunks."""
+    """An answer that comes in pieces, as LangChain has it in chunks: its text, and its calls."""
 
     def __init__(self, tools: Tools) -> None:
         self._tools, self._growing = tools, tools.growing()
         self._text = ""
 
-    def push(self, piece: str) -> tuple[str, list[ToolCallChunk]]:
-        """What is new and certain: text, and parts of calls."""
+    def push(self, piece: str) -> ChatGenerationChunk | None:
+        """What is new and certain: text, and parts of calls; None for nothing."""
         self._text += piece
         said, parts = self._growing.push(piece)
-        return said, [_as_chunk(part) for part in parts]
+        if not (said or parts):
+            return None
+        message = AIMessageChunk(content=said, tool_call_chunks=[_as_chunk(part) for part in parts])
+        return ChatGenerationChunk(message=message)
 
     def end(self) -> tuple[str, list[ToolCallChunk], bool]:
         """The rest, in which calls that were cut off are made invalid; whether any call is not."""
@@ -134,11 +155,103 @@ def _as_chunk(part: CallPart) -> ToolCallChunk:
     return ToolCallChunk(
         name=part.name,
         args=part.arguments,
-        id=None if part.name is None else _new_id(),
+        id=None if part.name is None else new_call_id(),
         index=part.index,
         type="tool_call_chunk",
     )
 
 
-def _new_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
+def json_schema(schema: Any) -> dict[str, Any]:
+    """The JSON schema of a pydantic class, a TypedDict, a dict, or OpenAI's form of one.
+
+    LangChain's own conversion makes a function of it, which has properties or nothing, and no
+    references to itself. So what is a JSON schema stays as it is.
+
+    Raises:
+        ConfigError: it says nothing of an answer's form. A `ValueError`, too.
+    """
+    if not isinstance(schema, Mapping):
+        if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
+            return dict(schema.model_json_schema())
+        return convert_to_json_schema(schema)
+    if schema.get("type") == "json_schema":
+        schema = schema.get("json_schema", schema)
+    if isinstance(inner := schema.get("schema"), Mapping):
+        schema = {"title": schema.get("name", "answer"), **inner}
+    is_function = bool(_OF_FUNCTIONS & schema.keys())
+    found = convert_to_json_schema(dict(schema)) if is_function else dict(schema)
+    if not _KEYWORDS & found.keys():
+        raise ConfigError(f"a schema says of what type or form an answer is; got {dict(schema)!r}")
+    return found
+
+
+class Whole(Parser):
+    """Parses what another parser does, and refuses what `max_tokens` cut off.
+
+    LangChain's parsers close the strings and braces that a cut answer leaves open, and leave out
+    calls that are not whole: what remains may fit the schema, and is not what was to be said.
+    """
+
+    inside: Parser
+
+    @property
+    def _type(self) -> str:
+        return "whole"
+
+    @property
+    def OutputType(self) -> Any:  # noqa: N802  # LangChain's name
+        """That of the parser inside."""
+        return self.inside.OutputType
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        """What the parser inside makes of an answer.
+
+        Raises:
+            OutputParserException: it was cut off, or does not fit the schema.
+        """
+        for answer in result:
+            if isinstance(answer, ChatGeneration) and _is_cut(answer.message):
+                raise OutputParserException(
+                    "max_tokens cut the answer off before its object was whole; raise max_tokens, "
+                    "or ask for a smaller object",
+                    llm_output=answer.text,
+                )
+        return self.inside.parse_result(result, partial=partial)
+
+    def parse(self, text: str) -> Any:
+        """What the parser inside makes of a text."""
+        return self.inside.parse(text)
+
+    def get_format_instructions(self) -> str:
+        """Those of the parser inside."""
+        return self.inside.get_format_instructions()
+
+
+def _is_cut(message: Any) -> bool:
+    reason = message.response_metadata.get("finish_reason")
+    return isinstance(message, AIMessage) and reason == "length"
+
+
+def response_format(schema: Any) -> dict[str, Any]:
+    """OpenAI's response format for a pydantic class, TypedDict or JSON schema."""
+    found = json_schema(schema)
+    name = str(found.get("title", "answer"))
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": found}}
+
+
+def parser(schema: Any, *, of_a_call: bool = False) -> Whole:
+    """What makes an object of a structured answer; a dict for all but pydantic classes.
+
+    Args:
+        of_a_call: the answer is a call of the tool of that schema.
+    """
+    inside: Parser
+    is_class = is_basemodel_subclass(schema)
+    if not of_a_call:
+        inside = PydanticOutputParser(pydantic_object=schema) if is_class else JsonOutputParser()
+    elif is_class:
+        inside = PydanticToolsParser(tools=[schema], first_tool_only=True)
+    else:
+        name = convert_to_openai_tool(schema)["function"]["name"]
+        inside = JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
+    return Whole(inside=inside)

@@ -16,7 +16,7 @@ from langchain_core.prompts import BasePromptTemplate
 from langchain_core.runnables import Runnable
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
-from cached_rag import ConfigError
+from cached_rag import ConfigError, Embedder
 from cached_rag.spi import Encode, Learner, Ledger, Progress
 from langchain_cached_rag.settings import EngineSettings
 from langchain_cached_rag.unwrap import unwrapped
@@ -128,7 +128,9 @@ class CachedRAGVectorStore(VectorStore):
         options = store_options or {}
         inner = vector_store.from_texts(texts, embedding, metadatas, ids=names, **options)
         store = cls(inner, **kwargs)
-        store._learn(names, texts, metadatas or [{}] * len(texts), {})
+        metadatas = metadatas or [{}] * len(texts)
+        pairs = zip(texts, metadatas, strict=True)
+        store._learn(names, [Document(page_content=t, metadata=m) for t, m in pairs], {})
         return store
 
     def close(self) -> None:
@@ -148,7 +150,7 @@ class CachedRAGVectorStore(VectorStore):
         given = kwargs.get("ids") or [document.id for document in documents]
         before = self._recall(given, self._held(self._unknown(given)))
         ids = self.vector_store.add_documents(documents, **kwargs)
-        self._learn(ids, _texts(documents), _metadata(documents), self._held(before))
+        self._learn(ids, documents, self._held(before))
         return ids
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
@@ -157,8 +159,7 @@ class CachedRAGVectorStore(VectorStore):
         before = await self._arecall(given)
         ids = await self.vector_store.aadd_documents(documents, **kwargs)
         held = await self._aheld(before)
-        given = _texts(documents), _metadata(documents)
-        await asyncio.to_thread(self._learn, ids, *given, held)
+        await asyncio.to_thread(self._learn, ids, documents, held)
         return ids
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
@@ -202,14 +203,13 @@ class CachedRAGVectorStore(VectorStore):
         held = await self._aheld(await asyncio.to_thread(self._unknown, ids))
         return await asyncio.to_thread(self._recall, ids, held)
 
-    def _learn(
-        self, ids: list[str], texts: list[str], metadata: list[dict[str, Any]], held: Held
-    ) -> None:
-        last = dict(zip(ids, texts, strict=True))  # an id may be there twice: the last one stays
+    def _learn(self, ids: list[str], documents: list[Document], held: Held) -> None:
+        last = dict(zip(ids, documents, strict=True))  # an id may be there twice: the last stays
+        texts = {name: document.page_content for name, document in last.items()}
         # Loaders name the file or page that a document is from, and splitters copy that.
-        sources = {name: str(m.get("source", name)) for name, m in zip(ids, metadata, strict=True)}
-        self._write((held or {}) | last)
-        self._learner.learn(list(last.values()), list(sources.values()))
+        sources = [str(document.metadata.get("source", name)) for name, document in last.items()]
+        self._write((held or {}) | texts)
+        self._learner.learn(list(texts.values()), sources)
 
     def _drop(self, ids: list[str] | None, before: list[str], held: Held) -> None:
         if held is not None:
@@ -278,6 +278,33 @@ class CachedRAGVectorStore(VectorStore):
         return results
 
 
+class SentenceTransformerEmbeddings(Embeddings):
+    """Unit vectors from a sentence-transformers model, loaded when first used.
+
+    Args:
+        model: a hub id or folder, or the alias "all-minilm-l6-v2".
+        device: see `SentenceTransformer`; None for the best this machine has.
+    """
+
+    def __init__(self, model: str = "all-minilm-l6-v2", *, device: str | None = None) -> None:
+        self.model = model
+        self._embedder = Embedder(model, device)
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        """A vector a text.
+
+        Raises:
+            cached_rag.errors.ModelNotFoundError: the embedding model cannot be loaded.
+            cached_rag.errors.MissingPackageError: `[rag]`, which brings sentence-transformers,
+                is not installed.
+        """
+        return self._embedder.embed(texts).tolist() if texts else []
+
+    def embed_query(self, text: str) -> list[float]:
+        """A question's vector; errors as `embed_documents`."""
+        return self.embed_documents([text])[0]
+
+
 def _named(ids: Ids) -> list[str]:
     return [name for name in ids or () if name]
 
@@ -285,10 +312,6 @@ def _named(ids: Ids) -> list[str]:
 def _lacks_ids(found: Sequence[Document], ids: Sequence[str]) -> bool:
     """Whether documents came without their ids, which some stores leave out."""
     return bool({document.id for document in found} - set(ids))
-
-
-def _metadata(documents: Iterable[Document]) -> list[dict[str, Any]]:
-    return [document.metadata for document in documents]
 
 
 def _texts(documents: Iterable[Document]) -> list[str]:

@@ -3,6 +3,6 @@
 from cached_rag.errors import needs_extra
 
 with needs_extra("ray", "the integration with Ray", "ray", "pandas", "pyarrow"):
-    from ray_cached_rag.config import RayConfig
+    from ray_cached_rag.cluster import RayConfig
 
 __all__ = ["RayConfig"]

@@ -1,23 +1,87 @@
-"""The connection to a Ray cluster. Knows no documents."""
+"""Which Ray cluster, how many workers of what size, and documents on their way through them.
+
+Ray Data works through batches of documents by a pool of actors. Knows no document's contents.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
+from ray.data import ActorPoolStrategy, from_items
+from ray.exceptions import RayError
 
+from cached_rag import CachedRAGError, ConfigError
 from cached_rag.errors import ClusterError
+from cached_rag.spi import IngestRecipe, IngestTask, PreparedBatch
+from ray_cached_rag.worker import Attempts, Worker
 
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent anywhere
     "RAY_BACKEND_LOG_LEVEL": "fatal",  # else each pool says on stderr that it might be restarted
 }
+
+
+@dataclass(frozen=True)
+class RayConfig:
+    """Workers of a Ray cluster that prepare documents; see `CachedRAG.ingest`.
+
+    Attributes:
+        address: "local" for a cluster of this machine alone, which ends with the ingestion; "auto"
+            for the one that runs on this machine; or another's, as "host:port" or
+            "ray://host:10001". If this process is connected to Ray already, that cluster is used.
+        workers: how many processes; None for as many as the cluster's CPUs and GPUs allow. Each
+            holds the language model and the embedding model.
+        cpus_per_worker: CPUs of each, and threads that it computes with.
+        gpus_per_worker: GPUs of each; .5 has two workers share one.
+        documents_per_task: how many documents a worker takes at a time. Only these have to be read
+            again if it dies.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    address: str = "local"
+    workers: int | None = None
+    cpus_per_worker: float = 1.0
+    gpus_per_worker: float = 0.0
+    documents_per_task: int = 8
+
+    def __post_init__(self) -> None:
+        _require(bool(self.address.strip()), 'address is empty; "local" is this machine')
+        _require(self.workers is None or self.workers >= 1, f"workers must be 1 or more: {self}")
+        _require(self.cpus_per_worker > 0, f"cpus_per_worker must be more than 0: {self}")
+        gpus = self.gpus_per_worker
+        _require(gpus >= 0, f"gpus_per_worker cannot be negative: {self}")
+        _require(gpus <= 1 or gpus % 1 == 0, f"more than one GPU must be whole GPUs: {self}")
+        _require(self.documents_per_task >= 1, f"documents_per_task must be 1 or more: {self}")
+
+    def prepare(self, recipe: IngestRecipe, tasks: Sequence[IngestTask]) -> Iterator[PreparedBatch]:
+        """Have tasks done by workers; their batches come in the order of the tasks.
+
+        Raises:
+            ClusterError: the cluster cannot be reached, is too small, or its workers failed.
+            CachedRAGError: what a worker raised.
+        """
+        size = self.documents_per_task
+        batches = [tuple(tasks[at : at + size]) for at in range(0, len(tasks), size)]
+        if not batches:
+            return
+        cpus, gpus = self.cpus_per_worker, self.gpus_per_worker
+        with connected(self.address, (self.workers or 1) * cpus):
+            yield from _prepared(recipe, batches, self.workers or room(cpus, gpus), self)
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)
 
 
 @contextmanager
@@ -75,3 +139,40 @@ def room(cpus: float, gpus: float) -> int:
             f"worker is to have {cpus:g} and {gpus:g}; ask for less, or add machines"
         )
     return int(most)
+
+
+def _prepared(
+    recipe: IngestRecipe,
+    batches: Sequence[tuple[IngestTask, ...]],
+    workers: int,
+    config: RayConfig,
+) -> Iterator[PreparedBatch]:
+    """What actors make of batches, in their order.
+
+    A worker that dies is started anew, and the batch that it had is done again: Ray Data asks Ray
+    for both, without a bound. So the attempts are counted.
+
+    Raises:
+        ClusterError, CachedRAGError: see `RayConfig.prepare`.
+    """
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    attempts = ray.remote(num_cpus=0)(Attempts).remote()
+    rows = [{"number": number, "tasks": batch} for number, batch in enumerate(batches)]
+    data = from_items(rows, override_num_blocks=len(rows)).map_batches(
+        Worker,
+        fn_constructor_args=(recipe, attempts),
+        batch_size=1,
+        compute=ActorPoolStrategy(size=min(workers, len(rows))),
+        num_cpus=config.cpus_per_worker,
+        num_gpus=config.gpus_per_worker,
+    )
+    data.context.enable_progress_bars = False  # the ingestion has its own
+    data.context.execution_options.preserve_order = True
+    try:
+        for row in data.iter_rows():
+            made: Any = row["made"]
+            if isinstance(made, CachedRAGError):
+                raise made
+            yield made
+    except RayError as error:
+        raise ClusterError(f"the workers failed: {error}. Ingest again, and it goes on") from error

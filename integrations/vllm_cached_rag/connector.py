@@ -19,9 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from cached_rag import CachedRAGError
 from cached_rag.spi import Handoff
-from vllm_cached_rag.blocks import Load, layers_in_order, whole_blocks
-from vllm_cached_rag.settings import Settings
-from vllm_cached_rag.ticket import Ticket, ticket_of
+from vllm_cached_rag.agreed import Load, Settings, Ticket, layers_in_order, ticket_of, whole_blocks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

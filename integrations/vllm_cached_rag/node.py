@@ -10,8 +10,7 @@ from typing import Any
 
 from cached_rag import CachedRAGError, ConfigError, Engine, GenerationConfig, Report
 from cached_rag.spi import Handoff, Prompt
-from vllm_cached_rag.settings import Settings
-from vllm_cached_rag.ticket import Ticket
+from vllm_cached_rag.agreed import Settings, Ticket
 
 _log = logging.getLogger(__name__)
 # Settings of a request with which vLLM would read another prompt than the one its messages make.

@@ -214,9 +214,9 @@ def test_a_batch_says_what_it_used(llm, is_async):
 
 
 def test_bad_settings_are_refused_when_made():
-    with pytest.raises(ValidationError, match="recompute_ration"):
+    with pytest.raises(ValueError, match="recompute_ration"):
         ChatCachedRAG(recompute_ration=0.5)
-    with pytest.raises(ValidationError, match="temperature is 0 or more"):
+    with pytest.raises(ValueError, match="temperature is 0 or more"):
         ChatCachedRAG(temperature=-1)
     with pytest.raises(ValidationError, match="engine"):
         ChatCachedRAG(engine="smollm2")

@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 from conftest import CHUNKS
 from langchain_cached_rag import CachedRetriever, CacheReportHandler, ChatCachedRAG
-from langchain_cached_rag.origins import Origins
+from langchain_cached_rag.retrievers import Origins
 from langchain_classic.retrievers import (
     ContextualCompressionRetriever,
     EnsembleRetriever,

@@ -11,8 +11,7 @@ from conftest import NEW_PROMPTS, smollm2, tiny_model
 from langchain.agents import create_agent
 from langchain.agents.structured_output import ToolStrategy
 from langchain_cached_rag import CachedRAGLLM, ChatCachedRAG
-from langchain_cached_rag.structured import response_format
-from langchain_cached_rag.tools import GrowingChunks
+from langchain_cached_rag.tools import GrowingChunks, response_format
 from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool

@@ -63,8 +63,10 @@ def test_a_copy_with_another_model_answers_with_it(loads):
 def test_settings_of_an_engine_that_was_given_are_its_own(engine, tmp_path):
     llm = CachedRAGLLM(engine=engine, max_tokens=1)
     assert llm.model_copy(update={"max_tokens": 2}).loaded_engine() is engine
-    with pytest.raises(ConfigError, match="namespace changed, and an engine that was given"):
+    with pytest.raises(ConfigError, match="namespace='bob' was set, and the engine that was given"):
         llm.model_copy(update={"namespace": "bob"}).complete("x")
+    with pytest.raises(ConfigError, match="codec, model: the engine that was given"):
+        llm.model_copy(update={"model": "b", "codec": "int8"}).complete("x")
     with CachedRAG.open(tmp_path, engine=engine) as rag:
         of_index = CachedRAGLLM(engine=rag, max_tokens=1)
         assert of_index.metadata.model_name == rag.settings["model"] == "llama"
@@ -84,7 +86,7 @@ def test_a_given_engine_is_of_its_own_namespace(engine, tmp_path):
 
 
 def test_what_a_given_engine_has_already_is_refused(engine):
-    with pytest.raises(ConfigError, match="store, dtype, codec: the engine that was given"):
+    with pytest.raises(ConfigError, match="codec, dtype, store: the engine that was given"):
         CachedRAGLLM(engine=engine, store="kv", codec="int8", dtype="float32")
 
 
@@ -104,7 +106,9 @@ def test_deep_copies_share_the_engine(loads, engine):
         assert one.messages_to_prompt.llm is one
     other = llm.model_copy(update={"model": "b"}, deep=True)
     assert other.complete("x").raw["model"] == other.messages_to_prompt.llm.model == "b"
-    assert copy.deepcopy(CachedRAGLLM(engine=engine)).loaded_engine() is engine
+    given = CachedRAGLLM(engine=engine)
+    assert copy.deepcopy(given).loaded_engine() is engine
+    assert given.model_copy(update={"max_tokens": 2}, deep=True).loaded_engine() is engine
 
 
 def test_pickling_leaves_an_llm_as_it_was(loads, caplog):

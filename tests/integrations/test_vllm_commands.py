@@ -8,8 +8,7 @@ import pytest
 from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 from typer.testing import CliRunner
 from vllm_cached_rag.__main__ import app
-from vllm_cached_rag.settings import Settings
-from vllm_cached_rag.ticket import ticket_of
+from vllm_cached_rag.agreed import Settings, ticket_of
 from vllm_double import Server, served, tokens
 
 from cached_rag import CachedRAGError, Engine, load_model

@@ -146,7 +146,7 @@ def test_what_the_connector_needs_loads_no_model_library():
     code = (
         "import sys; from cached_rag.errors import CachedRAGError, ConfigError\n"
         "from cached_rag.spi import Handoff\n"
-        "import vllm_cached_rag.blocks, vllm_cached_rag.settings, vllm_cached_rag.ticket\n"
+        "import vllm_cached_rag.agreed\n"
         "assert not {'transformers', 'fastapi', 'httpx'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

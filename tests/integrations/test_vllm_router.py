@@ -12,9 +12,9 @@ import pytest
 import uvicorn
 from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 from fastapi.testclient import TestClient
+from vllm_cached_rag.agreed import ticket_of
 from vllm_cached_rag.node import PrefillNode
 from vllm_cached_rag.router import create_app
-from vllm_cached_rag.ticket import ticket_of
 
 from cached_rag import Engine
 from cached_rag.server.run import bind

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from vllm_cached_rag.blocks import Load, layers_in_order, whole_blocks
+from vllm_cached_rag.agreed import Load, Settings, Ticket, layers_in_order, ticket_of, whole_blocks
 from vllm_cached_rag.node import prompt_of
-from vllm_cached_rag.settings import Settings
-from vllm_cached_rag.ticket import Ticket, ticket_of
 
 from cached_rag import ConfigError
 

@@ -6,7 +6,9 @@ Uses public names of `cached_rag` only; knows no tensor.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+import logging
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -18,37 +20,58 @@ from llama_index.core.base.llms.types import (
     CompletionResponse,
     CompletionResponseAsyncGen,
     CompletionResponseGen,
+    LLMMetadata,
 )
-from llama_index.core.bridge.pydantic import BaseModel
+from llama_index.core.bridge.pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    field_serializer,
+    field_validator,
+)
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.llm import ToolSelection
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import LLM, ToolSelection
+from llama_index.core.llms.structured_llm import StructuredLLM
 from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
 from llama_index.core.schema import BaseNode
 from llama_index.core.tools.types import BaseTool
-from llama_index.llms.cached_rag.growing import apieces, growing_chat, pieces
 from llama_index.llms.cached_rag.messages import (
+    GrowingChat,
     OwnTemplate,
     Prompt,
-    chat_response,
+    apieces,
     completion_response,
+    pieces,
     plain,
 )
 from llama_index.llms.cached_rag.nodes import module_text
-from llama_index.llms.cached_rag.prompting import PromptingLLM
-from llama_index.llms.cached_rag.structured import astream_objects, stream_objects
 from llama_index.llms.cached_rag.tools import (
-    blocks,
+    GrowingObject,
+    can_call,
     check_whole,
     offered,
     selections,
     taken,
 )
+from typing_extensions import Self
 
 from cached_rag import CachedRAG, ConfigError, Engine, Tools
-from cached_rag.spi import EncodeSummary, SchemaPrompt, Stream, template_head, unknown_settings
+from cached_rag.spi import (
+    DEFAULT_MODEL,
+    EncodeSummary,
+    FrameworkModel,
+    SchemaPrompt,
+    Stream,
+    template_head,
+)
+
+_log = logging.getLogger(__name__)
+_HIDDEN = "**********"
 
 
-class CachedRAGLLM(PromptingLLM):
+class CachedRAGLLM(FrameworkModel, FunctionCallingLLM):
     """A local model that does not prefill text again whose KV it holds.
 
     Whatever its engine has encoded is found in any prompt by its text, so query engines, chat
@@ -62,11 +85,16 @@ class CachedRAGLLM(PromptingLLM):
         index.as_query_engine().query("...")
     """
 
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(default=DEFAULT_MODEL, description="Alias, hub id, folder or GGUF file.")
+    context_window: int | None = Field(default=None, description="Less than the model's own.")
+
     def __init__(self, *, engine: Engine | CachedRAG | None = None, **data: Any) -> None:
         """Settings are fields; `engine` is one to share (or a `CachedRAG`) instead of loading.
 
         Raises:
-            ConfigError: an unknown setting. A `ValueError`, as what a bad one raises.
+            ConfigError: see `cached_rag.spi.FrameworkModel`.
         """
         if isinstance(engine, CachedRAG):
             data.setdefault("model", engine.settings["model"])
@@ -74,26 +102,106 @@ class CachedRAGLLM(PromptingLLM):
             data.setdefault("model", engine.model.name)
             # Saved and pickled, too: who loads by these settings is no other tenant.
             data["namespace"] = data.get("namespace") or engine.library.namespace
-        if unknown := data.keys() - type(self).model_fields.keys():
-            raise ConfigError(unknown_settings(sorted(unknown), type(self).model_fields))
-        super().__init__(**data)
-        self.loaded_with()
-        if engine is not None:
-            given = [name for name in self.changed_settings() if name != "namespace"]
-            if given:
-                raise ConfigError(
-                    f"{', '.join(given)}: the engine that was given is loaded, and has a store of "
-                    "its own; give these to Engine.load, or leave engine= out"
-                )
-            self._give(engine)
+        super().__init__(engine=engine, **data)
         if data.get("messages_to_prompt") is None:
             self.messages_to_prompt = OwnTemplate(self)
-        self._config({})
 
     @classmethod
     def class_name(cls) -> str:
         """The name LlamaIndex serialises under."""
         return "CachedRAGLLM"
+
+    @property
+    def _named(self) -> str:
+        return self.model
+
+    @field_serializer("signing_key")
+    def _hide(self, key: SecretStr | None) -> str | None:
+        return None if key is None else _HIDDEN
+
+    @field_validator("signing_key")
+    @classmethod
+    def _is_no_mask(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and key.get_secret_value() == _HIDDEN:
+            raise ValueError(
+                "settings are saved without their signing key, which is a secret; give it again: "
+                "from_dict(settings, signing_key=...)"
+            )
+        return key
+
+    def __copy__(self) -> Self:
+        """A copy may get another model, so its own template is not the original's."""
+        copied = super().__copy__()
+        if not copied._has_template:
+            copied.messages_to_prompt = OwnTemplate(copied)
+        return copied
+
+    def _without_engine(self) -> Self:
+        """For pickling: LlamaIndex takes what cannot be pickled off the object itself."""
+        if self.engine is not None:
+            _log.warning("an engine is not pickled: elsewhere %r is loaded by name", self.model)
+        bare = super()._without_engine()
+        if not self._has_template:
+            del bare.__dict__["messages_to_prompt"]
+        return bare
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """The model's own limits, less what its chat template adds: LlamaIndex cannot count it."""
+        own = self.loaded_engine().model.context_length - self._around()
+        return LLMMetadata(
+            context_window=min(self.context_window or own, own),
+            num_output=self.max_tokens,
+            is_chat_model=self._is_chat,
+            is_function_calling_model=self._is_chat and can_call(),
+            model_name=self.model,
+        )
+
+    @property
+    def _has_template(self) -> bool:
+        return not isinstance(self.messages_to_prompt, OwnTemplate)
+
+    @property
+    def _is_chat(self) -> bool:
+        return bool(getattr(self.loaded_engine().model.tokenizer, "chat_template", None))
+
+    def _around(self) -> int:
+        """Tokens of a prompt besides what it says and the system prompt, which are counted."""
+        prompt = (
+            self.chat_prompt(self._extend_messages([ChatMessage(content="x")]))
+            if self._is_chat
+            else self.completion_prompt("x", formatted=False)
+        )
+        counted = sum(len(self.token_ids(text)) for text in ("x", self.system_prompt or ""))
+        return max(0, self.loaded_engine().count_tokens(prompt) - counted)
+
+    # Prompts ---------------------------------------------------------------------------------
+
+    def chat_prompt(self, messages: Sequence[ChatMessage]) -> Prompt:
+        """Messages as the engine takes them: in the model's own template, unless one was given."""
+        if self._has_template and self.messages_to_prompt is not None:
+            return str(self.messages_to_prompt(messages))
+        return plain(messages)
+
+    def completion_prompt(self, prompt: str, formatted: bool) -> Prompt:
+        """A string as the engine takes it: as it is if formatted, else as a user's message.
+
+        A model without chat template gets it as `predict` would write it.
+        """
+        if formatted:
+            return prompt
+        assert self.completion_to_prompt is not None
+        if not self._is_chat:
+            return self._extend_prompt(self.completion_to_prompt(prompt))
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        content = str(self.completion_to_prompt(prompt))
+        return [*system, {"role": "user", "content": content}]
+
+    def _filled(self, template: BasePromptTemplate, values: Mapping[str, str]) -> Prompt:
+        """A template's prompt, as `predict` would ask it."""
+        if self._is_chat:
+            return self.chat_prompt(self._get_messages(template, **values))
+        return self._get_prompt(template, **values)
 
     # Chunks ----------------------------------------------------------------------------------
 
@@ -135,14 +243,12 @@ class CachedRAGLLM(PromptingLLM):
 
     # Answers ---------------------------------------------------------------------------------
 
-    def _start(self, prompt: Callable[[], Prompt], options: dict[str, Any]) -> Stream:
-        asked = prompt()
-        return self.loaded_engine().stream(
-            SchemaPrompt.receive(asked) or asked, self._config(options)
-        )
+    def _start(self, prompt: Prompt, options: dict[str, Any]) -> Stream:
+        asked = SchemaPrompt.receive(prompt) or prompt
+        return self.loaded_engine().stream(asked, self.answer_config(options))
 
-    async def _astart(self, prompt: Callable[[], Prompt], options: dict[str, Any]) -> Stream:
-        return await asyncio.to_thread(self._start, prompt, options)
+    def _start_completion(self, prompt: str, formatted: bool, options: dict[str, Any]) -> Stream:
+        return self._start(self.completion_prompt(prompt, formatted), options)
 
     def _start_chat(
         self, messages: Sequence[ChatMessage], options: dict[str, Any]
@@ -150,45 +256,43 @@ class CachedRAGLLM(PromptingLLM):
         options = dict(options)
         tools = taken(self.loaded_engine(), options)
         if not tools.is_offered:
-            return self._start(lambda: self.chat_prompt(messages), options), tools
+            return self._start(self.chat_prompt(messages), options), tools
         if self._has_template:
             raise ValueError("messages_to_prompt lists no tools; leave it out to call tools")
-        prompt = tools.prompt(plain(messages))
-        return self.loaded_engine().stream(prompt, tools.settings(self._config(options))), tools
+        config = tools.settings(self.answer_config(options))
+        return self.loaded_engine().stream(tools.prompt(plain(messages)), config), tools
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """One answer to chat messages; `kwargs` are `GenerationConfig`'s."""
         stream, tools = self._start_chat(messages, kwargs)
-        found = blocks(tools, "".join(stream), [], is_over=True)
-        return chat_response(self, found, stream)
+        return GrowingChat(self, stream, tools).response("".join(stream))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """An answer piece by piece."""
         stream, tools = self._start_chat(messages, kwargs)
-        return pieces(self, stream, growing_chat(tools))
+        return pieces(stream, GrowingChat(self, stream, tools).response)
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """One answer to a string; put in a user's message unless it is formatted already."""
-        stream = self._start(lambda: self.completion_prompt(prompt, formatted), kwargs)
-        return completion_response(self, "".join(stream), stream)
+        stream = self._start_completion(prompt, formatted, kwargs)
+        return completion_response(self, stream, "".join(stream))
 
     @llm_completion_callback()
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
         """An answer to a string, piece by piece."""
-        stream = self._start(lambda: self.completion_prompt(prompt, formatted), kwargs)
-        return pieces(self, stream, completion_response)
+        stream = self._start_completion(prompt, formatted, kwargs)
+        return pieces(stream, partial(completion_response, self, stream))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """As `chat`, off the event loop; a cancelled task stops the generation."""
         stream, tools = await asyncio.to_thread(self._start_chat, messages, kwargs)
-        found = blocks(tools, await stream.atext(), [], is_over=True)
-        return chat_response(self, found, stream)
+        return GrowingChat(self, stream, tools).response(await stream.atext())
 
     @llm_chat_callback()
     async def astream_chat(
@@ -196,23 +300,23 @@ class CachedRAGLLM(PromptingLLM):
     ) -> ChatResponseAsyncGen:
         """As `stream_chat`, off the event loop."""
         stream, tools = await asyncio.to_thread(self._start_chat, messages, kwargs)
-        return apieces(self, stream, growing_chat(tools))
+        return apieces(stream, GrowingChat(self, stream, tools).response)
 
     @llm_completion_callback()
     async def acomplete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
         """As `complete`, off the event loop."""
-        stream = await self._astart(lambda: self.completion_prompt(prompt, formatted), kwargs)
-        return completion_response(self, await stream.atext(), stream)
+        stream = await asyncio.to_thread(self._start_completion, prompt, formatted, kwargs)
+        return completion_response(self, stream, await stream.atext())
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
         """As `stream_complete`, off the event loop."""
-        stream = await self._astart(lambda: self.completion_prompt(prompt, formatted), kwargs)
-        return apieces(self, stream, completion_response)
+        stream = await asyncio.to_thread(self._start_completion, prompt, formatted, kwargs)
+        return apieces(stream, partial(completion_response, self, stream))
 
     # Tools -----------------------------------------------------------------------------------
 
@@ -243,7 +347,7 @@ class CachedRAGLLM(PromptingLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
-        return stream_objects(self, output_cls, prompt, llm_kwargs or {}, prompt_args)
+        return GrowingObject(self, output_cls, prompt, llm_kwargs, prompt_args).stream()
 
     async def _structured_astream_call(
         self,
@@ -252,7 +356,7 @@ class CachedRAGLLM(PromptingLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> AsyncGenerator[Any, None]:
-        return astream_objects(self, output_cls, prompt, llm_kwargs or {}, prompt_args)
+        return GrowingObject(self, output_cls, prompt, llm_kwargs, prompt_args).astream()
 
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **_: Any
@@ -265,3 +369,21 @@ class CachedRAGLLM(PromptingLLM):
         """
         check_whole(response, must_call=error_on_no_tool_call)
         return selections(response.message)
+
+
+def unwrapped(llm: LLM) -> CachedRAGLLM:
+    """The model whose engine reads what an LLM is asked.
+
+    Args:
+        llm: a `CachedRAGLLM`, or what `as_structured_llm` made of one.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    inside = llm.llm if isinstance(llm, StructuredLLM) else llm
+    if isinstance(inside, CachedRAGLLM):
+        return inside
+    raise ConfigError(
+        f"llm is the model that will read the nodes, and a {type(inside).__name__} keeps no KV; "
+        "give the CachedRAGLLM that answers"
+    )

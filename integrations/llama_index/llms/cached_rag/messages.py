@@ -1,25 +1,38 @@
-"""LlamaIndex's messages as roles and strings, and an engine's answer in LlamaIndex's words."""
+"""LlamaIndex's prompts and messages as roles and strings, and answers in LlamaIndex's words.
+
+Knows templates and tools; knows no engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from llama_index.core.base.llms.base import BaseLLM
+from llama_index.core.base.llms.generic_utils import messages_to_prompt
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
     CompletionResponse,
-    ContentBlock,
     LogProb,
     MessageRole,
     TextBlock,
 )
-from llama_index.llms.cached_rag.settings import EngineSettings
-from llama_index.llms.cached_rag.tools import called
+from llama_index.core.bridge.pydantic import Field
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.instrumentation.events import BaseEvent
+from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
+from llama_index.core.prompts import BasePromptTemplate
+from llama_index.llms.cached_rag.tools import blocks, called
 
-from cached_rag.spi import Stream
+from cached_rag import Report, Tools
+from cached_rag.pml import Fillable, Schema, SchemaPrompt, SchemaTemplate
+from cached_rag.spi import FrameworkModel, Stream, shown_logprob
 
+_T = TypeVar("_T")
 Prompt = str | list[dict[str, Any]]
 _ROLES = {"function": "tool", "chatbot": "assistant", "model": "assistant", "developer": "system"}
 
@@ -57,7 +70,7 @@ class OwnTemplate:
     Its repr holds no model's, which would hold this, and so on without end.
     """
 
-    llm: EngineSettings
+    llm: FrameworkModel
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnTemplate:
         """The copy's, where the LLM is copied, too."""
@@ -68,52 +81,48 @@ class OwnTemplate:
         return self.llm.loaded_engine().tokenization.template.render(plain(messages)).text
 
 
-def chat_response(
-    llm: EngineSettings,
-    blocks: Sequence[ContentBlock],
-    stream: Stream,
-    delta: str | None = None,
-    *,
-    is_over: bool = True,
-) -> ChatResponse:
-    """What there is of an answer, with the report in `raw` and token counts beside the message.
+class GrowingChat:
+    """A chat answer in LlamaIndex's words, as far as it has come; its calls keep their ids."""
 
-    Log probabilities come with the whole answer, each token's before those of its alternatives.
-    """
-    more: dict[str, Any] = _counts(stream)
-    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=list(blocks), additional_kwargs=more)
-    if calls := called(message):  # where LlamaIndex's programs look for them
-        message.additional_kwargs["tool_calls"] = calls
-    return ChatResponse(
-        message=message,
-        delta=delta,
-        raw=_raw(llm.model, stream, is_over),
-        logprobs=_logprobs(llm, stream) if is_over else None,
-    )
+    def __init__(self, llm: FrameworkModel, stream: Stream, tools: Tools) -> None:
+        self._llm, self._stream, self._tools = llm, stream, tools
+        self._ids: list[str] = []
+        self._said = ""
+
+    def response(self, text: str, piece: str | None = None) -> ChatResponse:
+        """What there is of it, with the report in `raw` and token counts beside the message.
+
+        Log probabilities come with the whole answer, each token's before those of its alternatives.
+
+        Args:
+            piece: what has just come; "" if nothing more does, None if all came at once.
+        """
+        found = blocks(self._tools, text, self._ids, is_over=not piece)
+        before = len(self._said)
+        self._said = next((b.text for b in found if isinstance(b, TextBlock)), "")
+        message = ChatMessage(
+            role=MessageRole.ASSISTANT, blocks=found, additional_kwargs=_counts(self._stream)
+        )
+        if calls := called(message):  # where LlamaIndex's programs look for them
+            message.additional_kwargs["tool_calls"] = calls
+        delta = None if piece is None else self._said[before:]
+        return ChatResponse(message=message, delta=delta, **_about(self._llm, self._stream, piece))
 
 
 def completion_response(
-    llm: EngineSettings, text: str, stream: Stream, delta: str | None = None
+    llm: FrameworkModel, stream: Stream, text: str, piece: str | None = None
 ) -> CompletionResponse:
-    """As `chat_response`, for a completion."""
-    is_over = not delta
-    return CompletionResponse(
-        text=text,
-        delta=delta,
-        raw=_raw(llm.model, stream, is_over),
-        logprobs=_logprobs(llm, stream) if is_over else None,
-        additional_kwargs=_counts(stream),
-    )
+    """As `GrowingChat.response`, for a completion."""
+    about, counts = _about(llm, stream, piece), _counts(stream)
+    return CompletionResponse(text=text, delta=piece, **about, additional_kwargs=counts)
 
 
-def _logprobs(llm: EngineSettings, stream: Stream) -> list[list[LogProb]] | None:
+def _logprobs(llm: FrameworkModel, stream: Stream) -> list[list[LogProb]] | None:
     """None if they were not asked for."""
-    spelled = llm.loaded_engine().tokenization.spelled
+    by = llm.loaded_engine().tokenization
 
     def one(token: int, logprob: float) -> LogProb:
-        found = spelled(token)
-        text = found.decode(errors="replace")
-        return LogProb(token=text, logprob=logprob, bytes=list(found))
+        return LogProb(**shown_logprob(by, token, logprob))
 
     shown = [
         [one(at.token, at.logprob), *(one(*pair) for pair in at.top if pair[0] != at.token)]
@@ -122,7 +131,7 @@ def _logprobs(llm: EngineSettings, stream: Stream) -> list[list[LogProb]] | None
     return shown or None
 
 
-def _counts(stream: Stream) -> dict[str, int]:
+def _counts(stream: Stream) -> dict[str, Any]:
     report = stream.report
     return {
         "prompt_tokens": report.prompt_tokens,
@@ -132,13 +141,124 @@ def _counts(stream: Stream) -> dict[str, int]:
     }
 
 
-def _raw(model: str, stream: Stream, is_over: bool) -> dict[str, Any]:
-    """Names as in OpenAI's answers, which LlamaIndex's token counters look for."""
+def _about(llm: FrameworkModel, stream: Stream, piece: str | None) -> dict[str, Any]:
+    """What goes with an answer; names in `raw` are OpenAI's, which token counters look for."""
     counts = _counts(stream)
     details = {"cached_tokens": counts.pop("cached_tokens")}
-    return {
-        "model": model,
+    raw = {
+        "model": llm.model,
         "usage": {**counts, "prompt_tokens_details": details},
-        "finish_reason": stream.finish_reason if is_over else None,
+        "finish_reason": None if piece else stream.finish_reason,
         "cached_rag": stream.report.to_dict(),
     }
+    return {"raw": raw, "logprobs": None if piece else _logprobs(llm, stream)}
+
+
+def pieces(stream: Stream, response: Callable[[str, str], _T]) -> Generator[_T, None, None]:
+    """A response for every piece, and one with the finished report."""
+    text = ""
+    for piece in stream:
+        text += piece
+        yield response(text, piece)
+    yield response(text, "")
+
+
+async def apieces(stream: Stream, response: Callable[[str, str], _T]) -> AsyncGenerator[_T, None]:
+    """As `pieces`, off the event loop."""
+    text = ""
+    async for piece in stream.apieces():
+        text += piece
+        yield response(text, piece)
+    yield response(text, "")
+
+
+class PMLPromptTemplate(BasePromptTemplate):
+    """Renders prompts of a schema.
+
+    `CachedRAGLLM` takes the KV of the schema's modules; other models get the same text. A chat
+    model wants a schema with messages, a completing model one without.
+
+    Example:
+        template = PMLPromptTemplate.from_schema(
+            Schema.from_file("manual.xml"),
+            '<prompt schema="manual"><rules/>{context_str}<user>{query_str}</user></prompt>',
+        )
+        index.as_query_engine(text_qa_template=template)
+    """
+
+    source: Any = Field(exclude=True, repr=False)
+
+    @classmethod
+    def from_schema(cls, schema: Schema, prompt: str) -> PMLPromptTemplate:
+        """A <prompt> with {variables} in its texts and arguments.
+
+        Raises:
+            cached_rag.errors.PMLError: it is wrong, or not of this schema.
+        """
+        return cls.from_function(SchemaTemplate.from_string(schema, prompt))
+
+    @classmethod
+    def from_function(cls, function: Fillable) -> PMLPromptTemplate:
+        """A prompt function, whose parameters are the variables."""
+        names = [*function.variables, *function.optional]
+        return cls(source=function, metadata={}, template_vars=names, kwargs={}, output_parser=None)
+
+    def partial_format(self, **kwargs: Any) -> PMLPromptTemplate:
+        """The template with some values filled in."""
+        filled = copy(self)
+        filled.kwargs = {**self.kwargs, **kwargs}
+        return filled
+
+    def format(self, llm: BaseLLM | None = None, **kwargs: Any) -> str:
+        """The prompt as a string."""
+        plain = self._plain(kwargs)
+        return plain if isinstance(plain, str) else messages_to_prompt(_messages(plain))
+
+    def format_messages(self, llm: BaseLLM | None = None, **kwargs: Any) -> list[ChatMessage]:
+        """The prompt as messages; of a schema without messages, one of the user's."""
+        plain = self._plain(kwargs)
+        said = [{"role": "user", "content": plain}] if isinstance(plain, str) else plain
+        return _messages(said)
+
+    def get_template(self, llm: BaseLLM | None = None) -> str:
+        """The prompt with its variables' names in braces."""
+        return self.format(llm, **{name: f"{{{name}}}" for name in self.template_vars})
+
+    def _plain(self, values: dict[str, Any]) -> str | list[dict[str, str]]:
+        known = self._map_all_vars({**self.kwargs, **values})
+        given = {name: known[name] for name in self.template_vars if name in known}
+        prompt: SchemaPrompt = self.source.fill(**given)
+        return prompt.sent()
+
+
+def _messages(plain: list[dict[str, str]]) -> list[ChatMessage]:
+    return [ChatMessage(role=MessageRole(said["role"]), content=said["content"]) for said in plain]
+
+
+class CacheReportHandler(BaseEventHandler):
+    """Collects the report of every request it hears of, and prints it if told to.
+
+    Example:
+        reports = CacheReportHandler(prints=True)
+        get_dispatcher().add_event_handler(reports)  # llama_index.core.instrumentation
+        reports.reports[-1].cached_tokens
+    """
+
+    reports: list[Any] = Field(default_factory=list, description="In the order of their ends.")
+    prints: bool = Field(default=False, description="One line a request on standard error.")
+
+    @classmethod
+    def class_name(cls) -> str:
+        """The name LlamaIndex serialises under."""
+        return "CacheReportHandler"
+
+    def handle(self, event: BaseEvent, **_: Any) -> None:
+        """Take the report out of an ended request; other models have none."""
+        if not isinstance(event, LLMChatEndEvent | LLMCompletionEndEvent):
+            return
+        raw = getattr(event.response, "raw", None)
+        if isinstance(raw, dict) and "cached_rag" in raw:
+            report = Report(**raw["cached_rag"])
+            self.reports.append(report)
+            if self.prints:
+                print(report.to_line(), file=sys.stderr)

@@ -1,10 +1,9 @@
-"""LlamaIndex's tools as the engine takes them, and an answer's calls in LlamaIndex's words."""
+"""LlamaIndex's tools as the engine takes them, and calls and objects in LlamaIndex's words."""
 
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,15 +14,25 @@ from llama_index.core.base.llms.types import (
     TextBlock,
     ToolCallBlock,
 )
+from llama_index.core.bridge.pydantic import BaseModel
+from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.llms.utils import parse_partial_json
+from llama_index.core.program.function_program import get_function_tool
+from llama_index.core.program.utils import get_program_for_llm, process_streaming_objects
+from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.tools.types import BaseTool
+from llama_index.core.types import PydanticProgramMode
 
 from cached_rag import Engine, Tools
 from cached_rag.errors import CutOffError
+from cached_rag.spi import new_call_id
 
 # Options of a call that say what form its answer has.
 _OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")
+_CALLING = (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)
+# Options of a program, which are not the caller's to choose.
+_OWN = frozenset({"tool_required", "tool_choice", "allow_parallel_tool_calls"})
 
 
 def can_call() -> bool:
@@ -58,7 +67,7 @@ def blocks(tools: Tools, text: str, ids: list[str], *, is_over: bool) -> list[Co
     """
     said, calls = tools.read(text, is_over=is_over)
     found: list[ContentBlock] = [TextBlock(text=said)] if said or not calls else []
-    ids += [f"call_{uuid.uuid4().hex[:24]}" for _ in calls[len(ids) :]]
+    ids += [new_call_id() for _ in calls[len(ids) :]]
     for call, name in zip(calls, ids, strict=True):
         arguments = json.loads(call.arguments) if call.is_complete else call.arguments
         block = ToolCallBlock(tool_call_id=name, tool_name=call.name, tool_kwargs=arguments)
@@ -145,3 +154,89 @@ def _arguments(given: dict[str, Any] | str) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+class GrowingObject:
+    """An object that grows, as LlamaIndex's programs stream it; the last one is whole.
+
+    Its own let the model choose whether it gives the object at all, and log what fails: an object
+    that `max_tokens` cut off would look like any other.
+    """
+
+    def __init__(
+        self,
+        llm: FunctionCallingLLM,
+        output_cls: type[BaseModel],
+        prompt: BasePromptTemplate,
+        options: Mapping[str, Any] | None,
+        values: Mapping[str, Any],
+    ) -> None:
+        """Ask for it.
+
+        Args:
+            options: of the call, as `GenerationConfig` has them.
+            values: of the prompt's variables.
+        """
+        self._llm, self._output_cls, self._prompt = llm, output_cls, prompt
+        self._options, self._values = dict(options or {}), values
+        self._objects: list[Any] | None = None
+        self._last: ChatResponse | None = None
+
+    def stream(self) -> Generator[Any, None, None]:
+        """The object so far, or a looser one with the fields that there are.
+
+        Raises:
+            ValueError: the answer calls no tool.
+            CutOffError: `max_tokens` cut it off.
+            ConfigError: there is no such option.
+        """
+        if not self._calls():
+            yield from self._program().stream_call(llm_kwargs=self._options, **self._values)
+            return
+        for response in self._llm.stream_chat_with_tools(**self._asked()):
+            yield self._after(response)
+        self._check()
+
+    async def astream(self) -> AsyncGenerator[Any, None]:
+        """As `stream`, off the event loop."""
+        if not self._calls():
+            found = self._program().astream_call(llm_kwargs=self._options, **self._values)
+            async for one in await found:
+                yield one
+            return
+        async for response in await self._llm.astream_chat_with_tools(**self._asked()):
+            yield self._after(response)
+        self._check()
+
+    def _calls(self) -> bool:
+        mode = self._llm.pydantic_program_mode
+        return self._llm.metadata.is_function_calling_model and mode in _CALLING
+
+    def _program(self) -> Any:
+        """LlamaIndex's own, for other modes and models."""
+        mode = self._llm.pydantic_program_mode
+        return get_program_for_llm(
+            self._output_cls, self._prompt, self._llm, pydantic_program_mode=mode
+        )
+
+    def _asked(self) -> dict[str, Any]:
+        messages = self._prompt.format_messages(llm=self._llm, **self._values)
+        return {
+            "tools": [get_function_tool(self._output_cls)],
+            "chat_history": self._llm._extend_messages(messages),
+            "tool_required": True,
+            **{name: value for name, value in self._options.items() if name not in _OWN},
+        }
+
+    def _after(self, response: ChatResponse) -> Any:
+        self._last = response
+        one: Any = process_streaming_objects(
+            response, self._output_cls, cur_objects=self._objects, llm=self._llm
+        )
+        self._objects = [one]
+        return one
+
+    def _check(self) -> None:
+        """See that there is one at the end."""
+        assert self._last is not None
+        self._llm.get_tool_calls_from_response(self._last)

@@ -8,7 +8,7 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.llms.cached_rag import Reader
-from llama_index.llms.cached_rag.unwrap import unwrapped
+from llama_index.llms.cached_rag.base import unwrapped
 
 from cached_rag.spi import Encode
 

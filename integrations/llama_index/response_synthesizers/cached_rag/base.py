@@ -12,7 +12,7 @@ from llama_index.core.indices.prompt_helper import PromptHelper
 from llama_index.core.llms.llm import LLM
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.response_synthesizers import CompactAndRefine
-from llama_index.llms.cached_rag.unwrap import unwrapped
+from llama_index.llms.cached_rag.base import unwrapped
 
 _SEPARATOR = "\n\n"
 

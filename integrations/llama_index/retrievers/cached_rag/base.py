@@ -11,7 +11,7 @@ from llama_index.core.llms.llm import LLM
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.llms.cached_rag import Reader
-from llama_index.llms.cached_rag.unwrap import unwrapped
+from llama_index.llms.cached_rag.base import unwrapped
 
 from cached_rag.spi import Encode
 

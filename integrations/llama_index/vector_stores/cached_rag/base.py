@@ -23,7 +23,7 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryResult,
 )
 from llama_index.llms.cached_rag import CachedRAGLLM, bare_text, module_text
-from llama_index.llms.cached_rag.unwrap import unwrapped
+from llama_index.llms.cached_rag.base import unwrapped
 
 from cached_rag.spi import Learner, Ledger
 

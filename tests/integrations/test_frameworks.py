@@ -1,0 +1,57 @@
+"""What models of frameworks extend, without any framework: settings, and the engine behind them."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from conftest import CHUNKS, NEW_PROMPTS, tiny_model
+
+from cached_rag import ConfigError, Engine
+from cached_rag.spi import (
+    CALL_SETTINGS,
+    GENERATION_SETTINGS,
+    FrameworkModel,
+    Learner,
+    call_options,
+    new_call_id,
+)
+
+
+class Plain(FrameworkModel):
+    name: str = "tiny"
+
+    @property
+    def _named(self):
+        return self.name
+
+    def encode(self, texts):
+        return self.loaded_engine().encode(texts)
+
+
+@pytest.fixture
+def engine():
+    return Engine(tiny_model("llama"), NEW_PROMPTS)
+
+
+def test_settings_become_those_of_an_answer():
+    llm = Plain(max_tokens=3, stop="END")
+    config = llm.answer_config({"temperature": 0.5, "max_tokens": None, "timeout": 3})
+    assert (config.max_tokens, config.temperature, config.stop) == (3, 0.5, ("END",))
+    assert set(GENERATION_SETTINGS) <= Plain.model_fields.keys()
+    assert CALL_SETTINGS.isdisjoint(Plain.model_fields)
+    with pytest.raises(ConfigError, match="did you mean max_tokens"):
+        Plain(max_token=3)
+    assert call_options({"seed": None, "max_tokens": None}) == {"seed": None}
+
+
+def test_copies_share_an_engine_that_was_given(engine):
+    llm = Plain(engine=engine, name="llama")
+    for copied in (llm.model_copy(update={"max_tokens": 2}, deep=True), llm.model_copy()):
+        assert copied.loaded_engine() is engine
+    Learner(llm, "eager").learn(CHUNKS)
+    assert engine.encode(CHUNKS).encoded == 0
+    with pytest.raises(ConfigError, match="codec, model: the engine that was given"):
+        Plain(engine=engine, name="other", codec="int8")
+    assert pickle.loads(pickle.dumps(llm)).engine is None
+    assert new_call_id() != new_call_id()
