@@ -13,6 +13,8 @@ import torch
 import transformers
 
 from cached_rag.backends.base import Backend
+from cached_rag.backends.transformers.model import LanguageModel
+from cached_rag.backends.transformers.weights.packing import FewBitLinear
 from cached_rag.engine.controller import Controller
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.profile import profile_of
@@ -123,6 +125,15 @@ def _loading(engine: Engine) -> dict[str, object]:
     }
 
 
+def _rounding(model: Backend) -> float:
+    """The coarsest rounding in a pass: that of its dtype, or of few-bit kernels' rows."""
+    dtypes = {model.shapes.dtype}
+    if isinstance(model, LanguageModel):
+        layers = model.decoder.network.modules()
+        dtypes |= {one.scales_dtype for one in layers if isinstance(one, FewBitLinear)}
+    return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
 def self_test(engine: Engine) -> list[SelfTest]:
     """Partial prefill against the model's own forward pass, on random tokens, in its dtype.
 
@@ -138,7 +149,7 @@ def self_test(engine: Engine) -> list[SelfTest]:
         return float((logits.float() - plain).abs().max() / plain.abs().max())
 
     own = max(error(model.forward(ids, split)) for split in _SPLITS)
-    allowed = _MARGIN * max(own, torch.finfo(model.shapes.dtype).eps)
+    allowed = _MARGIN * max(own, _rounding(model))
     buffer = KVBuffer.like(model.shapes, _TOKENS)
     tests = [SelfTest("full prefill", error(model.prefill(buffer, ids).logits), allowed)]
     rows = torch.tensor([*range(3, _TOKENS - 1, 5), _TOKENS - 1])

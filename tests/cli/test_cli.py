@@ -268,8 +268,10 @@ def test_documents_are_listed_and_deleted(index, tmp_path):
     assert [one["source"] for one in left] == ["docs/c.txt"]
 
 
-def test_doctor_reports_the_rule_and_passes_its_self_test(model_folder):
-    result = run(cli.app, ["doctor", "--model", model_folder, "--dtype", "float32", "--json"])
+# Where fp32 is the fastest, few bits are read in bf16 all the same.
+@pytest.mark.parametrize("options", [("--dtype", "float32"), ("--weights", "int4")])
+def test_doctor_reports_the_rule_and_passes_its_self_test(model_folder, options):
+    result = run(cli.app, ["doctor", "--model", model_folder, *options, "--json"])
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
     assert "half rotary" in facts["position_rule"]
