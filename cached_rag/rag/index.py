@@ -111,6 +111,10 @@ class DocumentIndex:
                 )
         return kept
 
+    def holds(self, source: str, digest: str) -> bool:
+        """Whether a document is indexed with exactly this content, and none of it is damaged."""
+        return self.digest(source) == digest
+
     def digest(self, source: str) -> str:
         """The digest a document was indexed with; "" if it is not, or any of it is damaged."""
         query = "SELECT digest FROM documents WHERE source = ?"

@@ -255,14 +255,14 @@ class Ingestion:
         if not is_text(source):  # no document is called so
             return False
         try:
-            return self.index.digest(source) == content(reader.load(file, _PATIENCE_S))
+            return self.index.holds(source, content(reader.load(file, _PATIENCE_S)))
         except DocumentError:
             return False
 
     def _update(self, source: str, document: Document, say: Say) -> bool:
         """Index a document, unless it is indexed as it is; says whether it had to."""
         digest = content(document)
-        if self.index.digest(source) == digest:
+        if self.index.holds(source, digest):
             return False
         say("splitting", 0.0)
         chunks = self.preparation.splitter.split(document)
