@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cached_rag.backends.tokenizer import Tokenization
-from cached_rag.engine.decoding import Generation, TokenLogprobs
+from cached_rag.engine.decoding import Generation, TokenLogprobs, shown_logprob
 from cached_rag.engine.report import Report
-from cached_rag.engine.tools import CallPart, Tools
+from cached_rag.engine.tools import CallPart, Tools, new_call_id
 
 Json = dict[str, Any]
 
@@ -127,9 +127,7 @@ class Envelope:
         }
 
     def _token(self, token: int, logprob: float) -> Json:
-        spelled = self.tokenization.spelled(token)
-        text = spelled.decode(errors="replace")
-        return {"token": text, "logprob": logprob, "bytes": list(spelled)}
+        return shown_logprob(self.tokenization, token, logprob)
 
     def _head(self, suffix: str) -> Json:
         kind = f"chat.completion{suffix}" if self.is_chat else "text_completion"
@@ -152,7 +150,7 @@ def _call(name: str | None, arguments: str) -> Json:
     if name is None:
         return {"function": {"arguments": arguments}}
     function = {"name": name, "arguments": arguments}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    return {"id": new_call_id(), "type": "function", "function": function}
 
 
 def usage(reports: Sequence[Report], num_answers: int = 1) -> Json:
