@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cached_rag.backends.transformers.model import LanguageModel
     from cached_rag.defaults import DEFAULT_MODEL
     from cached_rag.engine.decoding import Generation, TokenLogprobs, shown_logprob
-    from cached_rag.engine.planner import Prompt
+    from cached_rag.engine.engine import Prompt
     from cached_rag.engine.stream import Stream
     from cached_rag.engine.tools import CallPart, GrowingAnswer, new_call_id
     from cached_rag.frameworks import (
@@ -102,7 +102,7 @@ _PLACES = {
         "shown_logprob",
     ),
     "engine.stream": ("Stream",),
-    "engine.planner": ("Prompt",),
+    "engine.engine": ("Prompt",),
     "engine.tools": (
         "CallPart",
         "GrowingAnswer",

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
 import torch
@@ -28,7 +28,7 @@ from cached_rag.defaults import DEFAULT_MODEL
 from cached_rag.engine import prefill
 from cached_rag.engine.audit import Audits
 from cached_rag.engine.decoding import Generation
-from cached_rag.engine.planner import Planned, Planner, Prompt, TextPlanner
+from cached_rag.engine.planner import Planner, TextPlanner
 from cached_rag.engine.prompt import AskedPrompt, Prefilling
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.request import Request
@@ -54,6 +54,26 @@ _log = logging.getLogger(__name__)
 
 _SHARED: WeakValueDictionary[tuple[object, ...], Engine] = WeakValueDictionary()
 _SHARING = threading.Lock()
+
+
+@runtime_checkable
+class Planned(Protocol):
+    """A prompt that decides itself which of its tokens come from which KV, as PML prompts do."""
+
+    def planner(self, engine: Engine) -> Planner:
+        """What finds the prompt's tokens and makes its plan, when the engine asks for them."""
+        ...
+
+    def count_tokens(self, engine: Engine) -> int:
+        """The number of its tokens."""
+        ...
+
+    def plain(self) -> str | Sequence[Message]:
+        """The same prompt as ordinary text, or as chat messages."""
+        ...
+
+
+Prompt = str | Sequence[Message] | Rendered | Planned
 
 
 class Engine:

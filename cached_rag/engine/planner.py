@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol
 
-from cached_rag.backends.prompt_text import Message, Rendered, Spans, Tokens
+from cached_rag.backends.prompt_text import Rendered, Spans, Tokens
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.engine.report import Clock, Report
 from cached_rag.library.learning import Learning
@@ -20,9 +20,6 @@ from cached_rag.library.matching import EncodedAfter, Match, align
 from cached_rag.library.plan import Encodings, Plan, make_plan
 from cached_rag.library.sequences import Sequences
 from cached_rag.methods import Takes
-
-if TYPE_CHECKING:
-    from cached_rag.engine.engine import Engine
 
 
 class Reading(Protocol):
@@ -55,26 +52,6 @@ class Planner(Protocol):
                 looked for.
         """
         ...
-
-
-@runtime_checkable
-class Planned(Protocol):
-    """A prompt that decides itself which of its tokens come from which KV, as PML prompts do."""
-
-    def planner(self, engine: Engine) -> Planner:
-        """What finds the prompt's tokens and makes its plan, when the engine asks for them."""
-        ...
-
-    def count_tokens(self, engine: Engine) -> int:
-        """The number of its tokens."""
-        ...
-
-    def plain(self) -> str | Sequence[Message]:
-        """The same prompt as ordinary text, or as chat messages."""
-        ...
-
-
-Prompt = str | Sequence[Message] | Rendered | Planned
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,7 @@ class SchemaPrompt:
         return [{"role": role, "content": text} for role, text in messages(self.bits)]
 
     def planner(self, engine: Engine) -> Planner:
-        """The prompt's planner on an engine, which calls this; see `engine.planner.Planned`."""
+        """The prompt's planner on an engine, which calls this; see `engine.engine.Planned`."""
         return PromptPlanner(self.schema.planner(engine), self.bits)
 
     def count_tokens(self, engine: Engine) -> int:

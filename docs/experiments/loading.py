@@ -15,8 +15,7 @@ from typing import Any
 
 from cached_rag.backends.base import Backend
 from cached_rag.config import GenerationConfig, StoreConfig
-from cached_rag.engine.engine import Engine
-from cached_rag.engine.planner import Prompt
+from cached_rag.engine.engine import Engine, Prompt
 from cached_rag.engine.profile import forget_pages
 from cached_rag.engine.report import Report
 from cached_rag.errors import StoreError

@@ -243,13 +243,13 @@ def test_the_frameworks_have_them_all(thinking_folder, adapter, kind):
         engine.close()
 
 
-THINKING = ("--chat-template-kwargs", '{"enable_thinking": false}')
+UNTHINKING = ("--chat-template-kwargs", '{"enable_thinking": false}')
 
 
 def test_the_server_has_an_adapter_and_thinking(monkeypatch):
     given = []
     monkeypatch.setattr(Engine, "load", lambda _, **options: given.append(options) or 1 / 0)
-    for arguments in ([], ["--adapter", "a", *THINKING]):
+    for arguments in ([], ["--adapter", "a", *UNTHINKING]):
         result = CliRunner().invoke(app, ["serve", "--port", "0", *arguments])
         assert isinstance(result.exception, ZeroDivisionError)
     plain, asked = given
