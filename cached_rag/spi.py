@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from cached_rag.library.handoff import Handoff
     from cached_rag.library.ledger import Ledger
     from cached_rag.methods import METHODS
-    from cached_rag.options import Setting, parted, settings_of, unknown_settings
     from cached_rag.pml import SchemaPrompt
     from cached_rag.rag.index import IndexedDocument
     from cached_rag.rag.progress import Progress, encode_progress
@@ -79,18 +78,14 @@ __all__ = [
     "Progress",
     "Prompt",
     "SchemaPrompt",
-    "Setting",
     "Stream",
     "TokenLogprobs",
     "ToolCall",
     "call_options",
     "encode_progress",
     "new_call_id",
-    "parted",
-    "settings_of",
     "shown_logprob",
     "template_head",
-    "unknown_settings",
 ]
 
 _PLACES = {
@@ -122,7 +117,6 @@ _PLACES = {
     "library.handoff": ("Handoff",),
     "library.ledger": ("Ledger",),
     "methods": ("METHODS",),
-    "options": ("Setting", "parted", "settings_of", "unknown_settings"),
     "pml": ("SchemaPrompt",),
     "rag.index": ("IndexedDocument",),
     "rag.progress": (

@@ -10,15 +10,16 @@ import typer
 
 from cached_rag.cli.options import (
     DEFAULT_INDEX,
+    ENVIRONMENT,
     SETTLED,
     Index,
     filters,
     opened,
-    opening,
     require_index,
 )
 from cached_rag.cli.settings import OptionsOf
 from cached_rag.cli.terminal import Json, out, print_json, print_table
+from cached_rag.config import StoreConfig
 from cached_rag.rag.document import shown
 from cached_rag.rag.settings import IndexConfig, Reranking, Retrieval
 
@@ -55,7 +56,7 @@ def search_command(
         OptionsOf(
             (Retrieval,),
             shown=("k", "where", "min_score"),
-            but=("answer_anyway", "reorder"),
+            only=("k", "where", "min_score"),
             parsers={"where": filters},
         ),
     ],
@@ -84,7 +85,15 @@ def delete_command(
     sources: Annotated[list[str], typer.Argument(help="As `list` has them, or paths on disk.")],
     index: Index = DEFAULT_INDEX,
     *,
-    how: Annotated[dict[str, Any], opening()],
+    how: Annotated[
+        dict[str, Any],
+        OptionsOf(
+            (StoreConfig,),
+            shown=("remote",),
+            only=("remote", "remote_timeout"),
+            environment=ENVIRONMENT,
+        ),
+    ],
     as_json: Json = False,
 ) -> None:
     """Delete documents with their chunks and KV; if one is unknown, nothing is deleted."""

@@ -52,15 +52,6 @@ Model = Annotated[str, typer.Option(help=_MODEL)]
 IndexModel = Annotated[
     str | None, typer.Option("--model", help=f"{_MODEL} An index keeps the one it was made with.")
 ]
-Methods = Annotated[str, typer.Option(help="Methods to compare, comma-separated.")]
-NewTokens = Annotated[int, typer.Option(min=1, help="Tokens of an answer.")]
-Repeats = Annotated[
-    int, typer.Option(min=1, help="Rounds that are measured, after a round to warm up.")
-]
-Plot = Annotated[
-    Path | None,
-    typer.Option(callback=to_write, help="Draw the figures to this file (.png, .svg, ...)."),
-]
 
 # How a model is loaded. Of its `model_kwargs` some load code, which no file of settings may name.
 LOADING = OptionsOf(
@@ -71,8 +62,9 @@ Loading = Annotated[dict[str, Any], LOADING]
 _OF_PROGRAMS = ("grammar", "check_layer", "gradual", "logprobs", "ignore_eos")
 # What the first ingestion of an index settles.
 SETTLED = ("embedding", "chunk_tokens", "codec", "context", "system")
-# The key comes from the environment: others see what a command is given.
 ENVIRONMENT = {"remote": "CACHED_RAG_REMOTE"}
+# What an index has in its own folder. The key comes from the environment: others see what a command
+# is given.
 NOT_OF_AN_INDEX = ("path", "namespace", "primers", "first_exact", "signing_key", "model_kwargs")
 
 

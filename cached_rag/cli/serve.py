@@ -13,10 +13,9 @@ from cached_rag.cli.terminal import err
 from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.defaults import DEFAULT_MODEL
 from cached_rag.errors import ConfigError, needs_extra
-from cached_rag.options import settings_of
+from cached_rag.options import parted
 from cached_rag.server.settings import ServerConfig
 
-_OF_REQUESTS = ("method", "quality", "recompute_ratio")
 _LISTENING = OptionsOf(
     (ServerConfig,),
     shown=("host", "port", "name", "api_key"),
@@ -25,7 +24,7 @@ _LISTENING = OptionsOf(
 _USUAL = OptionsOf(
     (GenerationConfig,),
     shown=("method", "quality"),
-    but=tuple(name for name in settings_of(GenerationConfig) if name not in _OF_REQUESTS),
+    only=("method", "quality", "recompute_ratio"),
 )
 _ENGINE = OptionsOf(
     (*LOADING.kinds, StoreConfig, BatchConfig),
@@ -63,7 +62,6 @@ def serve_command(
         from cached_rag.server.service import Service
         from cached_rag.server.settings import default_disk_bytes, share_descriptors
     from cached_rag import CachedRAG, Engine
-    from cached_rag.options import parted
 
     config = ServerConfig(**listening)
     Keys(config.api_key)  # what cannot be one is said before the model is loaded

@@ -38,7 +38,8 @@ class OptionsOf:
     Attributes:
         kinds: classes of settings.
         shown: those that `--help` shows; `--help-all` shows the others, too.
-        but: those that the command does not have.
+        only: those that the command has; empty for all.
+        but: those that it does not have.
         defaults: those that this command has other defaults for.
         parsers: what makes a setting of the option's texts, where it is no plain one.
         environment: variables of the environment that stand for some.
@@ -46,6 +47,7 @@ class OptionsOf:
 
     kinds: tuple[type, ...]
     shown: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
     but: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     parsers: Mapping[str, Callable[[list[str]], Any]] = field(default_factory=dict)
@@ -55,7 +57,8 @@ class OptionsOf:
     def settings(self) -> dict[str, Setting]:
         """Those that the command has, by name."""
         found = settings_of(*self.kinds)
-        return {name: one for name, one in found.items() if name not in self.but}
+        names = [name for name in self.only or found if name not in self.but]
+        return {name: found[name] for name in names}
 
     def parameters(self) -> Iterator[inspect.Parameter]:
         """A parameter of the command line for each; None where it is not given."""
@@ -138,7 +141,7 @@ def defaults_from(file: Path | None, commands: Mapping[str, Any]) -> dict[str, d
     """What a file of settings has for each command, by the command's name.
 
     Settings at its top are for all commands that have them, those of a table for the command of
-    that name.
+    that name, such as [serve] or [store.prune].
 
     Args:
         file: None for the one in the working folder, if there is one.
@@ -156,16 +159,34 @@ def defaults_from(file: Path | None, commands: Mapping[str, Any]) -> dict[str, d
         raise ConfigError(
             f'{path} cannot be read: {error}; see docs/quickstart.md, "Settings"'
         ) from error
-    known = {name: {one.name for one in command.params} for name, command in commands.items()}
-    tables = {name: found.pop(name) for name in list(found) if name in known}
-    everywhere = set().union(*known.values())
-    _check_known(path, found, everywhere)
-    defaults = {}
-    for name, has in known.items():
-        own = tables.get(name, {})
-        _check_known(f"{path}, [{name}]", own, has)
-        defaults[name] = {key: value for key, value in found.items() if key in has} | own
-    return defaults
+    tables = {name: found.pop(name) for name in list(found) if name in commands}
+    _check_known(path, found, set().union(*map(_names, commands.values())))
+    return {
+        name: _defaults_of(command, found, tables.get(name, {}), f"{path}, [{name}]")
+        for name, command in commands.items()
+    }
+
+
+def _defaults_of(
+    command: Any, common: Mapping[str, Any], own: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """A command's defaults, as click takes them; those of commands below it by their names."""
+    below, has = getattr(command, "commands", {}), {one.name for one in command.params}
+    mine = {name: value for name, value in own.items() if name not in below}
+    _check_known(where, mine, has)
+    mine = {name: value for name, value in common.items() if name in has} | mine
+    # Click would make Python's text of an object.
+    plain = {n: json.dumps(v) if isinstance(v, dict) else v for n, v in mine.items()}
+    return plain | {
+        name: _defaults_of(one, common, own.get(name, {}), f"{where[:-1]}.{name}]")
+        for name, one in below.items()
+    }
+
+
+def _names(command: Any) -> set[str]:
+    """The settings of a command, and of those below it."""
+    below = getattr(command, "commands", {}).values()
+    return {one.name for one in command.params}.union(*map(_names, below))
 
 
 def _check_known(where: object, given: Mapping[str, Any], known: set[str]) -> None:

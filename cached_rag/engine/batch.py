@@ -62,7 +62,8 @@ class Batch:
         # Slots alone do not say where the tokens of a prompt with gaps stand.
         is_alone = prompt.plan.positions is not None or request.is_beyond_switch
         limit = 0 if is_alone else prompt.exact_length
-        return self._sharing.beginning(prompt.kept_beginning(), prompt.namespace, prompt.ids, limit)
+        finished = prompt.kept_beginning(len(request.decoding.token_ids))
+        return self._sharing.beginning(finished, prompt.namespace, prompt.ids, limit)
 
     def has_room(self, request: Request, beginning: Beginning) -> bool:
         """Whether a prompt's answer may begin now. It always may if nothing else runs.

@@ -115,7 +115,7 @@ class Prefilling:
 
     @property
     def namespace(self) -> str:
-        """The tenant whose KV this request may use."""
+        """The tenant whose KV this prompt may use."""
         return self.resources.library.namespace
 
     @property
@@ -138,10 +138,14 @@ class Prefilling:
         limit = self.resources.model.rule.limit
         return limit is not None and len(self.tokens) + answered > limit
 
-    def kept_beginning(self) -> Beginning:
-        """The KV that finished prompts left of this prompt's beginning."""
+    def kept_beginning(self, answered: int = 0) -> Beginning:
+        """The KV that finished prompts left of this prompt's beginning.
+
+        Args:
+            answered: how many tokens of the answer there are, of a prompt that was set back.
+        """
         assert self.plan is not None
-        if self.plan.positions is not None or self.is_beyond_switch():
+        if self.plan.positions is not None or self.is_beyond_switch(answered):
             return NOTHING
         kept, wanted = self.resources.sequences, self.ids[:-1]  # the last token is computed
         if not kept.keeps_repaired:  # then no answer depends on prompts before it
@@ -173,7 +177,7 @@ class Prefilling:
         return self.following is not None and not self.following.is_over
 
     def follow(self, token_ids: Sequence[int]) -> torch.Tensor | None:
-        """See `decoding.Prefilled`. The caller holds the model's lock."""
+        """See `decoding.PrefilledRequest`. The caller holds the model's lock."""
         if self.following is None or self.following.is_over:
             return None
         assert self.buffer is not None

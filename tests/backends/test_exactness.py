@@ -194,6 +194,10 @@ def test_kept_kv_is_not_used_across_longropes_switch(method):
         for prompt in (short, long, short, long):
             engine.generate(prompt, method=method, max_tokens=2, ignore_eos=True)
         assert engine.generate(short, method=method, max_tokens=2).report.kept_tokens > 0  # control
+        asked = engine.prefill(short, method=method, max_tokens=2)
+        assert len(asked.kept_beginning()) > 0  # control
+        assert len(asked.kept_beginning(answered=model.rule.limit)) == 0
+        asked.release()
         for prompt in (short, long):
             request = engine.prefill(prompt, method="prefix", max_tokens=2)
             try:

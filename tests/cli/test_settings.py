@@ -135,9 +135,23 @@ def test_settings_come_from_a_file(listed):
     assert "settings of cached-rag.toml" in listed('index = "there"', "list")
 
 
+def test_a_file_reaches_commands_below_others_and_has_objects(listed, monkeypatch):
+    for text in ('index = "there"', '[store]\n[store.stats]\nindex = "there"'):
+        assert "no index at there" in listed(text, "store", "stats")
+    monkeypatch.setattr(
+        "cached_rag.Engine.load",
+        lambda *_, **how: (_ for _ in ()).throw(
+            ConfigError(f"given {how['chat_template_kwargs']}")
+        ),
+    )
+    said = listed("chat_template_kwargs = {enable_thinking = false}", "doctor")
+    assert "given {'enable_thinking': False}" in said
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("[store.stats]\nport = 1", "[store.stats]: unknown setting"),
         ('indx = "a"', "did you mean index?"),
         ("[list]\nport = 1", "[list]: unknown setting"),
         ("a = ", "cannot be read"),

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import quote
@@ -96,9 +97,8 @@ class Database:
         with self._explained():
             self._connection = self._connected()
             try:
-                if not self.is_read_only:
-                    self._when_free(lambda: self._set_up(schema), PATIENCE_S)
-                self._check_layout()
+                prepare = self._check_layout if self.is_read_only else partial(self._set_up, schema)
+                self._when_free(prepare, PATIENCE_S)
             except BaseException:
                 self.close()
                 raise

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
+import typer
+
+from cached_rag.cli.options import to_write
 from cached_rag.cli.settings import OptionsOf
 from cached_rag.config import ModelConfig
 
+Methods = Annotated[str, typer.Option(help="Methods to compare, comma-separated.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="Tokens of an answer.")]
+Repeats = Annotated[
+    int, typer.Option(min=1, help="Rounds that are measured, after a round to warm up.")
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(callback=to_write, help="Draw the figures to this file (.png, .svg, ...)."),
+]
 _OF_LOAD_MODEL = ("dtype", "device", "weights")
 # How a model is loaded that no engine is made of.
 Loaded = Annotated[
@@ -14,6 +27,6 @@ Loaded = Annotated[
     OptionsOf(
         (ModelConfig,),
         shown=_OF_LOAD_MODEL,
-        but=("backend", "revision", "adapter", "model_kwargs", "chat_template_kwargs"),
+        only=_OF_LOAD_MODEL,
     ),
 ]

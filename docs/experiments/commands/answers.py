@@ -9,19 +9,11 @@ from typing import Annotated
 import typer
 
 from cached_rag.cli.demo import CORPUS
-from cached_rag.cli.options import (
-    Loading,
-    Methods,
-    Model,
-    NewTokens,
-    Repeats,
-    counts,
-    names,
-)
+from cached_rag.cli.options import Loading, Model, counts, names
 from cached_rag.cli.terminal import Json, err, print_rows
 from cached_rag.defaults import DEFAULT_MODEL
 from cached_rag.evaluation.answers import joined
-from docs.experiments.commands import Loaded
+from docs.experiments.commands import Loaded, Methods, NewTokens, Repeats
 
 _ROOM = 128  # a prompt is some tokens longer than asked for if its chunks do not fit exactly
 
@@ -168,8 +160,7 @@ def weights_formats(
     model: Model = DEFAULT_MODEL,
     formats: Annotated[str, typer.Option(help="Formats to compare with bf16.")] = "as stored",
     texts: Annotated[int, typer.Option(min=1, help="Texts that are read.")] = 40,
-    *,
-    how: Loaded,
+    dtype: Annotated[str | None, typer.Option(help="What to compute in.")] = None,
     repeats: Repeats = 20,
     as_json: Json = False,
 ) -> None:
@@ -180,5 +171,5 @@ def weights_formats(
 
     examples = [example for path in data for example in load_examples(path)]
     read = ["\n\n".join(example.chunks) for example in examples][:texts]
-    rows = bench_weights(model, names(formats), read, dtype=how.get("dtype"), repeats=repeats)
+    rows = bench_weights(model, names(formats), read, dtype=dtype, repeats=repeats)
     print_rows([*rows], machine() | {"model": model}, as_json=as_json)

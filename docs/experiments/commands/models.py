@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from cached_rag.cli.options import Model, Repeats
+from cached_rag.cli.options import Model
 from cached_rag.cli.terminal import Json, print_markdown, print_rows
 from cached_rag.defaults import DEFAULT_MODEL
-from docs.experiments.commands import Loaded
+from docs.experiments.commands import Loaded, Repeats
 
 
 def models(

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cached_rag.cli.options import Loading, Model, NewTokens, Plot, names
+from cached_rag.cli.options import Loading, Model, names
 from cached_rag.cli.terminal import Json, err, print_rows
 from cached_rag.defaults import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
+from docs.experiments.commands import NewTokens, Plot
 
 if TYPE_CHECKING:
     from cached_rag.engine.engine import Engine

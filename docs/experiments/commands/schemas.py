@@ -10,16 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from cached_rag.cli.options import (
-    Loading,
-    Methods,
-    Model,
-    NewTokens,
-    Plot,
-    Repeats,
-    names,
-    numbers,
-)
+from cached_rag.cli.options import Loading, Model, names, numbers
 from cached_rag.cli.terminal import (
     Json,
     err,
@@ -31,7 +22,7 @@ from cached_rag.cli.terminal import (
 )
 from cached_rag.defaults import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
-from docs.experiments.commands import Loaded
+from docs.experiments.commands import Loaded, Methods, NewTokens, Plot, Repeats
 
 File = Annotated[Path, typer.Argument(help="A <schema>.")]
 

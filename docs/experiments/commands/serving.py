@@ -9,20 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from cached_rag.cli.options import (
-    Loading,
-    Methods,
-    Model,
-    NewTokens,
-    Plot,
-    Repeats,
-    counts,
-    names,
-    numbers,
-)
+from cached_rag.cli.options import Loading, Model, counts, names, numbers
 from cached_rag.cli.terminal import Json, print_rows
 from cached_rag.defaults import DEFAULT_MODEL
-from docs.experiments.commands import Loaded
+from docs.experiments.commands import Loaded, Methods, NewTokens, Plot, Repeats
 
 
 def serving(
