@@ -23,7 +23,7 @@ from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.positions import PositionRule
 from cached_rag.kv.rows import RowKV
-from cached_rag.methods import name_of
+from cached_rag.methods import spelled
 from cached_rag.methods.base import Layout, Selector
 
 # Rows of one call: a sequence each, and some more are needed besides.
@@ -116,7 +116,7 @@ class LlamaCppModel:
         looks = method.check_layers(layout) or hasattr(method, "observed_layers")
         if looks or method.transfers_drift:
             raise ModelError(
-                f"{name_of(method)} looks into the model's layers, and llama.cpp does not show "
+                f"{spelled(method)} looks into the model's layers, and llama.cpp does not show "
                 'them; use auto, epic, reuse, prefix or full, or backend="transformers"'
             )
         if ready is not None:

@@ -24,8 +24,7 @@ from cached_rag.backends.transformers.row_cache import Observer
 from cached_rag.backends.transformers.row_pass import RowPass
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.methods.base import Layout, Selector
-from cached_rag.methods.question import QuestionSelector
+from cached_rag.methods.base import Layout, QuestionSelector, Selector
 
 
 @torch.inference_mode()

@@ -15,8 +15,7 @@ from cached_rag.backends.transformers.attention.kernels import Scoring, capped, 
 from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.backends.transformers.drift import Drift
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.methods.base import Layout
-from cached_rag.methods.question import QuestionSelector
+from cached_rag.methods.base import Layout, QuestionSelector
 
 
 class Observed(Exception):  # noqa: N818 (a signal, not an error)
