@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cached_rag.engine.profile import Profile
-from cached_rag.kv.store.remote.transport import Link
+from cached_rag.kv.transport import Link
 
 
 @dataclass(frozen=True)

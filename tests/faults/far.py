@@ -21,7 +21,7 @@ from servers import Server, redis_server
 
 from cached_rag import CachedRAGError, Engine, StoreConfig
 from cached_rag.engine.profile import Profile
-from cached_rag.kv.store.remote import transport
+from cached_rag.kv import transport
 
 Damage = Callable[[list[bytes], random.Random], bytes]
 # A machine on which computing takes so long that all that is there is brought.

@@ -8,7 +8,7 @@ from hostile import HTTP, REDIS, hostile
 
 from cached_rag import Engine, StoreConfig
 from cached_rag.backends.process import peak_bytes
-from cached_rag.kv.store.remote import transport
+from cached_rag.kv import transport
 
 PROMPT = "\n\n".join([*CHUNKS, "Who lit the lamp?"])
 

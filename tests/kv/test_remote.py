@@ -19,14 +19,14 @@ from safetensors.torch import save
 from servers import Proxy, Server, free_port, redis_server, s3_server
 
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreError
+from cached_rag.kv import transport, wire
+from cached_rag.kv.background import Outbox
+from cached_rag.kv.blob import codec_by_name, contents
 from cached_rag.kv.buffer import KVShapes
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.background import Outbox
-from cached_rag.kv.store.blob import codec_by_name, contents
-from cached_rag.kv.store.remote import transport, wire
-from cached_rag.kv.store.remote.tier import RemoteTier, open_transport
-from cached_rag.kv.store.remote.transport import Breaker, label_of
-from cached_rag.kv.store.remote.wire import Sizes, Wire
+from cached_rag.kv.remote import RemoteTier, open_transport
+from cached_rag.kv.transport import Breaker, label_of
+from cached_rag.kv.wire import Sizes, Wire
 
 
 def module(seed: int, dtype=torch.float32) -> ModuleKV:
@@ -489,7 +489,7 @@ _SENDS_AND_ENDS = """
 import time, torch
 from cached_rag import StoreConfig
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.remote.tier import open_remote
+from cached_rag.kv.remote import open_remote
 tier = open_remote(StoreConfig(remote="s3://bucket/x"))
 tier.offer("", "k" * 40, ModuleKV((1,), 0, torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)))
 time.sleep(0.5)

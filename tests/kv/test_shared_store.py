@@ -15,9 +15,9 @@ from cached_rag import CachedRAG, ConfigError, Engine, Schema, StoreConfig
 from cached_rag.engine.controller import refusal
 from cached_rag.engine.profile import Profile
 from cached_rag.errors import StoreError
+from cached_rag.kv import transport
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.remote import transport
-from cached_rag.kv.store.remote.transport import Link
+from cached_rag.kv.transport import Link
 from cached_rag.pml import Import
 
 MODEL = "llama"

@@ -12,7 +12,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cached_rag.errors import ConfigError
-from cached_rag.kv.store.remote.transport import SENDING_S, label_of, why_unusable
+from cached_rag.kv.transport import SENDING_S, label_of, why_unusable
 
 # Names begin with this, as others may use the same server.
 _PREFIX = "cached-rag/"

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.tiers import IsWanted
+from cached_rag.kv.tiers import IsWanted
 
 _log = logging.getLogger(__name__)
 _THREADS = 2

@@ -20,12 +20,12 @@ from cachetools import LRUCache, TTLCache
 
 from cached_rag.config import StoreConfig
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreError, needs_extra
+from cached_rag.kv.background import Outbox
+from cached_rag.kv.blob import CODEC_NAMES, codec_by_name
 from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.background import Outbox
-from cached_rag.kv.store.blob import CODEC_NAMES, codec_by_name
-from cached_rag.kv.store.remote.transport import Calls, Link, Transport, label_of
-from cached_rag.kv.store.remote.wire import HEADS_BYTES, Head, Sizes, Wire
-from cached_rag.kv.store.tiers import IsWanted
+from cached_rag.kv.tiers import IsWanted
+from cached_rag.kv.transport import Calls, Link, Transport, label_of
+from cached_rag.kv.wire import HEADS_BYTES, Head, Sizes, Wire
 
 _REDIS = ("redis", "rediss", "unix")
 _OBJECTS = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https", "file")
@@ -328,11 +328,11 @@ def open_transport(url: str, timeout_s: float) -> Transport:
     scheme = url.partition(":")[0].lower()
     if scheme in _REDIS:
         with needs_extra("redis", "a remote store in Redis"):
-            from cached_rag.kv.store.remote.redis_blobs import RedisBlobs
+            from cached_rag.kv.redis_blobs import RedisBlobs
         return RedisBlobs(url, timeout_s)
     if scheme in _OBJECTS:
         with needs_extra("s3", "a remote store of objects"):
-            from cached_rag.kv.store.remote.object_blobs import ObjectBlobs
+            from cached_rag.kv.object_blobs import ObjectBlobs
         return ObjectBlobs(url, timeout_s)
     known = ", ".join(f"{name}://" for name in (*_REDIS, *_OBJECTS))
     raise ConfigError(f"{label_of(url)!r} is no address of a remote store; known are {known}")

@@ -13,7 +13,7 @@ from obstore.exceptions import BaseError
 from obstore.store import from_url
 
 from cached_rag.errors import ConfigError
-from cached_rag.kv.store.remote.transport import SENDING_S, label_of, why_unusable
+from cached_rag.kv.transport import SENDING_S, label_of, why_unusable
 
 # Requests at the same time; an object store answers each in some tens of milliseconds.
 _THREADS = 16
