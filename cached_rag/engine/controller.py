@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cached_rag.engine.profile import Profile
-from cached_rag.kv.transport import Link
+from cached_rag.kv.remote import Link
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 
-from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.tiers import IsWanted
 
 _log = logging.getLogger(__name__)

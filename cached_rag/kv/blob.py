@@ -21,7 +21,7 @@ import xxhash
 from safetensors.torch import save_file
 
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreError
-from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.tensor_file import TensorFile
 
 _IDS = "token_ids"

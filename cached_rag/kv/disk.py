@@ -25,10 +25,10 @@ from cached_rag.kv.blob import (
     open_blob,
     write_blob,
 )
+from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.database import BRIEFLY_S, Problem
 from cached_rag.kv.entries import Entries, Entry
 from cached_rag.kv.files import DraftFiles, make_folder
-from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.tiers import IsWanted
 
 _log = logging.getLogger(__name__)

@@ -19,8 +19,7 @@ from safetensors.torch import save
 
 from cached_rag.errors import CorruptBlobError
 from cached_rag.kv.blob import Codec, contents, opened
-from cached_rag.kv.buffer import KVShapes
-from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.buffer import KVShapes, ModuleKV
 from cached_rag.kv.tensor_file import TensorFile
 
 _MARK = b"cachedrag1"

@@ -27,9 +27,9 @@ from cached_rag.backends.resolve import file_digest
 from cached_rag.engine.profile import kept_profile, profile_key, profile_of
 from cached_rag.errors import CorruptBlobError, StoreError
 from cached_rag.kv import database, disk
+from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.catalog import Maker
 from cached_rag.kv.disk import DiskStore
-from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.tiers import MemoryStore, TieredStore
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
