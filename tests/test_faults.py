@@ -16,8 +16,8 @@ from cached_rag.backends import cache
 from cached_rag.backends.transformers import loading
 from cached_rag.backends.transformers.complete import copied
 from cached_rag.errors import DocumentError
-from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store import blob
+from cached_rag.kv import blob
+from cached_rag.kv.buffer import ModuleKV
 from cached_rag.rag import reading_process
 from cached_rag.rag.readers import load_document
 

@@ -22,9 +22,9 @@ from cached_rag import ConfigError, Hit, Schema
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.errors import DocumentError, PMLError, StoreError
-from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.blob import Int8Codec, RawCodec, _checksum, contents, opened
-from cached_rag.kv.store.tensor_file import TensorFile
+from cached_rag.kv.blob import Int8Codec, RawCodec, _checksum, contents, opened
+from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.tensor_file import TensorFile
 from cached_rag.library.matching import ANCHOR, ChunkTable, align, record_of
 from cached_rag.pml.nodes import Text, walk
 from cached_rag.rag.document import Document

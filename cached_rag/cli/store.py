@@ -13,14 +13,14 @@ import typer
 from cached_rag.cli.options import DEFAULT_INDEX, Index, require_index, signing_key
 from cached_rag.cli.terminal import Json, out, print_json
 from cached_rag.errors import ConfigError, StoreError, StoreFullError
-from cached_rag.kv.store import holdings
-from cached_rag.kv.store.catalog import Catalog
-from cached_rag.kv.store.database import Database, Problem
-from cached_rag.kv.store.holdings import Holding
+from cached_rag.kv import holdings
+from cached_rag.kv.catalog import Catalog
+from cached_rag.kv.database import Database, Problem
+from cached_rag.kv.holdings import Holding
 from cached_rag.rag.index import DocumentIndex
 
 if TYPE_CHECKING:
-    from cached_rag.kv.store.disk import DiskStore
+    from cached_rag.kv.disk import DiskStore
 
 # Bytes to free on a full disk, besides twice the databases' own, so that these can be written.
 _ROOM = 1 << 20
@@ -66,7 +66,7 @@ def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
 @store_app.command()
 def verify(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
     """Read every KV file and all databases, and report damage; exits 1 if there is any."""
-    from cached_rag.kv.store.disk import DiskStore
+    from cached_rag.kv.disk import DiskStore
 
     require_index(index)
     folder = index / "kv"
@@ -223,6 +223,6 @@ def _problems(path: Path, opened: Callable[[Path], Checked]) -> list[Problem]:
 
 
 def _disk_store(index: Path) -> closing[DiskStore]:
-    from cached_rag.kv.store.disk import DiskStore  # with PyTorch, which help needs not
+    from cached_rag.kv.disk import DiskStore  # with PyTorch, which help needs not
 
     return closing(DiskStore(index / "kv", _settings(index).get("codec", "raw")))

@@ -13,7 +13,7 @@ from cached_rag.backends.base import Backend
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.profile import Controller, profile_of
 from cached_rag.errors import ConfigError, ContextOverflowError, ModelError, RelocationError
-from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.buffer import ModuleKV
 from cached_rag.library.plan import Plan
 from cached_rag.methods import CacheBlend, Epic, Full, Prefix, Selector, Takes, spelled
 

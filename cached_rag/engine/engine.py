@@ -36,10 +36,10 @@ from cached_rag.engine.resources import Resources, completed, refuses, sizes_of
 from cached_rag.engine.scheduler import Scheduler
 from cached_rag.engine.stream import Stream
 from cached_rag.errors import ClosedError, ConfigError
+from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.catalog import ChunkRecord, Maker
 from cached_rag.kv.fingerprint import digest
-from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.catalog import ChunkRecord, Maker
-from cached_rag.kv.store.remote.tier import RemoteTier, open_remote
+from cached_rag.kv.remote import RemoteTier, open_remote
 from cached_rag.library.background import WriteBack
 from cached_rag.library.context import Context, primer
 from cached_rag.library.encode import EncodeSummary

@@ -18,8 +18,7 @@ from cached_rag.engine.report import Clock, Coverage
 from cached_rag.engine.resources import Resources
 from cached_rag.engine.sharing import NOTHING, Beginning
 from cached_rag.errors import ContextOverflowError, CorruptBlobError, StoreError
-from cached_rag.kv.buffer import KVBuffer, LayerLoader
-from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.buffer import KVBuffer, LayerLoader, ModuleKV
 from cached_rag.library.plan import Placement, Plan
 from cached_rag.methods import AnchorFlow, Full, Layout, Takes, spelled
 

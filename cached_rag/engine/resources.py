@@ -16,8 +16,8 @@ from cached_rag.engine.audit import Audits
 from cached_rag.engine.profile import profile_of, refusal
 from cached_rag.engine.settling import Settling
 from cached_rag.kv.buffer import Workspace
-from cached_rag.kv.store.remote.tier import RemoteTier
-from cached_rag.kv.store.remote.wire import Sizes
+from cached_rag.kv.remote import RemoteTier
+from cached_rag.kv.wire import Sizes
 from cached_rag.library.background import Activity
 from cached_rag.library.encoder import Encoder
 from cached_rag.library.learning import Learning

@@ -14,8 +14,7 @@ from itertools import pairwise
 
 import torch
 
-from cached_rag.kv.buffer import KVBuffer, KVShapes, rounded
-from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.buffer import KVBuffer, KVShapes, ModuleKV, rounded
 
 # Longer buffers gain nothing by it: to read their keys takes longer than to call a kernel.
 LONGEST_SLAB = 1024

@@ -19,8 +19,8 @@ from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.config import MOST_PRIMERS
 from cached_rag.errors import ConfigError, ContextOverflowError
-from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.catalog import ChunkRecord
+from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.catalog import ChunkRecord
 from cached_rag.library.context import Context, primer
 from cached_rag.library.encode import (
     BATCH_TOKENS,

@@ -11,9 +11,9 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+from cached_rag.kv.buffer import LayerSource, ModuleKV
+from cached_rag.kv.disk import DiskStore
 from cached_rag.kv.fingerprint import module_key
-from cached_rag.kv.module import LayerSource, ModuleKV
-from cached_rag.kv.store.disk import DiskStore
 
 
 class Handoff:

@@ -11,9 +11,9 @@ import time
 from collections.abc import Collection, Iterable
 
 from cached_rag.errors import CorruptBlobError, StoreError
-from cached_rag.kv.store.catalog import Catalog, ChunkRecord
-from cached_rag.kv.store.database import BRIEFLY_S
-from cached_rag.kv.store.remote.tier import HEADS_S
+from cached_rag.kv.catalog import Catalog, ChunkRecord
+from cached_rag.kv.database import BRIEFLY_S
+from cached_rag.kv.remote import HEADS_S
 from cached_rag.library.matching import ChunkTable, EncodedAfter
 from cached_rag.library.shelf import Shelf
 

@@ -17,9 +17,9 @@ from cached_rag.backends.prompt_text import Tokens
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.config import StoreConfig
 from cached_rag.errors import StoreError
+from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.catalog import ChunkRecord
 from cached_rag.kv.fingerprint import digest, ids_digest
-from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.catalog import ChunkRecord
 from cached_rag.library.background import Activity, WriteBack
 from cached_rag.library.context import primer
 from cached_rag.library.encoder import Encoder

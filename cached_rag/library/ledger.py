@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cached_rag.errors import ConfigError
-from cached_rag.kv.store.database import IN_MEMORY, Database
+from cached_rag.kv.database import IN_MEMORY, Database
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS nodes (

@@ -16,11 +16,11 @@ import torch
 
 from cached_rag.config import StoreConfig
 from cached_rag.errors import StoreError
-from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.catalog import Catalog, ChunkRecord, Maker
-from cached_rag.kv.store.database import BRIEFLY_S
-from cached_rag.kv.store.disk import DiskStore
-from cached_rag.kv.store.remote.tier import RemoteTier
+from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.catalog import Catalog, ChunkRecord, Maker
+from cached_rag.kv.database import BRIEFLY_S
+from cached_rag.kv.disk import DiskStore
+from cached_rag.kv.remote import RemoteTier
 from cached_rag.library.handed_over import HandedOver
 from cached_rag.library.known import Known
 from cached_rag.library.matching import EncodedAfter

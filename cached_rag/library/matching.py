@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cached_rag.backends.prompt_text import Tokens
+from cached_rag.kv.catalog import ChunkRecord
 from cached_rag.kv.fingerprint import digest
-from cached_rag.kv.store.catalog import ChunkRecord
 from cached_rag.library.context import MEAN
 
 # Characters at the beginning of a text by which it is looked up; shorter texts are no chunks.

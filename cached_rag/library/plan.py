@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from cached_rag.backends.prompt_text import Tokens
-from cached_rag.kv.module import LayerSource, ModuleKV
+from cached_rag.kv.buffer import LayerSource, ModuleKV
 from cached_rag.library.library import Library
 from cached_rag.library.matching import HARVESTED, MAX_TRIM, EncodedAfter, Match, shared
 from cached_rag.library.sequences import Sequences, common

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cached_rag.config import KeepsRepaired
-from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.rows import RowKV, Run
 
 _log = logging.getLogger(__name__)

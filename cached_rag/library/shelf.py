@@ -18,12 +18,12 @@ from cachetools import LRUCache
 
 from cached_rag.config import StoreConfig
 from cached_rag.errors import StoreError, StoreFullError
+from cached_rag.kv.background import Outbox, Prefetcher
+from cached_rag.kv.buffer import LayerSource, ModuleKV
+from cached_rag.kv.disk import DiskStore
 from cached_rag.kv.fingerprint import ids_digest, module_key
-from cached_rag.kv.module import LayerSource, ModuleKV
-from cached_rag.kv.store.background import Outbox, Prefetcher
-from cached_rag.kv.store.disk import DiskStore
-from cached_rag.kv.store.remote.tier import RemoteTier
-from cached_rag.kv.store.tiers import IsWanted, MemoryStore, TieredStore
+from cached_rag.kv.remote import RemoteTier
+from cached_rag.kv.tiers import IsWanted, MemoryStore, TieredStore
 from cached_rag.library.matching import EncodedAfter
 
 _log = logging.getLogger(__name__)

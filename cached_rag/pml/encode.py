@@ -12,8 +12,7 @@ import torch
 
 from cached_rag.backends.base import Backend
 from cached_rag.errors import ContextOverflowError, StoreError
-from cached_rag.kv.buffer import KVBuffer
-from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.buffer import KVBuffer, ModuleKV
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
 from cached_rag.pml.layout import Ids, ModuleRun

@@ -22,7 +22,7 @@ from cached_rag.backends.thread import on_model_thread
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import RelocationError
-from cached_rag.kv.module import LayerSource
+from cached_rag.kv.buffer import LayerSource
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.library.plan import Placement, Plan
 from cached_rag.library.shelf import Origin

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cached_rag.config import StoreConfig
 from cached_rag.errors import IndexMismatchError, StoreError
-from cached_rag.kv.store.holdings import forget, held_bytes
+from cached_rag.kv.holdings import forget, held_bytes
 from cached_rag.library.context import Context
 from cached_rag.rag.embedding import Embedder, Embeddings
 from cached_rag.rag.index import DocumentIndex
@@ -20,7 +20,7 @@ from cached_rag.rag.settings import DEFAULTS, RECALLED, contexts
 
 if TYPE_CHECKING:
     from cached_rag.engine.engine import Engine
-    from cached_rag.kv.store.remote.tier import RemoteTier
+    from cached_rag.kv.remote import RemoteTier
 
 _log = logging.getLogger(__name__)
 
@@ -162,6 +162,6 @@ class IndexFolder:
 def _remote(store: StoreConfig) -> RemoteTier | None:
     if store.remote is None:
         return None
-    from cached_rag.kv.store.remote.tier import open_remote
+    from cached_rag.kv.remote import open_remote
 
     return open_remote(store)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cached_rag.errors import IndexMismatchError
-from cached_rag.kv.store.database import Database, Problem, Row, is_sound, row_sum
+from cached_rag.kv.database import Database, Problem, Row, is_sound, row_sum
 from cached_rag.rag.embedding import EMBED_CHUNKS, Embeddings
 from cached_rag.rag.roots import SCHEMA as _ROOTS
 from cached_rag.rag.roots import Roots

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cached_rag.errors import ConfigError, DocumentError
-from cached_rag.kv.store.database import Database
+from cached_rag.kv.database import Database
 
 SCHEMA = "CREATE TABLE IF NOT EXISTS roots (name TEXT PRIMARY KEY, path TEXT NOT NULL);"
 _SHOWN = 5

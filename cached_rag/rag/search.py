@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cached_rag.errors import ConfigError
-from cached_rag.kv.store.database import Database, Row
+from cached_rag.kv.database import Database, Row
 from cached_rag.rag.document import Metadata, searchable
 from cached_rag.rag.hits import FIELDS, Hit, Where, judge
 

@@ -10,7 +10,7 @@ from faults import world
 from faults.outcome import Outcome
 
 from cached_rag import Engine
-from cached_rag.kv.module import ModuleKV
+from cached_rag.kv.buffer import ModuleKV
 
 KEY = "a secret that others lack"
 

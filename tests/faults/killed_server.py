@@ -20,7 +20,7 @@ import httpx
 from faults import kills, world
 from faults.outcome import Outcome
 
-from cached_rag.kv.store.database import Database
+from cached_rag.kv.database import Database
 from cached_rag.server.app import create_app
 from cached_rag.server.run import Server, bind
 from cached_rag.server.service import Service

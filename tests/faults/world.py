@@ -16,8 +16,8 @@ from cached_rag import PRIMER, CachedRAG, Engine, StoreConfig
 from cached_rag.backends.base import Backend
 from cached_rag.backends.llama_cpp.loading import load_llama_cpp
 from cached_rag.engine.report import Report
-from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store import holdings
+from cached_rag.kv import holdings
+from cached_rag.kv.buffer import ModuleKV
 
 MODEL = "llama"
 TEXTS = [f"Note {number} of the keeper. {CHUNKS[number % 3]}" for number in range(12)]

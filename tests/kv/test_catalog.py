@@ -7,9 +7,9 @@ from contextlib import closing
 import pytest
 from test_stores import key, module
 
-from cached_rag.kv.store import holdings
-from cached_rag.kv.store.catalog import Catalog, ChunkRecord
-from cached_rag.kv.store.disk import DiskStore
+from cached_rag.kv import holdings
+from cached_rag.kv.catalog import Catalog, ChunkRecord
+from cached_rag.kv.disk import DiskStore
 
 
 def record(n):

@@ -19,10 +19,10 @@ from test_stores import key, module, same
 
 from cached_rag import CachedRAGError, StoreConfig
 from cached_rag.errors import CorruptBlobError, StoreError
-from cached_rag.kv.store import database
-from cached_rag.kv.store.catalog import Catalog, ChunkRecord, Maker
-from cached_rag.kv.store.database import LAYOUT, Database
-from cached_rag.kv.store.disk import DiskStore
+from cached_rag.kv import database
+from cached_rag.kv.catalog import Catalog, ChunkRecord, Maker
+from cached_rag.kv.database import LAYOUT, Database
+from cached_rag.kv.disk import DiskStore
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
 from cached_rag.rag.index import DocumentIndex

@@ -26,11 +26,11 @@ from cached_rag import Engine, StoreConfig
 from cached_rag.backends.resolve import file_digest
 from cached_rag.engine.profile import kept_profile, profile_key, profile_of
 from cached_rag.errors import CorruptBlobError, StoreError
-from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store import database, disk
-from cached_rag.kv.store.catalog import Maker
-from cached_rag.kv.store.disk import DiskStore
-from cached_rag.kv.store.tiers import MemoryStore, TieredStore
+from cached_rag.kv import database, disk
+from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.catalog import Maker
+from cached_rag.kv.disk import DiskStore
+from cached_rag.kv.tiers import MemoryStore, TieredStore
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
 from cached_rag.rag.index import DocumentIndex
@@ -89,7 +89,7 @@ def test_a_draft_is_litter_only_when_its_writer_is_dead(store, other):
         assert other.prune() == (0, 0)
         assert draft.exists()
     code = (
-        "import os, sys; from pathlib import Path; from cached_rag.kv.store.disk import DiskStore\n"
+        "import os, sys; from pathlib import Path; from cached_rag.kv.disk import DiskStore\n"
         "with DiskStore(sys.argv[1])._drafts.open() as draft:\n"
         "    Path(draft).write_bytes(b'half of it'); os._exit(9)"
     )

@@ -13,11 +13,10 @@ from safetensors import safe_open
 
 from cached_rag import Engine, StoreConfig
 from cached_rag.errors import CorruptBlobError
-from cached_rag.kv.buffer import KVBuffer, LayerLoader
-from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.blob import StoredKV
-from cached_rag.kv.store.disk import DiskStore
-from cached_rag.kv.store.tensor_file import TensorFile
+from cached_rag.kv.blob import StoredKV
+from cached_rag.kv.buffer import KVBuffer, LayerLoader, ModuleKV
+from cached_rag.kv.disk import DiskStore
+from cached_rag.kv.tensor_file import TensorFile
 from cached_rag.library.plan import Placement
 
 METHODS = ["reuse", "cacheblend", "a3", "auto"]

@@ -19,14 +19,13 @@ from safetensors.torch import save
 from servers import Proxy, Server, free_port, redis_server, s3_server
 
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreError
-from cached_rag.kv.buffer import KVShapes
-from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.background import Outbox
-from cached_rag.kv.store.blob import codec_by_name, contents
-from cached_rag.kv.store.remote import transport, wire
-from cached_rag.kv.store.remote.tier import RemoteTier, open_transport
-from cached_rag.kv.store.remote.transport import Breaker, label_of
-from cached_rag.kv.store.remote.wire import Sizes, Wire
+from cached_rag.kv import remote, wire
+from cached_rag.kv.background import Outbox
+from cached_rag.kv.blob import codec_by_name, contents
+from cached_rag.kv.blobs import label_of, open_transport
+from cached_rag.kv.buffer import KVShapes, ModuleKV
+from cached_rag.kv.remote import Breaker, RemoteTier
+from cached_rag.kv.wire import Sizes, Wire
 
 
 def module(seed: int, dtype=torch.float32) -> ModuleKV:
@@ -222,7 +221,7 @@ def test_only_what_is_signed_with_the_key_is_used_and_the_rest_is_left_there(url
 def test_it_fails_at_once_while_the_server_is_gone_and_works_when_it_is_back(
     tmp_path, tiers, monkeypatch
 ):
-    monkeypatch.setattr(transport, "_FIRST_S", 0.2)
+    monkeypatch.setattr(remote, "_FIRST_S", 0.2)
     server, kv = redis_server(tmp_path), module(50)
     tier = tiers(f"redis://127.0.0.1:{server.port}/0", timeout_s=2.0)
     offer(tier, kv)
@@ -240,7 +239,7 @@ def test_it_fails_at_once_while_the_server_is_gone_and_works_when_it_is_back(
 
 
 def test_what_cannot_be_sent_is_counted(tmp_path, tiers, monkeypatch):
-    monkeypatch.setattr(transport, "_FIRST_S", 8.0)
+    monkeypatch.setattr(remote, "_FIRST_S", 8.0)
     server = redis_server(tmp_path)
     tier = tiers(f"redis://127.0.0.1:{server.port}/0", timeout_s=1.0)
     server.kill()
@@ -326,7 +325,7 @@ def test_what_is_deleted_elsewhere_before_it_is_sent_is_not(url, tiers):
 
 def test_the_breaker_lets_one_ask_at_a_time(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(transport.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
     one = Breaker()
     assert one.allows()
     one.failed(began=99.0)
@@ -488,8 +487,8 @@ def test_closing_does_not_wait_for_a_server_that_is_gone(tmp_path, tiers):
 _SENDS_AND_ENDS = """
 import time, torch
 from cached_rag import StoreConfig
-from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.remote.tier import open_remote
+from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.remote import open_remote
 tier = open_remote(StoreConfig(remote="s3://bucket/x"))
 tier.offer("", "k" * 40, ModuleKV((1,), 0, torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)))
 time.sleep(0.5)

@@ -12,11 +12,11 @@ import torch
 
 from cached_rag import StoreConfig
 from cached_rag.errors import StoreError
+from cached_rag.kv import holdings
+from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.catalog import Catalog, ChunkRecord, Maker
 from cached_rag.kv.fingerprint import digest
-from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store import holdings
-from cached_rag.kv.store.catalog import Catalog, ChunkRecord, Maker
-from cached_rag.kv.store.remote.tier import open_remote
+from cached_rag.kv.remote import open_remote
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
 

@@ -14,9 +14,9 @@ from servers import Proxy, redis_server
 from cached_rag import CachedRAG, ConfigError, Engine, Schema, StoreConfig
 from cached_rag.engine.profile import Profile, refusal
 from cached_rag.errors import StoreError
-from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.remote import transport
-from cached_rag.kv.store.remote.transport import Link
+from cached_rag.kv import remote
+from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.remote import Link
 from cached_rag.pml import Import
 
 MODEL = "llama"
@@ -188,7 +188,7 @@ def test_what_is_forgotten_is_gone_there_too(machine):
 def test_what_cannot_be_deleted_there_is_deleted_later(
     machine, server, tmp_path, monkeypatch, on_disk
 ):
-    monkeypatch.setattr(transport, "_FIRST_S", 0.1)
+    monkeypatch.setattr(remote, "_FIRST_S", 0.1)
     here = machine(path=str(tmp_path) if on_disk else None)
     here.encode(CHUNKS, context=None)
     server.kill()

@@ -9,7 +9,7 @@ from conftest import CHUNKS, tiny_model
 
 from cached_rag import ConfigError, Engine, StoreConfig
 from cached_rag.errors import StoreError
-from cached_rag.kv.store.holdings import forget
+from cached_rag.kv.holdings import forget
 from cached_rag.library import known
 from cached_rag.library.recurring import LONGEST, SHORTEST, Recurring
 

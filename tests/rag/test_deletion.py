@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from cached_rag import BatchConfig, CachedRAG, Engine, Schema, StoreConfig
 from cached_rag.cli.main import app
 from cached_rag.errors import StoreError
-from cached_rag.kv.store import disk, holdings
-from cached_rag.kv.store.catalog import Catalog
-from cached_rag.kv.store.disk import DiskStore
-from cached_rag.kv.store.tiers import MemoryStore, TieredStore
+from cached_rag.kv import disk, holdings
+from cached_rag.kv.catalog import Catalog
+from cached_rag.kv.disk import DiskStore
+from cached_rag.kv.tiers import MemoryStore, TieredStore
 
 LONG = " ".join(CHUNKS * 3)
 HEAD = [{"role": "system", "content": "Answer from the texts."}, {"role": "user", "content": "X"}]

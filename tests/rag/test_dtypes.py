@@ -10,7 +10,7 @@ from conftest import CHUNKS, tiny_model
 from indexes import WordEmbedding
 
 from cached_rag import CachedRAG, ConfigError, Engine, StoreConfig
-from cached_rag.kv.store import holdings
+from cached_rag.kv import holdings
 
 QUESTION = "Why does copper turn green in the air?"
 

@@ -14,8 +14,8 @@ import torch
 from cachetools import LRUCache
 
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreFullError
-from cached_rag.kv.module import LayerSource, ModuleKV
-from cached_rag.kv.store.blob import SigningError
+from cached_rag.kv.blob import SigningError
+from cached_rag.kv.buffer import LayerSource, ModuleKV
 
 _T = TypeVar("_T")
 # Says, when KV is about to be kept, whether it still is to be: its text may be deleted by now.

@@ -10,8 +10,8 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 
-from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.tiers import IsWanted
+from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.tiers import IsWanted
 
 _log = logging.getLogger(__name__)
 _THREADS = 2

@@ -21,8 +21,8 @@ import xxhash
 from safetensors.torch import save_file
 
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreError
-from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.tensor_file import TensorFile
+from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.tensor_file import TensorFile
 
 _IDS = "token_ids"
 _DAMAGED = "its content does not match its checksum"

@@ -18,10 +18,9 @@ import xxhash
 from safetensors.torch import save
 
 from cached_rag.errors import CorruptBlobError
-from cached_rag.kv.buffer import KVShapes
-from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.blob import Codec, contents, opened
-from cached_rag.kv.store.tensor_file import TensorFile
+from cached_rag.kv.blob import Codec, contents, opened
+from cached_rag.kv.buffer import KVShapes, ModuleKV
+from cached_rag.kv.tensor_file import TensorFile
 
 _MARK = b"cachedrag1"
 _TAG_BYTES = 16

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cached_rag.errors import CachedRAGError, CorruptBlobError, StoreError, StoreFullError
-from cached_rag.kv.files import DraftFiles, make_folder
-from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.blob import (
+from cached_rag.kv.blob import (
     SIGNED,
     SigningError,
     StoredKV,
@@ -27,9 +25,11 @@ from cached_rag.kv.store.blob import (
     open_blob,
     write_blob,
 )
-from cached_rag.kv.store.database import BRIEFLY_S, Problem
-from cached_rag.kv.store.entries import Entries, Entry
-from cached_rag.kv.store.tiers import IsWanted
+from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.database import BRIEFLY_S, Problem
+from cached_rag.kv.entries import Entries, Entry
+from cached_rag.kv.files import DraftFiles, make_folder
+from cached_rag.kv.tiers import IsWanted
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -13,7 +13,7 @@ from pathlib import Path
 from sqlite3 import Connection
 
 from cached_rag.errors import StoreError
-from cached_rag.kv.store.database import BRIEFLY_S, Database
+from cached_rag.kv.database import BRIEFLY_S, Database
 
 _log = logging.getLogger(__name__)
 _SCHEMA = """

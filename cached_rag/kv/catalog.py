@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cached_rag.errors import StoreError
+from cached_rag.kv.database import PATIENCE_S, Database, Problem, Row, is_sound, row_sum
 from cached_rag.kv.fingerprint import ids_digest, module_key
-from cached_rag.kv.store.database import PATIENCE_S, Database, Problem, Row, is_sound, row_sum
-from cached_rag.kv.store.tables import DOOMED, DROP_NEEDLESS, SCHEMA, SIGNED, pack, unpack
+from cached_rag.kv.tables import DOOMED, DROP_NEEDLESS, SCHEMA, SIGNED, pack, unpack
 
 _MODULES = f"SELECT {SIGNED['modules']}, checksum FROM modules WHERE model = ? AND namespace = ?"
 _PREFIXES = f"SELECT {SIGNED['encodings']}, checksum FROM encodings"

@@ -11,25 +11,27 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as LateError
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 from urllib.parse import quote
 from weakref import WeakSet
 
 from cachetools import LRUCache, TTLCache
 
 from cached_rag.config import StoreConfig
-from cached_rag.errors import ConfigError, CorruptBlobError, StoreError, needs_extra
-from cached_rag.kv.module import ModuleKV
-from cached_rag.kv.store.background import Outbox
-from cached_rag.kv.store.blob import CODEC_NAMES, codec_by_name
-from cached_rag.kv.store.remote.transport import Calls, Link, Transport, label_of
-from cached_rag.kv.store.remote.wire import HEADS_BYTES, Head, Sizes, Wire
-from cached_rag.kv.store.tiers import IsWanted
+from cached_rag.errors import CorruptBlobError, StoreError
+from cached_rag.kv.background import Outbox
+from cached_rag.kv.blob import CODEC_NAMES, codec_by_name
+from cached_rag.kv.blobs import Transport, open_transport, shown
+from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.tiers import IsWanted
+from cached_rag.kv.wire import HEADS_BYTES, Head, Sizes, Wire
 
-_REDIS = ("redis", "rediss", "unix")
-_OBJECTS = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https", "file")
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 # Most bytes of KV that wait to be sent, and how long encoding may be held up by that in all.
 BUFFER_BYTES, _HELD_UP_S = 256 << 20, 20.0
 # Names that were not there are not asked for again for so long, and so many of them are remembered.
@@ -40,6 +42,11 @@ _PATIENCE_S = 4.0
 _LEAVING_S = 10.0
 # What chunks stand behind is read anew after so many seconds.
 HEADS_S = 60.0
+# The pauses after failures: the first, and the longest.
+_FIRST_S, _LONGEST_S = 1.0, 30.0
+# The weight of the newest measurement of a link, and how long measurements count.
+_NEWEST, _FRESH_S = 0.3, 30.0
+_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -313,29 +320,159 @@ def open_remote(config: StoreConfig, sizes: Sizes | None = None) -> RemoteTier |
     )
 
 
-def open_transport(url: str, timeout_s: float) -> Transport:
-    """What reaches a URL. Connects when it is first used.
+class Link:
+    """Latency and bandwidth, as moving means.
 
-    Args:
-        url: redis://, rediss:// or unix:// for Redis and what speaks like it; s3://, gs://, az://,
-            http(s):// or file:// for an object store.
-        timeout_s: how long a single step on the network may take.
-
-    Raises:
-        ConfigError: no such kind of URL.
-        MissingPackageError: the extra that it needs is not installed.
+    Attributes:
+        latency_s: seconds of a round trip that carries nothing; None before the first one.
+        tokens_per_s: how fast KV comes, in tokens; None before the first that came.
     """
-    scheme = url.partition(":")[0].lower()
-    if scheme in _REDIS:
-        with needs_extra("redis", "a remote store in Redis"):
-            from cached_rag.kv.store.remote.redis_blobs import RedisBlobs
-        return RedisBlobs(url, timeout_s)
-    if scheme in _OBJECTS:
-        with needs_extra("s3", "a remote store of objects"):
-            from cached_rag.kv.store.remote.object_blobs import ObjectBlobs
-        return ObjectBlobs(url, timeout_s)
-    known = ", ".join(f"{name}://" for name in (*_REDIS, *_OBJECTS))
-    raise ConfigError(f"{label_of(url)!r} is no address of a remote store; known are {known}")
+
+    def __init__(self) -> None:
+        self.latency_s: float | None = None
+        self.tokens_per_s: float | None = None
+        self._measured = 0.0
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Take over a measurement: a round trip that brought the KV of so many tokens."""
+        self._measured = time.monotonic()
+        if not tokens:
+            self.latency_s = _mean(self.latency_s, seconds)
+            return
+        carrying = max(seconds - (self.latency_s or 0.0), seconds / 10)
+        self.tokens_per_s = _mean(self.tokens_per_s, tokens / carrying)
+
+    def load_s(self, tokens: int) -> float | None:
+        """Seconds that a round trip with the KV of so many tokens will take.
+
+        None if that is not known, or was measured so long ago that it should be tried again.
+        """
+        if self.tokens_per_s is None or time.monotonic() - self._measured > _FRESH_S:
+            return None
+        return (self.latency_s or 0.0) + tokens / self.tokens_per_s
+
+
+def _mean(old: float | None, new: float) -> float:
+    return new if old is None else old + _NEWEST * (new - old)
+
+
+class Breaker:
+    """Says whether the other side may be asked. Safe for several threads.
+
+    After a failure nobody asks for a second; then one asks, and if that fails, too, the pause
+    doubles, up to half a minute.
+    """
+
+    def __init__(self) -> None:
+        self._until = self._pause = 0.0
+        self._failed_at = float("-inf")
+        self._lock = threading.Lock()
+
+    def allows(self) -> bool:
+        """Whether to ask now. After a pause it says so to one; to others when that one is late."""
+        with self._lock:
+            now = time.monotonic()
+            if now < self._until:
+                return False
+            self._until = now + min(self._pause, _FIRST_S)
+            return True
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until somebody may ask."""
+        return max(0.0, self._until - time.monotonic())
+
+    def failed(self, began: float) -> None:
+        """Note that the other side did not answer.
+
+        Args:
+            began: when it was asked, by `time.monotonic`. If another failure is known since then,
+                this is the same one.
+        """
+        with self._lock:
+            if began >= self._failed_at:
+                self._failed_at = time.monotonic()
+                self._pause = min(_LONGEST_S, max(_FIRST_S, 2 * self._pause))
+                self._until = self._failed_at + self._pause
+
+    def succeeded(self) -> None:
+        """Note that it did."""
+        with self._lock:
+            self._until = self._pause = 0.0
+
+
+class Calls:
+    """One way of using a transport: its failures stop only calls of the same object."""
+
+    def __init__(self, transport: Transport, timeout_s: float) -> None:
+        """Ask nothing yet.
+
+        Args:
+            timeout_s: the longest wait of `ask`, and what counts as an answer in time.
+        """
+        self.timeout_s = timeout_s
+        self._transport = transport
+        self._breaker = Breaker()
+        self._threads = ThreadPoolExecutor(_THREADS, "remote")
+        self._closed = threading.Event()
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until it may be asked again; 0 for now."""
+        return self._breaker.left_s
+
+    def ask(self, work: Callable[[], _T]) -> _T:
+        """Do something with the transport, on another thread, and wait for `timeout_s` at most.
+
+        Raises:
+            StoreError: it did not answer in time, refused, lately did one of these, or is closed.
+        """
+        self._check()
+        began = time.monotonic()
+        future = self._threads.submit(self._done, work)
+        try:
+            return future.result(self.timeout_s)
+        except LateError:
+            future.cancel()
+            self._breaker.failed(began)
+            raise self._failure(f"it did not answer within {self.timeout_s:g} s") from None
+
+    def do(self, work: Callable[[], _T]) -> _T:
+        """As `ask`, on this thread; only the transport's own bounds end it."""
+        self._check()
+        return self._done(work)
+
+    def rest(self, seconds: float) -> bool:
+        """Wait; says whether this was closed meanwhile."""
+        return self._closed.wait(seconds)
+
+    def close(self) -> None:
+        """Ask no more. What is being asked is left to end by itself."""
+        self._closed.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _check(self) -> None:
+        if self._closed.is_set():
+            raise StoreError(f"the remote store {self._transport.label} was closed in this process")
+        if not self._breaker.allows():
+            raise self._failure("it failed lately")
+
+    def _done(self, work: Callable[[], _T]) -> _T:
+        began = time.monotonic()
+        try:
+            result = work()
+        except Exception as error:  # whatever a reply makes of who reads it
+            self._breaker.failed(began)
+            raise self._failure(shown(error)) from None  # its cause would show a password
+        if time.monotonic() - began < self.timeout_s:  # later is as bad as never
+            self._breaker.succeeded()
+        return result
+
+    def _failure(self, reason: str) -> StoreError:
+        return StoreError(
+            f"the remote store {self._transport.label} cannot be used now: {reason}. It is asked "
+            f"again in {self.pause_s:.0f} s; until then its KV is computed"
+        )
 
 
 def _folder(namespace: str) -> str:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cached_rag.errors import ConfigError, StoreError
+from cached_rag.kv.catalog import Catalog, Maker
 from cached_rag.kv.fingerprint import digest
-from cached_rag.kv.store.catalog import Catalog, Maker
 
 if TYPE_CHECKING:
-    from cached_rag.kv.store.disk import DiskStore
-    from cached_rag.kv.store.remote.tier import RemoteTier
+    from cached_rag.kv.disk import DiskStore
+    from cached_rag.kv.remote import RemoteTier
 
 CATALOG = "catalog.sqlite"
 
@@ -183,7 +183,7 @@ def _catalogs(folder: Path, maker: Maker) -> Iterator[Catalog]:
 
 def _disk(folder: Path) -> DiskStore:
     """The files of all codecs: what is counted and deleted here does not depend on the store's."""
-    from cached_rag.kv.store.disk import DiskStore  # with PyTorch, which a look around needs not
+    from cached_rag.kv.disk import DiskStore  # with PyTorch, which a look around needs not
 
     return DiskStore(folder)
 

@@ -1,0 +1,331 @@
+"""Where a remote store's blobs are, by name: in Redis, in an object store, or in a mounted folder.
+
+Knows no tensor.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from typing import Any, Protocol
+
+from cached_rag.errors import ConfigError, needs_extra
+
+_REDIS = ("redis", "rediss", "unix")
+_OBJECTS = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https", "file")
+# Seconds that sending a blob may take; nobody waits for it.
+SENDING_S = 60.0
+_SECRET = re.compile(r"(?<=://)\S*@|\?\S*")
+# Requests at the same time to an object store, which answers each in some tens of milliseconds.
+_THREADS = 16
+# Names in Redis begin with this, as others may use the same server.
+_PREFIX = "cached-rag/"
+_MOST_CONNECTIONS = 16
+# Most bytes of a reply that has no blobs in it, and of what stands around each blob in others.
+_SMALL, _AROUND = 1 << 20, 64
+# How many bytes the reply to what this thread sends next may have.
+_expected = threading.local()
+
+
+class Transport(Protocol):
+    """Blobs by name. Safe for several threads.
+
+    Every method may raise any error, when the other side is away, slow, refuses, or replies what
+    it was not asked for. No reply takes more memory than was expected.
+
+    Attributes:
+        label: the address without passwords, for messages.
+        batch: how many names `has` and `delete` take at most.
+    """
+
+    label: str
+    batch: int
+
+    def get(self, names: Sequence[str], most_bytes: Sequence[int]) -> list[bytes | None]:
+        """The blobs of these names, None for each that is not there. All in one round trip.
+
+        Args:
+            most_bytes: as much is taken of each blob; of a longer one, its beginning.
+        """
+        ...
+
+    def has(self, names: Sequence[str]) -> list[bool]:
+        """Whether there are blobs of these names. All in one round trip."""
+        ...
+
+    def put(self, name: str, data: bytes) -> None:
+        """Keep a blob, in place of any of the same name."""
+        ...
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete blobs; names without one are ignored."""
+        ...
+
+    def close(self) -> None:
+        """Release connections."""
+        ...
+
+
+def open_transport(url: str, timeout_s: float) -> Transport:
+    """What reaches a URL. Connects when it is first used.
+
+    Args:
+        url: redis://, rediss:// or unix:// for Redis and what speaks like it; s3://, gs://, az://,
+            http(s):// or file:// for an object store.
+        timeout_s: how long a single step on the network may take.
+
+    Raises:
+        ConfigError: no such kind of URL.
+        MissingPackageError: the extra that it needs is not installed.
+    """
+    scheme = url.partition(":")[0].lower()
+    if scheme in _REDIS:
+        return RedisBlobs(url, timeout_s)
+    if scheme in _OBJECTS:
+        return ObjectBlobs(url, timeout_s)
+    known = ", ".join(f"{name}://" for name in (*_REDIS, *_OBJECTS))
+    raise ConfigError(f"{label_of(url)!r} is no address of a remote store; known are {known}")
+
+
+def label_of(url: str) -> str:
+    """A URL without user, password and query, to be shown."""
+    scheme, _, rest = url.partition("://")
+    secret, _, place = rest.rpartition("@")
+    if "?" in secret:  # a password has it, or a query has the "@": both may be secret
+        place = "..."
+    return f"{scheme}://{place.partition('?')[0]}"
+
+
+def why_unusable(url: str, error: Exception) -> str:
+    """Why a URL is no address, to be shown: an error's own words may have parts of a password."""
+    if label_of(url) == url:
+        return shown(error)
+    return "check it, and percent-encode : / # ? @ where a user or a password has them"
+
+
+def shown(error: Exception) -> str:
+    """An error's first line, without users, passwords and queries of the URLs in it."""
+    return _SECRET.sub("", str(error).partition("\n")[0])[:500]
+
+
+class ObjectBlobs:
+    """A `Transport`: one object a blob, several requests at the same time.
+
+    Credentials and the endpoint come from where the store's own tools take them, as
+    AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL.
+    """
+
+    batch = 64
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        with needs_extra("s3", "a remote store of objects"):
+            from obstore.exceptions import BaseError
+            from obstore.store import from_url
+        self.label = label_of(url)
+        self._threads = ThreadPoolExecutor(_THREADS, "objects")
+        self._closed = Future[None]()
+        try:
+            self._store: Any = from_url(url, **_options(url, timeout_s, 1))
+            self._sender: Any = from_url(url, **_options(url, max(timeout_s, SENDING_S), 0))
+        except (BaseError, ValueError) as error:
+            reason = why_unusable(url, error)
+            raise ConfigError(f"{self.label} cannot be used as an object store: {reason}") from None
+
+    def get(self, names: Sequence[str], most_bytes: Sequence[int]) -> list[bytes | None]:
+        """See `Transport`."""
+        return list(self._threads.map(self._get, names, most_bytes))
+
+    def has(self, names: Sequence[str]) -> list[bool]:
+        """See `Transport`."""
+        return list(self._threads.map(self._has, names))
+
+    def put(self, name: str, data: bytes) -> None:
+        """See `Transport`."""
+        sent = Future[None]()
+        args = (sent, lambda: self._sender.put(name, data))
+        try:  # the interpreter's end waits for threads of a pool, also when this was closed
+            threading.Thread(target=_settle, args=args, name="sending", daemon=True).start()
+        except RuntimeError:  # it has come to its end, and starts no thread any more
+            _settle(*args)
+        wait((sent, self._closed), return_when=FIRST_COMPLETED)
+        if not sent.done():
+            raise OSError("it was closed in this process while it was sent to")
+        sent.result()
+
+    def delete(self, names: Sequence[str]) -> None:
+        """See `Transport`."""
+        try:
+            self._store.delete(list(names))  # in one request, where the store can
+        except FileNotFoundError:
+            list(self._threads.map(self._delete, names))  # waits for all
+
+    def close(self) -> None:
+        """See `Transport`."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if not self._closed.done():
+            self._closed.set_result(None)
+
+    def _get(self, name: str, most_bytes: int) -> bytes | None:
+        try:
+            found = self._store.get(name, options={"range": (0, most_bytes)})
+        except FileNotFoundError:  # obstore's NotFoundError is one
+            return None
+        data = bytearray()
+        for part in found.stream():
+            data += part
+            if len(data) > most_bytes:
+                raise OSError(f"it sends more than the {most_bytes} bytes that it was asked for")
+        return bytes(data)
+
+    def _has(self, name: str) -> bool:
+        try:
+            self._store.head(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _delete(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._store.delete(name)
+
+
+def _settle(done: Future[None], work: Callable[[], object]) -> None:
+    try:
+        work()
+    except BaseException as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)
+
+
+def _options(url: str, timeout_s: float, retries: int) -> dict[str, Any]:
+    if url.startswith("file:"):
+        return {"mkdir": True}
+    wait = f"{timeout_s:g}s"
+    return {
+        "client_options": {"timeout": wait, "connect_timeout": wait, "allow_http": True},
+        "retry_config": {"max_retries": retries},
+    }
+
+
+class _Bounded:
+    """A socket that gives up on a reply with more bytes than expected, or one without an end."""
+
+    def __init__(self, socket: Any) -> None:
+        self._socket, self._left, self._until = socket, 0, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def sendall(self, data: Any) -> None:
+        self._left = getattr(_expected, "nbytes", _SMALL)
+        self._until = time.monotonic() + SENDING_S
+        self._socket.sendall(data)
+
+    def recv(self, size: int) -> bytes:
+        data: bytes = self._socket.recv(size)
+        self._count(len(data))
+        return data
+
+    def recv_into(self, *args: Any) -> int:
+        count: int = self._socket.recv_into(*args)
+        self._count(count)
+        return count
+
+    def _count(self, received: int) -> None:
+        self._left -= received
+        if self._left < 0 or time.monotonic() > self._until:
+            raise OSError("its reply has more bytes than were asked for, or does not end")
+
+
+class _BoundedConnection:
+    """Put before a class of redis-py's connections."""
+
+    def _connect(self) -> Any:
+        return _Bounded(super()._connect())  # type: ignore[misc]
+
+
+class RedisBlobs:
+    """A `Transport`. What the server evicts is a miss: bounds are set there (maxmemory)."""
+
+    batch = 1000
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self.label = label_of(url)
+        self._client = _client(url, timeout_s)
+        self._sender = _client(url, max(timeout_s, SENDING_S))
+
+    def get(self, names: Sequence[str], most_bytes: Sequence[int]) -> list[bytes | None]:
+        """See `Transport`."""
+        _expected.nbytes = sum(most_bytes) + _AROUND * len(names) + _SMALL
+        try:
+            with self._client.pipeline(transaction=False) as pipe:
+                for name, most in zip(_prefixed(names), most_bytes, strict=True):
+                    pipe.getrange(name, 0, most - 1)
+                found = _replies(pipe, bytes, len(names))
+        finally:
+            del _expected.nbytes
+        return [data or None for data in found]  # it says nothing of what it does not have
+
+    def has(self, names: Sequence[str]) -> list[bool]:
+        """See `Transport`."""
+        with self._client.pipeline(transaction=False) as pipe:
+            for name in _prefixed(names):
+                pipe.exists(name)
+            return [bool(count) for count in _replies(pipe, int, len(names))]
+
+    def put(self, name: str, data: bytes) -> None:
+        """See `Transport`."""
+        self._sender.set(_PREFIX + name, data)
+
+    def delete(self, names: Sequence[str]) -> None:
+        """See `Transport`."""
+        self._client.unlink(*_prefixed(names))
+
+    def close(self) -> None:
+        """See `Transport`."""
+        self._client.close()
+        self._sender.close()
+
+
+def _replies(pipe: Any, kind: type, count: int) -> list[Any]:
+    """What a pipeline comes to.
+
+    Raises:
+        OSError: it is not so many replies of this kind.
+    """
+    found = pipe.execute()
+    if not (isinstance(found, list) and [type(one) for one in found] == [kind] * count):
+        raise OSError("its reply is none to what it was asked")
+    return found
+
+
+def _client(url: str, timeout_s: float) -> Any:
+    with needs_extra("redis", "a remote store in Redis"):
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+    # A connection that the server closed meanwhile is opened again, once.
+    again = Retry(NoBackoff(), 1, (redis.ConnectionError,))
+    try:
+        client = redis.Redis.from_url(
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=again,
+            max_connections=_MOST_CONNECTIONS,
+        )
+    except ValueError as error:
+        reason = why_unusable(url, error)
+        raise ConfigError(f"{label_of(url)} is no address of a Redis server: {reason}") from None
+    pool = client.connection_pool
+    pool.connection_class = type("Bounded", (_BoundedConnection, pool.connection_class), {})
+    return client
+
+
+def _prefixed(names: Sequence[str]) -> list[str]:
+    return [_PREFIX + name for name in names]

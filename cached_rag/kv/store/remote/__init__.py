@@ -1,1 +1,0 @@
-"""KV on another machine: the tier below the disk, that several machines share."""
