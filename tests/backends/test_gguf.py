@@ -26,7 +26,7 @@ from cached_rag.backends.load import load_backend
 from cached_rag.backends.transformers import loading, machine
 from cached_rag.backends.transformers.gguf import convert, set_attention_scale
 from cached_rag.backends.transformers.gguf_rope import refuse_scaling, set_rotation
-from cached_rag.backends.transformers.weights.packing import densify
+from cached_rag.backends.transformers.packing import densify
 from cached_rag.errors import ModelError, ModelNotFoundError
 
 

@@ -17,15 +17,15 @@ from torch import nn
 from cached_rag import ConfigError, load_model
 from cached_rag.backends.base import StepInput
 from cached_rag.backends.transformers import machine
-from cached_rag.backends.transformers.machine import parse_format
-from cached_rag.backends.transformers.weights.groups import (
+from cached_rag.backends.transformers.groups import (
     GROUP,
     Groups,
     from_blocks,
     grouped,
     joined,
 )
-from cached_rag.backends.transformers.weights.packing import (
+from cached_rag.backends.transformers.machine import parse_format
+from cached_rag.backends.transformers.packing import (
     FewBitLinear,
     Int4Linear,
     Int8Linear,

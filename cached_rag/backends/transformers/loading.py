@@ -22,7 +22,7 @@ from cached_rag.backends.cache import file_digest, made
 from cached_rag.backends.resolve import ModelSource, Variant, offline_hint, resolve, see_hub
 from cached_rag.backends.transformers.complete import copied, load_complete, merge_adapter
 from cached_rag.backends.transformers.gguf import convert, put_together
-from cached_rag.backends.transformers.lean.build import lean_model
+from cached_rag.backends.transformers.lean import lean_model
 from cached_rag.backends.transformers.machine import (
     best_device,
     fastest_dtype,
@@ -31,14 +31,14 @@ from cached_rag.backends.transformers.machine import (
     parse_format,
 )
 from cached_rag.backends.transformers.model import LanguageModel
-from cached_rag.backends.transformers.probe import examine
-from cached_rag.backends.transformers.weights.packing import (
+from cached_rag.backends.transformers.packing import (
     Format,
     densify,
     forget_stored,
     formats,
     pack,
 )
+from cached_rag.backends.transformers.probe import examine
 from cached_rag.backends.untrusted import check_config, judged
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.kv import fingerprint

@@ -14,7 +14,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
-from cached_rag.backends.transformers.weights.packing import FORMATS, Format
+from cached_rag.backends.transformers.packing import FORMATS, Format
 from cached_rag.errors import ConfigError, ModelError
 
 # Bytes that loading and the first prompts take besides the weights (docs/models.md).

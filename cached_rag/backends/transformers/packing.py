@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 from torch import nn
 
 from cached_rag.backends.process import return_memory
-from cached_rag.backends.transformers.weights.groups import (
+from cached_rag.backends.transformers.groups import (
     GROUP,
     Groups,
     StoredLinear,
