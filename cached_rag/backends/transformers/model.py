@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from cached_rag.backends.base import Chosen, Prefilled, StepInput
-from cached_rag.backends.process import peak_bytes
+from cached_rag.backends.machine import peak_bytes
 from cached_rag.backends.transformers.batch import can_batch, step_batch
 from cached_rag.backends.transformers.decoder import Decoder, cache_argument
 from cached_rag.backends.transformers.packing import FewBitLinear, Format, formats
