@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from cached_rag import Engine, StoreConfig, wrap_model
-from cached_rag.backends.transformers.machine import best_device, fastest_dtype
+from cached_rag.backends.machine import best_device, fastest_dtype
 from cached_rag.evaluation.ttft import bench_ttft
 from cached_rag.spi import LanguageModel
 

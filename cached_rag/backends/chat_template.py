@@ -15,8 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, TemplateError
 
-from cached_rag.backends.controls import Backends
-from cached_rag.backends.prompt_text import Message, Rendered, Spans
+from cached_rag.backends.prompt_text import Backends, Message, Rendered, Spans
 from cached_rag.backends.untrusted import bounded
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.calls import CallForm, Tool, told

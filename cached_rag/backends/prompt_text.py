@@ -1,14 +1,45 @@
-"""A prompt as text, and as tokens with their places in it."""
+"""A prompt as text and as tokens, and control tokens such as <|im_start|> that a text spells.
+
+Tokenizers here obey control tokens or read them as text. Also a lower bound of a text's token count
+from its length alone, by which a prompt that cannot fit the model's context is refused before it is
+tokenised. Knows tokenizers; knows no template.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import threading
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
+
+from tokenizers import AddedToken, Encoding, Tokenizer, models
+from tokenizers.pre_tokenizers import ByteLevel
+
+from cached_rag.errors import ConfigError
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
+# NFC may compose this many characters into one: no canonical decomposition is longer.
+_COMPOSED = 4
+# Normalizers and pre-tokenizers that remove no character, unless their behaviour is "Removed".
+_KEEPING = ("ByteLevel", "Split", "Digits", "Metaspace", "Punctuation")
+# Added tokens of this form control a model even if they are not flagged as special: <tool_call>,
+# <|im_start|>, [INST]. Other added tokens are text: runs of white space, and HTML tags, of which
+# documents are full.
+_BRACKETED = re.compile(r"[<\[{|].*\w.*[>\]}|]", re.DOTALL)
+_HTML = re.compile(
+    r"</?(a|article|aside|audio|b|blockquote|body|br|button|caption|center|cite|code|dd|del|div|dl"
+    r"|dt|em|figcaption|figure|font|footer|form|h[1-6]|head|header|hr|html|i|iframe|img|input|ins"
+    r"|kbd|label|li|link|main|mark|meta|nav|ol|option|p|pre|q|s|script|section|select|small|span"
+    r"|strike|strong|style|sub|sup|svg|table|tbody|td|textarea|tfoot|th|thead|title|tr|u|ul|video)"
+    r"\s*/?>",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -71,3 +102,217 @@ class Spans:
         """Whether a span overlaps the characters from `begin` to `end` (exclusive)."""
         last = bisect_left(self._begins, end) - 1
         return last >= 0 and begin < self._ends[last]
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How much text a tokenizer's tokens can stand for.
+
+    Attributes:
+        most: most characters that one token can stand for.
+        dropped: characters that are dropped, so that they have no token.
+    """
+
+    most: int
+    dropped: str = ""
+
+    def least_tokens(self, text: str) -> int:
+        """The least number of tokens that a text can have."""
+        return -(-(len(text) - sum(map(text.count, self.dropped))) // self.most)
+
+
+def reach_of(backend: Tokenizer) -> Reach | None:
+    """How much text a tokenizer's tokens can stand for; None if that is not known for certain.
+
+    It is known for byte-pair encodings in which every character, or one of its bytes, has a token,
+    provided that no step before the encoding removes text.
+    """
+    model, vocabulary = backend.model, backend.get_vocab()
+    parts = [*_parts(backend.normalizer), *_parts(backend.pre_tokenizer)]
+    added = backend.get_added_tokens_decoder().values()
+    if (
+        not isinstance(model, models.BPE)
+        or not all(map(_keeps, parts))
+        or any(token.lstrip or token.rstrip for token in added)  # they swallow white space
+    ):
+        return None
+    composed = _COMPOSED if any(part["type"] == "NFC" for part in parts) else 1
+    most = max(map(len, vocabulary)) * composed
+    if model.byte_fallback and all(f"<0x{n:02X}>" in vocabulary for n in range(256)):
+        return Reach(most)
+    is_in_bytes = any(part["type"] == "ByteLevel" for part in parts)
+    if not is_in_bytes or not _knows_all_but_ascii(vocabulary):
+        return None
+    if model.unk_token is not None:  # stands for one unknown character, or for a run if fused
+        return None if model.fuse_unk else Reach(most)
+    single = map(chr, range(0x80))
+    return Reach(most, "".join(c for c in single if _symbols(c) not in vocabulary))
+
+
+def _knows_all_but_ascii(vocabulary: dict[str, int]) -> bool:
+    """Whether every byte that can end a character of several bytes has a token."""
+    return all(_symbols(chr(n))[-1] in vocabulary for n in range(0x80, 0xC0))
+
+
+def _symbols(character: str) -> str:
+    """The symbols by which byte-level encodings write a character's bytes."""
+    pieces = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(character)
+    return str(pieces[0][0])
+
+
+def _keeps(part: dict[str, Any]) -> bool:
+    """Whether a step never makes a text shorter, except by composing characters."""
+    match part:
+        case {"type": "NFC" | "Prepend"}:
+            return True
+        case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+            return len(new) >= len(old)
+        case {"type": kind}:
+            return kind in _KEEPING and part.get("behavior") != "Removed"
+    return False
+
+
+def _parts(step: Any) -> Iterator[dict[str, Any]]:
+    """The settings of a normalizer or a pre-tokenizer, or of each in a sequence."""
+    if step is not None:
+        settings = json.loads(step.__getstate__())
+        yield from settings.get("normalizers") or settings.get("pretokenizers") or [settings]
+
+
+@dataclass(frozen=True)
+class Control:
+    """A control token that a text spells.
+
+    Attributes:
+        token: its id.
+        begin, end: its characters, with the white space that it takes along.
+        core: its characters without that.
+    """
+
+    token: int
+    begin: int
+    end: int
+    core: Span
+
+
+@dataclass(frozen=True)
+class Backends:
+    """A transformers tokenizer's Rust tokenizers, one for each set of options.
+
+    transformers changes the options of its one Rust tokenizer at every call, so that two threads
+    would have to wait for each other. These are set up once and never changed.
+
+    Attributes:
+        plain: obeys control tokens, as in plain generation.
+        literal: reads control tokens as text.
+        controls: ids of the control tokens, by their text.
+    """
+
+    plain: Tokenizer
+    literal: Tokenizer
+    controls: dict[str, int]
+
+    @cached_property
+    def _finder(self) -> tuple[Tokenizer, dict[int, int]]:
+        """A tokenizer that finds control tokens and drops all other text; and their ids by its own.
+
+        It takes the steps of `plain`: what is a control token only once it is normalised (small
+        letters for capitals, wide characters for narrow ones) is found, too.
+        """
+        added = {token.content: token for token in self.plain.get_added_tokens_decoder().values()}
+        finder = Tokenizer(models.BPE())
+        if self.plain.normalizer is not None:
+            finder.normalizer = self.plain.normalizer
+        finder.add_special_tokens([added.get(text, text) for text in self.controls])
+        own = finder.get_added_tokens_decoder()
+        return finder, {name: self.controls[token.content] for name, token in own.items()}
+
+    def find(self, text: str) -> list[Control]:
+        """The control tokens that a text spells, in order; takes linear time."""
+        finder, known = self._finder
+        found = encode(finder, text)
+        return [
+            Control(known[token], begin, end, core(text, begin, end))
+            for token, (begin, end) in zip(found.ids, found.offsets, strict=True)
+        ]
+
+    @cached_property
+    def reach(self) -> Reach | None:
+        """How much text a token can stand for; None if that is not known for certain."""
+        return reach_of(self.plain)
+
+
+def encode(backend: Tokenizer, text: str, *, adds_special: bool = True) -> Encoding:
+    """A text's tokens.
+
+    Raises:
+        ConfigError: half of a surrogate pair, which no tokenizer takes.
+    """
+    # `encode_batch` releases the GIL, so other threads run meanwhile; `encode` does not.
+    try:
+        return backend.encode_batch([text], add_special_tokens=adds_special)[0]
+    except TypeError as error:  # as for what is no string at all
+        raise ConfigError(
+            "half of a surrogate pair stands alone in a text; give whole characters"
+        ) from error
+
+
+def core(text: str, begin: int, end: int) -> Span:
+    """Characters of a text without white space at their ends; all of them if they are nothing else.
+
+    A token that takes the white space beside it along may be a template's, and the space a
+    message's.
+    """
+    said = text[begin:end]
+    if not said.strip():
+        return begin, end
+    return end - len(said.lstrip()), begin + len(said.rstrip())
+
+
+_KNOWN: WeakKeyDictionary[Any, Backends] = WeakKeyDictionary()
+
+
+_MAKING = threading.Lock()
+
+
+def backends_of(tokenizer: Any) -> Backends:
+    """The `Backends` of a transformers tokenizer, made once."""
+    with _MAKING:
+        found = _KNOWN.get(tokenizer)
+        if found is None:
+            found = _KNOWN[tokenizer] = _made(tokenizer)
+        return found
+
+
+def _made(tokenizer: Any) -> Backends:
+    added = [token for token in tokenizer.added_tokens_decoder.values() if _is_control(token)]
+    texts = {text for text in (*(t.content for t in added), *tokenizer.all_special_tokens) if text}
+    plain, literal = _alike(tokenizer.backend_tokenizer), _alike(tokenizer.backend_tokenizer)
+    plain.encode_special_tokens = tokenizer.split_special_tokens
+    literal.add_special_tokens([token.content for token in added if not token.special])
+    literal.encode_special_tokens = True
+    controls = {text: token for text in texts if (token := plain.token_to_id(text)) is not None}
+    return Backends(plain, literal, controls)
+
+
+def _alike(backend: Tokenizer) -> Tokenizer:
+    """A tokenizer with its own options that shares the model and other large parts of `backend`."""
+    alike = Tokenizer(backend.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if getattr(backend, part) is not None:
+            setattr(alike, part, getattr(backend, part))
+    added = backend.get_added_tokens_decoder()
+    alike.add_tokens([token for _, token in sorted(added.items())])
+    if alike.get_added_tokens_decoder().keys() == added.keys():
+        return alike
+    # Added tokens whose ids have gaps get other ids above; only a full copy keeps them.
+    copy = Tokenizer.from_str(backend.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    return copy
+
+
+def _is_control(token: AddedToken) -> bool:
+    text = token.content.strip()
+    looks_so = _BRACKETED.fullmatch(text) is not None and _HTML.fullmatch(text) is None
+    return token.special or looks_so

@@ -3,7 +3,7 @@
 The rendered prompt is tokenised once and as a whole, so its ids are those of plain generation. The
 one exception protects users from their documents: a control token that is spelled out in a
 message's content or in a cached chunk stays text, where plain tokenisation would obey it. See
-`controls.py` for which tokens these are.
+`prompt_text.py` for which tokens these are.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cached_rag.backends.chat_template import ChatTemplate
-from cached_rag.backends.controls import backends_of, core, encode
-from cached_rag.backends.prompt_text import Rendered, Span, Spans, Tokens
+from cached_rag.backends.prompt_text import Rendered, Span, Spans, Tokens, backends_of, core, encode
 
 # GPT-2's: a printable character for each byte.
 _ALPHABET = {char: byte for byte, char in bytes_to_unicode().items()}

@@ -191,7 +191,7 @@ def _unneeded(index: Path) -> set[str]:
 
 def _drop_unused(index: Path, dtypes: list[str] | None, *, dry_run: bool) -> list[Holding]:
     """KV that the index's model cannot use in these dtypes; deleted, unless this is a dry run."""
-    from cached_rag.backends.transformers.machine import best_device, fastest_dtype, parse_dtype
+    from cached_rag.backends.machine import best_device, fastest_dtype, parse_dtype
 
     wanted = map(parse_dtype, dtypes) if dtypes else [fastest_dtype(best_device())]
     names = [str(dtype).removeprefix("torch.") for dtype in wanted]

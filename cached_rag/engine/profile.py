@@ -26,9 +26,9 @@ import torch
 from cached_rag.backends.base import Backend
 from cached_rag.backends.cache import cache_dir
 from cached_rag.kv.buffer import KVBuffer, ModuleKV
+from cached_rag.kv.disk import DiskStore
 from cached_rag.kv.files import make_folder, open_file
 from cached_rag.kv.fingerprint import digest
-from cached_rag.kv.disk import DiskStore
 from cached_rag.kv.remote import Link
 
 # Numbers of tokens: in the KV that is placed and read, in the longest prompt, and at most in a

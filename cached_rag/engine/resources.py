@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from cached_rag.backends.base import Backend
+from cached_rag.backends.machine import free_bytes
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.tokenizer import Tokenization
-from cached_rag.backends.transformers.machine import free_bytes
 from cached_rag.config import StoreConfig
 from cached_rag.engine.audit import Audits
 from cached_rag.engine.profile import profile_of, refusal

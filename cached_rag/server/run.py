@@ -21,7 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from cached_rag.backends.process import return_memory
+from cached_rag.backends.machine import return_memory
 from cached_rag.errors import ConfigError
 from cached_rag.server.app import create_app
 from cached_rag.server.service import Service

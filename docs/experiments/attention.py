@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from cached_rag.backends.base import StepInput
-from cached_rag.backends.transformers.attention.kernels import Scoring, kernel_of
-from cached_rag.backends.transformers.attention.relay import Padded
+from cached_rag.backends.transformers.attention import Padded
 from cached_rag.backends.transformers.batch import BatchCache
+from cached_rag.backends.transformers.kernels import Scoring, kernel_of
 from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.evaluation.plot import new_figure, save
 from cached_rag.kv.buffer import KVBuffer, KVShapes

@@ -1,6 +1,6 @@
 """Times the attention kernels over shared keys beside each other, in a model's shapes.
 
-`prefers_flash` in `attention/kernels.py` chooses between them; its table comes from these figures.
+`prefers_flash` (`transformers/kernels.py`) chooses between them, by a table of these figures.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from cached_rag.backends.transformers.attention.kernels import KERNELS, kernel_of
+from cached_rag.backends.transformers.kernels import KERNELS, kernel_of
 from cached_rag.errors import ConfigError
 from cached_rag.kv.buffer import KVShapes
 from docs.experiments.cold import cold_ms

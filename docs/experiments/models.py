@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from cached_rag.backends.base import Backend
-from cached_rag.backends.process import peak_bytes
+from cached_rag.backends.machine import peak_bytes
 from cached_rag.backends.transformers.loading import load_model
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine

@@ -18,8 +18,7 @@ from tokenizers import (
 )
 
 from cached_rag import Engine, Report
-from cached_rag.backends.controls import reach_of
-from cached_rag.backends.prompt_text import Rendered
+from cached_rag.backends.prompt_text import Rendered, reach_of
 from cached_rag.backends.tokenizer import Tokenization
 
 THINKING = (

@@ -13,7 +13,7 @@ import torch
 from conftest import CHUNKS, NEW_PROMPTS, RELOCATABLE, TEMPLATE, ask, plain_logits, tiny_model
 
 from cached_rag import Engine, StoreConfig, wrap_model
-from cached_rag.backends.transformers.attention.kernels import attend, attend_causal, reference
+from cached_rag.backends.transformers.kernels import attend, attend_causal, reference
 from cached_rag.spi import LanguageModel
 
 DEVICE = os.environ.get("CACHED_RAG_TEST_DEVICE", "cuda")

@@ -19,7 +19,7 @@ from conftest import (
 from modules import MODULE, PREFIX, QUESTION, TOLERANCE, garbage, layout_of, three_modules
 
 from cached_rag import Engine, StoreConfig
-from cached_rag.backends.transformers.attention.scattered import IMPLEMENTATION
+from cached_rag.backends.transformers.attention import IMPLEMENTATION
 from cached_rag.errors import RelocationError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.library.encode import encode_chunks, encode_prefix

@@ -21,12 +21,12 @@ from tiny_gguf import write_gguf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from cached_rag import load_model
-from cached_rag.backends import cache, resolve
+from cached_rag.backends import cache, machine, resolve
 from cached_rag.backends.load import load_backend
-from cached_rag.backends.transformers import loading, machine
+from cached_rag.backends.transformers import loading, packing
 from cached_rag.backends.transformers.gguf import convert, set_attention_scale
 from cached_rag.backends.transformers.gguf_rope import refuse_scaling, set_rotation
-from cached_rag.backends.transformers.weights.packing import densify
+from cached_rag.backends.transformers.packing import densify
 from cached_rag.errors import ModelError, ModelNotFoundError
 
 
@@ -87,7 +87,7 @@ def test_a_damaged_file_is_refused_and_leaves_nothing(file, tmp_path):
 @pytest.mark.usefixtures("_own_cache")
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(file, monkeypatch):
     load_model(str(file), dtype="bfloat16", device="cpu")
-    monkeypatch.setattr(machine, "free_bytes", lambda _: machine.OVERHEAD_BYTES + 100_000)
+    monkeypatch.setattr(packing, "free_bytes", lambda _: machine.OVERHEAD_BYTES + 100_000)
     with pytest.raises(ModelError, match=r'does not fit: .* in float32 .*"bfloat16"'):
         load_model(str(file), dtype="float32", device="cpu")
 

@@ -12,16 +12,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cached_rag.backends.base import StepInput
-from cached_rag.backends.transformers import probe
-from cached_rag.backends.transformers.lean import build
-from cached_rag.backends.transformers.lean import model as lean_layers
-from cached_rag.backends.transformers.lean.build import lean_model, lean_norm
-from cached_rag.backends.transformers.lean.model import LeanModel
+from cached_rag.backends.transformers import lean, probe
+from cached_rag.backends.transformers.lean import LeanModel, lean_model, lean_norm
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
 
 TOLERANCE = 1e-4
-UNDERSTOOD = [name for name, (kind, _) in FAMILIES.items() if kind in build.FAMILIES]
+UNDERSTOOD = [name for name, (kind, _) in FAMILIES.items() if kind in lean.FAMILIES]
 MORE = {
     "gemma": {"head_dim": 16},
     "granite": {
@@ -74,8 +71,8 @@ def test_a_prefill_of_scattered_rows_is_the_models_own(family):
         buffer = KVBuffer(start.keys.clone(), start.values.clone())
         done = model.prefill(buffer, ids, rows, num_logits=5)
         results.append((done.tail, buffer.keys, buffer.values))
-    for lean, own in zip(*results, strict=True):
-        assert torch.allclose(lean, own, atol=TOLERANCE)
+    for ours, own in zip(*results, strict=True):
+        assert torch.allclose(ours, own, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("family", [name for name in UNDERSTOOD if name != "longrope"])
@@ -93,8 +90,8 @@ def test_steps_of_several_rows_are_the_models_own(family):
         logits = model.step(batch)
         kept = [row.kv.own.values[:, :, :, : row.end] for row in batch]
         results.append([logits, *kept])
-    for lean, own in zip(*results, strict=True):
-        assert torch.allclose(lean, own, atol=TOLERANCE)
+    for ours, own in zip(*results, strict=True):
+        assert torch.allclose(ours, own, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", MORE)
@@ -120,12 +117,12 @@ def _swapped(self, hidden_states, position_embeddings, cache):
         self.gate_up = gate_up
 
 
-_forward = lean_layers.LeanLayer.forward
+_forward = lean.LeanLayer.forward
 FAULTS = {
-    "no rotation": ("llama", lean_layers, "rotated", lambda states, _: states),
-    "no norm": ("llama", build, "lean_norm", lambda _: nn.Identity()),
-    "another norm": ("gemma3", build, "lean_norm", lambda norm: layer_norm(norm)),
-    "gate and up swapped": ("llama", lean_layers.LeanLayer, "forward", _swapped),
+    "no rotation": ("llama", lean, "rotated", lambda states, _: states),
+    "no norm": ("llama", lean, "lean_norm", lambda _: nn.Identity()),
+    "another norm": ("gemma3", lean, "lean_norm", lambda norm: layer_norm(norm)),
+    "gate and up swapped": ("llama", lean.LeanLayer, "forward", _swapped),
 }
 
 

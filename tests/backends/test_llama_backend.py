@@ -26,11 +26,9 @@ from cached_rag.backends.base import StepInput
 from cached_rag.backends.llama_cpp import api, loading
 from cached_rag.backends.llama_cpp import context as context_module
 from cached_rag.backends.llama_cpp import model as backend_module
-from cached_rag.backends.llama_cpp.context import MAX_SEQUENCES, Work
-from cached_rag.backends.llama_cpp.examine import FileOutline
-from cached_rag.backends.llama_cpp.loading import load_llama_cpp
-from cached_rag.backends.llama_cpp.prompts import neighbours
-from cached_rag.backends.llama_cpp.state import StateFormat
+from cached_rag.backends.llama_cpp.context import MAX_SEQUENCES, StateFormat, Work
+from cached_rag.backends.llama_cpp.loading import FileOutline, load_llama_cpp
+from cached_rag.backends.llama_cpp.model import neighbours
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.transformers.loading import load_model
 from cached_rag.cli.main import app

@@ -6,21 +6,21 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from cached_rag.backends.transformers.attention import kernels, scattered
-from cached_rag.backends.transformers.attention.kernels import (
+from cached_rag.backends.transformers import attention, kernels
+from cached_rag.backends.transformers.attention import Rows
+from cached_rag.backends.transformers.kernels import (
     Scoring,
     matmul_attention,
     matmul_attention_lse,
     reference,
 )
-from cached_rag.backends.transformers.attention.scattered import Rows
 from cached_rag.backends.transformers.row_cache import head_mean
 
 
 @pytest.fixture(params=[False, True])
 def units(request, monkeypatch):
     """Whether the CPU has matrix units, as far as the choice of a kernel goes."""
-    for module in (kernels, scattered):
+    for module in (kernels, attention):
         monkeypatch.setattr(module, "flash_has_matrix_units", lambda: request.param)
     return request.param
 

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cached_rag import ConfigError, Engine, load_model, wrap_model
 from cached_rag.backends.cache import file_digest
+from cached_rag.backends.machine import parse_dtype
 from cached_rag.backends.resolve import resolve
-from cached_rag.backends.transformers.machine import parse_dtype
 from cached_rag.errors import ModelError, ModelNotFoundError
 
 

@@ -8,7 +8,7 @@ from conftest import _SIZES, CHUNKS, NEW_PROMPTS, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cached_rag import ConfigError, Engine, wrap_model
-from cached_rag.backends.transformers.machine import parse_dtype
+from cached_rag.backends.machine import parse_dtype
 from cached_rag.errors import ModelError
 
 ENDS = {"pad_token_id": 2, "bos_token_id": 0, "eos_token_id": 1}

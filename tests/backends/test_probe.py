@@ -11,7 +11,7 @@ from conftest import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cached_rag.backends.transformers import probe
-from cached_rag.backends.transformers.attention.scattered import Rows
+from cached_rag.backends.transformers.attention import Rows
 from cached_rag.backends.transformers.decoder import Decoder
 from cached_rag.errors import ModelError
 

@@ -10,8 +10,9 @@ import torch
 from conftest import FAMILIES, plain_logits, random_ids, tiny_model
 
 from cached_rag.backends.base import StepInput
-from cached_rag.backends.transformers.attention import kernels
-from cached_rag.backends.transformers.attention.kernels import (
+from cached_rag.backends.transformers import kernels
+from cached_rag.backends.transformers.attention import Padded, Part, merge, relay_attention
+from cached_rag.backends.transformers.kernels import (
     KERNELS,
     attend,
     attend_causal,
@@ -19,7 +20,6 @@ from cached_rag.backends.transformers.attention.kernels import (
     kernel_of,
     reference,
 )
-from cached_rag.backends.transformers.attention.relay import Padded, Part, merge, relay_attention
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.rows import Piece, RowKV, Run, Slab, SlabRow, Slabs, mask_of, pieces
 

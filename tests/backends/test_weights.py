@@ -16,22 +16,22 @@ from torch import nn
 
 from cached_rag import ConfigError, load_model
 from cached_rag.backends.base import StepInput
-from cached_rag.backends.transformers import machine
-from cached_rag.backends.transformers.machine import parse_format
-from cached_rag.backends.transformers.weights.groups import (
+from cached_rag.backends.transformers import packing
+from cached_rag.backends.transformers.groups import (
     GROUP,
     Groups,
     from_blocks,
     grouped,
     joined,
 )
-from cached_rag.backends.transformers.weights.packing import (
+from cached_rag.backends.transformers.packing import (
     FewBitLinear,
     Int4Linear,
     Int8Linear,
     formats,
     in_bytes,
     pack,
+    parse_format,
 )
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
@@ -176,7 +176,7 @@ def test_a_file_in_4_bits_is_kept_as_it_is(file):
 def test_where_memory_is_short_no_dense_weights_are_kept(file, weights, monkeypatch):
     rich = loaded(file, weights)
     size = rich.weights_bytes
-    monkeypatch.setattr(machine, "free_bytes", lambda _: machine.OVERHEAD_BYTES + 340_000)
+    monkeypatch.setattr(packing, "free_bytes", lambda _: packing.OVERHEAD_BYTES + 340_000)
     poor = loaded(file, weights)
     assert poor.weights_bytes < size / 2
     assert poor.fingerprint == rich.fingerprint

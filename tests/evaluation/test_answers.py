@@ -24,7 +24,7 @@ from vllm_double import Server, served, tokens
 
 from cached_rag import ConfigError, Engine
 from cached_rag.backends import resolve
-from cached_rag.backends.process import peak_bytes
+from cached_rag.backends.machine import peak_bytes
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.errors import ContextOverflowError, ModelError, ModelNotFoundError
 from cached_rag.evaluation.answers import bench_answers, make_questions
@@ -327,7 +327,7 @@ def test_memory_of_other_programs_is_measured_without_an_engine(model_folder, mo
 
 def test_a_process_does_not_inherit_the_peak_of_who_started_it():
     held = b"x" * (300 << 20)
-    code = "from cached_rag.backends.process import peak_bytes; print(peak_bytes())"
+    code = "from cached_rag.backends.machine import peak_bytes; print(peak_bytes())"
     alone, child = peak_bytes(), subprocess.check_output([sys.executable, "-c", code])
     assert int(child) < alone - len(held) // 2
 

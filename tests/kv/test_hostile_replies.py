@@ -7,7 +7,7 @@ from conftest import CHUNKS, tiny_model
 from hostile import HTTP, REDIS, hostile
 
 from cached_rag import Engine, StoreConfig
-from cached_rag.backends.process import peak_bytes
+from cached_rag.backends.machine import peak_bytes
 from cached_rag.kv import remote
 
 PROMPT = "\n\n".join([*CHUNKS, "Who lit the lamp?"])

@@ -18,8 +18,8 @@ from modules import (
 )
 
 from cached_rag import ConfigError, GenerationConfig
-from cached_rag.backends.transformers.attention.scattered import Rows
-from cached_rag.backends.transformers.drift import Drift
+from cached_rag.backends.transformers.attention import Rows
+from cached_rag.backends.transformers.row_cache import Drift
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods import (

@@ -173,7 +173,7 @@ def test_a_disks_bound_leaves_what_is_there_and_half_of_what_is_free(tmp_path, m
 def test_freed_memory_goes_back_to_the_system():
     """In a process of its own, for in this one others' tensors lie in between."""
     code = (
-        "import torch, psutil; from cached_rag.backends.process import return_memory\n"
+        "import torch, psutil; from cached_rag.backends.machine import return_memory\n"
         "kept = [torch.ones(10_000) for _ in range(5000)][::50]\n"  # of 200 MB
         "rss = psutil.Process().memory_info().rss; return_memory()\n"
         "print(rss - psutil.Process().memory_info().rss)"

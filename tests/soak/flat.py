@@ -14,7 +14,7 @@ import torch
 from faults import world
 
 from cached_rag import Engine
-from cached_rag.backends.process import return_memory
+from cached_rag.backends.machine import return_memory
 from cached_rag.errors import ContextOverflowError
 
 

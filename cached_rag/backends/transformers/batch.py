@@ -16,12 +16,17 @@ import torch
 from transformers import Cache
 
 from cached_rag.backends.base import StepInput
-from cached_rag.backends.transformers.attention.kernels import Scoring, attend
-from cached_rag.backends.transformers.attention.relay import Padded, Part, relay_attention
-from cached_rag.backends.transformers.attention.scattered import Rows, attending
+from cached_rag.backends.transformers.attention import (
+    Padded,
+    Part,
+    Rows,
+    attending,
+    relay_attention,
+)
 from cached_rag.backends.transformers.decoder import Decoder
-from cached_rag.backends.transformers.drift import Drift
+from cached_rag.backends.transformers.kernels import Scoring, attend
 from cached_rag.backends.transformers.prefill import prefill_rows
+from cached_rag.backends.transformers.row_cache import Drift
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.positions import PositionRule

@@ -96,7 +96,7 @@ class Decoder:
         network: what computes its passes: the model itself, or its lean form (see `lean`).
         layers: the network's decoder layers, in order.
         windows: each layer's sliding window; None for a layer that sees everything.
-        is_fast: the model attends through `attention/scattered.py`; if not, all tokens enter it
+        is_fast: the model attends through `attention.py`; if not, all tokens enter it
             (see `prefill.py`).
         parameters: names of the arguments of the network's forward method.
         cache_name: which of them is the KV cache.

@@ -3,7 +3,7 @@
 Reading a GGUF file takes ten times as long as reading the converted folder. transformers' own code
 gives the names, the permutations and the tokenizer. Here each tensor is unpacked, written and
 released, so the conversion needs memory for the largest tensor and one shard, not for the model.
-Weights in groups of 4 bits stay what they are (`weights/groups.py`), all others become bf16.
+Weights in groups of 4 bits stay what they are (`groups.py`), all others become bf16.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers.integrations.gguf import is_gguf_arch_supported
 
 from cached_rag.backends.transformers.complete import load_complete
 from cached_rag.backends.transformers.gguf_rope import ROTATIONS, refuse_scaling, set_rotation
-from cached_rag.backends.transformers.weights.groups import (
+from cached_rag.backends.transformers.groups import (
     Groups,
     StoredConfig,
     fits_groups,

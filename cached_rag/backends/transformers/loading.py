@@ -6,7 +6,6 @@ Knows no prompt, chunk or store.
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,26 +18,14 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
 from cached_rag.backends.cache import file_digest, made
+from cached_rag.backends.machine import best_device, check_device, fastest_dtype, parse_dtype
 from cached_rag.backends.resolve import ModelSource, Variant, offline_hint, resolve, see_hub
+from cached_rag.backends.transformers import packing
 from cached_rag.backends.transformers.complete import copied, load_complete, merge_adapter
 from cached_rag.backends.transformers.gguf import convert, put_together
-from cached_rag.backends.transformers.lean.build import lean_model
-from cached_rag.backends.transformers.machine import (
-    best_device,
-    fastest_dtype,
-    fits_dense,
-    parse_dtype,
-    parse_format,
-)
+from cached_rag.backends.transformers.lean import lean_model
 from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.backends.transformers.probe import examine
-from cached_rag.backends.transformers.weights.packing import (
-    Format,
-    densify,
-    forget_stored,
-    formats,
-    pack,
-)
 from cached_rag.backends.untrusted import check_config, judged
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.kv import fingerprint
@@ -92,11 +79,11 @@ def load_model(
             "this machine; leave it out"
         )
     device = device or best_device()
-    _check_device(device)
+    check_device(device)
     torch_dtype = parse_dtype(dtype) if dtype is not None else fastest_dtype(device)
     # Where a CPU has no bf16, few bits are read in it all the same, unless fp32 was asked for.
     few_bit_dtype = torch_dtype if dtype is not None else torch.bfloat16
-    wanted = parse_format(weights, device)
+    wanted = packing.parse_format(weights, device)
     if variant.adapter is not None and wanted == "as stored":
         wanted = "bf16"  # what is stored lacks what the adapter adds
     try:
@@ -104,7 +91,7 @@ def load_model(
         commit = None if is_local else _commit(path, variant)
         check_config(path, revision=commit, **variant.common)
         config = AutoConfig.from_pretrained(path, revision=commit, **variant.common)
-        keeps_dense = fits_dense(name, config, torch_dtype, device, wanted)
+        keeps_dense = packing.fits_dense(name, config, torch_dtype, device, wanted)
         tokenizer = AutoTokenizer.from_pretrained(path, revision=commit, **variant.common)
         with _without_bars() if Path(path).is_dir() else nullcontext():
             model = load_complete(path, name, dtype=torch_dtype, revision=commit, **variant.options)
@@ -119,7 +106,7 @@ def load_model(
             f"such as smollm2-135m.{offline_hint(name)}"
         ) from error
     revision = copied(model)
-    densify(model, torch_dtype, keeps_groups=not keeps_dense)
+    packing.densify(model, torch_dtype, keeps_groups=not keeps_dense)
     if variant.adapter is not None:
         if not keeps_dense:
             raise ModelError(
@@ -127,7 +114,7 @@ def load_model(
                 "fit in memory; leave it out, or use a machine with more memory"
             )
         model = merge_adapter(model, variant.adapter)
-        forget_stored(model)
+        packing.forget_stored(model)
         revision = copied(model)
     if variant.facts:
         revision += json.dumps(variant.facts, sort_keys=True)
@@ -140,22 +127,6 @@ def load_model(
         few_bit_dtype=few_bit_dtype,
         keeps_dense=keeps_dense,
     )
-
-
-def _check_device(device: str) -> None:
-    """Raise a ConfigError unless tensors can be put there."""
-    try:
-        if torch.empty(1, device=device).is_meta:
-            raise RuntimeError("it keeps no numbers")
-    except (RuntimeError, AssertionError, ImportError) as error:  # without CUDA it is the second
-        why = re.split(r"\.\s|\n", str(error))[0].rstrip(".")
-        there = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
-        if torch.backends.mps.is_available():
-            there.append("mps")
-        raise ConfigError(
-            f"device {device!r} cannot be used: {why}. This machine has {', '.join(there)}; leave "
-            "the device out for the best one"
-        ) from error
 
 
 def _commit(hub_id: str, variant: Variant) -> str:
@@ -189,7 +160,7 @@ def wrap_model(
     *,
     name: str,
     revision: str,
-    weights: Format = "bf16",
+    weights: packing.Format = "bf16",
     few_bit_dtype: torch.dtype | None = None,
     keeps_dense: bool = True,
 ) -> LanguageModel:
@@ -219,11 +190,11 @@ def wrap_model(
     began = time.perf_counter()
     lean = lean_model(model)
     if not keeps_dense:
-        pack(model, lean or model, weights, few_bit_dtype, keeps_dense=False)
+        packing.pack(model, lean or model, weights, few_bit_dtype, keeps_dense=False)
     found = examine(model, lean)
     _warn_of_unfollowed(model.generation_config, name)
     if keeps_dense:
-        pack(model, found.decoder.network, weights, few_bit_dtype, keeps_dense=True)
+        packing.pack(model, found.decoder.network, weights, few_bit_dtype, keeps_dense=True)
     examined_s = time.perf_counter() - began
     facts = {
         "version": _KV_VERSION,
@@ -232,7 +203,7 @@ def wrap_model(
         "tokenizer": fingerprint.digest(tokenizer.backend_tokenizer.to_str()),
         "dtype": str(found.shapes.dtype),
     }
-    if formats(found.decoder.network).keys() - {"dense"}:
+    if packing.formats(found.decoder.network).keys() - {"dense"}:
         facts["format"] = [weights, str(few_bit_dtype)]
     return LanguageModel(
         name=name,

@@ -15,11 +15,11 @@ import torch
 from transformers import DynamicCache
 
 from cached_rag.backends.base import Chosen, Prefilled, StepInput
-from cached_rag.backends.process import peak_bytes
+from cached_rag.backends.machine import peak_bytes
 from cached_rag.backends.transformers.batch import can_batch, step_batch
 from cached_rag.backends.transformers.decoder import Decoder, cache_argument
+from cached_rag.backends.transformers.packing import FewBitLinear, Format, formats
 from cached_rag.backends.transformers.prefill import Repair, prefill_rows
-from cached_rag.backends.transformers.weights.packing import FewBitLinear, Format, formats
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.positions import PositionRule
 from cached_rag.methods.base import Layout, Selector

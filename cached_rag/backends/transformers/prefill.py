@@ -1,30 +1,297 @@
 """Partial prefill: computes chosen rows (tokens) of a prompt over KV that holds the others.
 
-CacheBlend, section 4.2, and the methods after it. Decides when which rows run; `row_pass.py` runs
-them. Knows nothing of text or stores.
+CacheBlend, section 4.2, and the methods after it. A `RowPass` is one forward pass of an unmodified
+transformers model over chosen rows: a subclass of transformers' `Cache` writes their keys and
+values to their slots in a buffer that holds the whole prompt, and hooks on the decoder layers,
+removed after the pass, drop rows where a method decides so. A `Repair` decides which rows run when.
 
 Two ways through the model give the same numbers. In the fast way only the chosen rows enter the
-model, and it attends through `attention/scattered.py`. In the dense way all tokens enter, the model
-builds its own masks and biases, and every per-row input is cut to the chosen rows before layer 0.
-The dense way is slower. It serves model families whose attention cannot be replaced, and tests
-compare the fast way with it.
+model, and it attends through `attention.py`. In the dense way all tokens enter, the model builds
+its own masks and biases, and every per-row input is cut to the chosen rows before layer 0. The
+dense way is slower. It serves model families whose attention cannot be replaced, and tests compare
+the fast way with it.
+
+MPT, BLOOM and Falcon add a bias to the scores that is linear in the key's index (ALiBi). Where
+positions have gaps, a key's index is not its position: the bias is then computed from the position,
+with the same slope (Prompt Cache, section 4.2). Knows nothing of text or stores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from cached_rag.backends.base import Chosen, Prefilled
+from cached_rag.backends.transformers.attention import Rows, attending
 from cached_rag.backends.transformers.decoder import Decoder
-from cached_rag.backends.transformers.drift import Drift
-from cached_rag.backends.transformers.row_cache import Observer
-from cached_rag.backends.transformers.row_pass import RowPass
+from cached_rag.backends.transformers.row_cache import Drift, Observed, Observer, Peeked, RowCache
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.methods.base import Layout, QuestionSelector, Selector
+from cached_rag.methods.base import LayerCheck, Layout, QuestionSelector, Selector
+
+_BIASES = ("alibi", "position_bias")
+
+
+def with_gaps(inputs: dict[str, Any], positions: torch.Tensor) -> dict[str, Any]:
+    """A layer's inputs, its ALiBi biases (if any) computed from positions instead of indices.
+
+    Args:
+        positions: (num_keys,) int64, ascending, the position of each key.
+    """
+    biases = [name for name in _BIASES if inputs.get(name) is not None]
+    mask = inputs.get("attention_mask")
+    if biases and mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
+        biases.append("attention_mask")  # Falcon adds its bias to the mask, head by head
+    return inputs | {name: stretched(inputs[name], positions) for name in biases}
+
+
+def stretched(bias: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Turn a (..., rows, keys) bias that is linear in the key's index into one linear in position.
+
+    The bias's last row must see all keys. If the bias has more keys than there are positions, only
+    its last keys are used.
+    """
+    count = len(positions)
+    bias = bias[..., -count:]
+    if count < 2:
+        return bias
+    slope = bias[..., -1:, 1:2] - bias[..., -1:, :1]
+    shift = (positions - torch.arange(count)).to(bias.device, bias.dtype)
+    return bias + slope * shift
+
+
+class RowPass:
+    """One forward pass.
+
+    Attributes:
+        entering: (batch, num_entering) token ids that enter the model.
+        kept: indices among these of the rows that are still computed; None for all.
+        checks: layers before which `selector` chooses rows.
+        final_slots: slots of the rows that are computed in every layer.
+        computed: (token, layer) pairs computed so far.
+    """
+
+    layout: Layout
+    selector: Selector
+    checks: frozenset[int] = frozenset()
+    # Rows whose output of layer 0 is known: a mask over the pass's rows, and their hidden states.
+    resumed: tuple[torch.Tensor, torch.Tensor] | None = None
+    observer: Observer | None = None
+    first_output: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        buffer: KVBuffer,
+        token_ids: torch.Tensor,
+        slots: torch.Tensor,
+        num_logits: int,
+        ready: Callable[[int], object] | None = None,
+    ) -> None:
+        length = token_ids.shape[1]
+        self.decoder, self.num_logits, self.ready = decoder, num_logits, ready
+        self.gaps = None if buffer.positions is None else buffer.positions[:length]
+        positions = torch.arange(length) if self.gaps is None else self.gaps
+        positions = positions.to(slots.device)
+        rows = Rows(slots, length)
+        # Without our attention, only the last rows of a prompt may enter by themselves: the model's
+        # own masks are right for them.
+        is_tail = rows.is_contiguous and rows.last == length - 1
+        if decoder.is_fast or is_tail:
+            self.entering, self.kept = token_ids[:, slots], None
+            self.positions = positions[slots]
+        else:
+            self.entering, self.positions, self.kept = token_ids, positions, slots
+        self.num_entering = self.entering.shape[1]
+        self.cache = RowCache(buffer, rows, self.num_entering, decoder.windows)
+        self.computed = 0
+
+    def forward(self) -> Prefilled:
+        """Run the model once over the rows."""
+        wanted = {
+            "input_ids": self.entering,
+            "position_ids": self.positions[None].expand(self.entering.shape),
+            self.decoder.cache_name: self.cache,
+            "use_cache": True,
+            "logits_to_keep": self.num_logits,
+        }
+        network = self.decoder.network
+        if not self.num_logits:
+            network = network.base_model
+            del wanted["logits_to_keep"]
+        known = self.decoder.parameters | {self.decoder.cache_name}
+        inputs = {k: v for k, v in wanted.items() if k in known}
+        with attending(self.cache) if self.decoder.is_fast else ExitStack():
+            output = network(**inputs)
+        if not self.num_logits:
+            tail = torch.empty(len(self.entering), 0, 0)
+        else:
+            tail = output.logits[:, -self.num_logits :]
+        return Prefilled(tail, self.computed, self.final_slots)
+
+    def watch(self, observer: Observer) -> None:
+        """Run until the observer has seen all its layers; keeps the output of layer 0."""
+        self.observer = self.cache.observer = observer
+        with self.hooked(), suppress(Observed):
+            self.forward()
+
+    def resume(self, is_known: torch.Tensor, first_output: torch.Tensor) -> Prefilled:
+        """Run the model, without recomputing layer 0 for rows whose output of it is known.
+
+        Args:
+            is_known: (num_rows,) bool, these rows.
+            first_output: (batch, number of known rows, hidden_size), their output of layer 0.
+        """
+        self.resumed, self.all_rows = (is_known, first_output), self.cache.rows
+        with self.hooked():
+            return self.forward()
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Inside this context, hooks are on all layers from the first that may drop rows."""
+        layers, handles = self.decoder.layers, []
+        first = self._first_narrowing()
+        self.computed = first * len(self.cache.rows)
+        self.final_slots = self.cache.rows.slots
+        try:
+            for index in range(first, len(layers)):
+                hook = _pre_hook(self, index)
+                handles.append(layers[index].register_forward_pre_hook(hook, with_kwargs=True))
+            if handles:
+                handles.append(layers[-1].register_forward_hook(self._widen))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _first_narrowing(self) -> int:
+        count = len(self.decoder.layers)
+        if self.kept is not None or self.resumed is not None or self.observer is not None:
+            return 0
+        if self.ready is not None or (self.gaps is not None and not self.decoder.is_fast):
+            return 0
+        if self.checks:
+            return min(self.checks)
+        return count - 1 if 0 < self.num_logits < len(self.cache.rows) else count
+
+    def before_layer(
+        self, index: int, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Cut a layer's inputs to the rows kept; at a check layer, let the method choose them."""
+        if self.ready is not None:
+            self.ready(index)
+        names = list(inspect.signature(layer.forward).parameters)
+        named = dict(zip(names, args, strict=False)) | kwargs
+        if self.gaps is not None:
+            named = with_gaps(named, self.gaps)
+        if self.observer is not None and index > 0:
+            if index == 1:
+                self.first_output = named["hidden_states"]
+            if index > self.observer.layers[-1]:
+                raise Observed
+        if self.resumed is not None and index < 2:
+            named |= self._resume(index, named["hidden_states"], *self.resumed)
+        inputs = self._narrowed(named)
+        if index in self.checks:
+            self._peek(layer, inputs)
+            inputs = self._narrowed(named | self._choose(index, inputs["hidden_states"]))
+        self.computed += len(self.cache.rows)
+        self.final_slots = self.cache.rows.slots
+        count = len(self.cache.rows)
+        if index == len(self.decoder.layers) - 1 and 0 < self.num_logits < count:
+            # The last layer computes only rows whose logits are wanted. Of the others it computes
+            # keys and values, which later tokens need.
+            self._peek(layer, inputs)
+            last = torch.arange(count, device=self.cache.rows.slots.device)
+            last = last[-self.num_logits :]
+            inputs = self._narrowed(named | self._keep(last, inputs["hidden_states"]))
+        return (), inputs
+
+    def _resume(
+        self, index: int, hidden: torch.Tensor, is_known: torch.Tensor, known: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Drop the rows whose output is known before layer 0, and add them before layer 1."""
+        every = self.all_rows
+        if index == 0:
+            self.kept = (~is_known).nonzero().squeeze(1)
+            self.cache.rows = every.narrowed(self.kept)
+            return {}
+        whole = hidden.new_empty(hidden.shape[0], len(every), hidden.shape[2])
+        whole[:, is_known] = known
+        whole[:, self.kept] = hidden
+        self.kept, self.cache.rows = None, every
+        return {"hidden_states": whole}
+
+    def _peek(self, layer: torch.nn.Module, inputs: dict[str, Any]) -> None:
+        """Compute only keys and values of the current rows, not the rest of the layer."""
+        self.cache.is_peeking = True
+        try:
+            layer.forward(**inputs)
+        except Peeked:
+            pass
+        finally:
+            self.cache.is_peeking = False
+
+    def _choose(self, index: int, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Let the method choose which rows to go on with; returns their hidden states."""
+        rows = self.cache.rows
+        reused = self.layout.reused.to(rows.slots.device)[rows.slots]
+        check = LayerCheck(index, rows.slots, reused, *self.cache.peeked)
+        keep = self.selector.narrow(check, self.layout).nonzero().squeeze(1)
+        self.computed += len(rows) - len(keep)  # dropped rows count as computed in this layer
+        return self._keep(keep, hidden)
+
+    def _keep(self, keep: torch.Tensor, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Go on with the current rows at indices `keep`; returns their hidden states."""
+        rows = self.cache.rows
+        self.kept = keep if self.kept is None else self.kept[keep]
+        self.cache.rows = rows.narrowed(keep)
+        return {"hidden_states": hidden[:, keep]}
+
+    def _narrowed(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs with per-row tensors cut to the rows kept, where they are not yet."""
+        if self.kept is None:
+            return inputs
+        if not self.decoder.is_fast and inputs.get("attention_mask") is None:
+            raise ModelError(
+                "the model gave its layers no mask, so scattered rows would see later tokens"
+            )
+        narrowed = dict(inputs)
+        for name, dim in (("hidden_states", 1), ("position_ids", 1), ("attention_mask", 2)):
+            narrowed[name] = self._cut(inputs.get(name), dim)
+        rotary = inputs.get("position_embeddings")
+        if isinstance(rotary, Sequence):
+            narrowed["position_embeddings"] = tuple(self._cut(part, 1) for part in rotary)
+        return {name: value for name, value in narrowed.items() if name in inputs}
+
+    def _cut(self, tensor: torch.Tensor | None, dim: int) -> torch.Tensor | None:
+        if tensor is None or tensor.ndim <= dim or tensor.shape[dim] != self.num_entering:
+            return tensor
+        assert self.kept is not None
+        return tensor.index_select(dim, self.kept)
+
+    def _widen(self, _: torch.nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        """Give the model's head as many rows as entered; those that were dropped are zero."""
+        hidden = output[0] if isinstance(output, tuple) else output
+        if self.kept is None or hidden.shape[1] == self.num_entering:
+            return output
+        wide = hidden.new_zeros(hidden.shape[0], self.num_entering, hidden.shape[2])
+        wide[:, self.kept] = hidden
+        return (wide, *output[1:]) if isinstance(output, tuple) else wide
+
+
+def _pre_hook(run: RowPass, index: int) -> Any:
+    def hook(
+        layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return run.before_layer(index, layer, args, kwargs)
+
+    return hook
 
 
 @torch.inference_mode()

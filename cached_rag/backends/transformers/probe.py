@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from cached_rag.backends.transformers.attention import scattered as attention
-from cached_rag.backends.transformers.attention.scattered import IMPLEMENTATION
+from cached_rag.backends.transformers import attention
 from cached_rag.backends.transformers.batch import keeps_what_it_reads
 from cached_rag.backends.transformers.decoder import (
     CACHE,
@@ -27,7 +26,8 @@ from cached_rag.backends.transformers.decoder import (
     table_rounding,
     windows_of,
 )
-from cached_rag.backends.transformers.lean.model import LeanModel
+from cached_rag.backends.transformers.lean import LeanModel
+from cached_rag.backends.transformers.prefill import RowPass
 from cached_rag.backends.transformers.recording import (
     Inputs,
     Recording,
@@ -36,7 +36,6 @@ from cached_rag.backends.transformers.recording import (
     leaving,
     record,
 )
-from cached_rag.backends.transformers.row_pass import RowPass
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.positions import PositionRule, match_rule
@@ -112,9 +111,12 @@ def _find_decoder(dense: Decoder, lean: LeanModel | None, seen: Recording) -> De
     ways = [(dense, model.config._attn_implementation), (dense, "eager")]
     if getattr(model, "_supports_attention_backend", False) and windows:
         fast = replace(dense, windows=windows, is_fast=True)
-        ways.insert(0, (fast, IMPLEMENTATION))
+        ways.insert(0, (fast, attention.IMPLEMENTATION))
         if lean is not None:
-            ways.insert(0, (replace(fast, network=lean, layers=tuple(lean.layers)), IMPLEMENTATION))
+            ways.insert(
+                0,
+                (replace(fast, network=lean, layers=tuple(lean.layers)), attention.IMPLEMENTATION),
+            )
     for decoder, implementation in dict.fromkeys(ways):
         model.set_attn_implementation(implementation)
         error, where = deviation(decoder, seen)

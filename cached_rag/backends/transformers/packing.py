@@ -2,7 +2,7 @@
 
 One row needs every weight once, so its time, as in decoding, is that of reading them. With many
 rows arithmetic takes the time, and torch's bf16 product is faster than its few-bit kernels: then a
-layer uses dense weights, if it has them.
+layer uses dense weights, if it has them. `fits_dense` says whether there is memory for both.
 
 `densify` comes before the model's lean form is made, `pack` after it. Where memory is short a layer
 keeps nothing but its few bits; else it keeps dense weights, too, for passes with many rows. Both
@@ -17,9 +17,10 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 from torch import nn
+from transformers import AutoModelForCausalLM
 
-from cached_rag.backends.process import return_memory
-from cached_rag.backends.transformers.weights.groups import (
+from cached_rag.backends.machine import OVERHEAD_BYTES, free_bytes, return_memory
+from cached_rag.backends.transformers.groups import (
     GROUP,
     Groups,
     StoredLinear,
@@ -28,8 +29,11 @@ from cached_rag.backends.transformers.weights.groups import (
     grouped,
     keep,
 )
+from cached_rag.errors import ConfigError, ModelError
 
 _OPS = torch.ops.aten
+# Bytes of a weight in few bits, its share of the scales included.
+_BYTES = {"int4": 0.75, "int8": 1.0}
 # Up to so many rows, a kernel is faster than the product of dense bf16 weights; measured by
 # `python -m docs.experiments kernels --weights` on two cores with AVX-512.
 INT4_ROWS = 12
@@ -290,3 +294,69 @@ def _packed(
     if kept is not None:
         kept.copy_(groups.dense(own.dtype))
     return Int4Linear(groups, dtype, bias, kept)
+
+
+def parse_format(weights: str, device: str) -> Format:
+    """A format of weights from its name.
+
+    Raises:
+        ConfigError: there is no such format, or not on this device.
+    """
+    if weights not in FORMATS:
+        raise ConfigError(f"weights {weights!r} is not one of {', '.join(FORMATS)}")
+    if device.startswith("cpu"):
+        return weights
+    if weights in ("int8", "int4"):
+        raise ConfigError(
+            f"weights={weights!r} needs a CPU, and the model is on {device}; use weights='bf16' or "
+            "device='cpu'"
+        )
+    return "bf16"
+
+
+def fits_dense(name: str, config: Any, dtype: torch.dtype, device: str, weights: Format) -> bool:
+    """Whether there is memory for a model's dense weights besides those in few bits.
+
+    If not, few bits alone must do; they can only where the model's folder stores them.
+
+    Raises:
+        ModelError: neither fits: the system would kill this process while it loads the model.
+    """
+    dense, few, saved = _weight_bytes(config, dtype, weights)
+    free = free_bytes(device)
+    if dense + few + OVERHEAD_BYTES <= free:
+        return True
+    least = dense + few - saved
+    if least + OVERHEAD_BYTES <= free:
+        return False
+    kind = str(dtype).removeprefix("torch.")
+    smaller = '; dtype="bfloat16" takes half of it.' if dtype == torch.float32 else "."
+    raise ModelError(
+        f"{name} does not fit: its weights take {least / 2**30:.1f} GiB in {kind} and "
+        f"loading {OVERHEAD_BYTES / 2**30:.1f} GiB more, and {max(free, 0) / 2**30:.1f} GiB of "
+        f"memory are free on {device}. Free some, use a smaller model or its Q4 GGUF on a CPU, or "
+        f"a machine with more memory{smaller}"
+    )
+
+
+def _weight_bytes(config: Any, dtype: torch.dtype, weights: Format) -> tuple[float, float, float]:
+    """How much memory a model's weights take, by its configuration.
+
+    Returns:
+        Bytes of dense weights in `dtype`; of those in few bits besides; and how many fewer there
+        are while the model is loaded without dense weights of layers stored in 4 bits.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    dense = sum(int(part.numel()) for part in model.parameters()) * dtype.itemsize
+    stored = getattr(config, "quantization_config", None) or {}
+    few = saved = 0.0
+    for name, part in model.named_modules():
+        if not isinstance(part, torch.nn.Linear):
+            continue
+        kind = next((kind for kind in _BYTES if name in stored.get(kind, ())), "bf16")
+        wanted, count = kind if weights == "as stored" else weights, part.weight.numel()
+        few += count * _BYTES.get(wanted, 0)
+        if kind == wanted == "int4":
+            saved += count * (dtype.itemsize - _BYTES["int4"])
+    return dense, few, saved
