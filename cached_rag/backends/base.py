@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from cached_rag.kv.buffer import KVBuffer, KVShapes
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.positions import PositionRule
 from cached_rag.kv.rows import RowKV
 from cached_rag.methods.base import Layout, Selector

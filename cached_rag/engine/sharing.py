@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from cached_rag.kv.buffer import KVBuffer, KVShapes, ModuleKV
+from cached_rag.kv.buffer import KVBuffer, ModuleKV
+from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.rows import RowKV, Run, SlabRow, Slabs
 from cached_rag.library.plan import Placement
 from cached_rag.library.sequences import MIN_SHARED, Ids, common, where

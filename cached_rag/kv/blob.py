@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ import xxhash
 from safetensors.torch import save_file
 
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreError
+from cached_rag.kv.layers import Ragged, stacks_of
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.tensor_file import TensorFile
 
@@ -45,8 +47,8 @@ class Codec(Protocol):
 
     name: str
 
-    def encode(self, kv: ModuleKV) -> Tensors:
-        """Contiguous tensors on the CPU that hold the module's keys and values.
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Tensors:
+        """Contiguous tensors on the CPU that hold (num_layers, heads, seq_len, dim) KV.
 
         The first axis of each is num_layers, so that layers can be read one by one.
         """
@@ -66,9 +68,9 @@ class RawCodec:
 
     name = "raw"
 
-    def encode(self, kv: ModuleKV) -> Tensors:
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Tensors:
         """`keys` and `values`, (num_layers, num_kv_heads, seq_len, dim)."""
-        return {"keys": kv.keys.contiguous().cpu(), "values": kv.values.contiguous().cpu()}
+        return {"keys": keys.contiguous().cpu(), "values": values.contiguous().cpu()}
 
     def decode(self, tensors: Tensors, dtype: torch.dtype) -> KeysAndValues:
         """The same tensors; `dtype` is theirs already."""
@@ -83,12 +85,12 @@ class Int8Codec:
 
     name = "int8"
 
-    def encode(self, kv: ModuleKV) -> Tensors:
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Tensors:
         """`keys`, `values` as int8 and their scales, (num_layers, num_kv_heads, seq_len, 1)."""
-        keys, key_scales = _quantize(kv.keys)
-        values, value_scales = _quantize(kv.values)
-        scales = {"key_scales": key_scales, "value_scales": value_scales}
-        return {"keys": keys, "values": values} | scales
+        found = {}
+        for name, side in (("key", keys), ("value", values)):
+            found[f"{name}s"], found[f"{name}_scales"] = _quantize(side)
+        return found
 
     def decode(self, tensors: Tensors, dtype: torch.dtype) -> KeysAndValues:
         """Integers times scales, rounded once to `dtype`."""
@@ -98,7 +100,8 @@ class Int8Codec:
 
 def _quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exact = tensor.float().cpu()
-    scales = exact.abs().amax(dim=-1, keepdim=True) / 127
+    largest = exact.abs().amax(dim=-1, keepdim=True) if exact.shape[-1] else exact.sum(-1, True)
+    scales = largest / 127
     steps = exact / scales.clamp_min(torch.finfo(torch.float32).tiny)
     return steps.round_().clamp_(-127, 127).to(torch.int8).contiguous(), scales.contiguous()
 
@@ -152,14 +155,20 @@ def contents(
     key: str, kv: ModuleKV, codec: Codec, secret: bytes = b""
 ) -> tuple[Tensors, dict[str, str]]:
     """What a module's file has: its tensors, and its header with a checksum of each layer."""
-    tensors = codec.encode(kv)
+    tensors, sums = {}, []
+    for number, stacks in enumerate(zip(stacks_of(kv.keys), stacks_of(kv.values), strict=True)):
+        held = codec.encode(*stacks)
+        sums += layer_sums(held, secret)
+        tensors |= {_named(name, number): tensor for name, tensor in held.items()}
     header = {
-        "layers": ",".join(layer_sums(tensors, secret)),
+        "layers": ",".join(sums),
         "key": key,
         "codec": codec.name,
         "start": str(kv.start),
         "dtype": str(kv.keys.dtype).removeprefix("torch."),
     }
+    if isinstance(kv.keys, Ragged):
+        header["places"] = json.dumps(kv.keys.places)
     return tensors | {_IDS: torch.tensor(kv.token_ids, dtype=torch.int32)}, header
 
 
@@ -234,7 +243,8 @@ def opened(
         dtype = getattr(torch, header["dtype"])
         if not isinstance(dtype, torch.dtype):
             raise ValueError("its header names no dtype")
-        return StoredKV(held, int(header["start"]), file, sums, codec, dtype, name, secret)
+        places = _places(header, len(sums))
+        return StoredKV(held, int(header["start"]), file, sums, places, codec, dtype, name, secret)
 
 
 @dataclass(frozen=True)
@@ -244,7 +254,8 @@ class StoredKV:
     Attributes:
         all_ids: the tokens of the whole file.
         first: position of the first of these when the keys were computed.
-        sums: the checksum of each layer.
+        sums: the checksum of each layer that keeps anything, stack by stack.
+        places: see `Ragged`; of layers that are alike all are in one stack.
         dtype: what keys and values are decoded to.
         name: how messages call the file.
         secret: what the checksums are signed with; empty if they are not.
@@ -255,6 +266,7 @@ class StoredKV:
     first: int
     file: TensorFile
     sums: tuple[str, ...]
+    places: tuple[tuple[int, int] | None, ...]
     codec: Codec
     dtype: torch.dtype
     name: str
@@ -288,21 +300,55 @@ class StoredKV:
             CorruptBlobError: it is not what was written.
             StoreError: it cannot be read now.
         """
-        kv = self._read(index, index + 1)
-        return kv.keys[0, :, self.begin : self.end], kv.values[0, :, self.begin : self.end]
+        place = self.places[index]
+        if place is None:
+            raise IndexError(f"layer {index} keeps nothing of its own")
+        keys, values = self._read(place[0], place[1], place[1] + 1)
+        return keys[0, :, self.begin : self.end], values[0, :, self.begin : self.end]
 
     def load(self) -> ModuleKV:
         """Read all layers; errors as in `layer`."""
-        kv = self._read(0, len(self.sums))
+        sides = zip(*(self._read(n, 0, count) for n, count in enumerate(self._counts)), strict=True)
+        is_even = len(self._counts) == 1 and None not in self.places
+        keys, values = (side[0] if is_even else Ragged(side, self.places) for side in sides)
+        kv = ModuleKV(self.all_ids, self.first, keys, values)
         return kv if self.end is None and not self.begin else kv.slice(self.begin, self.end or 0)
 
-    def _read(self, begin: int, end: int) -> ModuleKV:
+    @property
+    def _counts(self) -> list[int]:
+        """How many layers each stack has."""
+        found = Counter(place[0] for place in self.places if place)
+        return [found[number] for number in range(len(found))]
+
+    def _read(self, stack: int, begin: int, end: int) -> KeysAndValues:
+        """Layers `begin` to `end` (exclusive) of a stack."""
         with _judged(self.name):
-            names = [name for name in self.file.layouts if name != _IDS]
-            tensors = {name: self.file.read(name, begin, end) for name in names}
-            if layer_sums(tensors, self.secret) != list(self.sums[begin:end]):
+            tensors = {}
+            for name in self.file.layouts:
+                plain, _, number = name.partition(".")
+                if name != _IDS and int(number or 0) == stack:
+                    tensors[plain] = self.file.read(name, begin, end)
+            first = sum(self._counts[:stack])
+            if layer_sums(tensors, self.secret) != list(self.sums[first + begin : first + end]):
                 raise CorruptBlobError(_message(self.name, _DAMAGED))
-            return ModuleKV(self.all_ids, self.first, *self.codec.decode(tensors, self.dtype))
+            return self.codec.decode(tensors, self.dtype)
+
+
+def _named(name: str, stack: int) -> str:
+    """What a tensor of a stack is called in a file."""
+    return f"{name}.{stack}" if stack else name
+
+
+def _places(header: Mapping[str, str], count: int) -> tuple[tuple[int, int] | None, ...]:
+    """Where each layer is, as the header says; KeyError or ValueError if it says it wrongly."""
+    if "places" not in header:
+        return tuple((0, layer) for layer in range(count))
+    found = tuple(None if at is None else tuple(map(int, at)) for at in json.loads(header["places"]))
+    held = sorted(at for at in found if at is not None)
+    sizes = Counter(at[0] for at in held)
+    if held != [(n, i) for n in range(len(sizes)) for i in range(sizes[n])] or len(held) != count:
+        raise ValueError("its header places layers wrongly")
+    return found
 
 
 def layer_sums(tensors: Tensors, secret: bytes = b"") -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from cached_rag.errors import ConfigError
+from cached_rag.kv.layers import KVShapes, Layered, each, holds, stacks_of
 from cached_rag.kv.positions import PositionRule
 
 # Capacities are rounded up to a multiple of so many slots, so that a spare buffer often fits.
@@ -62,7 +63,7 @@ class ModuleKV:
     Attributes:
         token_ids: the tokens, `seq_len` of them.
         start: position of the first token when the keys were computed (>= 0).
-        keys: (num_layers, num_kv_heads, seq_len, head_dim), rotated for the positions `start`,
+        keys: (num_layers, num_kv_heads, seq_len, key_dim), rotated for the positions `start`,
             `start + 1`, ...
         values: (num_layers, num_kv_heads, seq_len, value_dim).
 
@@ -72,17 +73,18 @@ class ModuleKV:
 
     token_ids: tuple[int, ...]
     start: int
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Layered
+    values: Layered
 
     def __post_init__(self) -> None:
-        for name, tensor in (("keys", self.keys), ("values", self.values)):
-            if tensor.ndim != 4 or tensor.shape[2] != len(self.token_ids):
-                raise ConfigError(
-                    f"{name} have shape {tuple(tensor.shape)}, expected "
-                    f"(num_layers, num_kv_heads, {len(self.token_ids)}, head_dim)"
-                )
-        if self.keys.shape[0] != self.values.shape[0]:
+        for name, side in (("keys", self.keys), ("values", self.values)):
+            for tensor in stacks_of(side):
+                if tensor.ndim != 4 or tensor.shape[2] != len(self.token_ids):
+                    raise ConfigError(
+                        f"{name} have shape {tuple(tensor.shape)}, expected "
+                        f"(num_layers, num_kv_heads, {len(self.token_ids)}, dim)"
+                    )
+        if len(self.keys) != len(self.values):
             raise ConfigError("keys and values have different numbers of layers")
         if self.start < 0:
             raise ConfigError(f"start is a position and cannot be {self.start}")
@@ -111,31 +113,6 @@ class ModuleKV:
         )
 
 
-@dataclass(frozen=True)
-class KVShapes:
-    """Sizes, dtype and device of a model's keys (head_dim) and values (value_dim)."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values in all layers."""
-        width = self.num_kv_heads * (self.head_dim + self.value_dim)
-        return self.num_layers * width * self.dtype.itemsize
-
-    def fits(self, kv: ModuleKV) -> bool:
-        """Whether keys and values have this dtype and these sizes, for any number of tokens."""
-        heads, count = (self.num_layers, self.num_kv_heads), kv.seq_len
-        keys, values = (*heads, count, self.head_dim), (*heads, count, self.value_dim)
-        is_typed = kv.keys.dtype == kv.values.dtype == self.dtype
-        return is_typed and kv.keys.shape == keys and kv.values.shape == values
-
-
 class KVBuffer:
     """Keys and values of up to `capacity` tokens, one a slot.
 
@@ -143,12 +120,12 @@ class KVBuffer:
     another position.
 
     Attributes:
-        keys: (num_layers, batch, num_kv_heads, capacity, head_dim).
+        keys: (num_layers, batch, num_kv_heads, capacity, key_dim).
         values: (num_layers, batch, num_kv_heads, capacity, value_dim).
         positions: (capacity,) int64 on the CPU, ascending; None if slot i is position i.
     """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, keys: Layered, values: Layered) -> None:
         self.keys = keys
         self.values = values
         self.positions: torch.Tensor | None = None
@@ -173,17 +150,25 @@ class KVBuffer:
     @classmethod
     def like(cls, shapes: KVShapes, capacity: int, batch: int = 1) -> KVBuffer:
         """A buffer with uninitialised content."""
-
-        def room(dim: int) -> torch.Tensor:
-            size = (shapes.num_layers, batch, shapes.num_kv_heads, capacity, dim)
-            return torch.empty(size, dtype=shapes.dtype, device=shapes.device)
-
-        return cls(room(shapes.head_dim), room(shapes.value_dim))
+        return cls(*shapes.empty(batch, capacity))
 
     @property
     def capacity(self) -> int:
         """Number of slots."""
-        return self.keys.shape[3]
+        return stacks_of(self.keys)[0].shape[3]
+
+    def new(self, capacity: int) -> KVBuffer:
+        """An uninitialised buffer of the same sizes, but for so many tokens."""
+
+        def room(stack: torch.Tensor) -> torch.Tensor:
+            return stack.new_empty(*stack.shape[:3], capacity, stack.shape[4])
+
+        return KVBuffer(each(self.keys, room), each(self.values, room))
+
+    @property
+    def batch(self) -> int:
+        """How many prompts it is for."""
+        return stacks_of(self.keys)[0].shape[1]
 
     @property
     def nbytes(self) -> int:
@@ -197,33 +182,28 @@ class KVBuffer:
             RelocationError: it has to be moved, and the model's keys cannot be.
             CorruptBlobError: it had to be read, and is damaged.
         """
-        if isinstance(module, ModuleKV):
-            self._put(module, slot, rule, 0, module.keys, module.values)
+        if not isinstance(module, ModuleKV):
+            for layer in range(len(self.keys)):
+                self.place_layer(module, slot, rule, layer)
             return
-        for layer in range(len(self.keys)):
-            self.place_layer(module, slot, rule, layer)
+        delta, end = self.position(slot) - module.start, slot + module.seq_len
+        keys = module.keys.to(self.keys.device, non_blocking=True)
+        for row in range(self.batch):
+            at = (slice(None), row, slice(None), slice(slot, end))
+            rule.relocate(keys, delta, self.keys[at])
+            rule.relocate(module.values, delta, self.values[at], of="values")
 
     def place_layer(self, source: LayerSource, slot: int, rule: PositionRule, layer: int) -> None:
-        """As `place`, for one layer."""
+        """As `place`, for one layer; of one that keeps nothing, nothing."""
+        if not holds(self.keys, layer):
+            return
         keys, values = source.layer(layer)
-        self._put(source, slot, rule, layer, keys[None], values[None])
-
-    def _put(
-        self,
-        source: LayerSource,
-        slot: int,
-        rule: PositionRule,
-        first: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> None:
-        """Copy a source's (layers, num_kv_heads, seq_len, dim) to the layers from `first` on."""
-        last, end = first + len(keys), slot + source.seq_len
-        delta = self.position(slot) - source.start
-        keys = keys.to(self.keys.device, non_blocking=True)
-        for row in range(self.keys.shape[1]):
-            rule.relocate(keys, delta, self.keys[first:last, row, :, slot:end], first)
-            self.values[first:last, row, :, slot:end].copy_(values, non_blocking=True)
+        delta, end = self.position(slot) - source.start, slot + source.seq_len
+        keys = keys[None].to(self.keys.device, non_blocking=True)
+        for row in range(self.batch):
+            at = (slice(row, row + 1), slice(None), slice(slot, end))
+            rule.relocate(keys, delta, self.keys[layer][at], layer)
+            rule.relocate(values[None], delta, self.values[layer][at], layer, of="values")
 
     def write(
         self, layer: int, rows: slice | torch.Tensor, keys: torch.Tensor, values: torch.Tensor

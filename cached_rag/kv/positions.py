@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from cached_rag.errors import RelocationError
+from cached_rag.kv.layers import Layered, Ragged
 
 Style = Literal["none", "half", "interleaved"]
 # On a CPU, keys are rotated in parts of about so many elements, whose fp32 copies fit its caches.
@@ -55,7 +56,9 @@ class PositionRule:
     """How a model's keys depend on position.
 
     Attributes:
-        layers: the rule of each layer; empty if keys cannot be moved.
+        layers: the rule of each layer's keys; empty if keys cannot be moved.
+        values: the rule of each layer's values, where some are rotated as keys are, as in latent
+            attention; empty if none are.
         reason: why they cannot be moved, in words; empty if they can.
         limit: sequence length beyond which the model switches frequencies (longrope, dynamic NTK);
             keys from either side of the switch do not mix.
@@ -64,6 +67,7 @@ class PositionRule:
     layers: tuple[LayerRule, ...] = ()
     reason: str = ""
     limit: int | None = None
+    values: tuple[LayerRule, ...] = ()
 
     def __str__(self) -> str:
         if self.reason:
@@ -100,29 +104,55 @@ class PositionRule:
             )
 
     def relocate(
-        self, keys: torch.Tensor, delta: int, out: torch.Tensor, first_layer: int = 0
-    ) -> torch.Tensor:
-        """Write keys moved by `delta` positions into `out`.
+        self,
+        side: Layered,
+        delta: int,
+        out: Layered,
+        first_layer: int = 0,
+        *,
+        of: Literal["keys", "values"] = "keys",
+    ) -> Layered:
+        """Write keys, or values, moved by `delta` positions into `out`.
 
         Args:
-            keys: (layers, num_kv_heads, seq_len, head_dim), rotated; not modified.
+            side: (layers, num_kv_heads, seq_len, dim), rotated; not modified.
             delta: new position minus old position, the same for all tokens.
             out: same shape, any strides.
-            first_layer: the layer of the model that comes first in `keys`; the next ones follow.
+            first_layer: the layer of the model that comes first in a tensor; the next ones follow.
+            of: which side it is.
 
         Raises:
             RelocationError: the model has no rule.
         """
+        if of == "values" and not self.values:
+            return _copied(side, out)
         if delta == 0:
-            return out.copy_(keys)
+            return _copied(side, out)
         self.check(delta, 0)
-        rules = self.layers[first_layer : first_layer + len(keys)]
-        if len(set(rules)) == 1:
-            _rotate(keys, rules[0], delta, out)
-            return out
-        for layer, rule in enumerate(rules):
-            _rotate(keys[layer : layer + 1], rule, delta, out[layer : layer + 1])
+        rules = self.layers if of == "keys" else self.values
+        if isinstance(side, Ragged) and isinstance(out, Ragged):
+            for number, (source, target) in enumerate(zip(side.stacks, out.stacks, strict=True)):
+                held = [i for i, at in enumerate(side.places) if at and at[0] == number]
+                _rotate_all(source, [rules[layer] for layer in held], delta, target)
+        elif not isinstance(side, Ragged) and not isinstance(out, Ragged):
+            _rotate_all(side, rules[first_layer : first_layer + len(side)], delta, out)
         return out
+
+
+def _copied(side: Any, out: Any) -> Layered:
+    found: Layered = out.copy_(side, non_blocking=True)
+    return found
+
+
+def _rotate_all(
+    side: torch.Tensor, rules: Sequence[LayerRule], delta: int, out: torch.Tensor
+) -> None:
+    """Rotate (layers, heads, seq_len, dim) into `out`, each layer by its rule."""
+    if len(set(rules)) == 1:
+        _rotate(side, rules[0], delta, out)
+        return
+    for layer, rule in enumerate(rules):
+        _rotate(side[layer : layer + 1], rule, delta, out[layer : layer + 1])
 
 
 @functools.lru_cache(maxsize=1024)

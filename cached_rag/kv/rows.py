@@ -14,7 +14,8 @@ from itertools import pairwise
 
 import torch
 
-from cached_rag.kv.buffer import KVBuffer, KVShapes, ModuleKV, rounded
+from cached_rag.kv.buffer import KVBuffer, ModuleKV, rounded
+from cached_rag.kv.layers import KVShapes
 
 # Longer buffers gain nothing by it: to read their keys takes longer than to call a kernel.
 LONGEST_SLAB = 1024
@@ -115,9 +116,7 @@ class RowKV:
 
     def copy(self, first: int, last: int) -> KVBuffer:
         """A buffer with nothing but slots `first` to `last` (exclusive)."""
-        keys, values = self.own.keys, self.own.values
-        sizes = [(*side.shape[:3], last - first, side.shape[4]) for side in (keys, values)]
-        found = KVBuffer(*(keys.new_empty(size) for size in sizes))
+        found = self.own.new(last - first)
         self._copy_to(found, 0, first, last)
         return found
 
@@ -205,30 +204,28 @@ class Slab:
 
     Attributes:
         free: numbers of the rows that nobody uses.
-        keys: (num_layers, num_rows, num_kv_heads, capacity, head_dim).
-        values: (num_layers, num_rows, num_kv_heads, capacity, value_dim).
+        whole: keys and values of all rows, which are its batch.
     """
 
     def __init__(self, shapes: KVShapes, rows: int, capacity: int) -> None:
-        whole = KVBuffer.like(shapes, capacity, rows)
-        self.keys, self.values = whole.keys, whole.values
+        self.whole = KVBuffer.like(shapes, capacity, rows)
         self.free = list(range(rows))[::-1]
         self._fresh = set(self.free)
 
     @property
     def num_rows(self) -> int:
         """Number of rows, used or not."""
-        return self.keys.shape[1]
+        return self.whole.batch
 
     @property
     def nbytes(self) -> int:
         """Bytes that it takes: on a CPU only those of rows that were ever used."""
         used = sum(map(self.is_held, range(self.num_rows)))
-        return (self.keys.nbytes + self.values.nbytes) // self.num_rows * used
+        return self.whole.nbytes // self.num_rows * used
 
     def is_held(self, row: int) -> bool:
         """Whether a row takes memory: on a CPU only if it was ever used."""
-        return row not in self._fresh or self.keys.device.type != "cpu"
+        return row not in self._fresh or self.whole.keys.device.type != "cpu"
 
     def take(self) -> SlabRow:
         """A free row; there has to be one."""
@@ -246,7 +243,8 @@ class SlabRow(KVBuffer):
     """One row of a slab."""
 
     def __init__(self, slab: Slab, row: int) -> None:
-        super().__init__(slab.keys[:, row : row + 1], slab.values[:, row : row + 1])
+        whole, at = slab.whole, (slice(None), slice(row, row + 1))
+        super().__init__(whole.keys[at], whole.values[at])
         self.slab, self.row = slab, row
 
 

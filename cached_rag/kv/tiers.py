@@ -15,6 +15,7 @@ from cachetools import LRUCache
 
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreFullError
 from cached_rag.kv.blob import SigningError
+from cached_rag.kv.layers import each
 from cached_rag.kv.buffer import LayerSource, ModuleKV
 
 _T = TypeVar("_T")
@@ -60,6 +61,16 @@ class KVStore(Protocol):
             StoreFullError: it does not fit; nothing is changed.
         """
         ...
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor where the store is, that holds no larger one of which it was a view."""
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()
+        if self.device is None:
+            return tensor
+        tensor = tensor.to(self.device)
+        pins = self.device.type == "cpu" and torch.cuda.is_available()
+        return tensor.pin_memory() if pins else tensor
 
     def delete(self, key: str) -> bool:
         """Delete an entry; says whether it was there."""
@@ -116,7 +127,7 @@ class MemoryStore:
                 f"a module of {kv.nbytes} bytes exceeds the memory bound of {self.max_bytes}; "
                 "raise memory_bytes or use smaller chunks"
             )
-        keys, values = _kept(kv.keys, self.device), _kept(kv.values, self.device)
+        keys, values = (each(side, self._kept) for side in (kv.keys, kv.values))
         kept = ModuleKV(kv.token_ids, kv.start, keys, values)
         with self._lock:
             if wanted():
@@ -126,17 +137,6 @@ class MemoryStore:
         """Delete an entry; says whether it was there."""
         with self._lock:
             return self._entries.pop(key, None) is not None
-
-
-def _kept(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """A tensor on a device (None: where it is), that holds no larger one of which it was a view."""
-    if tensor.untyped_storage().nbytes() != tensor.nbytes:
-        tensor = tensor.clone()
-    if device is None:
-        return tensor
-    tensor = tensor.to(device)
-    pins = device.type == "cpu" and torch.cuda.is_available()
-    return tensor.pin_memory() if pins else tensor
 
 
 class TieredStore:

@@ -19,7 +19,8 @@ from safetensors.torch import save
 
 from cached_rag.errors import CorruptBlobError
 from cached_rag.kv.blob import Codec, contents, opened
-from cached_rag.kv.buffer import KVShapes, ModuleKV
+from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.tensor_file import TensorFile
 
 _MARK = b"cachedrag1"
@@ -55,7 +56,7 @@ class Sizes:
 
     def fits(self, kv: ModuleKV) -> bool:
         """Whether keys and values have these sizes, and positions that the model has."""
-        return self.shapes.fits(kv) and kv.start + kv.seq_len <= self.context_length
+        return self.shapes.fits(kv.keys, kv.values, kv.seq_len) and kv.start + kv.seq_len <= self.context_length
 
     def has(self, head: Head) -> bool:
         """Whether the tokens of a head are the model's."""

@@ -16,6 +16,7 @@ import torch
 
 from cached_rag.backends.base import Backend
 from cached_rag.errors import ContextOverflowError
+from cached_rag.kv.layers import Layered, each, stacks_of
 from cached_rag.kv.buffer import KVBuffer, ModuleKV
 from cached_rag.kv.positions import PositionRule
 
@@ -117,13 +118,25 @@ def _mean(kvs: Sequence[ModuleKV], rule: PositionRule) -> ModuleKV:
     first, *others = kvs
     if not others:
         return first
-    keys, values = first.keys.float(), first.values.float()
-    moved = torch.empty_like(keys)
+    keys, values = (each(side, _copy) for side in (first.keys, first.values))
     for kv in others:
-        keys += rule.relocate(kv.keys, first.start - kv.start, moved)
-        values += kv.values
-    whole = (keys / len(kvs), values / len(kvs))
-    return ModuleKV(first.token_ids, first.start, *(side.to(first.keys.dtype) for side in whole))
+        delta = first.start - kv.start
+        _add(keys, rule.relocate(kv.keys, delta, each(keys, torch.empty_like)))
+        _add(values, rule.relocate(kv.values, delta, each(values, torch.empty_like), of="values"))
+
+    def mean(stack: torch.Tensor) -> torch.Tensor:
+        return (stack / len(kvs)).to(first.keys.dtype)
+
+    return ModuleKV(first.token_ids, first.start, each(keys, mean), each(values, mean))
+
+
+def _copy(stack: torch.Tensor) -> torch.Tensor:
+    return stack.to(torch.float32, copy=True)
+
+
+def _add(total: Layered, part: Layered) -> None:
+    for to, added in zip(stacks_of(total), stacks_of(part), strict=True):
+        to += added
 
 
 def check_fits(model: Backend, start: int, length: int, text: str = "") -> None:

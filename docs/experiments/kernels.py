@@ -13,7 +13,7 @@ import torch
 
 from cached_rag.backends.transformers.kernels import KERNELS, kernel_of
 from cached_rag.errors import ConfigError
-from cached_rag.kv.buffer import KVShapes
+from cached_rag.kv.layers import KVShapes
 from docs.experiments.cold import cold_ms
 
 _COMPARED = ("flash", "matmul")

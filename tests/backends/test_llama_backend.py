@@ -34,7 +34,8 @@ from cached_rag.backends.transformers.loading import load_model
 from cached_rag.cli.main import app
 from cached_rag.engine.drafts import DEAREST
 from cached_rag.errors import ModelError
-from cached_rag.kv.buffer import KVBuffer, KVShapes, ModuleKV
+from cached_rag.kv.buffer import KVBuffer, ModuleKV
+from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.rows import RowKV
 from cached_rag.methods import Epic, Layout
 

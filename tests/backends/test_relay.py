@@ -20,7 +20,8 @@ from cached_rag.backends.transformers.kernels import (
     kernel_of,
     reference,
 )
-from cached_rag.kv.buffer import KVBuffer, KVShapes
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.rows import Piece, RowKV, Run, Slab, SlabRow, Slabs, mask_of, pieces
 
 BATCHING = sorted(f for f in FAMILIES if tiny_model(f).can_batch)

@@ -13,7 +13,7 @@ from cached_rag import ConfigError, Engine, GenerationConfig
 from cached_rag.backends.transformers import kernels
 from cached_rag.backends.transformers.kernels import reference
 from cached_rag.evaluation.loop import medians, take_turns
-from cached_rag.kv.buffer import KVShapes
+from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.rows import LONGEST_SLAB
 from docs.experiments.attention import intensity, make_steps, theory
 from docs.experiments.cold import cold_ms

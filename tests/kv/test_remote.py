@@ -23,7 +23,8 @@ from cached_rag.kv import remote, wire
 from cached_rag.kv.background import Outbox
 from cached_rag.kv.blob import codec_by_name, contents
 from cached_rag.kv.blobs import label_of, open_transport
-from cached_rag.kv.buffer import KVShapes, ModuleKV
+from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.remote import Breaker, RemoteTier
 from cached_rag.kv.wire import Sizes, Wire
 

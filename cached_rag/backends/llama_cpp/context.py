@@ -25,7 +25,7 @@ import torch
 
 from cached_rag.backends.llama_cpp import api
 from cached_rag.errors import ModelError
-from cached_rag.kv.buffer import KVShapes
+from cached_rag.kv.layers import KVShapes
 
 _F16 = 1  # of `enum ggml_type`
 _HEAD, _CELL, _TENSOR = 4 * 4, 3 * 4, 4 + 8  # bytes before the cells, of a cell, before a tensor
@@ -134,8 +134,8 @@ class StateFormat:
             raise ModelError(f"a state of {len(state)} bytes cannot have {count} tokens")
         cells = state[_HEAD : _HEAD + count * _CELL].view(torch.int32).view(count, 3)
         at = _HEAD + count * _CELL + _MIDDLE
-        keys, at = self._tensors(state, at, count, self.shapes.head_dim)
-        values, at = self._tensors(state, at, count, self.shapes.value_dim)
+        keys, at = self._tensors(state, at, count, self.shapes.only.key_dim)
+        values, at = self._tensors(state, at, count, self.shapes.only.value_dim)
         return Cells(cells[:, 0], keys, values)
 
     def compose(
@@ -158,7 +158,7 @@ class StateFormat:
         at = cells + _MIDDLE
         for side in (keys, values):
             width = side.shape[-1]
-            head = torch.tensor([_F16, 2 * self.shapes.num_kv_heads * width, 0], dtype=torch.int32)
+            head = torch.tensor([_F16, 2 * self.shapes.only.heads * width, 0], dtype=torch.int32)
             heads = self._heads(state, at, count, width)
             heads.copy_(head.view(torch.uint8).expand_as(heads))
             target, at = self._tensors(state, at, count, width)
@@ -167,14 +167,14 @@ class StateFormat:
 
     def _heads(self, state: torch.Tensor, at: int, count: int, dim: int) -> torch.Tensor:
         """(num_layers, 12) uint8: what stands before each layer's rows."""
-        each = _TENSOR + 2 * count * self.shapes.num_kv_heads * dim
+        each = _TENSOR + 2 * count * self.shapes.only.heads * dim
         return state.as_strided((self.shapes.num_layers, _TENSOR), (each, 1), at)
 
     def _tensors(
         self, state: torch.Tensor, at: int, count: int, dim: int
     ) -> tuple[torch.Tensor, int]:
         """(num_layers, count, num_kv_heads, dim) fp16 view of the rows, and where they end."""
-        layers, heads = self.shapes.num_layers, self.shapes.num_kv_heads
+        layers, heads = self.shapes.num_layers, self.shapes.only.heads
         each = _TENSOR + 2 * count * heads * dim
         halves = state[: len(state) // 2 * 2].view(torch.float16)
         strides = (each // 2, heads * dim, dim, 1)

@@ -31,7 +31,8 @@ from cached_rag.backends.transformers.gguf import convert_tokenizer, put_togethe
 from cached_rag.backends.untrusted import BoundedReader, judged
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.kv import fingerprint
-from cached_rag.kv.buffer import KVBuffer, KVShapes
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.layers import KVShapes, LayerShape
 from cached_rag.kv.positions import LayerRule, PositionRule, match_rule
 
 # Part of the fingerprint: raised when the same tokens would get other KV than before.
@@ -290,19 +291,19 @@ def shapes_of(facts: Facts) -> KVShapes:
     """The model's KV as llama.cpp keeps it."""
     c, model = facts.library, facts.handle
     dim = c.llama_model_n_embd(model) // max(1, c.llama_model_n_head(model))
-    return KVShapes(
-        num_layers=c.llama_model_n_layer(model),
-        num_kv_heads=c.llama_model_n_head_kv(model),
-        head_dim=int(facts.number("{arch}.attention.key_length", dim)),
-        value_dim=int(facts.number("{arch}.attention.value_length", dim)),
-        dtype=torch.float16,
-        device=torch.device("cpu"),
+    shape = LayerShape(
+        c.llama_model_n_head_kv(model),
+        int(facts.number("{arch}.attention.key_length", dim)),
+        int(facts.number("{arch}.attention.value_length", dim)),
+    )
+    return KVShapes.even(
+        c.llama_model_n_layer(model), shape, torch.float16, torch.device("cpu")
     )
 
 
 def frequencies_of(facts: Facts, reader: FileOutline) -> Frequencies:
     """Rotary frequencies that the file may mean: as they are, scaled, or with a factor each."""
-    dim = int(facts.number("{arch}.rope.dimension_count", 0)) or shapes_of(facts).head_dim
+    dim = int(facts.number("{arch}.rope.dimension_count", 0)) or shapes_of(facts).only.key_dim
     base = facts.number("{arch}.rope.freq_base", 10_000.0)
     plain = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     scaled = plain / (facts.number("{arch}.rope.scaling.factor", 1.0) or 1.0)

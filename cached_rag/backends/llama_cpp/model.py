@@ -25,7 +25,8 @@ from cached_rag.backends.base import Chosen, Prefilled, StepInput
 from cached_rag.backends.llama_cpp.context import MAX_SEQUENCES, FullError, LlamaContext, Part, Work
 from cached_rag.backends.machine import free_bytes
 from cached_rag.errors import ModelError
-from cached_rag.kv.buffer import KVBuffer, KVShapes
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.positions import PositionRule
 from cached_rag.kv.rows import RowKV
 from cached_rag.methods import spelled

@@ -28,7 +28,8 @@ from cached_rag.backends.transformers.kernels import Scoring, attend
 from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.backends.transformers.row_cache import Drift
 from cached_rag.errors import ModelError
-from cached_rag.kv.buffer import KVBuffer, KVShapes
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.positions import PositionRule
 from cached_rag.kv.rows import Piece, RowKV, Run, Slab, SlabRow, mask_of, pieces
 
@@ -63,11 +64,12 @@ class _SlabLayers:
         """
         spans = {row.row: (piece.begin, piece.end) for row, piece, _ in members}
         first, last = min(spans), max(spans)
-        self.mask = mask_of(spans, first, last, slab.keys)
+        keys, values = slab.whole.keys, slab.whole.values
+        self.mask = mask_of(spans, first, last, stacks_of(keys)[0])
         rows, seen = slice(first, last + 1), slice(0, self.mask.shape[3])
-        self.keys = slab.keys[:, rows, :, seen].unbind(0)
-        self.values = slab.values[:, rows, :, seen].unbind(0)
-        device = slab.keys.device
+        at = (slice(None), rows, slice(None), seen)
+        self.keys, self.values = by_layer(keys[at]), by_layer(values[at])
+        device = keys.device
         self.tokens = torch.tensor([token for *_, token in members], device=device)
         self.rows = torch.tensor([row.row - first for row, *_ in members], device=device)
         self._at = torch.tensor([piece.end - 1 for _, piece, _ in members], device=device)
@@ -202,7 +204,7 @@ class BatchCache(Cache):  # type: ignore[misc]
         appended = query[0, :, : self._last].transpose(0, 1).contiguous()
         if not self._scattered:
             return self._behind(appended, how).transpose(0, 1)[None]
-        width = self._batch[0].kv.own.values.shape[-1]
+        width = values.shape[-1]
         found = query.new_empty(1, query.shape[1], query.shape[2], width)
         if self._last:
             behind = self._behind(appended, how)
@@ -225,7 +227,7 @@ class BatchCache(Cache):  # type: ignore[misc]
     def _within(self, query: torch.Tensor, window: int, how: Scoring) -> torch.Tensor:
         """Attention of single tokens over their sliding windows, row by row; no run is shared."""
         factor = how.factor(query.shape[-1])
-        output = query.new_empty(*query.shape[:2], self._batch[0].kv.own.values.shape[-1])
+        output = query.new_empty(*query.shape[:2], self._batch[0].kv.own.values[self._layer].shape[-1])
         for ahead, tokens in zip(self._batch, self._tokens, strict=True):
             if ahead.slots is not None:
                 continue

@@ -20,7 +20,8 @@ from cached_rag.backends.transformers.batch import can_batch, step_batch
 from cached_rag.backends.transformers.decoder import Decoder, cache_argument
 from cached_rag.backends.transformers.packing import FewBitLinear, Format, formats
 from cached_rag.backends.transformers.prefill import Repair, prefill_rows
-from cached_rag.kv.buffer import KVBuffer, KVShapes
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.positions import PositionRule
 from cached_rag.methods.base import Layout, Selector
 

@@ -37,7 +37,8 @@ from cached_rag.backends.transformers.recording import (
     record,
 )
 from cached_rag.errors import ModelError
-from cached_rag.kv.buffer import KVBuffer, KVShapes
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.positions import PositionRule, match_rule
 
 _PROBE_TOKENS = 12

@@ -1,0 +1,231 @@
+"""What a model's layers keep of a token, and tensors that have an entry for each layer.
+
+Layers need not be alike: they may differ in their heads (Gemma 4), keep something else than keys
+and values, or read another layer's. Knows sizes; knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias, overload
+
+import torch
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer keeps of a token: keys (heads, key_dim) and values (heads, value_dim).
+
+    A short convolution has no keys (key_dim 0), and as values its inputs. Latent attention has one
+    head, whose keys are the latent, and whose values are the part that is rotated.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def width(self) -> int:
+        """How many numbers that are."""
+        return self.heads * (self.key_dim + self.value_dim)
+
+
+class Ragged:
+    """A tensor for each layer, where layers differ; those of equal layers are views of one stack.
+
+    It is indexed as one tensor of all layers would be: with a layer's number, or with a tuple that
+    begins with `:` for all of them. A layer that keeps nothing has no tensor.
+
+    Attributes:
+        stacks: (number of its layers, ...) each, alike in all but the first and the last dimension.
+        places: of each layer the stack and the index in it; None if it keeps nothing.
+    """
+
+    def __init__(
+        self, stacks: Sequence[torch.Tensor], places: Sequence[tuple[int, int] | None]
+    ) -> None:
+        self.stacks, self.places = tuple(stacks), tuple(places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, index: tuple[Any, ...]) -> Ragged: ...
+    def __getitem__(self, index: int | tuple[Any, ...]) -> torch.Tensor | Ragged:
+        if isinstance(index, tuple):
+            if index[0] != slice(None):
+                raise IndexError("layers that differ are indexed one by one, or all of them")
+            return self.each(lambda stack: stack[index])
+        place = self.places[index]
+        if place is None:
+            raise IndexError(f"layer {index} keeps nothing of its own")
+        return self.stacks[place[0]][place[1]]
+
+    def __setitem__(self, index: tuple[Any, ...], value: Ragged) -> None:
+        self[index].copy_(value)
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Ragged:
+        """The same of changed stacks."""
+        return Ragged([change(stack) for stack in self.stacks], self.places)
+
+    def copy_(self, other: Ragged, *, non_blocking: bool = False) -> Ragged:
+        """Copy another one's numbers, of the same sizes, here."""
+        for own, theirs in zip(self.stacks, other.stacks, strict=True):
+            own.copy_(theirs, non_blocking=non_blocking)
+        return self
+
+    def to(self, *args: Any, **options: Any) -> Ragged:
+        """As a tensor's."""
+        return self.each(lambda stack: stack.to(*args, **options))
+
+    def clone(self, *, memory_format: torch.memory_format = torch.preserve_format) -> Ragged:
+        """As a tensor's."""
+        return self.each(lambda stack: stack.clone(memory_format=memory_format))
+
+    def cpu(self) -> Ragged:
+        """As a tensor's."""
+        return self.each(torch.Tensor.cpu)
+
+    def zero_(self) -> Ragged:
+        """As a tensor's."""
+        return self.each(torch.Tensor.zero_)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all."""
+        return self.stacks[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of all."""
+        return self.stacks[0].device
+
+    @property
+    def nbytes(self) -> int:
+        """Of all together."""
+        return sum(stack.nbytes for stack in self.stacks)
+
+
+# Of a model whose layers are alike one tensor, whose first dimension is the layer.
+Layered: TypeAlias = torch.Tensor | Ragged
+
+
+def stacks_of(layered: Layered) -> tuple[torch.Tensor, ...]:
+    """The tensors that hold all layers."""
+    return layered.stacks if isinstance(layered, Ragged) else (layered,)
+
+
+def each(layered: Layered, change: Callable[[torch.Tensor], torch.Tensor]) -> Layered:
+    """The same of changed stacks."""
+    return layered.each(change) if isinstance(layered, Ragged) else change(layered)
+
+
+def by_layer(layered: Layered) -> Sequence[torch.Tensor] | Ragged:
+    """Something that gives each layer's tensor by its number, quickly."""
+    return layered if isinstance(layered, Ragged) else layered.unbind(0)
+
+
+def holds(layered: Layered, layer: int) -> bool:
+    """Whether a layer keeps anything of its own."""
+    return not isinstance(layered, Ragged) or layered.places[layer] is not None
+
+
+@dataclass(frozen=True)
+class KVShapes:
+    """What a model keeps of each token, where and in which dtype.
+
+    Attributes:
+        layers: of each layer what it keeps; None for nothing of its own.
+    """
+
+    layers: tuple[LayerShape | None, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def even(
+        cls, num_layers: int, shape: LayerShape, dtype: torch.dtype, device: torch.device
+    ) -> KVShapes:
+        """Of a model whose layers are alike."""
+        return cls((shape,) * num_layers, dtype, device)
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers the model has."""
+        return len(self.layers)
+
+    @cached_property
+    def kinds(self) -> tuple[LayerShape, ...]:
+        """The different shapes among them, in their order."""
+        return tuple(dict.fromkeys(shape for shape in self.layers if shape is not None))
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int] | None, ...]:
+        """See `Ragged`."""
+        counts = dict.fromkeys(self.kinds, 0)
+        found: list[tuple[int, int] | None] = []
+        for shape in self.layers:
+            found.append(None if shape is None else (self.kinds.index(shape), counts[shape]))
+            if shape is not None:
+                counts[shape] += 1
+        return tuple(found)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all layers are alike."""
+        return len(self.kinds) == 1 and None not in self.layers
+
+    @property
+    def only(self) -> LayerShape:
+        """What each layer keeps, of a model whose layers are alike."""
+        (kind,) = self.kinds
+        return kind
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return sum(shape.width for shape in self.layers if shape) * self.dtype.itemsize
+
+    def empty(self, *size: int) -> tuple[Layered, Layered]:
+        """Uninitialised keys and values.
+
+        Args:
+            size: of what stands before the heads, if anything, and the number of tokens.
+
+        Returns:
+            (num_layers, *before, heads, tokens, dim) each.
+        """
+        *before, tokens = size
+        sides = []
+        for dims in zip(*((s.key_dim, s.value_dim) for s in self.kinds), strict=True):
+            stacks = [
+                torch.empty(
+                    (self.layers.count(shape), *before, shape.heads, tokens, dim),
+                    dtype=self.dtype,
+                    device=self.device,
+                )
+                for shape, dim in zip(self.kinds, dims, strict=True)
+            ]
+            sides.append(self.join(stacks))
+        return sides[0], sides[1]
+
+    def join(self, stacks: Sequence[torch.Tensor]) -> Layered:
+        """The stacks of all kinds as one."""
+        return stacks[0] if self.is_even else Ragged(stacks, self.places)
+
+    def fits(self, keys: Layered, values: Layered, tokens: int) -> bool:
+        """Whether (num_layers, heads, tokens, dim) keys and values are what the model keeps."""
+        for side, dims in ((keys, "key_dim"), (values, "value_dim")):
+            wanted = [
+                (self.layers.count(shape), shape.heads, tokens, getattr(shape, dims))
+                for shape in self.kinds
+            ]
+            places = side.places if isinstance(side, Ragged) else self.places
+            is_typed = side.dtype == self.dtype and places == self.places
+            if not is_typed or [tuple(stack.shape) for stack in stacks_of(side)] != wanted:
+                return False
+        return isinstance(keys, Ragged) != self.is_even
