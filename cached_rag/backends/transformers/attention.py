@@ -313,12 +313,10 @@ class Rows:
             if mask is not None and window is None:  # all rows see the keys up to the first row's
                 mask = mask[:, int(self.slots[block.rows.start]) + 1 :]
             return matmul_attention(query, keys, values, mask, how.scale)
-        groups = query.shape[1] // keys.shape[1]
-        grouped = groups > 1 and query.device.type == "cpu"
-        if groups > 1 and not grouped:
-            # On other devices only unmasked kernels take fewer KV heads than heads; with a mask,
-            # torch would use a kernel that writes all scores to memory.
-            grouped = mask is None and query.device.type == "cuda"
+        groups, device = query.shape[1] // keys.shape[1], query.device.type
+        # On other devices than a CPU only unmasked kernels take fewer KV heads than heads; with a
+        # mask, torch would use a kernel that writes all scores to memory.
+        grouped = groups > 1 and (device == "cpu" or (device == "cuda" and mask is None))
         if groups > 1 and not grouped:
             keys, values = repeat_kv(keys, groups), repeat_kv(values, groups)
         return F.scaled_dot_product_attention(

@@ -29,7 +29,6 @@ from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.backends.transformers.row_cache import Drift
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer, KVShapes
-from cached_rag.kv.positions import PositionRule
 from cached_rag.kv.rows import Piece, RowKV, Run, Slab, SlabRow, mask_of, pieces
 
 
@@ -171,7 +170,8 @@ class BatchCache(Cache):  # type: ignore[misc]
             return None  # then none is scattered
         if len(piece.rows) == 1:
             return self._tokens[piece.rows[0]]
-        numbers = [i for row in piece.rows for i in _numbers(self._tokens[row])]
+        runs = [self._tokens[row] for row in piece.rows]
+        numbers = [i for run in runs for i in range(run.start, run.stop)]
         return torch.tensor(numbers, device=piece.buffer.keys.device)
 
     def update(
@@ -267,23 +267,10 @@ def _token_slices(batch: Sequence[StepInput]) -> list[slice]:
     return found
 
 
-def _numbers(tokens: slice) -> range:
-    return range(tokens.start, tokens.stop)
-
-
 def _fresh(ahead: StepInput, tokens: slice) -> _Layers:
     """The slots that a row's new tokens are written to."""
     kv = ahead.kv
     return _Layers(Piece(kv.own, kv.at(kv.length), kv.at(ahead.end), ()), tokens)
-
-
-def can_batch(decoder: Decoder, rule: PositionRule) -> bool:
-    """Whether the model can compute rows of different lengths in one pass.
-
-    It cannot if it needs its own attention (biases by position), or if its rotary frequencies
-    depend on the length of the longest row, or if it changes keys or values after caching them.
-    """
-    return decoder.is_fast and rule.limit is None and decoder.keeps_what_it_reads
 
 
 @torch.inference_mode()

@@ -22,6 +22,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -155,13 +156,13 @@ class RowPass:
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Inside this context, hooks are on all layers from the first that may drop rows."""
-        layers, handles = self.decoder.layers, []
+        layers, handles = self.decoder.modules, []
         first = self._first_narrowing()
         self.computed = first * len(self.cache.rows)
         self.final_slots = self.cache.rows.slots
         try:
             for index in range(first, len(layers)):
-                hook = _pre_hook(self, index)
+                hook = partial(self.before_layer, index)
                 handles.append(layers[index].register_forward_pre_hook(hook, with_kwargs=True))
             if handles:
                 handles.append(layers[-1].register_forward_hook(self._widen))
@@ -284,15 +285,6 @@ class RowPass:
         wide = hidden.new_zeros(hidden.shape[0], self.num_entering, hidden.shape[2])
         wide[:, self.kept] = hidden
         return (wide, *output[1:]) if isinstance(output, tuple) else wide
-
-
-def _pre_hook(run: RowPass, index: int) -> Any:
-    def hook(
-        layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return run.before_layer(index, layer, args, kwargs)
-
-    return hook
 
 
 @torch.inference_mode()

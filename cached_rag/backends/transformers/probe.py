@@ -18,13 +18,13 @@ import torch
 from cached_rag.backends.transformers import attention
 from cached_rag.backends.transformers.batch import keeps_what_it_reads
 from cached_rag.backends.transformers.decoder import (
-    CACHE,
+    REMEDY,
     Decoder,
     decoder_layers,
     frequencies,
+    kv_shapes,
     switch,
     table_rounding,
-    windows_of,
 )
 from cached_rag.backends.transformers.lean import LeanModel
 from cached_rag.backends.transformers.prefill import RowPass
@@ -53,7 +53,6 @@ _PLACE_TOLERANCE = 1e-2
 _HEAD_TOLERANCE = 2e-2
 # An error up to this share of a row's size is rounding of the sum itself, and not counted.
 _ROUNDING = 16 * torch.finfo(torch.float32).eps
-_REMEDY = "Use a plain decoder-only transformer."
 _ADDED = "positions are added to the embeddings (learned positions)"
 
 
@@ -84,11 +83,10 @@ def examine(model: Any, lean: LeanModel | None = None) -> Examined:
             something other than keys and values.
     """
     attention.register()
-    layers = decoder_layers(model)
-    shapes = _kv_shapes(model, len(layers))
-    dense = Decoder(model, model, layers, (None,) * len(layers), is_fast=False)
+    dense = Decoder(model, model, decoder_layers(model), is_fast=False)
+    shapes = kv_shapes(model, _probe_ids(model)[:, :2])
     tolerance = max(TOLERANCE, 4 * table_rounding(model))
-    with in_float32(model, layers), _narrow_windows(model.config):
+    with in_float32(model, dense.modules), _narrow_windows(model.config):
         delta = _delta(dense)
         seen = _recorded(dense, delta)
         rule = find_rule(model, seen, delta, tolerance)
@@ -107,16 +105,13 @@ def _find_decoder(dense: Decoder, lean: LeanModel | None, seen: Recording) -> De
     The dense way needs masks, which transformers may not build for its fast kernels; then the
     model's eager attention is used.
     """
-    model, windows, reasons = dense.model, windows_of(dense.model.config), []
+    model, reasons = dense.model, []
+    is_known = all(layer.is_known for layer in dense.layers)
     ways = [(dense, model.config._attn_implementation), (dense, "eager")]
-    if getattr(model, "_supports_attention_backend", False) and windows:
-        fast = replace(dense, windows=windows, is_fast=True)
-        ways.insert(0, (fast, attention.IMPLEMENTATION))
-        if lean is not None:
-            ways.insert(
-                0,
-                (replace(fast, network=lean, layers=tuple(lean.layers)), attention.IMPLEMENTATION),
-            )
+    if getattr(model, "_supports_attention_backend", False) and is_known:
+        fast = replace(dense, is_fast=True)
+        networks = [model] if lean is None else [lean, model]
+        ways[:0] = [(fast.computed_by(one), attention.IMPLEMENTATION) for one in networks]
     for decoder, implementation in dict.fromkeys(ways):
         model.set_attn_implementation(implementation)
         error, where = deviation(decoder, seen)
@@ -127,7 +122,7 @@ def _find_decoder(dense: Decoder, lean: LeanModel | None, seen: Recording) -> De
         f"partial prefill does not reproduce {type(model).__name__}'s own prefill "
         f"({'; '.join(dict.fromkeys(reasons))}): it keeps state that is not keys and values per "
         "token (recurrent layers, shared caches), or needs per-token inputs that are unknown here. "
-        f"{_REMEDY}"
+        f"{REMEDY}"
     )
 
 
@@ -139,9 +134,11 @@ def deviation(decoder: Decoder, seen: Recording) -> tuple[float, str]:
         The largest error of a row (see `TOLERANCE`), infinite if the pass fails; and where it is.
     """
     worst, where = 0.0, ""
-    windows = tuple(_PROBE_WINDOW if window else None for window in decoder.windows)
-    probe = _Probe(replace(decoder, windows=windows), seen)
-    with in_float32(decoder.network, decoder.layers), _narrow_windows(decoder.model.config):
+    layers = [
+        replace(layer, window=_PROBE_WINDOW) if layer.window else layer for layer in decoder.layers
+    ]
+    probe = _Probe(replace(decoder, layers=tuple(layers)), seen)
+    with in_float32(decoder.network, decoder.modules), _narrow_windows(decoder.model.config):
         try:
             found = probe.run()
         except (ModelError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as e:
@@ -163,7 +160,7 @@ class _Probe:
 
     def run(self) -> list[float]:
         """Each layer's error, then that of the logits, scaled so that `TOLERANCE` bounds it."""
-        layers, buffer = self.decoder.layers, self._buffer()
+        layers, buffer = self.decoder.modules, self._buffer()
         token_ids = _probe_ids(self.decoder.model)
         run = RowPass(self.decoder, buffer, token_ids, self.slots, num_logits=1)
         with entering(layers, self._enter), leaving(layers[-1:], self._leave), run.hooked():
@@ -226,12 +223,12 @@ def _recorded(decoder: Decoder, delta: int) -> Recording:
     takes_positions = "position_ids" in decoder.parameters
     try:
         return record(
-            decoder.model, decoder.layers, token_ids, positions if takes_positions else None
+            decoder.model, decoder.modules, token_ids, positions if takes_positions else None
         )
     except (KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(
             f"{type(decoder.model).__name__} could not be examined ({type(error).__name__}: "
-            f"{error}). {_REMEDY}"
+            f"{error}). {REMEDY}"
         ) from error
 
 
@@ -241,40 +238,8 @@ def _adds_positions(decoder: Decoder) -> bool:
     So it is in models that take no positions and number the tokens themselves, as BART does.
     """
     token_ids = _probe_ids(decoder.model)[:, :1].expand(2, _PROBE_TOKENS)
-    given = record(decoder.model, decoder.layers, token_ids, None).given[0]
+    given = record(decoder.model, decoder.modules, token_ids, None).given[0]
     return _share(given - given[:1], given, given) > TOLERANCE
-
-
-def _kv_shapes(model: Any, num_layers: int) -> KVShapes:
-    """Sizes of the model's keys and values, read off a real cache.
-
-    Raises:
-        ModelError: layers differ in shape, or the cache holds something other than keys and values.
-    """
-    token_ids = _probe_ids(model)[:, :2]
-    try:
-        output = model(input_ids=token_ids, use_cache=True)
-    except (KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
-        raise ModelError(
-            f"{type(model).__name__} could not compute two tokens with a cache "
-            f"({type(error).__name__}: {error}). {_REMEDY}"
-        ) from error
-    held = getattr(getattr(output, CACHE, None), "layers", [])
-    found = set()
-    for layer in held:
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or values is None or keys.ndim != 4 or keys.shape[1] != values.shape[1]:
-            raise ModelError(
-                f"{type(model).__name__} caches more than keys and values per token. {_REMEDY}"
-            )
-        found.add((keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device))
-    if len(found) != 1 or len(held) != num_layers:
-        raise ModelError(
-            f"{type(model).__name__} does not cache keys and values of one shape in each of its "
-            f"{num_layers} layers. {_REMEDY}"
-        )
-    heads, head_dim, value_dim, dtype, device = found.pop()
-    return KVShapes(num_layers, heads, head_dim, value_dim, dtype, device)
 
 
 def find_rule(model: Any, seen: Recording, delta: int, tolerance: float) -> PositionRule:

@@ -16,6 +16,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -169,16 +170,13 @@ def entering(
 ) -> Iterator[None]:
     """Inside this context, `change` gets each layer's index and named inputs, returns new ones."""
 
-    def hook(index: int) -> Any:
-        def before(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: Inputs) -> Any:
-            names = inspect.signature(layer.forward).parameters
-            named = dict(zip(names, args, strict=False)) | kwargs
-            return (), named | change(index, named)
-
-        return before
+    def before(index: int, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: Inputs) -> Any:
+        names = inspect.signature(layer.forward).parameters
+        named = dict(zip(names, args, strict=False)) | kwargs
+        return (), named | change(index, named)
 
     handles = [
-        layer.register_forward_pre_hook(hook(index), with_kwargs=True)
+        layer.register_forward_pre_hook(partial(before, index), with_kwargs=True)
         for index, layer in enumerate(layers)
     ]
     try:
@@ -194,13 +192,12 @@ def leaving(
 ) -> Iterator[None]:
     """Inside this context, `see` gets each layer's index and (batch, num_rows, hidden) output."""
 
-    def hook(index: int) -> Any:
-        def after(_: torch.nn.Module, __: Any, output: Any) -> None:
-            see(index, output[0] if isinstance(output, tuple) else output)
+    def after(index: int, _: torch.nn.Module, __: Any, output: Any) -> None:
+        see(index, output[0] if isinstance(output, tuple) else output)
 
-        return after
-
-    handles = [layer.register_forward_hook(hook(index)) for index, layer in enumerate(layers)]
+    handles = [
+        layer.register_forward_hook(partial(after, index)) for index, layer in enumerate(layers)
+    ]
     try:
         yield
     finally:
