@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from cached_rag.backends.base import Backend
-from cached_rag.backends.cache import cache_dir
+from cached_rag.backends.resolve import cache_dir
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.files import make_folder, open_file
 from cached_rag.kv.fingerprint import digest

@@ -21,12 +21,11 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from cached_rag.backends.cache import made
 from cached_rag.backends.llama_cpp import api
 from cached_rag.backends.llama_cpp.context import LlamaContext, StateFormat, Work
 from cached_rag.backends.llama_cpp.model import LlamaCppModel, Prompt
 from cached_rag.backends.machine import OVERHEAD_BYTES, free_bytes
-from cached_rag.backends.resolve import ModelSource, resolve
+from cached_rag.backends.resolve import ModelSource, made, resolve
 from cached_rag.backends.transformers.gguf import convert_tokenizer, put_together
 from cached_rag.backends.untrusted import BoundedReader, judged
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
