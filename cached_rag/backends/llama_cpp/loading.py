@@ -11,7 +11,6 @@ import ctypes
 import math
 import os
 import weakref
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import gguf
 import numpy as np
 import torch
 from transformers import AutoTokenizer
+from transformers.modeling_gguf_pytorch_utils import read_field
 
 from cached_rag.backends.llama_cpp import api
 from cached_rag.backends.llama_cpp.context import LlamaContext, StateFormat, Work
@@ -97,11 +97,11 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
         raise ModelError(f"llama.cpp cannot load {path}; its messages in the log say why")
     context: LlamaContext | None = None
     try:
-        facts = Facts(library, handle)
-        check_kind(facts, reader, name)
-        frequencies = frequencies_of(facts, reader)
+        _check_kind(library, handle, reader, name)
+        shapes, architecture = _shapes(library, handle, reader), reader.architecture
+        frequencies = frequencies_of(reader, shapes.head_dim)
         del reader
-        shapes, vocab = shapes_of(facts), library.llama_model_get_vocab(handle)
+        vocab = library.llama_model_get_vocab(handle)
         size = library.llama_vocab_n_tokens(vocab)
         context = LlamaContext(library, handle, shapes, size, threads or torch.get_num_threads())
         tokenizer = tokenizer_of(source, path)
@@ -109,7 +109,7 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
             raise ModelError(f"{path} was changed while it was loaded; load it again")
         _check_tokenizer(library, vocab, tokenizer, name)
         ids = probe_ids(library, vocab, size)
-        rule = examined(context, facts.architecture, frequencies, ids)
+        rule = examined(context, architecture, frequencies, ids)
         kv_facts = {
             "version": _KV_VERSION,
             "weights": source.digest,
@@ -217,36 +217,21 @@ def tokenizer_of(source: ModelSource, path: Path) -> Any:
         raise ModelNotFoundError(f"cannot read the tokenizer in {path}: {error}") from error
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What a GGUF says of itself."""
-
-    library: ctypes.CDLL
-    handle: int
-
-    def text(self, key: str) -> str | None:
-        """A value of its metadata; `{arch}` stands for the architecture."""
-        name = key.replace("{arch}", self.architecture) if "{arch}" in key else key
-        value = ctypes.create_string_buffer(256)
-        got = self.library.llama_model_meta_val_str(self.handle, name.encode(), value, len(value))
-        return value.value.decode(errors="replace") if got >= 0 else None
-
-    def number(self, key: str, otherwise: float) -> float:
-        """A number of its metadata."""
-        found = self.text(key)
-        return otherwise if found is None else float(found)
-
-    @property
-    def architecture(self) -> str:
-        """Such as "llama"."""
-        return self.text("general.architecture") or ""
-
-
 class FileOutline(BoundedReader):
     """A GGUF's fields and tensors, without what is in lists.
 
     Of a vocabulary of 150,000 tokens gguf's own reader makes objects that take 500 MB.
     """
+
+    @property
+    def architecture(self) -> str:
+        """Such as "llama"."""
+        return str(read_field(self, "general.architecture")[0])
+
+    def number(self, key: str, otherwise: float) -> float:
+        """A number that the file says of its architecture, by its name there."""
+        found = read_field(self, f"{self.architecture}.{key}")
+        return float(found[0]) if found else otherwise
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         if raw_type != gguf.GGUFValueType.ARRAY:
@@ -259,22 +244,22 @@ class FileOutline(BoundedReader):
         return end - orig_offs, [], [], [gguf.GGUFValueType.ARRAY]
 
 
-def check_kind(facts: Facts, reader: FileOutline, name: str) -> None:
+def _check_kind(library: ctypes.CDLL, handle: int, reader: FileOutline, name: str) -> None:
     """See that a model's KV is one plain cache.
 
     Raises:
         ModelError: it is not.
     """
-    library, tensors = facts.library, {tensor.name for tensor in reader.tensors}
+    tensors = {tensor.name for tensor in reader.tensors}
 
     def has(key: str) -> bool:
-        return f"{facts.architecture}.{key}" in reader.fields
+        return f"{reader.architecture}.{key}" in reader.fields
 
     kinds = {
-        "it has recurrent layers": library.llama_model_is_recurrent(facts.handle)
-        or library.llama_model_is_hybrid(facts.handle),
+        "it has recurrent layers": library.llama_model_is_recurrent(handle)
+        or library.llama_model_is_hybrid(handle),
         "its positions have several axes": has("rope.dimension_sections"),
-        "it has sliding windows": facts.number("{arch}.attention.sliding_window", 0),
+        "it has sliding windows": reader.number("attention.sliding_window", 0),
         "its scores depend on distance (ALiBi)": has("attention.max_alibi_bias"),
         "its rotation changes with the context's length": "rope_factors_long.weight" in tensors,
     }
@@ -285,32 +270,31 @@ def check_kind(facts: Facts, reader: FileOutline, name: str) -> None:
         )
 
 
-def shapes_of(facts: Facts) -> KVShapes:
+def _shapes(library: ctypes.CDLL, handle: int, reader: FileOutline) -> KVShapes:
     """The model's KV as llama.cpp keeps it."""
-    c, model = facts.library, facts.handle
-    dim = c.llama_model_n_embd(model) // max(1, c.llama_model_n_head(model))
+    dim = library.llama_model_n_embd(handle) // max(1, library.llama_model_n_head(handle))
     return KVShapes(
-        num_layers=c.llama_model_n_layer(model),
-        num_kv_heads=c.llama_model_n_head_kv(model),
-        head_dim=int(facts.number("{arch}.attention.key_length", dim)),
-        value_dim=int(facts.number("{arch}.attention.value_length", dim)),
+        num_layers=library.llama_model_n_layer(handle),
+        num_kv_heads=library.llama_model_n_head_kv(handle),
+        head_dim=int(reader.number("attention.key_length", dim)),
+        value_dim=int(reader.number("attention.value_length", dim)),
         dtype=torch.float16,
         device=torch.device("cpu"),
     )
 
 
-def frequencies_of(facts: Facts, reader: FileOutline) -> Frequencies:
+def frequencies_of(reader: FileOutline, head_dim: int) -> Frequencies:
     """Rotary frequencies that the file may mean: as they are, scaled, or with a factor each."""
-    dim = int(facts.number("{arch}.rope.dimension_count", 0)) or shapes_of(facts).head_dim
-    base = facts.number("{arch}.rope.freq_base", 10_000.0)
+    dim = int(reader.number("rope.dimension_count", 0)) or head_dim
+    base = reader.number("rope.freq_base", 10_000.0)
     plain = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    scaled = plain / (facts.number("{arch}.rope.scaling.factor", 1.0) or 1.0)
+    scaled = plain / (reader.number("rope.scaling.factor", 1.0) or 1.0)
     found = [plain, scaled]
-    fast = facts.number("{arch}.rope.scaling.yarn_beta_fast", _FAST)
-    slow = facts.number("{arch}.rope.scaling.yarn_beta_slow", _SLOW)
+    fast = reader.number("rope.scaling.yarn_beta_fast", _FAST)
+    slow = reader.number("rope.scaling.yarn_beta_slow", _SLOW)
     # llama.cpp reads these numbers for some architectures only.
     for turns in ((_FAST, _SLOW), (fast, slow)):
-        kept = _kept(facts, dim, base, *turns)
+        kept = _kept(reader, dim, base, *turns)
         found.append(kept * plain + (1 - kept) * scaled)
     for tensor in reader.tensors:
         if tensor.name == "rope_freqs.weight":
@@ -318,14 +302,14 @@ def frequencies_of(facts: Facts, reader: FileOutline) -> Frequencies:
     return list(dict.fromkeys(tuple(one.tolist()) for one in found if one.isfinite().all()))
 
 
-def _kept(facts: Facts, dim: int, base: float, fast: float, slow: float) -> torch.Tensor:
+def _kept(reader: FileOutline, dim: int, base: float, fast: float, slow: float) -> torch.Tensor:
     """YaRN: of each frequency, the share that is not scaled; (dim / 2,).
 
     It is 1 for those that turn more than `fast` times within the original context, 0 for those that
     turn less than `slow` times, and falls evenly between (arXiv 2309.00071, section 3.2).
     """
-    trained = facts.number("{arch}.context_length", 0.0)
-    length = facts.number("{arch}.rope.scaling.original_context_length", trained)
+    trained = reader.number("context_length", 0.0)
+    length = reader.number("rope.scaling.original_context_length", trained)
     turns = torch.tensor([fast, slow], dtype=torch.float64)
     bounds = dim * (length / (turns * 2 * torch.pi)).log() / (2 * math.log(max(base, 2.0)))
     first, last = bounds[0].floor().clamp(min=0), bounds[1].ceil().clamp(max=dim - 1)
