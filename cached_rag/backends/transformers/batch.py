@@ -141,7 +141,8 @@ class BatchCache(Cache):  # type: ignore[misc]
         Rows with scattered tokens have none: each of them attends by itself.
         """
         slabs: dict[Slab, list[tuple[SlabRow, Piece, int]]] = {}
-        for piece in pieces([_runs_behind(ahead) for ahead in self._batch]):
+        runs = [a.kv.every_run(a.end) if a.slots is None else () for a in self._batch]
+        for piece in pieces(runs):
             row = self._ends_with(piece)
             if row is None:
                 self._shared.append(_Layers(piece, self._seeing(piece)))
@@ -252,11 +253,6 @@ class BatchCache(Cache):  # type: ignore[misc]
 def _joined(parts: Sequence[tuple[torch.Tensor, Run]]) -> torch.Tensor:
     """Runs of one layer's (1, num_kv_heads, capacity, dim) buffers, concatenated."""
     return torch.cat([side[:, :, run.begin : run.end] for side, run in parts], dim=2)
-
-
-def _runs_behind(ahead: StepInput) -> Sequence[Run]:
-    """Where a row's KV lies after the step, if it appends; scattered tokens are not behind it."""
-    return ahead.kv.every_run(ahead.end) if ahead.slots is None else ()
 
 
 def _token_slices(batch: Sequence[StepInput]) -> list[slice]:
