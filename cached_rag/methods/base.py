@@ -94,7 +94,7 @@ class Selector(Protocol):
 
     @property
     def transfers_drift(self) -> bool:
-        """Whether a module's other tokens are moved as its recomputed ones are (`drift.py`)."""
+        """Whether a module's other tokens are moved as its recomputed ones are (`row_cache.py`)."""
         ...
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
