@@ -12,7 +12,7 @@ from faults import flips, forged, kills, mounts, pressure, replaced, untrusted, 
 from faults.campaigns import CAMPAIGNS
 from faults.far import DAMAGES
 
-from cached_rag.backends import cache
+from cached_rag.backends import resolve
 from cached_rag.backends.transformers import loading
 from cached_rag.backends.transformers.complete import copied
 from cached_rag.errors import DocumentError
@@ -62,7 +62,7 @@ def test_without_checksums_damage_is_seen_as_wrong(tmp_path, monkeypatch):
 
 def test_weights_that_are_not_looked_at_are_seen_as_wrong(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "copied", lambda model: copied(model) and "the same")
-    monkeypatch.setattr(cache, "_is_sound", lambda _: True)
+    monkeypatch.setattr(resolve, "_is_sound", lambda _: True)
     monkeypatch.setattr(replaced, "CHANGES", {})
     named, over, damaged = replaced.campaign(3, tmp_path, random.Random(0))
     assert named.wrong > 0

@@ -28,7 +28,12 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenization:
-    """A tokenizer and its chat template, with the operations that this library needs."""
+    """A tokenizer and its chat template, with the operations that this library needs.
+
+    Attributes:
+        template: its chat template.
+        controls: ids of the control tokens, by their text.
+    """
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
         """Look at a tokenizer.
@@ -42,8 +47,8 @@ class Tokenization:
         self.tokenizer = tokenizer
         self._backends = backends_of(tokenizer)
         self.template = ChatTemplate(tokenizer, self._backends, template_kwargs or {})
-        self._controls = self._backends.controls
-        self._by_id = {token: text for text, token in self._controls.items()}
+        self.controls = self._backends.controls
+        self._control_ids = frozenset(self.controls.values())
 
     @property
     def sink_ids(self) -> tuple[int, ...]:
@@ -68,17 +73,9 @@ class Tokenization:
             return tuple(self._encode("").ids), ()
         return tuple(tokens.ids[: text[0]]), tuple(tokens.ids[text[-1] + 1 :])
 
-    @property
-    def controls(self) -> Mapping[str, int]:
-        """Ids of the control tokens, by their text."""
-        return self._controls
-
-    def spelled(self, token: int) -> bytes:
-        """A token's bytes. Of one that is a part of a character, they are no text by themselves."""
-        return self._spelling(token)
-
     @cached_property
-    def _spelling(self) -> Spelling:
+    def spelled(self) -> Spelling:
+        """A token's bytes. Of one that is a part of a character, they are no text by themselves."""
         return Spelling(self.tokenizer)
 
     def spelled_out(self, text: str) -> list[Span]:
@@ -127,7 +124,7 @@ class Tokenization:
         made = {
             token
             for token, begin, end in zip(tokens.ids, tokens.starts, tokens.ends, strict=True)
-            if token in self._by_id and literal.touch(*core(text, begin, end))
+            if token in self._control_ids and literal.touch(*core(text, begin, end))
         }
         if made == {self.tokenizer.unk_token_id}:
             return any(literal.touch(*span) for span in self.spelled_out(text))
@@ -144,7 +141,7 @@ class Tokenization:
         cuts = [
             begin + 1
             for token, begin, end in zip(tokens.ids, tokens.starts, tokens.ends, strict=True)
-            if token in self._by_id and token != unknown and end - begin > 1
+            if token in self._control_ids and token != unknown and end - begin > 1
         ]
         if not cuts:
             return tokens

@@ -73,7 +73,7 @@ def evaluate_command(
     chunks that your retriever finds: docs/quality.md.
     """
     from cached_rag import Engine
-    from cached_rag.backends.cache import cache_dir
+    from cached_rag.backends.resolve import cache_dir
     from cached_rag.evaluation.journal import Journal, origins
     from cached_rag.evaluation.machine import machine
     from cached_rag.evaluation.plot import plot_frontier

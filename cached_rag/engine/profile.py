@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from cached_rag.backends.base import Backend
-from cached_rag.backends.cache import cache_dir
+from cached_rag.backends.resolve import cache_dir
 from cached_rag.kv.buffer import KVBuffer, ModuleKV
 from cached_rag.kv.disk import DiskStore
 from cached_rag.kv.files import make_folder, open_file

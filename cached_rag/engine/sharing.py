@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from cached_rag.kv.buffer import KVBuffer, ModuleKV
-from cached_rag.kv.layers import KVShapes
+from cached_rag.kv.layers import KVShapes, stacks_of
 from cached_rag.kv.rows import RowKV, Run, SlabRow, Slabs
 from cached_rag.library.plan import Placement
 from cached_rag.library.sequences import MIN_SHARED, Ids, common, where
@@ -291,4 +291,4 @@ def _name(place: Placement, whole: KVBuffer) -> _Name:
     """A name that two placements have in common if they are the same KV at the same positions."""
     kv = place.kv
     assert isinstance(kv, ModuleKV)
-    return kv.values.data_ptr(), kv.seq_len, whole.position(place.begin) - kv.start
+    return stacks_of(kv.values)[0].data_ptr(), kv.seq_len, whole.position(place.begin) - kv.start

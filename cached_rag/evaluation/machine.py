@@ -18,6 +18,7 @@ from cached_rag.backends.transformers.packing import FewBitLinear
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.profile import Controller, profile_of
 from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.layers import stacks_of
 from cached_rag.methods import Auto, CacheBlend, Layout
 
 _TOKENS = 64
@@ -154,8 +155,8 @@ def self_test(engine: Engine) -> list[SelfTest]:
     rows = torch.tensor([*range(3, _TOKENS - 1, 5), _TOKENS - 1])
     logits = model.prefill(buffer, ids, rows).logits
     tests.append(SelfTest("scattered rows over true KV", error(logits), allowed))
-    buffer.keys.fill_(1.0)
-    buffer.values.fill_(1.0)
+    for stack in (*stacks_of(buffer.keys), *stacks_of(buffer.values)):
+        stack.fill_(1.0)
     live = torch.zeros(_TOKENS, dtype=torch.bool)
     live[-1] = True
     layout = Layout(live, torch.zeros_like(live), ((0, _TOKENS - 1),), model.shapes.num_layers)

@@ -22,8 +22,8 @@ import xxhash
 from safetensors.torch import save_file
 
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreError
-from cached_rag.kv.layers import Ragged, stacks_of
 from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.layers import Ragged, stacks_of
 from cached_rag.kv.tensor_file import TensorFile
 
 _IDS = "token_ids"
@@ -155,7 +155,8 @@ def contents(
     key: str, kv: ModuleKV, codec: Codec, secret: bytes = b""
 ) -> tuple[Tensors, dict[str, str]]:
     """What a module's file has: its tensors, and its header with a checksum of each layer."""
-    tensors, sums = {}, []
+    tensors: Tensors = {}
+    sums: list[str] = []
     for number, stacks in enumerate(zip(stacks_of(kv.keys), stacks_of(kv.values), strict=True)):
         held = codec.encode(*stacks)
         sums += layer_sums(held, secret)
@@ -343,7 +344,9 @@ def _places(header: Mapping[str, str], count: int) -> tuple[tuple[int, int] | No
     """Where each layer is, as the header says; KeyError or ValueError if it says it wrongly."""
     if "places" not in header:
         return tuple((0, layer) for layer in range(count))
-    found = tuple(None if at is None else tuple(map(int, at)) for at in json.loads(header["places"]))
+    found = tuple(
+        None if at is None else (int(at[0]), int(at[1])) for at in json.loads(header["places"])
+    )
     held = sorted(at for at in found if at is not None)
     sizes = Counter(at[0] for at in held)
     if held != [(n, i) for n in range(len(sizes)) for i in range(sizes[n])] or len(held) != count:

@@ -210,8 +210,8 @@ class KVBuffer:
     ) -> None:
         """Put computed (batch, num_kv_heads, num_rows, dim) keys and values into slots `rows`."""
         if isinstance(rows, slice):
-            self.keys[layer, :, :, rows] = keys
-            self.values[layer, :, :, rows] = values
+            self.keys[layer][:, :, rows] = keys
+            self.values[layer][:, :, rows] = values
         else:
             self.keys[layer].index_copy_(2, rows, keys)
             self.values[layer].index_copy_(2, rows, values)

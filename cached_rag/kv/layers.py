@@ -124,6 +124,12 @@ def each(layered: Layered, change: Callable[[torch.Tensor], torch.Tensor]) -> La
     return layered.each(change) if isinstance(layered, Ragged) else change(layered)
 
 
+def even(layered: Layered) -> torch.Tensor:
+    """The one tensor of layers that are alike."""
+    assert isinstance(layered, torch.Tensor)
+    return layered
+
+
 def by_layer(layered: Layered) -> Sequence[torch.Tensor] | Ragged:
     """Something that gives each layer's tensor by its number, quickly."""
     return layered if isinstance(layered, Ragged) else layered.unbind(0)

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 
 from cached_rag.kv.buffer import KVBuffer, ModuleKV, rounded
-from cached_rag.kv.layers import KVShapes
+from cached_rag.kv.layers import KVShapes, stacks_of
 
 # Longer buffers gain nothing by it: to read their keys takes longer than to call a kernel.
 LONGEST_SLAB = 1024
@@ -124,8 +124,10 @@ class RowKV:
         """Put slots `first` to `last` (exclusive) into a buffer's slots from `at` on."""
         for run in self.cut(first, last):
             end = at + len(run)
-            buffer.keys[:, :, :, at:end] = run.buffer.keys[:, :, :, run.begin : run.end]
-            buffer.values[:, :, :, at:end] = run.buffer.values[:, :, :, run.begin : run.end]
+            pairs = (buffer.keys, run.buffer.keys), (buffer.values, run.buffer.values)
+            for own, theirs in pairs:
+                for to, stack in zip(stacks_of(own), stacks_of(theirs), strict=True):
+                    to[:, :, :, at:end] = stack[:, :, :, run.begin : run.end]
             at = end
 
     def moved(self, shared: Sequence[Run], own: KVBuffer) -> RowKV:

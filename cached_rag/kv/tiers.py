@@ -15,8 +15,8 @@ from cachetools import LRUCache
 
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreFullError
 from cached_rag.kv.blob import SigningError
-from cached_rag.kv.layers import each
 from cached_rag.kv.buffer import LayerSource, ModuleKV
+from cached_rag.kv.layers import each
 
 _T = TypeVar("_T")
 # Says, when KV is about to be kept, whether it still is to be: its text may be deleted by now.
@@ -61,16 +61,6 @@ class KVStore(Protocol):
             StoreFullError: it does not fit; nothing is changed.
         """
         ...
-
-    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor where the store is, that holds no larger one of which it was a view."""
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()
-        if self.device is None:
-            return tensor
-        tensor = tensor.to(self.device)
-        pins = self.device.type == "cpu" and torch.cuda.is_available()
-        return tensor.pin_memory() if pins else tensor
 
     def delete(self, key: str) -> bool:
         """Delete an entry; says whether it was there."""
@@ -132,6 +122,16 @@ class MemoryStore:
         with self._lock:
             if wanted():
                 self._entries[key] = kept
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor where the store is, that holds no larger one of which it was a view."""
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()
+        if self.device is None:
+            return tensor
+        tensor = tensor.to(self.device)
+        pins = self.device.type == "cpu" and torch.cuda.is_available()
+        return tensor.pin_memory() if pins else tensor
 
     def delete(self, key: str) -> bool:
         """Delete an entry; says whether it was there."""

@@ -56,7 +56,10 @@ class Sizes:
 
     def fits(self, kv: ModuleKV) -> bool:
         """Whether keys and values have these sizes, and positions that the model has."""
-        return self.shapes.fits(kv.keys, kv.values, kv.seq_len) and kv.start + kv.seq_len <= self.context_length
+        return (
+            self.shapes.fits(kv.keys, kv.values, kv.seq_len)
+            and kv.start + kv.seq_len <= self.context_length
+        )
 
     def has(self, head: Head) -> bool:
         """Whether the tokens of a head are the model's."""

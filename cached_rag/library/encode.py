@@ -16,8 +16,8 @@ import torch
 
 from cached_rag.backends.base import Backend
 from cached_rag.errors import ContextOverflowError
-from cached_rag.kv.layers import Layered, each, stacks_of
 from cached_rag.kv.buffer import KVBuffer, ModuleKV
+from cached_rag.kv.layers import Layered, each, stacks_of
 from cached_rag.kv.positions import PositionRule
 
 # Tokens in a batch, padding included: enough to keep the cores busy, and few enough that the batch

@@ -90,7 +90,7 @@ class Selector(ABC):
         repairs: whether KV that it takes may be computed again, so that others cannot share it.
         narrows: whether it leaves out rows from one layer to the next, by `narrow`.
         transfers_drift: whether a module's other tokens are moved as its recomputed ones are
-            (`drift.py`).
+            (`row_cache.py`).
         follow_tokens: so many of the answer's first tokens choose, too (`engine/repair.py`).
     """
 

@@ -21,7 +21,7 @@ from tiny_gguf import write_gguf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from cached_rag import load_model
-from cached_rag.backends import cache, machine, resolve
+from cached_rag.backends import machine, resolve
 from cached_rag.backends.load import load_backend
 from cached_rag.backends.transformers import loading, packing
 from cached_rag.backends.transformers.gguf import convert, set_attention_scale
@@ -337,7 +337,7 @@ def test_a_cache_directory_that_cannot_be_written_is_named(file, tmp_path, monke
 
 @pytest.mark.usefixtures("_own_cache")
 def test_what_killed_conversions_left_is_removed_after_a_day(file, tmp_path):
-    models = cache.cache_dir() / "models"
+    models = resolve.cache_dir() / "models"
     for name, age in (("tmpold", 2 * 86400), ("tmpnew", 3600)):
         (models / name).mkdir(parents=True)
         (models / name / "part").write_text("")

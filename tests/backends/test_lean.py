@@ -103,7 +103,7 @@ def test_other_families_and_settings_are_verified(kind):
 
 def test_weights_are_held_once():
     model = fresh("llama").decoder
-    own, fused = model.layers[0], model.model.model.layers[0]
+    own, fused = model.modules[0], model.model.model.layers[0]
     pointers = {w.untyped_storage().data_ptr() for w in own.parameters()}
     assert {w.untyped_storage().data_ptr() for w in fused.parameters()} == pointers
 

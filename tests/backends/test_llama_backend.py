@@ -35,7 +35,7 @@ from cached_rag.cli.main import app
 from cached_rag.engine.drafts import DEAREST
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer, ModuleKV
-from cached_rag.kv.layers import KVShapes
+from cached_rag.kv.layers import KVShapes, LayerShape
 from cached_rag.kv.rows import RowKV
 from cached_rag.methods import Epic, Layout
 
@@ -83,7 +83,7 @@ def assert_same_kv(one, other, slots):
 
 
 def test_a_state_is_put_together_and_taken_apart():
-    shapes = KVShapes(3, 2, 4, 6, torch.float16, torch.device("cpu"))
+    shapes = KVShapes.even(3, LayerShape(2, 4, 6), torch.float16, torch.device("cpu"))
     form = StateFormat(shapes, (-7, 0), (0, 0))
     part = torch.randn(3, 2, 7, 4).half(), torch.randn(3, 2, 7, 6).half()
     positions = torch.tensor([4, 5, 9, 10, 13, 12, 11])

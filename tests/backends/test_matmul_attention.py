@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from cached_rag.backends.transformers import attention, kernels
+from cached_rag.backends.transformers import kernels
 from cached_rag.backends.transformers.attention import Rows
 from cached_rag.backends.transformers.kernels import (
     Scoring,
@@ -20,8 +20,7 @@ from cached_rag.backends.transformers.row_cache import head_mean
 @pytest.fixture(params=[False, True])
 def units(request, monkeypatch):
     """Whether the CPU has matrix units, as far as the choice of a kernel goes."""
-    for module in (kernels, attention):
-        monkeypatch.setattr(module, "flash_has_matrix_units", lambda: request.param)
+    monkeypatch.setattr(kernels, "flash_has_matrix_units", lambda: request.param)
     return request.param
 
 

@@ -11,9 +11,8 @@ from conftest import FAMILIES, NEW_PROMPTS, tiny_model, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cached_rag import ConfigError, Engine, load_model, wrap_model
-from cached_rag.backends.cache import file_digest
 from cached_rag.backends.machine import parse_dtype
-from cached_rag.backends.resolve import resolve
+from cached_rag.backends.resolve import file_digest, resolve
 from cached_rag.errors import ModelError, ModelNotFoundError
 
 

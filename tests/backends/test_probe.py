@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cached_rag.backends.transformers import probe
 from cached_rag.backends.transformers.attention import Rows
-from cached_rag.backends.transformers.decoder import Decoder
 from cached_rag.errors import ModelError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -69,10 +68,11 @@ def family(name, dtype="float32"):
 def seen_by(model):
     """What was found out about a model, and the recording of its own pass."""
     found = probe.examine(model)
-    layers, own = found.decoder.layers, model.config._attn_implementation
+    own = model.config._attn_implementation
     model.set_attn_implementation("eager")
-    dense = Decoder(model, model, layers, (None,) * len(layers), is_fast=False)
-    with torch.no_grad(), probe.in_float32(model, layers), probe._narrow_windows(model.config):
+    dense = replace(found.decoder, is_fast=False)
+    narrow = probe._narrow_windows(model.config)
+    with torch.no_grad(), probe.in_float32(model, dense.modules), narrow:
         seen = probe._recorded(dense, probe._delta(dense))
     model.set_attn_implementation(own)
     return found, seen
@@ -137,8 +137,9 @@ def test_one_layers_window_ignored_stands_out(name, dtype):
     found, seen = seen_by(model_of(name, dtype))
     decoder = found.decoder
     layer = max(i for i, window in enumerate(decoder.windows) if window)
-    windows = tuple(None if i == layer else w for i, w in enumerate(decoder.windows))
-    error, where = probe.deviation(replace(decoder, windows=windows), seen)
+    layers = list(decoder.layers)
+    layers[layer] = replace(layers[layer], window=None)
+    error, where = probe.deviation(replace(decoder, layers=tuple(layers)), seen)
     assert error > probe.TOLERANCE * 10
     assert f"layer {layer}" in where
 

@@ -16,7 +16,7 @@ from tiny_gguf import write_gguf
 from transformers import AutoModelForCausalLM
 
 from cached_rag import Engine
-from cached_rag.backends.cache import cache_dir
+from cached_rag.backends.resolve import cache_dir
 from cached_rag.errors import ModelError
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is:FutureWarning")

@@ -13,7 +13,7 @@ from cached_rag import ConfigError, Engine, GenerationConfig
 from cached_rag.backends.transformers import kernels
 from cached_rag.backends.transformers.kernels import reference
 from cached_rag.evaluation.loop import medians, take_turns
-from cached_rag.kv.layers import KVShapes
+from cached_rag.kv.layers import KVShapes, LayerShape
 from cached_rag.kv.rows import LONGEST_SLAB
 from docs.experiments.attention import intensity, make_steps, theory
 from docs.experiments.cold import cold_ms
@@ -73,7 +73,7 @@ def test_short_calls_are_warmed_up_twice_and_timed_without_gradients():
 
 
 def shapes(dtype=torch.float32):
-    return KVShapes(1, KV_HEADS, DIM, DIM, dtype, torch.device("cpu"))
+    return KVShapes.even(1, LayerShape(KV_HEADS, DIM, DIM), dtype, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("shared", [40, LONGEST_SLAB])  # only short copies lie in a slab

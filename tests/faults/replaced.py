@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny_gguf import write_gguf
 
 from cached_rag import Engine, StoreConfig
-from cached_rag.backends.cache import cache_dir
+from cached_rag.backends.resolve import cache_dir
 
 Change = Callable[[Path, random.Random], None]
 

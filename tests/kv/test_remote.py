@@ -24,7 +24,7 @@ from cached_rag.kv.background import Outbox
 from cached_rag.kv.blob import codec_by_name, contents
 from cached_rag.kv.blobs import label_of, open_transport
 from cached_rag.kv.buffer import ModuleKV
-from cached_rag.kv.layers import KVShapes
+from cached_rag.kv.layers import KVShapes, LayerShape
 from cached_rag.kv.remote import Breaker, RemoteTier
 from cached_rag.kv.wire import Sizes, Wire
 
@@ -382,7 +382,7 @@ def test_what_fails_later_shows_no_password_either(tiers):
 
 def sizes(context_length=100) -> Sizes:
     kv = module(0)
-    shapes = KVShapes(3, 2, 4, 4, kv.keys.dtype, torch.device("cpu"))
+    shapes = KVShapes.even(3, LayerShape(2, 4, 4), kv.keys.dtype, torch.device("cpu"))
     return Sizes(shapes, context_length, vocab_size=50)
 
 

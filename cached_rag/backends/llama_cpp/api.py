@@ -176,7 +176,6 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_size": (c_uint64, (_HANDLE,)),
     "llama_model_is_recurrent": (c_bool, (_HANDLE,)),
     "llama_model_is_hybrid": (c_bool, (_HANDLE,)),
-    "llama_model_meta_val_str": (c_int32, (_HANDLE, c_char_p, c_char_p, c_size_t)),
     "llama_vocab_n_tokens": (c_int32, (_HANDLE,)),
     "llama_vocab_is_eog": (c_bool, (_HANDLE, c_int32)),
     "llama_tokenize": (

@@ -11,7 +11,6 @@ import ctypes
 import math
 import os
 import weakref
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,19 @@ import gguf
 import numpy as np
 import torch
 from transformers import AutoTokenizer
+from transformers.modeling_gguf_pytorch_utils import read_field
 
-from cached_rag.backends.cache import made
 from cached_rag.backends.llama_cpp import api
 from cached_rag.backends.llama_cpp.context import LlamaContext, StateFormat, Work
 from cached_rag.backends.llama_cpp.model import LlamaCppModel, Prompt
 from cached_rag.backends.machine import OVERHEAD_BYTES, free_bytes
-from cached_rag.backends.resolve import ModelSource, resolve
+from cached_rag.backends.resolve import ModelSource, made, resolve
 from cached_rag.backends.transformers.gguf import convert_tokenizer, put_together
 from cached_rag.backends.untrusted import BoundedReader, judged
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.kv import fingerprint
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.kv.layers import KVShapes, LayerShape
+from cached_rag.kv.layers import KVShapes, LayerShape, even
 from cached_rag.kv.positions import LayerRule, PositionRule, match_rule
 
 # Part of the fingerprint: raised when the same tokens would get other KV than before.
@@ -99,11 +98,11 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
         raise ModelError(f"llama.cpp cannot load {path}; its messages in the log say why")
     context: LlamaContext | None = None
     try:
-        facts = Facts(library, handle)
-        check_kind(facts, reader, name)
-        frequencies = frequencies_of(facts, reader)
+        _check_kind(library, handle, reader, name)
+        shapes, architecture = _shapes(library, handle, reader), reader.architecture
+        frequencies = frequencies_of(reader, shapes.only.key_dim)
         del reader
-        shapes, vocab = shapes_of(facts), library.llama_model_get_vocab(handle)
+        vocab = library.llama_model_get_vocab(handle)
         size = library.llama_vocab_n_tokens(vocab)
         context = LlamaContext(library, handle, shapes, size, threads or torch.get_num_threads())
         tokenizer = tokenizer_of(source, path)
@@ -111,7 +110,7 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
             raise ModelError(f"{path} was changed while it was loaded; load it again")
         _check_tokenizer(library, vocab, tokenizer, name)
         ids = probe_ids(library, vocab, size)
-        rule = examined(context, facts.architecture, frequencies, ids)
+        rule = examined(context, architecture, frequencies, ids)
         kv_facts = {
             "version": _KV_VERSION,
             "weights": source.digest,
@@ -219,36 +218,21 @@ def tokenizer_of(source: ModelSource, path: Path) -> Any:
         raise ModelNotFoundError(f"cannot read the tokenizer in {path}: {error}") from error
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What a GGUF says of itself."""
-
-    library: ctypes.CDLL
-    handle: int
-
-    def text(self, key: str) -> str | None:
-        """A value of its metadata; `{arch}` stands for the architecture."""
-        name = key.replace("{arch}", self.architecture) if "{arch}" in key else key
-        value = ctypes.create_string_buffer(256)
-        got = self.library.llama_model_meta_val_str(self.handle, name.encode(), value, len(value))
-        return value.value.decode(errors="replace") if got >= 0 else None
-
-    def number(self, key: str, otherwise: float) -> float:
-        """A number of its metadata."""
-        found = self.text(key)
-        return otherwise if found is None else float(found)
-
-    @property
-    def architecture(self) -> str:
-        """Such as "llama"."""
-        return self.text("general.architecture") or ""
-
-
 class FileOutline(BoundedReader):
     """A GGUF's fields and tensors, without what is in lists.
 
     Of a vocabulary of 150,000 tokens gguf's own reader makes objects that take 500 MB.
     """
+
+    @property
+    def architecture(self) -> str:
+        """Such as "llama"."""
+        return str(read_field(self, "general.architecture")[0])
+
+    def number(self, key: str, otherwise: float) -> float:
+        """A number that the file says of its architecture, by its name there."""
+        found = read_field(self, f"{self.architecture}.{key}")
+        return float(found[0]) if found else otherwise
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         if raw_type != gguf.GGUFValueType.ARRAY:
@@ -261,22 +245,22 @@ class FileOutline(BoundedReader):
         return end - orig_offs, [], [], [gguf.GGUFValueType.ARRAY]
 
 
-def check_kind(facts: Facts, reader: FileOutline, name: str) -> None:
+def _check_kind(library: ctypes.CDLL, handle: int, reader: FileOutline, name: str) -> None:
     """See that a model's KV is one plain cache.
 
     Raises:
         ModelError: it is not.
     """
-    library, tensors = facts.library, {tensor.name for tensor in reader.tensors}
+    tensors = {tensor.name for tensor in reader.tensors}
 
     def has(key: str) -> bool:
-        return f"{facts.architecture}.{key}" in reader.fields
+        return f"{reader.architecture}.{key}" in reader.fields
 
     kinds = {
-        "it has recurrent layers": library.llama_model_is_recurrent(facts.handle)
-        or library.llama_model_is_hybrid(facts.handle),
+        "it has recurrent layers": library.llama_model_is_recurrent(handle)
+        or library.llama_model_is_hybrid(handle),
         "its positions have several axes": has("rope.dimension_sections"),
-        "it has sliding windows": facts.number("{arch}.attention.sliding_window", 0),
+        "it has sliding windows": reader.number("attention.sliding_window", 0),
         "its scores depend on distance (ALiBi)": has("attention.max_alibi_bias"),
         "its rotation changes with the context's length": "rope_factors_long.weight" in tensors,
     }
@@ -287,32 +271,31 @@ def check_kind(facts: Facts, reader: FileOutline, name: str) -> None:
         )
 
 
-def shapes_of(facts: Facts) -> KVShapes:
+def _shapes(library: ctypes.CDLL, handle: int, reader: FileOutline) -> KVShapes:
     """The model's KV as llama.cpp keeps it."""
-    c, model = facts.library, facts.handle
-    dim = c.llama_model_n_embd(model) // max(1, c.llama_model_n_head(model))
+    dim = library.llama_model_n_embd(handle) // max(1, library.llama_model_n_head(handle))
     shape = LayerShape(
-        c.llama_model_n_head_kv(model),
-        int(facts.number("{arch}.attention.key_length", dim)),
-        int(facts.number("{arch}.attention.value_length", dim)),
+        library.llama_model_n_head_kv(handle),
+        int(reader.number("attention.key_length", dim)),
+        int(reader.number("attention.value_length", dim)),
     )
     return KVShapes.even(
-        c.llama_model_n_layer(model), shape, torch.float16, torch.device("cpu")
+        library.llama_model_n_layer(handle), shape, torch.float16, torch.device("cpu")
     )
 
 
-def frequencies_of(facts: Facts, reader: FileOutline) -> Frequencies:
+def frequencies_of(reader: FileOutline, head_dim: int) -> Frequencies:
     """Rotary frequencies that the file may mean: as they are, scaled, or with a factor each."""
-    dim = int(facts.number("{arch}.rope.dimension_count", 0)) or shapes_of(facts).only.key_dim
-    base = facts.number("{arch}.rope.freq_base", 10_000.0)
+    dim = int(reader.number("rope.dimension_count", 0)) or head_dim
+    base = reader.number("rope.freq_base", 10_000.0)
     plain = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    scaled = plain / (facts.number("{arch}.rope.scaling.factor", 1.0) or 1.0)
+    scaled = plain / (reader.number("rope.scaling.factor", 1.0) or 1.0)
     found = [plain, scaled]
-    fast = facts.number("{arch}.rope.scaling.yarn_beta_fast", _FAST)
-    slow = facts.number("{arch}.rope.scaling.yarn_beta_slow", _SLOW)
+    fast = reader.number("rope.scaling.yarn_beta_fast", _FAST)
+    slow = reader.number("rope.scaling.yarn_beta_slow", _SLOW)
     # llama.cpp reads these numbers for some architectures only.
     for turns in ((_FAST, _SLOW), (fast, slow)):
-        kept = _kept(facts, dim, base, *turns)
+        kept = _kept(reader, dim, base, *turns)
         found.append(kept * plain + (1 - kept) * scaled)
     for tensor in reader.tensors:
         if tensor.name == "rope_freqs.weight":
@@ -320,14 +303,14 @@ def frequencies_of(facts: Facts, reader: FileOutline) -> Frequencies:
     return list(dict.fromkeys(tuple(one.tolist()) for one in found if one.isfinite().all()))
 
 
-def _kept(facts: Facts, dim: int, base: float, fast: float, slow: float) -> torch.Tensor:
+def _kept(reader: FileOutline, dim: int, base: float, fast: float, slow: float) -> torch.Tensor:
     """YaRN: of each frequency, the share that is not scaled; (dim / 2,).
 
     It is 1 for those that turn more than `fast` times within the original context, 0 for those that
     turn less than `slow` times, and falls evenly between (arXiv 2309.00071, section 3.2).
     """
-    trained = facts.number("{arch}.context_length", 0.0)
-    length = facts.number("{arch}.rope.scaling.original_context_length", trained)
+    trained = reader.number("context_length", 0.0)
+    length = reader.number("rope.scaling.original_context_length", trained)
     turns = torch.tensor([fast, slow], dtype=torch.float64)
     bounds = dim * (length / (turns * 2 * torch.pi)).log() / (2 * math.log(max(base, 2.0)))
     first, last = bounds[0].floor().clamp(min=0), bounds[1].ceil().clamp(max=dim - 1)
@@ -369,7 +352,7 @@ def examined(
 
 def _read(context: LlamaContext, sequence: int, begin: int, tokens: int) -> KVBuffer:
     buffer = KVBuffer.like(context.shapes, tokens)
-    context.read(sequence, begin, buffer.keys[:, 0], buffer.values[:, 0])
+    context.read(sequence, begin, even(buffer.keys)[:, 0], even(buffer.values)[:, 0])
     return buffer
 
 
@@ -383,7 +366,7 @@ def _rule(
     """How keys depend on position, from the same tokens at three places."""
     there = {delta: _moved(context, ids, delta) for delta in (_NEAR, _FAR)}
     layers: list[LayerRule] = []
-    for layer, before in enumerate(here.keys[:, 0]):
+    for layer, before in enumerate(even(here.keys)[:, 0]):
         after = {delta: keys[layer] for delta, keys in there.items()}
         found = match_rule(before, after, frequencies, _TOLERANCE)
         if found is None:
@@ -399,7 +382,7 @@ def _moved(context: LlamaContext, ids: list[int], begin: int) -> torch.Tensor:
     """(num_layers, num_kv_heads, seq_len, head_dim) keys of tokens from position `begin` on."""
     with context.opened() as sequence:
         context.compute([Work(sequence, ids, begin, 0)])
-        return _read(context, sequence, begin, len(ids)).keys[:, 0]
+        return even(_read(context, sequence, begin, len(ids)).keys)[:, 0]
 
 
 def _check_parts(
@@ -422,8 +405,9 @@ def _check_parts(
         with context.opened() as own:
             return prompt.compose(context, own, 1)[0]
 
-    error = _distance(logits(here.keys, here.values), expected)
-    control = _distance(logits(here.keys.flip(3), here.values.flip(3)), expected)
+    keys, values = even(here.keys), even(here.values)
+    error = _distance(logits(keys, values), expected)
+    control = _distance(logits(keys.flip(3), values.flip(3)), expected)
     if not error <= max(_NOTHING, min(_PARTS_TOLERANCE, _PARTS_SHARE * control)):
         raise ModelError(
             f"KV that is put together does not give what llama.cpp computes (error {error:.1e}, "

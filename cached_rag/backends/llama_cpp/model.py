@@ -26,7 +26,7 @@ from cached_rag.backends.llama_cpp.context import MAX_SEQUENCES, FullError, Llam
 from cached_rag.backends.machine import free_bytes
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.kv.layers import KVShapes
+from cached_rag.kv.layers import KVShapes, even
 from cached_rag.kv.positions import PositionRule
 from cached_rag.kv.rows import RowKV
 from cached_rag.methods import spelled
@@ -90,8 +90,8 @@ class Prompt:
 
     def _room(self, begin: int, end: int) -> Part:
         """Views of some slots' keys and values."""
-        keys, values = self.buffer.keys[:, self.row], self.buffer.values[:, self.row]
-        return keys[:, :, begin:end], values[:, :, begin:end]
+        keys, values = even(self.buffer.keys), even(self.buffer.values)
+        return keys[:, self.row, :, begin:end], values[:, self.row, :, begin:end]
 
 
 def neighbours(slots: Sequence[int], positions: Sequence[int]) -> list[Run]:
@@ -314,7 +314,7 @@ class LlamaCppModel:
         def compute() -> torch.Tensor:
             with self._sequence() as own:
                 logits = prompt.compose(self.context, own, num_logits)
-                if buffer.keys.shape[1] == 1:
+                if buffer.batch == 1:
                     self.residents.add(buffer, own, prompt.length)
                 return logits
 
@@ -342,7 +342,7 @@ class LlamaCppModel:
             for sequence, ahead in zip(sequences, batch, strict=True):
                 kv, end = ahead.kv, ahead.end
                 room = slice(kv.at(kv.length), kv.at(end))
-                keys, values = kv.own.keys[:, 0, :, room], kv.own.values[:, 0, :, room]
+                keys, values = (even(side)[:, 0, :, room] for side in (kv.own.keys, kv.own.values))
                 self.context.read(sequence, kv.position(kv.length), keys, values)
                 self.residents.add(kv, sequence, end)
         except BaseException:  # what is in the context may be more than the rows' lengths say
@@ -365,9 +365,9 @@ class LlamaCppModel:
         try:
             for run in kv.every_run():
                 positions = [kv.position(run.slot + n) for n in range(run.end - run.begin)]
-                keys = run.buffer.keys[:, 0, :, run.begin : run.end]
-                values = run.buffer.values[:, 0, :, run.begin : run.end]
-                self.context.put(number, positions, keys, values)
+                at = slice(run.begin, run.end)
+                sides = (even(side)[:, 0, :, at] for side in (run.buffer.keys, run.buffer.values))
+                self.context.put(number, positions, *sides)
         except BaseException:
             self.context.drop(number)
             raise

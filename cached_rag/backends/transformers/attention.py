@@ -27,18 +27,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from cached_rag.backends.transformers.kernels import (
-    Attended,
-    Scoring,
-    attend,
-    attend_causal,
-    attend_padded,
-    capped_attention,
-    flash_has_matrix_units,
-    kernel_of,
-    matmul_attention,
-    prefers_matmul,
-)
+from cached_rag.backends.transformers import kernels
+from cached_rag.backends.transformers.kernels import Attended, Scoring
 
 IMPLEMENTATION = "cached_rag"
 _BLOCK_ROWS = 128
@@ -133,7 +123,7 @@ def _padded(query: torch.Tensor, own: Padded, scale: float, softcap: float | Non
     asked = query.new_zeros(count, heads, dim)
     asked[own.rows] = query[own.tokens]
     folded = asked.view(count, kv_heads, -1, dim)
-    found, lse = attend_padded(folded, own.keys, own.values, own.mask, scale, softcap)
+    found, lse = kernels.attend_padded(folded, own.keys, own.values, own.mask, scale, softcap)
     return found.reshape(count, heads, -1)[own.rows], lse.reshape(count, heads)[own.rows]
 
 
@@ -148,7 +138,7 @@ def _private(
     if len(asked) == 1:
         return _seen_by_all(asked, part.keys, part.values, scale, softcap)
     fresh = part.keys[:, :, before:], part.values[:, :, before:]
-    found, lse = attend_causal(asked.transpose(0, 1)[None], *fresh, scale, softcap)
+    found, lse = kernels.attend_causal(asked.transpose(0, 1)[None], *fresh, scale, softcap)
     own = found[0].transpose(0, 1), lse[0].transpose(0, 1)
     if not before:
         return own
@@ -167,11 +157,11 @@ def _seen_by_all(
     count, heads, dim = query.shape
     kv_heads = keys.shape[1]
     if count == 1:
-        found, lse = attend(query.view(1, kv_heads, -1, dim), keys, values, scale, softcap)
+        found, lse = kernels.attend(query.view(1, kv_heads, -1, dim), keys, values, scale, softcap)
         return found.reshape(1, heads, -1), lse.reshape(1, heads)
     # Tokens and the heads of a group become rows of one product, so each key is read once.
     folded = query.view(count, kv_heads, -1, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
-    found, lse = attend(folded, keys, values, scale, softcap)
+    found, lse = kernels.attend(folded, keys, values, scale, softcap)
     found = found.view(kv_heads, count, -1, values.shape[3]).transpose(0, 1)
     lse = lse.view(kv_heads, count, -1).transpose(0, 1)
     return found.reshape(count, heads, -1), lse.reshape(count, heads)
@@ -254,9 +244,11 @@ class Rows:
             return False
         if self._is_on_gpu:
             is_small = query.dtype != torch.float32
-            return is_small and len(self) > 1 and kernel_of(len(self), keys, values) == "flash"
+            return (
+                is_small and len(self) > 1 and kernels.kernel_of(len(self), keys, values) == "flash"
+            )
         is_flash = query.device.type == "cpu" and query.dtype == torch.bfloat16
-        return is_flash and len(self) >= _UNMASKED_ROWS and flash_has_matrix_units()
+        return is_flash and len(self) >= _UNMASKED_ROWS and kernels.flash_has_matrix_units()
 
     def _attend_unmasked(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring
@@ -265,9 +257,9 @@ class Rows:
         factor = how.factor(query.shape[3])
         before, own = slice(self.first), slice(self.first, self.last + 1)
         folded = query.reshape(1, keys.shape[1], -1, query.shape[3])
-        output, lse = attend(folded, keys[:, :, before], values[:, :, before], factor)
+        output, lse = kernels.attend(folded, keys[:, :, before], values[:, :, before], factor)
         seen = output.reshape(query.shape), lse.reshape(query.shape[:3])
-        among = attend_causal(query, keys[:, :, own], values[:, :, own], factor)
+        among = kernels.attend_causal(query, keys[:, :, own], values[:, :, own], factor)
         return merge(seen, among)[0].to(query.dtype)
 
     def _blocks(self, window: int | None) -> list[_Block]:
@@ -307,18 +299,16 @@ class Rows:
         if how.softcap is not None:
             is_masked = block.masked or block.causal
             mask = self._mask(block, window, query.dtype) if is_masked else None
-            return capped_attention(query, keys, values, mask, how.scale, how.softcap)
+            return kernels.capped_attention(query, keys, values, mask, how.scale, how.softcap)
         mask = self._mask(block, window, query.dtype) if block.masked else None
-        if prefers_matmul(query) and not block.causal:
+        if kernels.prefers_matmul(query) and not block.causal:
             if mask is not None and window is None:  # all rows see the keys up to the first row's
                 mask = mask[:, int(self.slots[block.rows.start]) + 1 :]
-            return matmul_attention(query, keys, values, mask, how.scale)
-        groups = query.shape[1] // keys.shape[1]
-        grouped = groups > 1 and query.device.type == "cpu"
-        if groups > 1 and not grouped:
-            # On other devices only unmasked kernels take fewer KV heads than heads; with a mask,
-            # torch would use a kernel that writes all scores to memory.
-            grouped = mask is None and query.device.type == "cuda"
+            return kernels.matmul_attention(query, keys, values, mask, how.scale)
+        groups, device = query.shape[1] // keys.shape[1], query.device.type
+        # On other devices than a CPU only unmasked kernels take fewer KV heads than heads; with a
+        # mask, torch would use a kernel that writes all scores to memory.
+        grouped = groups > 1 and (device == "cpu" or (device == "cuda" and mask is None))
         if groups > 1 and not grouped:
             keys, values = repeat_kv(keys, groups), repeat_kv(values, groups)
         return F.scaled_dot_product_attention(
@@ -392,7 +382,7 @@ def attention(
     state = _ACTIVE.get()
     if state is None and softcap is not None:
         mask = _causal_mask(query, key) if attention_mask is None else attention_mask
-        output = capped_attention(query, key, value, mask, scaling, softcap)
+        output = kernels.capped_attention(query, key, value, mask, scaling, softcap)
         return output.transpose(1, 2).contiguous(), None
     if state is None:
         output, _ = sdpa_attention_forward(

@@ -29,8 +29,7 @@ from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.backends.transformers.row_cache import Drift
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.kv.layers import KVShapes
-from cached_rag.kv.positions import PositionRule
+from cached_rag.kv.layers import KVShapes, by_layer, stacks_of
 from cached_rag.kv.rows import Piece, RowKV, Run, Slab, SlabRow, mask_of, pieces
 
 
@@ -39,8 +38,8 @@ class _Layers:
 
     def __init__(self, piece: Piece, tokens: slice | torch.Tensor | None) -> None:
         there = slice(piece.begin, piece.end)
-        self.keys = piece.buffer.keys[:, :, :, there].unbind(0)
-        self.values = piece.buffer.values[:, :, :, there].unbind(0)
+        at = (slice(None), slice(None), slice(None), there)
+        self.keys, self.values = by_layer(piece.buffer.keys[at]), by_layer(piece.buffer.values[at])
         self.tokens = tokens
 
     def part(self, layer: int) -> Part:
@@ -144,7 +143,8 @@ class BatchCache(Cache):  # type: ignore[misc]
         Rows with scattered tokens have none: each of them attends by itself.
         """
         slabs: dict[Slab, list[tuple[SlabRow, Piece, int]]] = {}
-        for piece in pieces([_runs_behind(ahead) for ahead in self._batch]):
+        runs = [a.kv.every_run(a.end) if a.slots is None else () for a in self._batch]
+        for piece in pieces(runs):
             row = self._ends_with(piece)
             if row is None:
                 self._shared.append(_Layers(piece, self._seeing(piece)))
@@ -173,7 +173,8 @@ class BatchCache(Cache):  # type: ignore[misc]
             return None  # then none is scattered
         if len(piece.rows) == 1:
             return self._tokens[piece.rows[0]]
-        numbers = [i for row in piece.rows for i in _numbers(self._tokens[row])]
+        runs = [self._tokens[row] for row in piece.rows]
+        numbers = [i for run in runs for i in range(run.start, run.stop)]
         return torch.tensor(numbers, device=piece.buffer.keys.device)
 
     def update(
@@ -227,7 +228,8 @@ class BatchCache(Cache):  # type: ignore[misc]
     def _within(self, query: torch.Tensor, window: int, how: Scoring) -> torch.Tensor:
         """Attention of single tokens over their sliding windows, row by row; no run is shared."""
         factor = how.factor(query.shape[-1])
-        output = query.new_empty(*query.shape[:2], self._batch[0].kv.own.values[self._layer].shape[-1])
+        width = self._batch[0].kv.own.values[self._layer].shape[-1]
+        output = query.new_empty(*query.shape[:2], width)
         for ahead, tokens in zip(self._batch, self._tokens, strict=True):
             if ahead.slots is not None:
                 continue
@@ -256,11 +258,6 @@ def _joined(parts: Sequence[tuple[torch.Tensor, Run]]) -> torch.Tensor:
     return torch.cat([side[:, :, run.begin : run.end] for side, run in parts], dim=2)
 
 
-def _runs_behind(ahead: StepInput) -> Sequence[Run]:
-    """Where a row's KV lies after the step, if it appends; scattered tokens are not behind it."""
-    return ahead.kv.every_run(ahead.end) if ahead.slots is None else ()
-
-
 def _token_slices(batch: Sequence[StepInput]) -> list[slice]:
     found, begin = [], 0
     for ahead in batch:
@@ -269,23 +266,10 @@ def _token_slices(batch: Sequence[StepInput]) -> list[slice]:
     return found
 
 
-def _numbers(tokens: slice) -> range:
-    return range(tokens.start, tokens.stop)
-
-
 def _fresh(ahead: StepInput, tokens: slice) -> _Layers:
     """The slots that a row's new tokens are written to."""
     kv = ahead.kv
     return _Layers(Piece(kv.own, kv.at(kv.length), kv.at(ahead.end), ()), tokens)
-
-
-def can_batch(decoder: Decoder, rule: PositionRule) -> bool:
-    """Whether the model can compute rows of different lengths in one pass.
-
-    It cannot if it needs its own attention (biases by position), or if its rotary frequencies
-    depend on the length of the longest row, or if it changes keys or values after caching them.
-    """
-    return decoder.is_fast and rule.limit is None and decoder.keeps_what_it_reads
 
 
 @torch.inference_mode()

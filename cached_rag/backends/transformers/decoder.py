@@ -1,6 +1,7 @@
-"""A model's decoder, and what is read off a model without running it: layers, windows, rotation.
+"""A model's decoder and its layers: of what kind each is, what KV it keeps, how it attends.
 
-These are candidates only: `probe.py` verifies them by running the model. Knows transformers.
+Another kind of layer is described here. What is read off a model is a candidate only: `probe.py`
+verifies it by running the model. Knows transformers.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from cached_rag.backends.transformers import convolution
 from cached_rag.errors import ModelError
+from cached_rag.kv.layers import KVShapes, LayerShape
 
 # Kinds of rotary scaling whose frequencies change once a sequence is longer than this setting.
 _SWITCHING = {
     "longrope": "original_max_position_embeddings",
     "dynamic": "original_max_position_embeddings",
 }
-
+# Kinds of layers whose attention this library can compute, by transformers' names for them.
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+REMEDY = "Use a plain decoder-only transformer."
 # What transformers calls a KV cache: `cache` since 5.24, `past_key_values` before.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
@@ -62,7 +67,7 @@ def switch(config: Any) -> int | None:
     return int(own or text.max_position_embeddings)
 
 
-def decoder_layers(model: Any) -> tuple[torch.nn.Module, ...]:
+def decoder_modules(model: Any) -> tuple[torch.nn.Module, ...]:
     """The decoder layers: the first module list with as many entries as the model has layers.
 
     Raises:
@@ -75,16 +80,87 @@ def decoder_layers(model: Any) -> tuple[torch.nn.Module, ...]:
     raise ModelError(f"no list of {count} decoder layers was found in {type(model).__name__}")
 
 
-def windows_of(config: Any) -> tuple[int | None, ...]:
-    """Each layer's sliding window, None for none; empty if the layer types are unknown here."""
-    text = config.get_text_config()
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One layer of a decoder.
+
+    Attributes:
+        module: what computes it.
+        kind: transformers' name for what it does.
+        window: how many tokens it sees, the last one included; None for all.
+        shape: what it keeps of a token; None for nothing of its own, as it reads another layer's.
+    """
+
+    module: torch.nn.Module
+    kind: str
+    window: int | None
+    shape: LayerShape | None
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has attention that this library can compute."""
+        return self.kind in (_FULL, _SLIDING)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this library can compute it for scattered rows; else the model itself must."""
+        return self.attends or self.kind == convolution.KIND
+
+
+def decoder_layers(model: Any, shapes: KVShapes | None = None) -> tuple[DecoderLayer, ...]:
+    """A model's layers, in order, as its configuration describes them.
+
+    Args:
+        shapes: what they keep, if that is known.
+
+    Raises:
+        ModelError: as `decoder_modules`.
+    """
+    text, modules = model.config.get_text_config(), decoder_modules(model)
     window: int | None = getattr(text, "sliding_window", None)
-    types = getattr(text, "layer_types", None)
-    if types is None:
-        return (window,) * int(text.num_hidden_layers)
-    if not set(types) <= {"full_attention", "sliding_attention"}:
-        return ()
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    kinds = getattr(text, "layer_types", None) or [_SLIDING if window else _FULL] * len(modules)
+    kept = shapes.layers if shapes else (None,) * len(modules)
+    return tuple(
+        DecoderLayer(module, kind, window if kind == _SLIDING else None, shape)
+        for module, kind, shape in zip(modules, kinds, kept, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class HeadShapes:
+    """How a layer attends.
+
+    Attributes:
+        count, kv_count, dim: number of heads, of KV heads, and the width of each.
+        scaling: factor of the scores.
+        softcap: bound of the scores (Gemma 2); None for none.
+        rotates: whether queries and keys are rotated by position.
+        norms_whole: norms of queries and keys are over all heads at once (OLMo 2), not over each.
+    """
+
+    count: int
+    kv_count: int
+    dim: int
+    scaling: float
+    softcap: float | None = None
+    rotates: bool = True
+    norms_whole: bool = False
+
+
+def head_shapes(attention: Any, width: int) -> HeadShapes:
+    """How a layer attends, from its attention module and the width of its fused projection."""
+    dim: int = attention.head_dim
+    count = attention.o_proj.in_features // dim
+    query_norm = getattr(attention, "q_norm", None)
+    return HeadShapes(
+        count=count,
+        kv_count=(width // dim - count) // 2,
+        dim=dim,
+        scaling=attention.scaling,
+        softcap=getattr(attention, "attn_logit_softcapping", None),
+        rotates=bool(getattr(attention, "use_rope", True)),
+        norms_whole=query_norm is not None and query_norm.weight.numel() != dim,
+    )
 
 
 @dataclass(frozen=True)
@@ -95,7 +171,6 @@ class Decoder:
         model: a transformers causal LM in eval mode.
         network: what computes its passes: the model itself, or its lean form (see `lean`).
         layers: the network's decoder layers, in order.
-        windows: each layer's sliding window; None for a layer that sees everything.
         is_fast: the model attends through `attention.py`; if not, all tokens enter it
             (see `prefill.py`).
         parameters: names of the arguments of the network's forward method.
@@ -105,8 +180,7 @@ class Decoder:
 
     model: Any
     network: Any
-    layers: tuple[torch.nn.Module, ...]
-    windows: tuple[int | None, ...]
+    layers: tuple[DecoderLayer, ...]
     is_fast: bool
     keeps_what_it_reads: bool = True
     parameters: frozenset[str] = field(init=False)
@@ -118,6 +192,33 @@ class Decoder:
         object.__setattr__(self, "cache_name", cache_argument(self.network))
 
     @property
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """What computes each layer."""
+        return tuple(layer.module for layer in self.layers)
+
+    @property
+    def num_keeping(self) -> int:
+        """How many layers there are up to the last one that keeps something of its own."""
+        return max(i for i, layer in enumerate(self.layers, 1) if layer.shape is not None)
+
+    @property
+    def attending(self) -> tuple[int, ...]:
+        """The layers that have attention."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.attends)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Each layer's sliding window; None for a layer that sees everything."""
+        return tuple(layer.window for layer in self.layers)
+
+    def computed_by(self, network: Any) -> Decoder:
+        """The same with another network: a lean form, or the model itself."""
+        modules = decoder_modules(self.model) if network is self.model else network.layers
+        layers = zip(self.layers, modules, strict=True)
+        replaced = tuple(replace(layer, module=module) for layer, module in layers)
+        return replace(self, network=network, layers=replaced)
+
+    @property
     def own(self) -> Decoder:
         """The same without a lean form: the model computes its passes itself."""
-        return replace(self, network=self.model, layers=decoder_layers(self.model))
+        return self.computed_by(self.model)

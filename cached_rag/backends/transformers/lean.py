@@ -21,7 +21,7 @@ from torch import nn
 from transformers import Cache
 
 from cached_rag.backends.transformers.attention import attention
-from cached_rag.backends.transformers.decoder import decoder_layers
+from cached_rag.backends.transformers.decoder import HeadShapes, decoder_layers, head_shapes
 from cached_rag.backends.transformers.groups import (
     Groups,
     StoredLinear,
@@ -39,27 +39,6 @@ FAMILIES = frozenset(
         *("gemma", "gemma2", "gemma3_text", "olmo2", "olmo3"),
     }
 )
-
-
-@dataclass(frozen=True)
-class HeadShapes:
-    """How a layer attends.
-
-    Attributes:
-        count, kv_count, dim: number of heads, of KV heads, and the width of each.
-        scaling: factor of the scores.
-        softcap: bound of the scores (Gemma 2); None for none.
-        rotates: whether queries and keys are rotated by position.
-        norms_whole: norms of queries and keys are over all heads at once (OLMo 2), not over each.
-    """
-
-    count: int
-    kv_count: int
-    dim: int
-    scaling: float
-    softcap: float | None = None
-    rotates: bool = True
-    norms_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -285,9 +264,10 @@ def lean_model(model: Any) -> LeanModel | None:
     if config.model_type not in FAMILIES or not is_plain:  # a text model inside one of images
         return None
     asks_kind = "layer_type" in inspect.signature(inner.rotary_emb.forward).parameters
-    types = list(config.layer_types) if asks_kind else [""] * config.num_hidden_layers
-    layers = [_layer(layer, index) for index, layer in enumerate(decoder_layers(model))]
-    return LeanModel(model, layers, lean_norm(inner.norm), types)
+    own = decoder_layers(model)
+    kinds = [layer.kind if asks_kind else "" for layer in own]
+    layers = [_layer(layer.module, index) for index, layer in enumerate(own)]
+    return LeanModel(model, layers, lean_norm(inner.norm), kinds)
 
 
 def _layer(layer: Any, index: int) -> LeanLayer:
@@ -301,27 +281,11 @@ def _layer(layer: Any, index: int) -> LeanLayer:
         }
     return LeanLayer(
         index,
-        _heads(attention, fused["qkv"].out_features),
+        head_shapes(attention, fused["qkv"].out_features),
         _norms(layer),
         {**fused, "o": attention.o_proj, "down": mlp.down_proj},
         getattr(mlp, "act_fn", None) or mlp.activation_fn,
         getattr(layer, "residual_multiplier", 1.0),
-    )
-
-
-def _heads(attention: Any, width: int) -> HeadShapes:
-    """How a layer attends, from its attention module and the width of its fused projection."""
-    dim: int = attention.head_dim
-    count = attention.o_proj.in_features // dim
-    query_norm = getattr(attention, "q_norm", None)
-    return HeadShapes(
-        count=count,
-        kv_count=(width // dim - count) // 2,
-        dim=dim,
-        scaling=attention.scaling,
-        softcap=getattr(attention, "attn_logit_softcapping", None),
-        rotates=bool(getattr(attention, "use_rope", True)),
-        norms_whole=query_norm is not None and query_norm.weight.numel() != dim,
     )
 
 

@@ -17,9 +17,16 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
-from cached_rag.backends.cache import file_digest, made
 from cached_rag.backends.machine import best_device, check_device, fastest_dtype, parse_dtype
-from cached_rag.backends.resolve import ModelSource, Variant, offline_hint, resolve, see_hub
+from cached_rag.backends.resolve import (
+    ModelSource,
+    Variant,
+    file_digest,
+    made,
+    offline_hint,
+    resolve,
+    see_hub,
+)
 from cached_rag.backends.transformers import packing
 from cached_rag.backends.transformers.complete import copied, load_complete, merge_adapter
 from cached_rag.backends.transformers.gguf import convert, put_together

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from cached_rag.backends.base import Chosen, Prefilled, StepInput
 from cached_rag.backends.machine import peak_bytes
-from cached_rag.backends.transformers.batch import can_batch, step_batch
+from cached_rag.backends.transformers.batch import step_batch
 from cached_rag.backends.transformers.decoder import Decoder, cache_argument
 from cached_rag.backends.transformers.packing import FewBitLinear, Format, formats
 from cached_rag.backends.transformers.prefill import Repair, prefill_rows
@@ -49,15 +49,16 @@ class LanguageModel:
     examined_s: float = field(default=0.0, compare=False)
     lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
 
+    # The same for every model, so no fields.
+    can_narrow = True
+    # Measured for issue 17 with 4-bit weights on two cores: 17 to 21 ms for one token, 26 for four,
+    # 41 for eight. The longer the weights are read, the less further tokens cost.
+    token_price = 1 / 6
+
     @property
     def device(self) -> torch.device:
         """The device that the model is on."""
         return self.shapes.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that the model computes in."""
-        return self.shapes.dtype
 
     @property
     def vocab_size(self) -> int:
@@ -98,22 +99,14 @@ class LanguageModel:
 
     @property
     def can_batch(self) -> bool:
-        """See `Backend`."""
-        return can_batch(self.decoder, self.rule)
+        """See `Backend`.
 
-    @property
-    def token_price(self) -> float:
-        """See `Backend`: measured for issue 17 with 4-bit weights on two cores.
-
-        17 to 21 ms for one token, 26 for four, 41 for eight. The longer the weights are read, the
-        less further tokens cost.
+        False if the model needs its own attention (biases by position), or if its rotary
+        frequencies depend on the length of the longest row, or if it changes keys or values after
+        caching them.
         """
-        return 1 / 6
-
-    @property
-    def can_narrow(self) -> bool:
-        """See `Backend`."""
-        return True
+        keeps = self.decoder.keeps_what_it_reads
+        return self.decoder.is_fast and self.rule.limit is None and keeps
 
     @property
     def can_share(self) -> bool:

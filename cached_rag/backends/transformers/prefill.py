@@ -22,6 +22,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods.base import LayerCheck, Layout, QuestionSelector, Selector
 
+# Inputs of layers that have an entry for each row, and the dimension of the rows.
+_BY_ROW = {"hidden_states": 1, "position_ids": 1, "attention_mask": 2, "per_layer_input": 1}
 _BIASES = ("alibi", "position_bias")
 
 
@@ -118,7 +121,7 @@ class RowPass:
             "position_ids": self.positions[None].expand(self.entering.shape),
             self.decoder.cache_name: self.cache,
             "use_cache": True,
-            "logits_to_keep": self.num_logits,
+            "logits_to_keep": self._kept_logits(),
         }
         network = self.decoder.network
         if not self.num_logits:
@@ -133,6 +136,12 @@ class RowPass:
         else:
             tail = output.logits[:, -self.num_logits :]
         return Prefilled(tail, self.computed, self.final_slots)
+
+    def _kept_logits(self) -> int | torch.Tensor:
+        """As models take it. Where layers keep nothing, a number would have Gemma 4 cut rows."""
+        if self.decoder.num_keeping == len(self.decoder.layers):
+            return self.num_logits
+        return torch.arange(-self.num_logits, 0, device=self.entering.device)
 
     def watch(self, observer: Observer) -> None:
         """Run until the observer has seen all its layers; keeps the output of layer 0."""
@@ -154,13 +163,13 @@ class RowPass:
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Inside this context, hooks are on all layers from the first that may drop rows."""
-        layers, handles = self.decoder.layers, []
+        layers, handles = self.decoder.modules, []
         first = self._first_narrowing()
         self.computed = first * len(self.cache.rows)
         self.final_slots = self.cache.rows.slots
         try:
             for index in range(first, len(layers)):
-                hook = _pre_hook(self, index)
+                hook = partial(self.before_layer, index)
                 handles.append(layers[index].register_forward_pre_hook(hook, with_kwargs=True))
             if handles:
                 handles.append(layers[-1].register_forward_hook(self._widen))
@@ -177,7 +186,8 @@ class RowPass:
             return 0
         if self.checks:
             return min(self.checks)
-        return count - 1 if 0 < self.num_logits < len(self.cache.rows) else count
+        is_cut = 0 < self.num_logits < len(self.cache.rows)
+        return self.decoder.num_keeping - 1 if is_cut else count
 
     def before_layer(
         self, index: int, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -203,9 +213,9 @@ class RowPass:
         self.computed += len(self.cache.rows)
         self.final_slots = self.cache.rows.slots
         count = len(self.cache.rows)
-        if index == len(self.decoder.layers) - 1 and 0 < self.num_logits < count:
-            # The last layer computes only rows whose logits are wanted. Of the others it computes
-            # keys and values, which later tokens need.
+        if index == self.decoder.num_keeping - 1 and 0 < self.num_logits < count:
+            # The last layer, and those before it that keep nothing, compute only rows whose logits
+            # are wanted. Of the others keys and values are computed, which later tokens need.
             self._peek(layer, inputs)
             last = torch.arange(count, device=self.cache.rows.slots.device)
             last = last[-self.num_logits :]
@@ -262,7 +272,7 @@ class RowPass:
                 "the model gave its layers no mask, so scattered rows would see later tokens"
             )
         narrowed = dict(inputs)
-        for name, dim in (("hidden_states", 1), ("position_ids", 1), ("attention_mask", 2)):
+        for name, dim in _BY_ROW.items():
             narrowed[name] = self._cut(inputs.get(name), dim)
         rotary = inputs.get("position_embeddings")
         if isinstance(rotary, Sequence):
@@ -283,15 +293,6 @@ class RowPass:
         wide = hidden.new_zeros(hidden.shape[0], self.num_entering, hidden.shape[2])
         wide[:, self.kept] = hidden
         return (wide, *output[1:]) if isinstance(output, tuple) else wide
-
-
-def _pre_hook(run: RowPass, index: int) -> Any:
-    def hook(
-        layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return run.before_layer(index, layer, args, kwargs)
-
-    return hook
 
 
 @torch.inference_mode()
@@ -396,7 +397,7 @@ class Repair:
         assert isinstance(self.method, QuestionSelector)
         live = self.layout.fresh.to(self.token_ids.device)
         asked = self._pass(live.nonzero().squeeze(1), 0)
-        observer = Observer(self.method, self.layout)
+        observer = Observer(self.method, self.layout, self.decoder.attending)
         asked.watch(observer)
         chosen = self.method.choose(torch.stack(observer.scores), self.layout)
         first = int(chosen.nonzero()[0])

@@ -8,7 +8,7 @@ thousand times smaller than the error of a wrong mask. Knows models; knows no pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,14 +17,14 @@ import torch
 
 from cached_rag.backends.transformers import attention
 from cached_rag.backends.transformers.batch import keeps_what_it_reads
+from cached_rag.backends.transformers.convolution import convolve_rows
 from cached_rag.backends.transformers.decoder import (
-    CACHE,
+    REMEDY,
     Decoder,
     decoder_layers,
     frequencies,
     switch,
     table_rounding,
-    windows_of,
 )
 from cached_rag.backends.transformers.lean import LeanModel
 from cached_rag.backends.transformers.prefill import RowPass
@@ -33,13 +33,14 @@ from cached_rag.backends.transformers.recording import (
     Recording,
     entering,
     in_float32,
+    kv_shapes,
     leaving,
     record,
 )
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.kv.layers import KVShapes
-from cached_rag.kv.positions import PositionRule, match_rule
+from cached_rag.kv.layers import KVShapes, LayerShape
+from cached_rag.kv.positions import LayerRule, PositionRule, match_rule
 
 _PROBE_TOKENS = 12
 _PROBE_DELTA = 61
@@ -54,7 +55,6 @@ _PLACE_TOLERANCE = 1e-2
 _HEAD_TOLERANCE = 2e-2
 # An error up to this share of a row's size is rounding of the sum itself, and not counted.
 _ROUNDING = 16 * torch.finfo(torch.float32).eps
-_REMEDY = "Use a plain decoder-only transformer."
 _ADDED = "positions are added to the embeddings (learned positions)"
 
 
@@ -85,11 +85,11 @@ def examine(model: Any, lean: LeanModel | None = None) -> Examined:
             something other than keys and values.
     """
     attention.register()
-    layers = decoder_layers(model)
-    shapes = _kv_shapes(model, len(layers))
-    dense = Decoder(model, model, layers, (None,) * len(layers), is_fast=False)
+    convolve_rows(model)
+    shapes = kv_shapes(model, _probe_ids(model)[:, :2])
+    dense = Decoder(model, model, decoder_layers(model, shapes), is_fast=False)
     tolerance = max(TOLERANCE, 4 * table_rounding(model))
-    with in_float32(model, layers), _narrow_windows(model.config):
+    with in_float32(model, dense.modules), _narrow_windows(model.config):
         delta = _delta(dense)
         seen = _recorded(dense, delta)
         rule = find_rule(model, seen, delta, tolerance)
@@ -108,16 +108,13 @@ def _find_decoder(dense: Decoder, lean: LeanModel | None, seen: Recording) -> De
     The dense way needs masks, which transformers may not build for its fast kernels; then the
     model's eager attention is used.
     """
-    model, windows, reasons = dense.model, windows_of(dense.model.config), []
+    model, reasons = dense.model, []
+    is_known = all(layer.is_known for layer in dense.layers)
     ways = [(dense, model.config._attn_implementation), (dense, "eager")]
-    if getattr(model, "_supports_attention_backend", False) and windows:
-        fast = replace(dense, windows=windows, is_fast=True)
-        ways.insert(0, (fast, attention.IMPLEMENTATION))
-        if lean is not None:
-            ways.insert(
-                0,
-                (replace(fast, network=lean, layers=tuple(lean.layers)), attention.IMPLEMENTATION),
-            )
+    if getattr(model, "_supports_attention_backend", False) and is_known:
+        fast = replace(dense, is_fast=True)
+        networks = [model] if lean is None else [lean, model]
+        ways[:0] = [(fast.computed_by(one), attention.IMPLEMENTATION) for one in networks]
     for decoder, implementation in dict.fromkeys(ways):
         model.set_attn_implementation(implementation)
         error, where = deviation(decoder, seen)
@@ -128,7 +125,7 @@ def _find_decoder(dense: Decoder, lean: LeanModel | None, seen: Recording) -> De
         f"partial prefill does not reproduce {type(model).__name__}'s own prefill "
         f"({'; '.join(dict.fromkeys(reasons))}): it keeps state that is not keys and values per "
         "token (recurrent layers, shared caches), or needs per-token inputs that are unknown here. "
-        f"{_REMEDY}"
+        f"{REMEDY}"
     )
 
 
@@ -140,9 +137,11 @@ def deviation(decoder: Decoder, seen: Recording) -> tuple[float, str]:
         The largest error of a row (see `TOLERANCE`), infinite if the pass fails; and where it is.
     """
     worst, where = 0.0, ""
-    windows = tuple(_PROBE_WINDOW if window else None for window in decoder.windows)
-    probe = _Probe(replace(decoder, windows=windows), seen)
-    with in_float32(decoder.network, decoder.layers), _narrow_windows(decoder.model.config):
+    layers = [
+        replace(layer, window=_PROBE_WINDOW) if layer.window else layer for layer in decoder.layers
+    ]
+    probe = _Probe(replace(decoder, layers=tuple(layers)), seen)
+    with in_float32(decoder.network, decoder.modules), _narrow_windows(decoder.model.config):
         try:
             found = probe.run()
         except (ModelError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as e:
@@ -164,7 +163,7 @@ class _Probe:
 
     def run(self) -> list[float]:
         """Each layer's error, then that of the logits, scaled so that `TOLERANCE` bounds it."""
-        layers, buffer = self.decoder.layers, self._buffer()
+        layers, buffer = self.decoder.modules, self._buffer()
         token_ids = _probe_ids(self.decoder.model)
         run = RowPass(self.decoder, buffer, token_ids, self.slots, num_logits=1)
         with entering(layers, self._enter), leaving(layers[-1:], self._leave), run.hooked():
@@ -177,28 +176,44 @@ class _Probe:
 
     def _buffer(self) -> KVBuffer:
         """The model's own KV, with wrong values in the slots that are to be computed."""
-        keys, values = (torch.stack(kv)[:, :1].clone() for kv in (self.seen.keys, self.seen.values))
-        keys[:, :, :, self.slots] = values[:, :, :, self.slots] = 7.0
+        shapes = tuple(layer.shape for layer in self.decoder.layers)
+        keeps = KVShapes(shapes, torch.float32, self.slots.device)
+
+        def spoiled(side: Sequence[torch.Tensor | None], kind: LayerShape) -> torch.Tensor:
+            pairs = zip(side, shapes, strict=True)
+            held = [kv[:1] for kv, shape in pairs if kv is not None and shape == kind]
+            stack = torch.stack(held)
+            stack[:, :, :, self.slots] = 7.0
+            return stack
+
+        keys, values = (
+            keeps.join([spoiled(side, kind) for kind in keeps.kinds])
+            for side in (self.seen.keys, self.seen.values)
+        )
         return KVBuffer(keys, values)
 
     def _enter(self, layer: int, inputs: Inputs) -> Inputs:
         own, arriving = self.seen.inputs[layer][:1], inputs["hidden_states"]
+        rows = self.slots[-arriving.shape[1] :]  # the last layers compute only the last row
         if arriving.shape[1] != own.shape[1]:
-            own = own[:, self.slots]
+            own = own[:, rows]
         if layer > 0:
-            before = self.seen.inputs[layer - 1][:1, self.slots]
+            before = self.seen.inputs[layer - 1][:1, rows]
             self.errors.append(_share(arriving - own, own, own - before))
         return {"hidden_states": own.clone()}
 
     def _leave(self, _: int, hidden: torch.Tensor) -> None:
-        rows = self.slots[-hidden.shape[1] :]  # the last layer computes only the last row
+        rows = self.slots[-hidden.shape[1] :]
         before, own = self.seen.inputs[-1][:1, rows], self.seen.outputs[-1][:1, rows]
         self.errors.append(_share(hidden - own, own, own - before))
 
     def _kv_error(self, layer: int, buffer: KVBuffer) -> float:
-        pairs = (buffer.keys, self.seen.keys), (buffer.values, self.seen.values)
-        found = ((ours[layer, 0], own[layer][0]) for ours, own in pairs)
-        return max(_share(ours - own, own, own) for ours, own in found)
+        worst = 0.0
+        for ours, theirs in ((buffer.keys, self.seen.keys), (buffer.values, self.seen.values)):
+            own = theirs[layer]
+            if own is not None:
+                worst = max(worst, _share(ours[layer][0] - own[0], own[0], own[0]))
+        return worst
 
 
 def _share(error: torch.Tensor, whole: torch.Tensor, part: torch.Tensor) -> float:
@@ -227,12 +242,12 @@ def _recorded(decoder: Decoder, delta: int) -> Recording:
     takes_positions = "position_ids" in decoder.parameters
     try:
         return record(
-            decoder.model, decoder.layers, token_ids, positions if takes_positions else None
+            decoder.model, decoder.modules, token_ids, positions if takes_positions else None
         )
     except (KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(
             f"{type(decoder.model).__name__} could not be examined ({type(error).__name__}: "
-            f"{error}). {_REMEDY}"
+            f"{error}). {REMEDY}"
         ) from error
 
 
@@ -242,40 +257,8 @@ def _adds_positions(decoder: Decoder) -> bool:
     So it is in models that take no positions and number the tokens themselves, as BART does.
     """
     token_ids = _probe_ids(decoder.model)[:, :1].expand(2, _PROBE_TOKENS)
-    given = record(decoder.model, decoder.layers, token_ids, None).given[0]
+    given = record(decoder.model, decoder.modules, token_ids, None).given[0]
     return _share(given - given[:1], given, given) > TOLERANCE
-
-
-def _kv_shapes(model: Any, num_layers: int) -> KVShapes:
-    """Sizes of the model's keys and values, read off a real cache.
-
-    Raises:
-        ModelError: layers differ in shape, or the cache holds something other than keys and values.
-    """
-    token_ids = _probe_ids(model)[:, :2]
-    try:
-        output = model(input_ids=token_ids, use_cache=True)
-    except (KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
-        raise ModelError(
-            f"{type(model).__name__} could not compute two tokens with a cache "
-            f"({type(error).__name__}: {error}). {_REMEDY}"
-        ) from error
-    held = getattr(getattr(output, CACHE, None), "layers", [])
-    found = set()
-    for layer in held:
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or values is None or keys.ndim != 4 or keys.shape[1] != values.shape[1]:
-            raise ModelError(
-                f"{type(model).__name__} caches more than keys and values per token. {_REMEDY}"
-            )
-        found.add((keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device))
-    if len(found) != 1 or len(held) != num_layers:
-        raise ModelError(
-            f"{type(model).__name__} does not cache keys and values of one shape in each of its "
-            f"{num_layers} layers. {_REMEDY}"
-        )
-    heads, head_dim, value_dim, dtype, device = found.pop()
-    return KVShapes(num_layers, heads, head_dim, value_dim, dtype, device)
 
 
 def find_rule(model: Any, seen: Recording, delta: int, tolerance: float) -> PositionRule:
@@ -292,19 +275,32 @@ def find_rule(model: Any, seen: Recording, delta: int, tolerance: float) -> Posi
     """
     if _share(seen.given[1] - seen.given[0], seen.given[0], seen.given[0]) > TOLERANCE:
         return PositionRule(reason=_ADDED)
-    candidates, rules = frequencies(model), []
-    for layer, (keys, values) in enumerate(zip(seen.keys, seen.values, strict=True)):
-        outputs = seen.outputs[layer]
+    candidates = frequencies(model)
+    rules: dict[str, list[LayerRule]] = {"keys": [], "values": []}
+    for layer, outputs in enumerate(seen.outputs):
         added = outputs[0] - seen.inputs[layer][0]
-        if _share(values[1] - values[0], values[0], values[0]) > TOLERANCE:
-            return PositionRule(reason=f"values of layer {layer} change with position")
         if _share(outputs[1] - outputs[0], outputs[0], added) > max(_PLACE_TOLERANCE, tolerance):
             return PositionRule(reason=f"layer {layer} depends on absolute positions")
-        rule = match_rule(keys[0], {delta: keys[1]}, candidates, tolerance)
-        if rule is None:
-            return PositionRule(reason=f"no known rotation explains the keys of layer {layer}")
-        rules.append(rule)
-    return PositionRule(tuple(rules), limit=switch(model.config))
+        for name, side in (("keys", seen.keys[layer]), ("values", seen.values[layer])):
+            rule = None if side is None else _rule(side, delta, candidates, tolerance)
+            if side is not None and rule is None:
+                return PositionRule(reason=f"no known rotation explains {name} of layer {layer}")
+            rules[name].append(rule or LayerRule("none"))
+    turns = any(rule.style != "none" for rule in rules["values"])  # in latent attention
+    return PositionRule(
+        tuple(rules["keys"]),
+        limit=switch(model.config),
+        values=tuple(rules["values"]) if turns else (),
+    )
+
+
+def _rule(
+    side: torch.Tensor, delta: int, candidates: list[tuple[float, ...]], tolerance: float
+) -> LayerRule | None:
+    """How one layer's (2, heads, seq_len, dim) keys or values depend on position."""
+    if not side.shape[-1]:
+        return LayerRule("none")
+    return match_rule(side[0], {delta: side[1]}, candidates, tolerance)
 
 
 def _delta(decoder: Decoder) -> int:

@@ -16,13 +16,16 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
-from cached_rag.backends.transformers.decoder import cache_argument
+from cached_rag.backends.transformers.decoder import REMEDY, cache_argument
+from cached_rag.errors import ModelError
+from cached_rag.kv.layers import KVShapes, LayerShape
 
 _HALF = (torch.bfloat16, torch.float16)
 Inputs = dict[str, Any]
@@ -100,7 +103,8 @@ class Recording:
 
     Attributes:
         inputs, outputs: (2, seq_len, hidden_size).
-        keys, values: (2, num_kv_heads, seq_len, dim), keys rotated.
+        keys, values: (2, num_kv_heads, seq_len, dim), keys rotated; None of a layer that keeps
+            nothing of its own.
         given: (2, seq_len, hidden_size), layer 0's own input. It is the same at both places unless
             the model adds positions to embeddings.
         logits: (2, vocab_size) of the last token.
@@ -108,24 +112,95 @@ class Recording:
 
     inputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
-    keys: list[torch.Tensor] = field(default_factory=list)
-    values: list[torch.Tensor] = field(default_factory=list)
+    keys: list[torch.Tensor | None] = field(default_factory=list)
+    values: list[torch.Tensor | None] = field(default_factory=list)
     given: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 class _Listening(DynamicCache):  # type: ignore[misc]
-    """Keeps all keys and values given to it; a plain cache drops old ones of sliding layers."""
+    """Keeps all that is given to it; a plain cache drops what is old of sliding layers.
+
+    Attributes:
+        heard: of each layer that keeps something keys and values, (batch, heads, seq_len, dim).
+        stateful: layers that keep a state, which has no length.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.heard: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.stateful: set[int] = set()
 
     def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Any:
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.heard[layer_idx] = (keys, values)
-        return super().update(keys, values, layer_idx, *args, **kwargs)
+        return keys, values
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        return 0
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        """Say that nothing came before."""
+
+    get_recurrent_state = get_conv_state
+
+    def is_recording_past(self, *_: Any) -> bool:
+        return False
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        inputs = conv_states.transpose(1, 2)[:, None]
+        self.heard[layer_idx] = (inputs[..., :0], inputs)
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        self.stateful.add(layer_idx)
+        return recurrent_states
+
+
+def kv_shapes(model: Any, token_ids: torch.Tensor) -> KVShapes:
+    """What the model's layers keep of a token, as they hand it to a cache.
+
+    Args:
+        token_ids: (1, num_tokens) int64, of any tokens.
+
+    Raises:
+        ModelError: they keep something else than keys and values, or inputs of convolutions.
+    """
+    cache, name = _Listening(), type(model).__name__
+    try:
+        model(input_ids=token_ids, use_cache=True, **{cache_argument(model): cache})
+    except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(
+            f"{name} could not compute two tokens with a cache ({type(error).__name__}: {error}). "
+            f"{REMEDY}"
+        ) from error
+    if cache.stateful:
+        raise ModelError(
+            f"{name} keeps states that have no length, in layers {_listed(cache.stateful)} "
+            f"(recurrent layers). {REMEDY}"
+        )
+    if not cache.heard:
+        raise ModelError(f"{name} hands no keys and values to a cache. {REMEDY}")
+    found: list[LayerShape | None] = []
+    for layer in range(model.config.get_text_config().num_hidden_layers):
+        keys, values = cache.heard.get(layer, (None, None))
+        if keys is None or values is None:
+            found.append(None)
+            continue
+        if keys.ndim != 4 or keys.shape[:3] != values.shape[:3]:
+            raise ModelError(f"{name} caches more than keys and values per token. {REMEDY}")
+        found.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
+    keys, values = next(iter(cache.heard.values()))
+    return KVShapes(tuple(found), values.dtype, values.device)
+
+
+def _listed(numbers: set[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
 
 
 def record(
@@ -157,7 +232,7 @@ def record(
         output = model(input_ids=token_ids, use_cache=True, **options)
     found.logits = output.logits[:, -1].float()
     for index in range(len(layers)):
-        keys, values = cache.heard[index]
+        keys, values = cache.heard.get(index, (None, None))
         found.keys.append(keys)
         found.values.append(values)
     return found
@@ -169,16 +244,13 @@ def entering(
 ) -> Iterator[None]:
     """Inside this context, `change` gets each layer's index and named inputs, returns new ones."""
 
-    def hook(index: int) -> Any:
-        def before(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: Inputs) -> Any:
-            names = inspect.signature(layer.forward).parameters
-            named = dict(zip(names, args, strict=False)) | kwargs
-            return (), named | change(index, named)
-
-        return before
+    def before(index: int, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: Inputs) -> Any:
+        names = inspect.signature(layer.forward).parameters
+        named = dict(zip(names, args, strict=False)) | kwargs
+        return (), named | change(index, named)
 
     handles = [
-        layer.register_forward_pre_hook(hook(index), with_kwargs=True)
+        layer.register_forward_pre_hook(partial(before, index), with_kwargs=True)
         for index, layer in enumerate(layers)
     ]
     try:
@@ -194,13 +266,12 @@ def leaving(
 ) -> Iterator[None]:
     """Inside this context, `see` gets each layer's index and (batch, num_rows, hidden) output."""
 
-    def hook(index: int) -> Any:
-        def after(_: torch.nn.Module, __: Any, output: Any) -> None:
-            see(index, output[0] if isinstance(output, tuple) else output)
+    def after(index: int, _: torch.nn.Module, __: Any, output: Any) -> None:
+        see(index, output[0] if isinstance(output, tuple) else output)
 
-        return after
-
-    handles = [layer.register_forward_hook(hook(index)) for index, layer in enumerate(layers)]
+    handles = [
+        layer.register_forward_hook(partial(after, index)) for index, layer in enumerate(layers)
+    ]
     try:
         yield
     finally:

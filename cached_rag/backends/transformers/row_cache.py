@@ -19,6 +19,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 from transformers import Cache
 
 from cached_rag.backends.transformers.attention import Rows
+from cached_rag.backends.transformers.convolution import windows
 from cached_rag.backends.transformers.kernels import Scoring, capped, centre_of
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods.base import Layout, QuestionSelector
@@ -78,7 +79,8 @@ class Drift:
         if samples.chunk is None:
             return
         slots = rows.slots[samples.picked]
-        sides = ((keys, buffer.keys[layer]), (values, buffer.values[layer]))
+        sides = [(keys, buffer.keys[layer]), (values, buffer.values[layer])]
+        sides = [(fresh, held) for fresh, held in sides if fresh.shape[-1]]
         moves = [fresh[:, :, samples.picked].float() - held[:, :, slots] for fresh, held in sides]
         means = [(samples.weights @ moved).to(keys.dtype) for moved in moves]
         by_chunk = [F.pad(mean, (0, 0, 0, 1)) for mean in means]  # zeros for what is in no chunk
@@ -126,9 +128,17 @@ class Observer:
         scores: (seq_len,) float32 for each layer observed so far.
     """
 
-    def __init__(self, selector: QuestionSelector, layout: Layout) -> None:
+    def __init__(
+        self, selector: QuestionSelector, layout: Layout, attending: Sequence[int]
+    ) -> None:
+        """Observe a pass.
+
+        Args:
+            attending: the layers that have attention. Of those that the method names, the others
+                are left out; if none is left, it is the next one that has.
+        """
         self.scores: list[torch.Tensor] = []
-        self.layers = selector.observed_layers(layout)
+        self.layers = _nearest(selector.observed_layers(layout), attending)
         self._selector = selector
         self._question = layout.question
         self._rows: tuple[Rows, Rows] | None = None  # of a pass, and the question's among them
@@ -145,6 +155,13 @@ class Observer:
         asked = query[0, :, -len(asking) :]
         weights = head_mean(asked, keys[0], asking, how)
         self.scores.append(self._selector.score(weights))
+
+
+def _nearest(wanted: tuple[int, ...], attending: Sequence[int]) -> tuple[int, ...]:
+    found = tuple(layer for layer in wanted if layer in attending)
+    if found or not wanted:
+        return found
+    return (next((layer for layer in attending if layer > wanted[0]), attending[-1]),)
 
 
 def head_mean(query: torch.Tensor, keys: torch.Tensor, rows: Rows, how: Scoring) -> torch.Tensor:
@@ -228,6 +245,12 @@ class RowCache(Cache):  # type: ignore[misc]
         if self.is_peeking:
             raise Peeked
         return keys[:, :, : self.rows.length], values[:, :, : self.rows.length]
+
+    def preceding(self, layer: int, inputs: torch.Tensor, count: int) -> torch.Tensor:
+        """See `convolution.Preceding`."""
+        values = inputs[:, None]
+        self.update(values[..., :0], values, layer)
+        return windows(self.buffer.values[layer], self.rows.slots, count)
 
     def observe(self, layer: int, query: torch.Tensor, keys: torch.Tensor, how: Scoring) -> None:
         """Show the observer a layer's query and keys before the layer attends.
