@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from cached_rag import CachedRAG, Engine, StoreConfig, load_model, wrap_model
 from cached_rag.backends.transformers.decoder import cache_argument
+from cached_rag.kv.layers import Layered, stacks_of
 from cached_rag.spi import LanguageModel
 
 if "HYPOTHESIS_EXAMPLES" not in os.environ and "SCHEMA_EXAMPLES" not in os.environ:
@@ -55,6 +56,14 @@ _LONGROPE = {
     "long_factor": [4.0] * 8,
 }
 _SWITCH = {"original_max_position_embeddings": 64}
+
+_MLA = (
+    _SIZES
+    | {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "v_head_dim": 16}
+    | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "moe_intermediate_size": 32}
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+)
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _SIZES),
@@ -99,6 +108,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt2",
         {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 1024},
     ),
+    # Layers that differ: in heads, in what they keep, or that keep nothing and read another's.
+    "gemma4": (
+        "gemma4_text",
+        _SIZES
+        | {
+            **{"num_hidden_layers": 6, "num_kv_shared_layers": 2, "sliding_window": _WINDOW},
+            **{"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1},
+            **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB},
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "attention_k_eq_v": True,
+        },
+    ),
+    "lfm2": ("lfm2", _SIZES | {"layer_types": ["conv", "full_attention"] * 2}),
+    "deepseek_v3": ("deepseek_v3", _MLA),
     "longrope": ("phi3", _SIZES | {"pad_token_id": 0, "rope_parameters": _LONGROPE} | _SWITCH),
 }
 UNMOVABLE = {"gpt2"}
@@ -140,7 +163,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 @functools.cache
 def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
-    """A random 4-layer model, its weights the same in every run, but for their rounding."""
+    """A random model of few layers, its weights the same in every run, but for their rounding."""
     kind, sizes = FAMILIES[family]
     torch.manual_seed(sum(map(ord, family)))
     special = {"bos_token_id": 0, "eos_token_id": 1}
@@ -235,16 +258,37 @@ def plain_cache(
             seen[layer_idx] = (keys[0], values[0])
             return super().update(keys, values, layer_idx, *args, **kwargs)
 
+        def update_conv_state(self, inputs: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+            kept = inputs.transpose(1, 2)
+            seen[layer_idx] = (kept[..., :0], kept)
+            return super().update_conv_state(inputs, layer_idx, *args, **kwargs)
+
     seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     options = {}
     if start and model.name not in ALIBI:
         options["position_ids"] = torch.arange(start, start + len(token_ids))[None]
     with torch.inference_mode():
         tokens = torch.tensor([token_ids])
-        options[cache_argument(model.decoder.model)] = Recording()
+        options[cache_argument(model.decoder.model)] = Recording(config=model.decoder.model.config)
         model.decoder.model(input_ids=tokens, use_cache=True, **options)
-    layers = [seen[i] for i in range(len(seen))]
-    return torch.stack([k for k, _ in layers]), torch.stack([v for _, v in layers])
+    shapes, layers = model.shapes, range(model.shapes.num_layers)
+    sides = [
+        [torch.stack([seen[i][side] for i in layers if shapes.layers[i] == kind]) for kind in kinds]
+        for side, kinds in ((0, shapes.kinds), (1, shapes.kinds))
+    ]
+    return shapes.join(sides[0]), shapes.join(sides[1])
+
+
+def alike(ours: Layered, theirs: Layered, atol: float = 1e-4) -> bool:
+    """Whether keys, or values, are the same in all layers."""
+    pairs = zip(stacks_of(ours), stacks_of(theirs), strict=True)
+    return all(torch.allclose(one, other, atol=atol) for one, other in pairs)
+
+
+def fill(layered: Layered, slots: Any, value: float) -> None:
+    """Set what a buffer has in some slots, in all layers."""
+    for stack in stacks_of(layered):
+        stack[:, :, :, slots] = value
 
 
 def count_at_rest(items: list[Any], seconds: float = 0.2) -> int:

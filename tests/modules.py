@@ -6,6 +6,7 @@ import torch
 from conftest import RELOCATABLE, random_ids, tiny_model
 
 from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.layers import stacks_of
 from cached_rag.library.encode import encode_chunks, encode_prefix
 from cached_rag.methods import Layout
 
@@ -17,8 +18,8 @@ PREFIX, MODULE, QUESTION = 5, 20, 6
 
 def garbage(model, length):
     buffer = KVBuffer.like(model.shapes, length)
-    buffer.keys.uniform_(-3, 3)
-    buffer.values.uniform_(-3, 3)
+    for stack in (*stacks_of(buffer.keys), *stacks_of(buffer.values)):
+        stack.uniform_(-3, 3)
     return buffer
 
 

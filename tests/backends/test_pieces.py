@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import alike, tiny_model
 from modules import WATCHED, assembled, copy
 from test_step import filled, step
 
@@ -51,14 +51,14 @@ def test_pieces_of_a_repair_give_what_one_pass_gives(family, method):
     for one in steps[:-1]:
         assert model.step([one]).shape[0] == 0
     assert torch.allclose(model.step(steps[-1:]), done.logits, atol=TOLERANCE)
-    assert torch.allclose(parts.keys, whole.keys, atol=TOLERANCE)
-    assert torch.allclose(parts.values, whole.values, atol=TOLERANCE)
+    assert alike(parts.keys, whole.keys)
+    assert alike(parts.values, whole.values)
     assert torch.equal(chosen.rows, done.rows)
     without = copy(buffer)
     _, fewer = inputs(model, without, tokens, layout, method, cuts_of(layout, method))
     model.step(fewer[-1:])
     if model.decoder.windows[0] is None:  # control; tiny windows point at the last piece only
-        assert not torch.allclose(without.values, whole.values, atol=1e-2)
+        assert not alike(without.values, whole.values, 1e-2)
 
 
 def test_methods_that_choose_layer_by_layer_are_not_cut():
@@ -76,8 +76,8 @@ def test_a_piece_that_failed_can_be_tried_again():
         for one in steps:
             for _ in range(count):
                 model.step([one])
-    assert torch.allclose(once.keys, twice.keys, atol=TOLERANCE)
-    assert torch.allclose(once.values, twice.values, atol=TOLERANCE)
+    assert alike(once.keys, twice.keys)
+    assert alike(once.values, twice.values)
 
 
 @pytest.mark.parametrize("family", BATCHING)
@@ -102,6 +102,6 @@ def test_rows_of_several_prompts_are_repaired_beside_answers_in_one_pass(family)
     twin = torch.cat([alone[0], expected[0], alone[1], expected[1]])
     assert torch.allclose(found, twin, atol=TOLERANCE)
     for kv, whole in zip(kept, wholes, strict=True):
-        assert torch.allclose(kv.values, whole.values, atol=TOLERANCE)
+        assert alike(kv.values, whole.values)
     assert [row.kv.length for row in batch] == [34, tokens.shape[1], 13, tokens.shape[1]]
     assert not torch.allclose(found[1], found[3], atol=1e-3)

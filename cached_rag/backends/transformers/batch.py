@@ -23,6 +23,7 @@ from cached_rag.backends.transformers.attention import (
     attending,
     relay_attention,
 )
+from cached_rag.backends.transformers.convolution import windows_before
 from cached_rag.backends.transformers.decoder import Decoder
 from cached_rag.backends.transformers.kernels import Scoring, attend
 from cached_rag.backends.transformers.prefill import prefill_rows
@@ -114,9 +115,20 @@ class BatchCache(Cache):  # type: ignore[misc]
     `update` first and then, through the attention function, `attend`.
     """
 
-    def __init__(self, batch: Sequence[StepInput], windows: tuple[int | None, ...]) -> None:
+    def __init__(
+        self,
+        batch: Sequence[StepInput],
+        windows: tuple[int | None, ...],
+        *,
+        is_read_again: bool = False,
+    ) -> None:
+        """Begin a pass.
+
+        Args:
+            is_read_again: some layers keep nothing, and attend to what an earlier one keeps.
+        """
         super().__init__(layers=[])
-        self.windows = windows
+        self.windows, self._is_read_again = windows, is_read_again
         self._batch = batch
         self._tokens = _token_slices(batch)
         self._longest = max(ahead.end for ahead in batch)
@@ -130,7 +142,8 @@ class BatchCache(Cache):  # type: ignore[misc]
         self._last = max(ends, default=0)
         self._divide()
         self._layer = 0
-        self._given: tuple[torch.Tensor, torch.Tensor] | None = None  # to be kept, by this layer
+        # Keys and values that layers gave to be kept: the last one's, or all.
+        self._given: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
     @property
     def rows(self) -> BatchCache:
@@ -186,7 +199,10 @@ class BatchCache(Cache):  # type: ignore[misc]
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write each row's part of (1, num_kv_heads, num_tokens, dim) to the row's buffer."""
-        self._layer, self._given = layer_idx, (key_states, value_states)
+        self._layer = layer_idx
+        if not self._is_read_again:
+            self._given.clear()
+        self._given.append((layer_idx, key_states, value_states))
         for fresh in self._fresh:
             fresh.write(layer_idx, key_states, value_states)
         return key_states, value_states
@@ -199,9 +215,12 @@ class BatchCache(Cache):  # type: ignore[misc]
         Raises:
             ModelError: keys or values are not those that were given to be kept.
         """
-        given = self._given
-        if given is not None and (keys is not given[0] or values is not given[1]):
-            raise ModelError("the model attends to other keys and values than it caches")
+        if self._given:
+            held = (at for at, *given in self._given if keys is given[0] and values is given[1])
+            found_at = next(held, None)
+            if found_at is None:
+                raise ModelError("the model attends to other keys and values than it caches")
+            self._layer = found_at
         appended = query[0, :, : self._last].transpose(0, 1).contiguous()
         if not self._scattered:
             return self._behind(appended, how).transpose(0, 1)[None]
@@ -240,6 +259,21 @@ class BatchCache(Cache):  # type: ignore[misc]
             folded = query[tokens].view(1, keys.shape[1], -1, query.shape[-1])
             output[tokens] = attend(folded, keys, values, factor, how.softcap)[0].flatten(1, 2)
         return output
+
+    def preceding(self, layer: int, inputs: torch.Tensor, count: int) -> torch.Tensor:
+        """See `convolution.Preceding`."""
+        values = inputs[:, None]
+        self.update(values[..., :0], values, layer)
+        found = inputs.new_empty(1, inputs.shape[1], count + 1, inputs.shape[2])
+        for ahead, tokens in zip(self._batch, self._tokens, strict=True):
+            kept, first = ahead.kv.own.values[layer], 0
+            if ahead.slots is None:
+                first = max(0, ahead.kv.length - count)
+                runs = (run.cut(first, ahead.end) for run in ahead.kv.every_run(ahead.end))
+                kept = _joined([(run.buffer.values[layer], run) for run in runs if run is not None])
+            slots = torch.tensor(list(ahead.at), device=inputs.device) - first
+            found[:, tokens] = windows_before(kept, slots, count)
+        return found
 
     def observe(self, *_: Any) -> None:
         """Do nothing: batches are not observed."""
@@ -302,7 +336,8 @@ def step_batch(decoder: Decoder, batch: Sequence[StepInput], *, together: bool) 
 
 def _pass(decoder: Decoder, batch: Sequence[StepInput]) -> torch.Tensor:
     device = batch[0].kv.own.keys.device
-    cache = BatchCache(batch, decoder.windows)
+    is_read_again = decoder.num_keeping < len(decoder.layers)
+    cache = BatchCache(batch, decoder.windows, is_read_again=is_read_again)
     ids = [token for row in batch for token in row.token_ids]
     positions = [row.kv.position(slot) for row in batch for slot in row.at]
     wanted = zip(_token_slices(batch), batch, strict=True)

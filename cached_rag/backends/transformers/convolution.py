@@ -57,7 +57,7 @@ def _forward(module: Any, plain: Any, hidden_states: torch.Tensor, **options: An
     return done
 
 
-def windows(kept: torch.Tensor, slots: torch.Tensor, count: int) -> torch.Tensor:
+def windows_before(kept: torch.Tensor, slots: torch.Tensor, count: int) -> torch.Tensor:
     """(batch, num_rows, count + 1, width) inputs of rows and of the tokens before them.
 
     Args:

@@ -210,9 +210,10 @@ class RowPass:
         if index in self.checks:
             self._peek(layer, inputs)
             inputs = self._narrowed(named | self._choose(index, inputs["hidden_states"]))
-        self.computed += len(self.cache.rows)
-        self.final_slots = self.cache.rows.slots
         count = len(self.cache.rows)
+        if index < self.decoder.num_keeping:  # the layers behind compute less in every pass
+            self.final_slots = self.cache.rows.slots
+        self.computed += len(self.final_slots)
         if index == self.decoder.num_keeping - 1 and 0 < self.num_logits < count:
             # The last layer, and those before it that keep nothing, compute only rows whose logits
             # are wanted. Of the others keys and values are computed, which later tokens need.

@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 from transformers import Cache
 
 from cached_rag.backends.transformers.attention import Rows
-from cached_rag.backends.transformers.convolution import windows
+from cached_rag.backends.transformers.convolution import windows_before
 from cached_rag.backends.transformers.kernels import Scoring, capped, centre_of
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods.base import Layout, QuestionSelector
@@ -250,7 +250,7 @@ class RowCache(Cache):  # type: ignore[misc]
         """See `convolution.Preceding`."""
         values = inputs[:, None]
         self.update(values[..., :0], values, layer)
-        return windows(self.buffer.values[layer], self.rows.slots, count)
+        return windows_before(self.buffer.values[layer], self.rows.slots, count)
 
     def observe(self, layer: int, query: torch.Tensor, keys: torch.Tensor, how: Scoring) -> None:
         """Show the observer a layer's query and keys before the layer attends.
