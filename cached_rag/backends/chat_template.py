@@ -19,8 +19,8 @@ from cached_rag.backends.controls import Backends
 from cached_rag.backends.prompt_text import Message, Rendered, Spans
 from cached_rag.backends.untrusted import bounded
 from cached_rag.errors import ConfigError
-from cached_rag.grammar.calls import CallForm, Tool, told
 from cached_rag.grammar.messages import check_text, checked, is_about_tools, mapped, mapped_texts
+from cached_rag.grammar.tools import CallForm, Tool, told
 
 # Arguments of `apply_chat_template` that are not the user's to give.
 _OURS = {

@@ -21,8 +21,7 @@ from transformers import (
 
 from cached_rag.backends.base import Backend
 from cached_rag.config import GenerationConfig
-from cached_rag.grammar.grammar import overlap
-from cached_rag.grammar.matcher import Matcher
+from cached_rag.grammar.grammar import Matcher, overlap
 
 
 class Sampler:

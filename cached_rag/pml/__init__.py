@@ -10,11 +10,18 @@ The files, in the order in which they build on each other:
 - `schema`, `function`, `template`: what users import; `outline`: a schema drawn as a tree.
 """
 
-from cached_rag.pml.function import PromptFunction, assistant, prompt_function, system, user
 from cached_rag.pml.program import MaxTokens
 from cached_rag.pml.prompt import Import, Said
 from cached_rag.pml.schema import Schema, SchemaPrompt
-from cached_rag.pml.template import Fillable, SchemaTemplate
+from cached_rag.pml.template import (
+    Fillable,
+    PromptFunction,
+    SchemaTemplate,
+    assistant,
+    prompt_function,
+    system,
+    user,
+)
 
 __all__ = [
     "Fillable",

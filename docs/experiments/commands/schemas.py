@@ -84,7 +84,7 @@ def schema_demo(
     from cached_rag import Engine
     from cached_rag.evaluation.machine import machine
     from cached_rag.evaluation.texts import NEW_PROMPTS
-    from cached_rag.pml.examples import EXAMPLES
+    from docs.experiments.applications import EXAMPLES
     from docs.experiments.lengths import bench_prompt, footprint
 
     chosen = examples or list(EXAMPLES)
