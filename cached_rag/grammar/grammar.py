@@ -41,7 +41,7 @@ _LAYOUT = {
     **{"lenient": True, "coerce_one_of": True},
 }
 # Where a schema has others by name.
-_MAPS = {"properties", "$defs", "definitions", "patternProperties", "dependentSchemas"}
+_MAPS = _CLOSED_MAPS | {"patternProperties", "dependentSchemas"}
 # Where it has values that answers may have, and no schemas.
 _VALUES = {"enum", "const"}
 # The least common multiple, counted in last digits, of what a schema's numbers are multiples of. A

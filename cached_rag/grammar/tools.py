@@ -10,6 +10,7 @@ tools, calls and results are text. Knows templates; knows no model.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -259,19 +260,11 @@ def _parameters(tool: Tool) -> Json:
 
 def _literal(text: str, controls: Mapping[str, int]) -> str:
     """The grammar's notation for a text in which control tokens are meant as such."""
-    parts: list[str] = []
-    while text:
-        at, token = min(
-            ((found, token) for token in controls if (found := text.find(token)) >= 0),
-            key=lambda pair: (pair[0], -len(pair[1])),
-            default=(len(text), ""),
-        )
-        if at:
-            parts.append(quoted(text[:at]))
-        if token:
-            parts.append(f"<[{controls[token]}]>")
-        text = text[at + len(token) :]
-    return " ".join(parts)
+    longest_first = sorted(controls, key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if controls else [text]
+    return " ".join(
+        f"<[{controls[part]}]>" if part in controls else quoted(part) for part in parts if part
+    )
 
 
 def read_answer(

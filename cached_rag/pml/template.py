@@ -207,6 +207,16 @@ class PromptFunction:
 Fillable = SchemaTemplate | PromptFunction
 
 
+def sent(source: Fillable, values: Mapping[str, object]) -> str | list[dict[str, str]]:
+    """The prompt for those of the values that it has a place for, as `SchemaPrompt.sent` gives it.
+
+    Raises:
+        PMLError: a value is missing.
+    """
+    known = (*source.variables, *source.optional)
+    return source.fill(**{name: values[name] for name in known if name in values}).sent()
+
+
 def prompt_function(
     function: Callable[..., Any] | None = None, *, layout: str = "auto", behind: str = "schema"
 ) -> Any:

@@ -97,8 +97,7 @@ class Units:
             if isinstance(child, Module):
                 self._nodes(child.children, [*before])
             elif isinstance(child, Union):
-                for module in child.children:
-                    self._nodes(module.children, [*before])
+                self._nodes(child.children, before)
                 before += self._stand_in(child)
             elif isinstance(child, Message):
                 self._nodes(child.children, before)
