@@ -266,12 +266,7 @@ def lay_out(schema: SchemaNode, tokenization: Tokenization) -> SchemaLayout:
         begin = setter.put(tokenization.begin_ids)
         setter.nodes(schema.children)
     return SchemaLayout(
-        setter.texts,
-        tuple(around),
-        tuple(said),
-        begin,
-        setter.position,
-        tuple(setter.order),
+        setter.texts, tuple(around), tuple(said), begin, setter.position, tuple(setter.order)
     )
 
 

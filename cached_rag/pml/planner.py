@@ -118,12 +118,7 @@ class SchemaPlanner:
         return tokens, Plan(placements, (), len(ids), positions=at).taking(takes)
 
     def _placements(
-        self,
-        pieces: Sequence[PromptPiece],
-        starts: Sequence[int],
-        report: Report,
-        *,
-        lazy: bool,
+        self, pieces: Sequence[PromptPiece], starts: Sequence[int], report: Report, *, lazy: bool
     ) -> Iterator[Placement]:
         recipes = self._recipes(pieces)
         clock = Clock()

@@ -90,11 +90,7 @@ class Schema:
 
     @classmethod
     def from_function(
-        cls,
-        function: Callable[..., Any],
-        *,
-        layout: str | None = None,
-        behind: str | None = None,
+        cls, function: Callable[..., Any], *, layout: str | None = None, behind: str | None = None
     ) -> Schema:
         """The schema of all that a function may yield; see `prompt_function`.
 

@@ -290,11 +290,7 @@ class RunEncoder:
         return self.library.shelf.holds(*recipe.source)
 
     def encode(
-        self,
-        units: Iterable[Unit],
-        *,
-        at_hand: bool = False,
-        done: Encoded | None = None,
+        self, units: Iterable[Unit], *, at_hand: bool = False, done: Encoded | None = None
     ) -> Encoded:
         """Compute the KV of units, and keep it.
 
