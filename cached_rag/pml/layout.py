@@ -103,7 +103,7 @@ def _depends(role: str) -> ConfigError:
     )
 
 
-def markup_ids(tokenization: Tokenization, role: str, is_begin: bool) -> tuple[int, ...]:
+def _markup_ids(tokenization: Tokenization, role: str, is_begin: bool) -> tuple[int, ...]:
     """Tokens of the template's text before or after a message of a role, or before an answer.
 
     Args:
@@ -114,10 +114,10 @@ def markup_ids(tokenization: Tokenization, role: str, is_begin: bool) -> tuple[i
         ConfigError: as `role_marks`.
     """
     text = role_marks(tokenization, role)[not is_begin] if role else answer_header(tokenization)
-    return frame_ids(tokenization, text, is_first=False)
+    return _frame_ids(tokenization, text, is_first=False)
 
 
-def frame_ids(tokenization: Tokenization, frame: str, *, is_first: bool) -> tuple[int, ...]:
+def _frame_ids(tokenization: Tokenization, frame: str, *, is_first: bool) -> tuple[int, ...]:
     """Tokens of a frame, with its control tokens obeyed. BOS is added only by the template."""
     if not frame:
         return ()
@@ -256,13 +256,13 @@ def lay_out(schema: SchemaNode, tokenization: Tokenization) -> SchemaLayout:
     begin, around, said = None, [], []
     if schema.is_chat:
         said = frames(tokenization, [m.role for m in schema.messages], open_answer=False)
-        ids = [frame_ids(tokenization, text, is_first=not i) for i, text in enumerate(said)]
+        ids = [_frame_ids(tokenization, text, is_first=not i) for i, text in enumerate(said)]
         following = iter(ids)
         setter = _Setter(tokenization, unknown, lambda _, begins: next(following) if begins else ())
         setter.nodes(schema.children)
         around = [*setter.begins, setter.put(ids[-1])]
     else:
-        setter = _Setter(tokenization, unknown, cache(partial(markup_ids, tokenization)))
+        setter = _Setter(tokenization, unknown, cache(partial(_markup_ids, tokenization)))
         begin = setter.put(tokenization.begin_ids)
         setter.nodes(schema.children)
     return SchemaLayout(
@@ -308,7 +308,7 @@ class Assembler:
         self._layout, self._tokenization = layout, tokenization
         self.is_compact = is_compact
         self._frames = lru_cache(64)(self._framed)
-        self._markup = cache(partial(markup_ids, tokenization))
+        self._markup = cache(partial(_markup_ids, tokenization))
 
     def pieces(self, bits: Sequence[Bit]) -> list[PromptPiece]:
         """A prompt's tokens, the header of the answer included.
@@ -376,10 +376,11 @@ class Assembler:
         for index, text in enumerate(frames(self._tokenization, roles, open_answer=True)):
             run, own = known[index] if index < len(known) else (None, "")
             if run is not None and run.ids and text.startswith(own):
-                rest = frame_ids(self._tokenization, text[len(own) :], is_first=False)
+                rest = _frame_ids(self._tokenization, text[len(own) :], is_first=False)
                 found.append([_of(run), *([PromptPiece(rest)] if rest else [])])
             else:
-                found.append([PromptPiece(frame_ids(self._tokenization, text, is_first=not index))])
+                ids = _frame_ids(self._tokenization, text, is_first=not index)
+                found.append([PromptPiece(ids)])
         return found
 
 

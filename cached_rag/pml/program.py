@@ -26,7 +26,7 @@ from cached_rag.pml.nodes import ROLES
 from cached_rag.pml.parse import RESERVED
 from cached_rag.pml.prompt import Import
 
-KEEP_SPACE = {"xml:space": "preserve"}
+_KEEP_SPACE = {"xml:space": "preserve"}
 _OTHERWISE = "otherwise"
 
 Content = list[Element | Chars]
@@ -62,7 +62,7 @@ class Program:
 
     def element(self, tag: str, name: str, where: Where) -> Element:
         """The function as a <schema>, or as a <module> in a function that calls it."""
-        return Element(tag, {"name": name, **KEEP_SPACE}, where, self.content)
+        return Element(tag, {"name": name, **_KEEP_SPACE}, where, self.content)
 
     def call(self, /, *args: Any, **kwargs: Any) -> Import:
         """What a call imports, as one import that stands for the whole schema.
@@ -121,7 +121,7 @@ def read_function(function: Callable[..., Any]) -> Program:
     hidden = {*code.co_varnames, *code.co_cellvars}  # parameters, and what is assigned to
     scope = {name: value for name, value in _scope(function).items() if name not in hidden}
     content = Reader(file, lengths, scope).block(tree.body)
-    return Program(tree.name, file, where_of(tree), content, _compiled(function, tree, file))
+    return Program(tree.name, file, _where_of(tree), content, _compiled(function, tree, file))
 
 
 def _marks(hint: Any) -> Iterator[MaxTokens]:
@@ -253,17 +253,17 @@ class Reader:
 
     def _part(self, part: ast.expr) -> Element | Chars:
         if isinstance(part, ast.Constant):
-            return Chars(str(part.value), where_of(part))
+            return Chars(str(part.value), _where_of(part))
         assert isinstance(part, ast.FormattedValue)
         name = part.value.id if isinstance(part.value, ast.Name) else ""
         if name in self.lengths:
             if part.conversion != -1 or part.format_spec is not None:
                 raise self._fail(f"{{{name}}} cannot be formatted in a prompt function", part)
             length = str(self.lengths[name])
-            return Element("param", {"name": name, "len": length}, where_of(part.value))
+            return Element("param", {"name": name, "len": length}, _where_of(part.value))
         constant = self.scope.get(name)
         if isinstance(constant, str):
-            return Chars(constant, where_of(part.value))
+            return Chars(constant, _where_of(part.value))
         shown = ast.unparse(part.value)
         raise self._fail(
             f"{{{shown}}} is neither a parameter marked with MaxTokens nor a constant string; "
@@ -298,12 +298,12 @@ class Reader:
 
     def _arm(self, shown: str, body: list[ast.stmt]) -> Element:
         """One branch as a module; its rewritten statements yield the module's begin and end."""
-        name, where = self._name(shown), where_of(body[0])
+        name, where = self._name(shown), _where_of(body[0])
         outer, self._taken = self._taken, set()
         content = self.block(body)
         self._taken = outer
         body[:] = [_say(ast.Constant(name)), *body, _say(ast.Constant(None))]
-        return Element("module", {"name": name, **KEEP_SPACE}, where, content)
+        return Element("module", {"name": name, **_KEEP_SPACE}, where, content)
 
     def _call(self, node: ast.YieldFrom) -> Read:
         called = self.scope.get(_called(node.value))
@@ -319,13 +319,13 @@ class Reader:
         for attribute in ("program", "events"):
             node.value.func = ast.Attribute(node.value.func, attribute, ast.Load())
         run = [_say(ast.Constant(name)), ast.Expr(node), _say(ast.Constant(None))]
-        return [program.element("module", name, where_of(node))], run
+        return [program.element("module", name, _where_of(node))], run
 
     def _message(self, node: ast.With) -> Element:
         role = _called(node.items[0].context_expr)
         if role not in ROLES or len(node.items) != 1:
             raise self._fail("`with` takes system(), user() or assistant() here", node)
-        return Element(role, KEEP_SPACE, where_of(node), self.block(node.body))
+        return Element(role, _KEEP_SPACE, _where_of(node), self.block(node.body))
 
     def _name(self, shown: str) -> str:
         """A valid module name made of source text, different from the names beside it."""
@@ -340,16 +340,16 @@ class Reader:
         return name
 
     def _fail(self, what: str, node: ast.AST) -> PMLError:
-        return PMLError(what, where_of(node), self.file)
+        return PMLError(what, _where_of(node), self.file)
 
 
-def where_of(node: ast.AST) -> Where:
+def _where_of(node: ast.AST) -> Where:
     """The place of a syntax node in its file."""
     return Where(getattr(node, "lineno", 0), getattr(node, "col_offset", -1) + 1)
 
 
 def _union(arms: list[Element], node: ast.AST) -> Element:
-    return Element("union", KEEP_SPACE, where_of(node), [*arms])
+    return Element("union", _KEEP_SPACE, _where_of(node), [*arms])
 
 
 def _called(node: ast.expr) -> str:

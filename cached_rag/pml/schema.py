@@ -85,7 +85,7 @@ class Schema:
         Raises:
             PMLError: it cannot be read, or is not valid.
         """
-        source = read_source(path)
+        source = _read_source(path)
         return cls.from_string(source, layout=layout, behind=behind, file=str(path))
 
     @classmethod
@@ -160,7 +160,7 @@ class Schema:
 
     def prompt_from_file(self, path: str | Path) -> SchemaPrompt:
         """As `prompt_from_string`, from a UTF-8 file."""
-        return self.prompt_from_string(read_source(path), file=str(path))
+        return self.prompt_from_string(_read_source(path), file=str(path))
 
     def encode(
         self, engine: Engine, progress: Callable[[str], object] = lambda _: None
@@ -255,7 +255,7 @@ def _key(plain: str | Sequence[Mapping[str, str]]) -> str:
     return digest("chat", *(text for said in plain for text in (said["role"], said["content"])))
 
 
-def read_source(path: str | Path) -> str:
+def _read_source(path: str | Path) -> str:
     """A PML file's text.
 
     Raises:
