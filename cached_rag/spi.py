@@ -20,7 +20,7 @@ from cached_rag.lazily import imports_from
 
 if TYPE_CHECKING:
     from cached_rag.backends.transformers.model import LanguageModel
-    from cached_rag.defaults import DEFAULT_MODEL
+    from cached_rag.config import DEFAULT_MODEL
     from cached_rag.engine.decoding import Generation, TokenLogprobs, shown_logprob
     from cached_rag.engine.engine import Prompt
     from cached_rag.engine.stream import Stream

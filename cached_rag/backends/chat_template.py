@@ -18,8 +18,8 @@ from jinja2 import Environment, TemplateError
 from cached_rag.backends.prompt_text import Backends, Message, Rendered, Spans
 from cached_rag.backends.untrusted import bounded
 from cached_rag.errors import ConfigError
-from cached_rag.grammar.calls import CallForm, Tool, told
 from cached_rag.grammar.messages import check_text, checked, is_about_tools, mapped, mapped_texts
+from cached_rag.grammar.tools import CallForm, Tool, told
 
 # Arguments of `apply_chat_template` that are not the user's to give.
 _OURS = {

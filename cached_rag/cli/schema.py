@@ -14,12 +14,12 @@ from cached_rag.cli.ask import plainly
 from cached_rag.cli.options import Loading, Model, answering
 from cached_rag.cli.settings import OptionsOf, SettingsCommand, with_settings
 from cached_rag.cli.terminal import Json, err, out, print_json, print_reports
-from cached_rag.defaults import DEFAULT_MODEL
+from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError, PMLError
 
 if TYPE_CHECKING:
     from cached_rag.pml import Schema, SchemaPrompt
-    from cached_rag.pml.outline import Outline
+    from cached_rag.pml.schema import Outline
 
 schema_app = typer.Typer(help="Prompts made of modules, in PML.", no_args_is_help=True)
 File = Annotated[Path, typer.Argument(help="A <schema>.")]
@@ -82,11 +82,10 @@ def show(file: File, model: Model = DEFAULT_MODEL, as_json: Json = False) -> Non
     from cached_rag.backends.tokenizer import Tokenization
     from cached_rag.backends.transformers.loading import load_tokenizer
     from cached_rag.pml import Schema
-    from cached_rag.pml.outline import outline
 
-    found = outline(Schema.from_file(file), Tokenization(load_tokenizer(model)))
+    found = Schema.from_file(file).outline(Tokenization(load_tokenizer(model)))
     if as_json:
-        print_json(found.to_dict())
+        print_json(dataclasses.asdict(found))
     else:
         out.print(_tree(found), markup=False, highlight=False)
 

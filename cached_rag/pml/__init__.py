@@ -2,19 +2,27 @@
 
 The files, in the order in which they build on each other:
 
-- `nodes`, `markup`, `parse`: a schema, from XML to a checked tree;
+- `markup`, `nodes`, `parse`: a schema, from XML to a checked tree;
 - `prompt`: a prompt, and what it takes from its schema;
-- `frames`, `layout`, `assembly`: tokens and positions of a schema and of a prompt;
-- `units`, `encode`, `planner`: which KV is made, kept and reused;
-- `syntax`, `program`: a Python function read as a schema;
-- `schema`, `function`, `template`: what users import; `outline`: a schema drawn as a tree.
+- `layout`: tokens and positions of a schema and of a prompt;
+- `units`, `planner`: which KV is made, kept and reused;
+- `program`: a Python function read as a schema;
+- `schema`, `template`: what users import.
 """
 
-from cached_rag.pml.function import PromptFunction, assistant, prompt_function, system, user
 from cached_rag.pml.program import MaxTokens
 from cached_rag.pml.prompt import Import, Said
 from cached_rag.pml.schema import Schema, SchemaPrompt
-from cached_rag.pml.template import Fillable, SchemaTemplate
+from cached_rag.pml.template import (
+    Fillable,
+    PromptFunction,
+    SchemaTemplate,
+    assistant,
+    prompt_function,
+    sent,
+    system,
+    user,
+)
 
 __all__ = [
     "Fillable",
@@ -27,6 +35,7 @@ __all__ = [
     "SchemaTemplate",
     "assistant",
     "prompt_function",
+    "sent",
     "system",
     "user",
 ]

@@ -1,24 +1,131 @@
-"""The positions of all tokens of a schema, for one tokenizer. Knows no KV and no prompt.
+"""Tokens and their positions: of a schema, and of a prompt of it, for one tokenizer. Knows no KV.
 
 Prompt Cache, section 3.3: a module begins after everything before it in the schema. All modules of
 a union begin at the same position, and the union is as long as its longest module. A parameter
 takes as many positions as its argument may have tokens. Unlike in the paper, the tokens of the chat
-template have positions, too.
+template have positions, too. What it puts around messages are called frames here: with them,
+<system>, <user> and <assistant> become the markup that the model was trained on.
+
+In a prompt of the "schema" layout (section 3.4), an imported module has the positions that the
+schema gives it. New text takes positions in the gap before the next module; if it is longer than
+the gap, everything after it moves on. In the "compact" layout there are no gaps, as in a prompt
+written by hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 from tokenizers.decoders import ByteLevel
 
+from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.tokenizer import Tokenization
-from cached_rag.pml.frames import frame_ids, frames, markup_ids
+from cached_rag.errors import ConfigError, PMLError
 from cached_rag.pml.nodes import Mark, Node, Param, Path, SchemaNode, Text, Union
+from cached_rag.pml.prompt import Argument, Bit
 
 Ids = tuple[int, ...]
+_MARK = "\ue000content {}\ue001"
+
+
+def frames(tokenization: Tokenization, roles: Sequence[str], *, open_answer: bool) -> list[str]:
+    """The template's text before each message and after the last one: `len(roles) + 1` texts.
+
+    Args:
+        open_answer: end with the template's header of the assistant's answer.
+
+    Raises:
+        ConfigError: the model has no chat template, or it refuses these roles in this order.
+    """
+    marks = [_MARK.format(index) for index in range(len(roles))]
+    messages = [{"role": r, "content": m} for r, m in zip(roles, marks, strict=True)]
+    text = tokenization.template.render(messages, open_answer=open_answer).text
+    found: list[str] = []
+    for mark in marks:
+        before, there, text = text.partition(mark)
+        if not there:
+            raise ConfigError(
+                "the model's chat template drops or reorders messages, so a schema cannot be laid "
+                f"out by it; its roles are {', '.join(roles)}"
+            )
+        found.append(before)
+    return [*found, text]
+
+
+def role_marks(tokenization: Tokenization, role: str) -> tuple[str, str]:
+    """The template's text before and after a message of a role, the same beside any messages.
+
+    Raises:
+        ConfigError: as `frames`, or that text depends on the messages beside it.
+    """
+
+    def around(*roles: str) -> list[str]:
+        return frames(tokenization, roles, open_answer=False)
+
+    said = around("user", "assistant", "user")
+    ends = {"user": said[3], "assistant": around("user", "assistant")[2]}
+    begins = {
+        "user": _behind(ends["assistant"], said[2], role),
+        "assistant": _behind(ends["user"], said[1], role),
+    }
+    if role in ends:
+        return begins[role], ends[role]
+    before, between, _ = around("system", "user")
+    if not between.endswith(begins["user"]):
+        raise _depends(role)
+    bos = tokenization.tokenizer.decode(tokenization.begin_ids)
+    return before.removeprefix(bos), between.removesuffix(begins["user"])
+
+
+def answer_header(tokenization: Tokenization) -> str:
+    """The template's text between a user's message and its answer.
+
+    Raises:
+        ConfigError: as `role_marks`.
+    """
+    _, end = role_marks(tokenization, "user")
+    return _behind(end, frames(tokenization, ["user"], open_answer=True)[-1], "assistant")
+
+
+def _behind(end: str, frame: str, role: str) -> str:
+    """A frame without `end`, the text after the message before it."""
+    if not frame.startswith(end):
+        raise _depends(role)
+    return frame.removeprefix(end)
+
+
+def _depends(role: str) -> ConfigError:
+    return ConfigError(
+        f"what this model's chat template puts around <{role}> depends on the messages beside it, "
+        "so that message cannot stand in a module; put it directly into the schema"
+    )
+
+
+def _markup_ids(tokenization: Tokenization, role: str, is_begin: bool) -> tuple[int, ...]:
+    """Tokens of the template's text before or after a message of a role, or before an answer.
+
+    Args:
+        role: the message's; empty for the header of an answer.
+        is_begin: before the message, else after it.
+
+    Raises:
+        ConfigError: as `role_marks`.
+    """
+    text = role_marks(tokenization, role)[not is_begin] if role else answer_header(tokenization)
+    return _frame_ids(tokenization, text, is_first=False)
+
+
+def _frame_ids(tokenization: Tokenization, frame: str, *, is_first: bool) -> tuple[int, ...]:
+    """Tokens of a frame, with its control tokens obeyed. BOS is added only by the template."""
+    if not frame:
+        return ()
+    if not is_first:  # behind a character, or SentencePiece would add a space before it
+        tokens = tokenization.tokenize(Rendered("a" + frame, is_chat=True))
+        if tokens.ends[0] == 1:
+            return tuple(tokens.ids[1:])
+    return tuple(tokenization.tokenize(Rendered(frame, is_chat=True)).ids)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,22 +256,17 @@ def lay_out(schema: SchemaNode, tokenization: Tokenization) -> SchemaLayout:
     begin, around, said = None, [], []
     if schema.is_chat:
         said = frames(tokenization, [m.role for m in schema.messages], open_answer=False)
-        ids = [frame_ids(tokenization, text, is_first=not i) for i, text in enumerate(said)]
+        ids = [_frame_ids(tokenization, text, is_first=not i) for i, text in enumerate(said)]
         following = iter(ids)
         setter = _Setter(tokenization, unknown, lambda _, begins: next(following) if begins else ())
         setter.nodes(schema.children)
         around = [*setter.begins, setter.put(ids[-1])]
     else:
-        setter = _Setter(tokenization, unknown, cache(partial(markup_ids, tokenization)))
+        setter = _Setter(tokenization, unknown, cache(partial(_markup_ids, tokenization)))
         begin = setter.put(tokenization.begin_ids)
         setter.nodes(schema.children)
     return SchemaLayout(
-        setter.texts,
-        tuple(around),
-        tuple(said),
-        begin,
-        setter.position,
-        tuple(setter.order),
+        setter.texts, tuple(around), tuple(said), begin, setter.position, tuple(setter.order)
     )
 
 
@@ -177,3 +279,110 @@ def _unknown(tokenization: Tokenization) -> int | None:
     known = tokenization.tokenizer
     is_byte_level = isinstance(known.backend_tokenizer.decoder, ByteLevel)
     return None if is_byte_level or known.unk_token_id is None else int(known.unk_token_id)
+
+
+@dataclass(frozen=True)
+class PromptPiece:
+    """Tokens that follow each other in the prompt.
+
+    Attributes:
+        run: the schema's run with these tokens; None for new text.
+        start: the first token's position in the schema; None for new text.
+    """
+
+    ids: Ids
+    run: ModuleRun | None = None
+    start: int | None = None
+
+
+class Assembler:
+    """Turns prompts of one schema into tokens.
+
+    Attributes:
+        is_compact: prompts have no gaps, so that a token's position is its index.
+    """
+
+    def __init__(
+        self, layout: SchemaLayout, tokenization: Tokenization, *, is_compact: bool
+    ) -> None:
+        self._layout, self._tokenization = layout, tokenization
+        self.is_compact = is_compact
+        self._frames = lru_cache(64)(self._framed)
+        self._markup = cache(partial(_markup_ids, tokenization))
+
+    def pieces(self, bits: Sequence[Bit]) -> list[PromptPiece]:
+        """A prompt's tokens, the header of the answer included.
+
+        Raises:
+            PMLError: an argument has more tokens than its parameter admits.
+        """
+        if self._layout.frames:
+            return self._chat(bits)
+        begin = self._layout.begin
+        found = [_of(begin)] if begin and begin.ids else []
+        found += [self._piece(bit) for bit in bits]
+        if bits and isinstance(bits[-1], Mark):
+            found.append(PromptPiece(self._markup("", True)))
+        return found
+
+    def _chat(self, bits: Sequence[Bit]) -> list[PromptPiece]:
+        """A prompt of messages only, with the chat template around all of them."""
+        begins = [bit for bit in bits if isinstance(bit, Mark) and bit.is_begin]
+        *before, last = self._frames(tuple(mark.role for mark in begins))
+        frames, found = iter(before), []
+        for bit in bits:
+            if not isinstance(bit, Mark):
+                found.append(self._piece(bit))
+            elif bit.is_begin:
+                found += next(frames)
+        # The pieces after the question are new text without a run, so that they are computed: some
+        # methods take the last computed text for the question.
+        return [*found, *(PromptPiece(piece.ids) for piece in last)]
+
+    def starts(self, pieces: Sequence[PromptPiece]) -> list[int]:
+        """The position of each piece's first token."""
+        found: list[int] = []
+        moved = following = 0
+        for piece in pieces:
+            if piece.start is not None and not self.is_compact:
+                moved = max(moved, following - piece.start)
+                following = piece.start + moved
+            found.append(following)
+            following += len(piece.ids)
+        return found
+
+    def _piece(self, bit: Bit) -> PromptPiece:
+        if isinstance(bit, Text | Mark) and bit.number is not None:
+            return _of(self._layout.texts[bit.number])
+        if isinstance(bit, Mark):
+            return PromptPiece(self._markup(bit.role, bit.is_begin))
+        ids = tuple(self._tokenization.following(bit.text).ids)
+        if not isinstance(bit, Argument):
+            return PromptPiece(ids)
+        if len(ids) > bit.param.length:
+            raise PMLError(
+                f"the argument {bit.text.strip()!r} has {len(ids)} tokens and parameter "
+                f"{bit.param.name!r} takes {bit.param.length} at most; shorten it, or raise len in "
+                "the schema",
+                bit.where,
+                bit.file,
+            )
+        return PromptPiece(ids, start=self._layout.texts[bit.param.number].start)
+
+    def _framed(self, roles: tuple[str, ...]) -> list[list[PromptPiece]]:
+        """The template's text around messages, as the schema's runs where the text is theirs."""
+        found = []
+        known = list(zip(self._layout.frames, self._layout.frame_texts, strict=True))
+        for index, text in enumerate(frames(self._tokenization, roles, open_answer=True)):
+            run, own = known[index] if index < len(known) else (None, "")
+            if run is not None and run.ids and text.startswith(own):
+                rest = _frame_ids(self._tokenization, text[len(own) :], is_first=False)
+                found.append([_of(run), *([PromptPiece(rest)] if rest else [])])
+            else:
+                ids = _frame_ids(self._tokenization, text, is_first=not index)
+                found.append([PromptPiece(ids)])
+        return found
+
+
+def _of(run: ModuleRun) -> PromptPiece:
+    return PromptPiece(run.ids, run, run.start)

@@ -1,21 +1,31 @@
-"""Parses PML's XML to a tree of elements with their places in the file. Knows no schema.
+"""Parses PML's XML to a tree of elements with their places in the file; settles white space.
 
-Uses Python's expat. Document types are refused, and with them all entities except XML's own five.
+Knows no schema. Uses Python's expat. Document types are refused, and with them all entities except
+XML's own five.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from typing import NamedTuple
 from xml.parsers.expat import ErrorString, ExpatError, ParserCreate
 
 from cached_rag.errors import PMLError
-from cached_rag.pml.nodes import Where
 
 _DEPTH = 64
 # Longer names get no "did you mean": comparing takes the product of the lengths in time.
 _COMPARED = 100
+_WEIGHT = ("", " ", "\n", "\n\n")
+
+
+class Where(NamedTuple):
+    """A place in a file. Lines and columns count from 1; 0 means that the place is unknown."""
+
+    line: int = 0
+    column: int = 0
 
 
 @dataclass
@@ -151,3 +161,34 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if len(name) <= _COMPARED and (close := get_close_matches(name, known, n=1)):
         return f"; did you mean {close[0]!r}?"
     return f"; there are: {', '.join(known)}" if known else "; there are none"
+
+
+def split(text: str, *, is_code: bool = False) -> tuple[str, str, str]:
+    """(separator before, the text without common indentation, separator after).
+
+    A separator is white space reduced to a space, a line break or a blank line. The indentation of
+    code is kept.
+    """
+    body = text.strip()
+    if not body:
+        return _separator(text), "", ""
+    at = text.index(body)
+    before, after = text[:at], _separator(text[at + len(body) :])
+    if is_code:
+        before, newline, indent = before.rpartition("\n")
+        return _separator(before + newline), indent + body, after
+    if "\n" in before:
+        # The text begins on a line of its own, so that line's indentation counts as well.
+        indent = before.rpartition("\n")[2]
+        return _separator(before), textwrap.dedent(indent + body).strip(), after
+    first, newline, rest = body.partition("\n")
+    return _separator(before), first + newline + textwrap.dedent(rest), after
+
+
+def _separator(space: str) -> str:
+    return _WEIGHT[min(3, 1 + space.count("\n"))] if space else ""
+
+
+def wider(first: str, second: str) -> str:
+    """The wider of two separators."""
+    return max(first, second, key=_WEIGHT.index)

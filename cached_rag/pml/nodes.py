@@ -1,4 +1,4 @@
-"""The nodes of a schema's tree. Knows no XML, no tokenizer and no model.
+"""The nodes of a schema's tree. Knows no tokenizer and no model.
 
 White space in the texts is final; `parse.py` has settled it.
 """
@@ -7,17 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
+
+from cached_rag.pml.markup import Where
 
 Path = tuple[str, ...]
 ROLES = ("system", "user", "assistant")
-
-
-class Where(NamedTuple):
-    """A place in a file. Lines and columns count from 1; 0 means that the place is unknown."""
-
-    line: int = 0
-    column: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,6 +64,11 @@ class Module:
     children: tuple[Node, ...]
     where: Where
     union: int | None = None
+
+    @property
+    def has_params(self) -> bool:
+        """Whether prompts give arguments to it, or to a module in it."""
+        return any(isinstance(node, Param) for node in walk(self.children))
 
 
 @dataclass(frozen=True)

@@ -8,37 +8,19 @@ accepted, too.
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import cached_rag.pml.nodes as nodes
 from cached_rag.errors import PMLError
-from cached_rag.pml.markup import Chars, Element, check_attributes, nearest
-from cached_rag.pml.nodes import (
-    ROLES,
-    Mark,
-    Message,
-    Module,
-    Node,
-    Param,
-    Path,
-    Scaffold,
-    SchemaNode,
-    Text,
-    Union,
-    Where,
-    modules,
-    scope,
-)
+from cached_rag.pml.markup import Chars, Element, Where, check_attributes, nearest, split, wider
 
 _NAME = re.compile(r"[^\W\d][\w.\-]*")
 _LENGTH = re.compile(r"0{0,9}[1-9][0-9]{0,6}")
 _PARAM = ("param", "parameter")
-RESERVED = frozenset(("schema", "prompt", "module", "union", "scaffold", *_PARAM, *ROLES))
+RESERVED = frozenset(("schema", "prompt", "module", "union", "scaffold", *_PARAM, *nodes.ROLES))
 _SPACE = "xml:space"
-_KINDS = {Module: "module", Param: "parameter", Scaffold: "scaffold"}
-
-_WEIGHT = ("", " ", "\n", "\n\n")
+_KINDS = {nodes.Module: "module", nodes.Param: "parameter", nodes.Scaffold: "scaffold"}
 
 
 class _Around(NamedTuple):
@@ -51,13 +33,13 @@ class _Around(NamedTuple):
         role: role of the message around it; empty outside of messages.
     """
 
-    unit: Path = ()
+    unit: nodes.Path = ()
     is_cached: bool = True
     keep: bool = False
     role: str = ""
 
 
-def parse_schema(root: Element, file: str | None = None) -> SchemaNode:
+def parse_schema(root: Element, file: str | None = None) -> nodes.SchemaNode:
     """A schema from its element.
 
     Raises:
@@ -81,7 +63,7 @@ class _Parser:
     def fail(self, what: str, where: Where) -> PMLError:
         return PMLError(what, where, self._file)
 
-    def schema(self, root: Element) -> SchemaNode:
+    def schema(self, root: Element) -> nodes.SchemaNode:
         if root.tag != "schema":
             hint = "; a prompt is checked with its schema" if root.tag == "prompt" else ""
             raise self.fail(f"a schema's root is <schema>, not <{root.tag}>{hint}", root.where)
@@ -90,20 +72,20 @@ class _Parser:
         scaffolds = [e for e in root.content if isinstance(e, Element) and e.tag == "scaffold"]
         content = [e for e in root.content if isinstance(e, Chars) or e.tag != "scaffold"]
         tags = [e for e in content if isinstance(e, Element)]
-        is_chat = any(e.tag in ROLES for e in tags) and not any(map(_holds_messages, tags))
+        is_chat = any(e.tag in nodes.ROLES for e in tags) and not any(map(_holds_messages, tags))
         if is_chat:
             content = list(self._messages(content))
         children = tuple(self._nodes(content, self._within(root, _Around())))
-        self._check_unique(scope(children))
-        known = modules(children)
+        self._check_unique(nodes.scope(children))
+        known = nodes.modules(children)
         found = tuple(self._scaffold(element, known) for element in scaffolds)
         self._check_unique(found)
-        return SchemaNode(name, children, found, is_chat)
+        return nodes.SchemaNode(name, children, found, is_chat)
 
     def _messages(self, content: Sequence[Element | Chars]) -> Iterator[Element]:
         """The content's messages; refuses anything else beside them."""
         for part in content:
-            if isinstance(part, Element) and part.tag in ROLES:
+            if isinstance(part, Element) and part.tag in nodes.ROLES:
                 yield part
             elif isinstance(part, Element) or part.text.strip():
                 what = f"<{part.tag}>" if isinstance(part, Element) else "text"
@@ -113,27 +95,27 @@ class _Parser:
                     part.where,
                 )
 
-    def _nodes(self, content: Sequence[Element | Chars], around: _Around) -> Iterator[Node]:
+    def _nodes(self, content: Sequence[Element | Chars], around: _Around) -> Iterator[nodes.Node]:
         for part in content:
             if isinstance(part, Chars):
                 if text := self._text(part, keep=around.keep):
-                    yield Text(self._number(), text, around.unit, around.is_cached)
+                    yield nodes.Text(self._number(), text, around.unit, around.is_cached)
             elif part.tag in _PARAM:
                 yield self._param(part, around.unit)
             elif part.tag == "module":
                 yield self._module(part, around)
             elif part.tag == "union":
                 yield self._union(part, around)
-            elif part.tag in ROLES:
+            elif part.tag in nodes.ROLES:
                 yield self._message(part, around)
             elif part.tag == "scaffold":
                 raise self.fail("a scaffold stands directly in <schema>", part.where)
             else:
-                known = ("module", "union", *_PARAM, *ROLES)
+                known = ("module", "union", *_PARAM, *nodes.ROLES)
                 hint = nearest(part.tag, known)
                 raise self.fail(f"a schema has no <{part.tag}>{hint}", part.where)
 
-    def _message(self, element: Element, around: _Around) -> Message:
+    def _message(self, element: Element, around: _Around) -> nodes.Message:
         role = element.tag
         if around.role:
             raise self.fail(
@@ -141,12 +123,12 @@ class _Parser:
             )
         check_attributes(element, (_SPACE,), self._file)
         inside = self._within(element, around)._replace(role=role)
-        begin = Mark(self._number(), role, True, around.unit, around.is_cached)
+        begin = nodes.Mark(self._number(), role, True, around.unit, around.is_cached)
         self._separator = None
         said = tuple(self._nodes(element.content, inside))
         self._separator = None
-        end = Mark(self._number(), role, False, around.unit, around.is_cached)
-        return Message(role, (begin, *said, end))
+        end = nodes.Mark(self._number(), role, False, around.unit, around.is_cached)
+        return nodes.Message(role, (begin, *said, end))
 
     def _text(self, chars: Chars, *, keep: bool) -> str:
         """A text with the white space before it; empty if there is only white space."""
@@ -156,13 +138,13 @@ class _Parser:
         before, body, after = split(chars.text, is_code=chars.is_code)
         if not body:
             if self._separator is not None:
-                self._separator = wider(self._separator, separator(before))
+                self._separator = wider(self._separator, before)
             return ""
-        lead = "" if self._separator is None else wider(self._separator, separator(before))
-        self._separator = separator(after)
+        lead = "" if self._separator is None else wider(self._separator, before)
+        self._separator = after
         return lead + body
 
-    def _param(self, element: Element, unit: Path) -> Param:
+    def _param(self, element: Element, unit: nodes.Path) -> nodes.Param:
         check_attributes(element, ("name", "len", "length", "scaffold"), self._file)
         given = [element.attributes[n] for n in ("len", "length") if n in element.attributes]
         if len(given) != 1 or not _LENGTH.fullmatch(given[0]):
@@ -177,9 +159,9 @@ class _Parser:
         placeholder = element.attributes.get("scaffold", "")
         number = self._number()
         name = self._name(element)
-        return Param(number, name, int(given[0]), lead, placeholder, unit, element.where)
+        return nodes.Param(number, name, int(given[0]), lead, placeholder, unit, element.where)
 
-    def _module(self, element: Element, around: _Around, union: int | None = None) -> Module:
+    def _module(self, element: Element, around: _Around, union: int | None = None) -> nodes.Module:
         check_attributes(element, ("name", "cache", _SPACE), self._file)
         name, wanted = self._name(element), element.attributes.get("cache", "true")
         if wanted not in ("true", "false"):
@@ -187,18 +169,18 @@ class _Parser:
         path, is_cached = (*around.unit, name), around.is_cached and wanted == "true"
         inside = self._within(element, around)._replace(unit=path, is_cached=is_cached)
         children = tuple(self._nodes(element.content, inside))
-        self._check_unique(scope(children))
-        return Module(name, path, children, element.where, union)
+        self._check_unique(nodes.scope(children))
+        return nodes.Module(name, path, children, element.where, union)
 
-    def _union(self, element: Element, around: _Around) -> Union:
+    def _union(self, element: Element, around: _Around) -> nodes.Union:
         check_attributes(element, ("scaffold", _SPACE), self._file)
         inside, number = self._within(element, around), self._number()
         edges = [] if inside.keep else [element.content[i] for i in (0, -1) if element.content]
-        spaces = [separator(e.text) if isinstance(e, Chars) else "" for e in edges]
+        spaces = [split(e.text)[0] if isinstance(e, Chars) else "" for e in edges]
         if spaces and self._separator is not None:
             self._separator = wider(self._separator, spaces[0])
         before, after = self._separator, spaces[-1] if spaces else ""
-        children: list[Module] = []
+        children: list[nodes.Module] = []
         for part in element.content:
             if isinstance(part, Element) and part.tag == "module":
                 self._separator = before
@@ -215,9 +197,9 @@ class _Parser:
         if stand_in is not None and stand_in not in names:
             hint = nearest(stand_in, names)
             raise self.fail(f"the union's scaffold {stand_in!r} is not in it{hint}", element.where)
-        return Union(tuple(children), stand_in)
+        return nodes.Union(tuple(children), stand_in)
 
-    def _scaffold(self, element: Element, known: dict[str, Module]) -> Scaffold:
+    def _scaffold(self, element: Element, known: dict[str, nodes.Module]) -> nodes.Scaffold:
         check_attributes(element, ("name",), self._file)
         named = {module.path: module for module in self._imported(element, known)}
         if not named:
@@ -225,9 +207,9 @@ class _Parser:
         unions = [module.union for module in named.values() if module.union is not None]
         if len(unions) > len(set(unions)):
             raise self.fail("a scaffold of modules that exclude each other", element.where)
-        return Scaffold(self._name(element), frozenset(named), element.where)
+        return nodes.Scaffold(self._name(element), frozenset(named), element.where)
 
-    def _imported(self, element: Element, known: dict[str, Module]) -> Iterator[Module]:
+    def _imported(self, element: Element, known: dict[str, nodes.Module]) -> Iterator[nodes.Module]:
         for part in element.content:
             if isinstance(part, Chars):
                 if part.text.strip():
@@ -239,11 +221,11 @@ class _Parser:
                 raise self.fail(f"there is no module {part.tag!r} here{hint}", part.where)
             module = known[part.tag]
             yield module
-            yield from self._imported(part, modules(module.children))
+            yield from self._imported(part, nodes.modules(module.children))
 
-    def _check_unique(self, nodes: Iterable[Module | Param | Scaffold]) -> None:
-        firsts: dict[tuple[str, str], Module | Param | Scaffold] = {}
-        for node in nodes:
+    def _check_unique(self, named: Iterable[nodes.Module | nodes.Param | nodes.Scaffold]) -> None:
+        firsts: dict[tuple[str, str], nodes.Module | nodes.Param | nodes.Scaffold] = {}
+        for node in named:
             what = _KINDS[type(node)]
             first = firsts.setdefault((what, node.name), node)
             if first is not node:
@@ -281,37 +263,6 @@ class _Parser:
 def _holds_messages(element: Element) -> bool:
     """Whether an element that is no message itself contains messages."""
     inside = [part for part in element.content if isinstance(part, Element)]
-    return element.tag not in ROLES and any(
-        part.tag in ROLES or _holds_messages(part) for part in inside
+    return element.tag not in nodes.ROLES and any(
+        part.tag in nodes.ROLES or _holds_messages(part) for part in inside
     )
-
-
-def separator(space: str) -> str:
-    """White space between two texts, reduced to a space, a line break or a blank line."""
-    return _WEIGHT[min(3, 1 + space.count("\n"))] if space else ""
-
-
-def wider(first: str, second: str) -> str:
-    """The wider of two separators."""
-    return max(first, second, key=_WEIGHT.index)
-
-
-def split(text: str, *, is_code: bool = False) -> tuple[str, str, str]:
-    """(white space before, the text without common indentation, white space after).
-
-    The indentation of code is kept.
-    """
-    body = text.strip()
-    if not body:
-        return text, "", ""
-    at = text.index(body)
-    before, after = text[:at], text[at + len(body) :]
-    if is_code:
-        before, newline, indent = before.rpartition("\n")
-        return before + newline, indent + body, after
-    if "\n" in before:
-        # The text begins on a line of its own, so that line's indentation counts as well.
-        indent = before.rpartition("\n")[2]
-        return before, textwrap.dedent(indent + body).strip(), after
-    first, newline, rest = body.partition("\n")
-    return before, first + newline + textwrap.dedent(rest), after

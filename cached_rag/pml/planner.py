@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,12 +28,10 @@ from cached_rag.library.encode import EncodeSummary
 from cached_rag.library.plan import Placement, Plan
 from cached_rag.library.shelf import Origin
 from cached_rag.methods import Takes
-from cached_rag.pml.assembly import Assembler, PromptPiece
-from cached_rag.pml.encode import Encoded, RunEncoder
-from cached_rag.pml.layout import ModuleRun, SchemaLayout, lay_out
+from cached_rag.pml.layout import Assembler, ModuleRun, PromptPiece, SchemaLayout, lay_out
 from cached_rag.pml.nodes import SchemaNode
 from cached_rag.pml.prompt import Argument, Bit, New
-from cached_rag.pml.units import Recipe, Recipes, Trail, Unit, Units
+from cached_rag.pml.units import Encoded, Recipe, Recipes, RunEncoder, Trail, Unit, Units
 
 _REMEMBERED = 64
 
@@ -107,21 +106,19 @@ class SchemaPlanner:
         tokens = Tokens(ids, [0] * len(ids), [0] * len(ids))
         if takes is Takes.NOTHING:
             return tokens, Plan((), (), len(ids))
-        positions = self.assembler.positions(pieces)
+        starts = self.assembler.starts(pieces)
         if not self.model.rule.is_movable:
-            pieces = self._where_they_are(pieces, positions)
-        placements = self._placements(pieces, positions, report, lazy=lazy)
-        at = None if positions is None else tuple(positions)
-        plan = Plan(tuple(placements), (), len(ids), positions=at)
-        return tokens, plan.taking(takes)
+            pieces = list(map(self._where_it_is, pieces, starts))
+        placements = tuple(self._placements(pieces, starts, report, lazy=lazy))
+        at = None
+        if not self.assembler.is_compact:
+            lengths = [len(piece.ids) for piece in pieces]
+            spans = [range(s, s + n) for s, n in zip(starts, lengths, strict=True)]
+            at = tuple(chain.from_iterable(spans))
+        return tokens, Plan(placements, (), len(ids), positions=at).taking(takes)
 
     def _placements(
-        self,
-        pieces: Sequence[PromptPiece],
-        positions: Sequence[int] | None,
-        report: Report,
-        *,
-        lazy: bool,
+        self, pieces: Sequence[PromptPiece], starts: Sequence[int], report: Report, *, lazy: bool
     ) -> Iterator[Placement]:
         recipes = self._recipes(pieces)
         clock = Clock()
@@ -136,8 +133,8 @@ class SchemaPlanner:
         trail = Trail(is_movable=self.model.rule.is_movable)
         # The last token's logits are wanted, so it is always computed.
         begin, last, counted = 0, sum(len(piece.ids) for piece in pieces) - 1, set()
-        for piece in pieces:
-            seen = trail.add(piece.ids, begin if positions is None else positions[begin])
+        for piece, start in zip(pieces, starts, strict=True):
+            seen = trail.add(piece.ids, start)
             end = min(begin + len(piece.ids), last)
             kv = found.get(piece.run) if piece.run else None
             if piece.run and kv is not None and end > begin:
@@ -186,10 +183,8 @@ class SchemaPlanner:
                 held |= own.keys()
         return chosen
 
-    def _where_they_are(
-        self, pieces: Sequence[PromptPiece], positions: Sequence[int] | None
-    ) -> list[PromptPiece]:
-        """The pieces for a model whose keys cannot be moved.
+    def _where_it_is(self, piece: PromptPiece, start: int) -> PromptPiece:
+        """A piece for a model whose keys cannot be moved.
 
         A part of the chat template at another position than the schema's becomes new text, which
         is computed.
@@ -197,22 +192,17 @@ class SchemaPlanner:
         Raises:
             RelocationError: a module, or other text of the schema, is at another position.
         """
-        found, begin = [], 0
-        for piece in pieces:
-            position = begin if positions is None else positions[begin]
-            run = piece.run
-            if run is not None and run.is_cached and position != run.start:
-                if run not in self.layout.frames:
-                    raise RelocationError(
-                        f"new text pushes {'/'.join(run.unit) or 'the schema'!r} from position "
-                        f"{run.start} to {position}, and this model's keys cannot be moved: "
-                        f"{self.model.rule.reason}. Shorten the text, give it room with a <param> "
-                        'in the schema, or use method="full"'
-                    )
-                piece = PromptPiece(piece.ids)
-            found.append(piece)
-            begin += len(piece.ids)
-        return found
+        run = piece.run
+        if run is None or not run.is_cached or run.start == start:
+            return piece
+        if run not in self.layout.frames:
+            raise RelocationError(
+                f"new text pushes {'/'.join(run.unit) or 'the schema'!r} from position "
+                f"{run.start} to {start}, and this model's keys cannot be moved: "
+                f"{self.model.rule.reason}. Shorten the text, give it room with a <param> "
+                'in the schema, or use method="full"'
+            )
+        return PromptPiece(piece.ids)
 
 
 @dataclass(frozen=True)
@@ -240,15 +230,8 @@ class PromptPlanner:
         return partial(self.planner.plan, pieces, takes, notes)
 
 
-@dataclass(frozen=True)
-class _Known:
-    """The planners of one engine, so that a schema is laid out once for each."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    planners: LRUCache[str, SchemaPlanner] = field(default_factory=lambda: LRUCache(_REMEMBERED))
-
-
-_KNOWN: WeakKeyDictionary[Engine, _Known] = WeakKeyDictionary()
+# The planners of each engine, by their schemas' keys, so that a schema is laid out once for each.
+_KNOWN: WeakKeyDictionary[Engine, LRUCache[str, SchemaPlanner]] = WeakKeyDictionary()
 _LOOKING = threading.Lock()
 
 
@@ -267,12 +250,10 @@ def planner_of(
     """
     engine.check_open()
     with _LOOKING:
-        known = _KNOWN.setdefault(engine, _Known())
-    with known.lock:
-        found = known.planners.get(key)
-        if found is None:
-            found = known.planners[key] = _made(node, engine, layout, behind)
-        return found
+        known = _KNOWN.setdefault(engine, LRUCache(_REMEMBERED))
+        if key not in known:
+            known[key] = _made(node, engine, layout, behind)
+        return known[key]
 
 
 def _made(node: SchemaNode, engine: Engine, layout: str, behind: str) -> SchemaPlanner:

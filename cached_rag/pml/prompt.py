@@ -11,27 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import cached_rag.pml.nodes as nodes
 from cached_rag.errors import PMLError
-from cached_rag.pml.markup import Chars, Element, check_attributes, nearest
-from cached_rag.pml.nodes import (
-    ROLES,
-    Mark,
-    Message,
-    Module,
-    Node,
-    Param,
-    Path,
-    SchemaNode,
-    Text,
-    Union,
-    Where,
-    modules,
-    params,
-)
-from cached_rag.pml.parse import separator, split
+from cached_rag.pml.markup import Chars, Element, Where, check_attributes, nearest, split
 
 _NOWHERE = Where()
-_END: Path = ("",)  # no module's path: stands for the end, where text after all imports goes
+_END: nodes.Path = ("",)  # no module's path: stands for the end, where text after all imports goes
 
 
 @dataclass(frozen=True)
@@ -77,7 +62,7 @@ Part = Import | Said | str
 class Argument:
     """An argument in its parameter's place, with the white space before it."""
 
-    param: Param
+    param: nodes.Param
     text: str
     where: Where
     file: str | None
@@ -90,14 +75,14 @@ class New:
     text: str
 
 
-Bit = Text | Mark | Argument | New
+Bit = nodes.Text | nodes.Mark | Argument | New
 
 
 def messages(bits: Sequence[Bit]) -> list[tuple[str, str]]:
     """(role, text) of each message; text outside of all messages is the user's."""
     found = [("", "")]
     for bit in bits:
-        if isinstance(bit, Mark):
+        if isinstance(bit, nodes.Mark):
             found.append((bit.role if bit.is_begin else "", ""))
         else:
             role, text = found[-1]
@@ -117,16 +102,18 @@ class _Choice:
     """
 
     file: str | None
-    imports: dict[Path, Import] = field(default_factory=dict)
+    imports: dict[nodes.Path, Import] = field(default_factory=dict)
     of_unions: dict[int, str] = field(default_factory=dict)
-    before: dict[Path, list[str]] = field(default_factory=lambda: defaultdict(list))
-    after: dict[Path, list[str]] = field(default_factory=lambda: defaultdict(list))
+    before: dict[nodes.Path, list[str]] = field(default_factory=lambda: defaultdict(list))
+    after: dict[nodes.Path, list[str]] = field(default_factory=lambda: defaultdict(list))
     said: list[Said] = field(default_factory=list)
 
-    def read(self, parts: Sequence[Part], children: tuple[Node, ...], scope: Path) -> None:
+    def read(
+        self, parts: Sequence[Part], children: tuple[nodes.Node, ...], scope: nodes.Path
+    ) -> None:
         """Collect parts that stand directly in the schema, or in the module at path `scope`."""
-        known = modules(children)
-        last: Path | None = None
+        known = nodes.modules(children)
+        last: nodes.Path | None = None
         waiting: list[str] = []
         imports = [index for index, part in enumerate(parts) if isinstance(part, Import)]
         for index, part in enumerate(parts):
@@ -150,17 +137,19 @@ class _Choice:
                 waiting, last = [], module.path
                 self.read(part.parts, module.children, module.path)
 
-    def _say(self, part: Said, scope: Path) -> None:
+    def _say(self, part: Said, scope: nodes.Path) -> None:
         if scope:
             raise self._fail(
                 f"<{part.role}> inside a module: messages stand at the end", part.where
             )
-        if part.role not in ROLES:
-            hint = nearest(part.role, ROLES)
+        if part.role not in nodes.ROLES:
+            hint = nearest(part.role, nodes.ROLES)
             raise self._fail(f"there is no role {part.role!r}{hint}", part.where)
         self.said.append(part)
 
-    def _module(self, part: Import, known: dict[str, Module], scope: Path) -> Module:
+    def _module(
+        self, part: Import, known: dict[str, nodes.Module], scope: nodes.Path
+    ) -> nodes.Module:
         if part.name not in known:
             inside = f"in {'/'.join(scope)!r}" if scope else "in the schema"
             hint = nearest(part.name, known)
@@ -168,7 +157,7 @@ class _Choice:
         module = known[part.name]
         if module.path in self.imports:
             raise self._fail(f"{part.name!r} is imported twice", part.where)
-        own = params(module.children)
+        own = nodes.params(module.children)
         for name in part.arguments.keys() - own.keys():
             hint = nearest(name, own)
             raise self._fail(f"{part.name!r} has no parameter {name!r}{hint}", part.where)
@@ -188,7 +177,7 @@ class _Choice:
 
 
 def select(
-    schema: SchemaNode,
+    schema: nodes.SchemaNode,
     parts: Sequence[Part],
     arguments: Mapping[str, str],
     where: Where | None = None,
@@ -209,7 +198,7 @@ def select(
     """
     root = Import(schema.name, **arguments).at(where or Where())
     choice = _Choice(file, imports={(): root})
-    own = params(schema.children)
+    own = nodes.params(schema.children)
     for name in arguments.keys() - own.keys():
         hint = nearest(name, own)
         raise PMLError(f"the schema itself has no parameter {name!r}{hint}", root.where, file)
@@ -231,7 +220,7 @@ def select(
 def _add(bits: list[Bit], texts: Sequence[str], *, is_chat: bool) -> None:
     """Put new text at the end."""
     last = bits[-1] if bits else None
-    if not isinstance(last, Mark):
+    if not isinstance(last, nodes.Mark):
         bits += map(New, texts)
     elif is_chat and last.role == "user":
         bits[-1:] = [*map(New, texts), last]
@@ -241,18 +230,18 @@ def _add(bits: list[Bit], texts: Sequence[str], *, is_chat: bool) -> None:
 
 def _framed(role: str, texts: Sequence[str]) -> list[Bit]:
     """A new message as bits."""
-    return [Mark(None, role, True), *map(New, texts), Mark(None, role, False)]
+    return [nodes.Mark(None, role, True), *map(New, texts), nodes.Mark(None, role, False)]
 
 
-def _bits(children: tuple[Node, ...], choice: _Choice) -> Iterator[Bit]:
+def _bits(children: tuple[nodes.Node, ...], choice: _Choice) -> Iterator[Bit]:
     for child in children:
-        if isinstance(child, Text | Mark):
+        if isinstance(child, nodes.Text | nodes.Mark):
             yield child
-        elif isinstance(child, Param):
+        elif isinstance(child, nodes.Param):
             given = choice.imports[child.unit]
             if value := given.arguments.get(child.name):
                 yield Argument(child, child.lead + value, given.where, choice.file)
-        elif isinstance(child, Union | Message):
+        elif isinstance(child, nodes.Union | nodes.Message):
             yield from _bits(child.children, choice)
         elif child.path in choice.imports:
             yield from map(New, choice.before[child.path])
@@ -265,7 +254,7 @@ def _spaced(bits: Sequence[Bit]) -> tuple[Bit, ...]:
     spaced: list[Bit] = []
     for bit in bits:
         if isinstance(bit, New):
-            is_first = not spaced or isinstance(spaced[-1], Mark)
+            is_first = not spaced or isinstance(spaced[-1], nodes.Mark)
             text = bit.text.lstrip() if is_first else bit.text
             bit = New(text if is_first or text[:1].isspace() else "\n" + text)
         spaced.append(bit)
@@ -295,7 +284,7 @@ def _parts(element: Element, file: str | None) -> Iterator[Part]:
                 )
             if text:
                 yield text
-        elif part.tag in ROLES:
+        elif part.tag in nodes.ROLES:
             check_attributes(part, (), file)
             said = part
             inside = [c for c in part.content if isinstance(c, Element)]
@@ -315,4 +304,4 @@ def _parts(element: Element, file: str | None) -> Iterator[Part]:
 
 def _text(chars: Chars) -> str:
     before, body, _ = split(chars.text, is_code=chars.is_code)
-    return separator(before) + body if body else ""
+    return before + body if body else ""

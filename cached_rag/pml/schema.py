@@ -1,4 +1,4 @@
-"""`Schema`, a set of reusable prompt modules (Prompt Cache), and `SchemaPrompt`, a prompt of it.
+"""`Schema`, a set of reusable prompt modules (Prompt Cache), its outline, and prompts of it.
 
 These are the classes that users see. `planner.py` lays out and encodes a schema on an engine.
 """
@@ -6,20 +6,22 @@ These are the classes that users see. `planner.py` lays out and encodes a schema
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cachetools import LRUCache
 
+from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.planner import Planner
 from cached_rag.errors import ConfigError, PMLError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import EncodeSummary
-from cached_rag.pml.markup import parse_markup
-from cached_rag.pml.nodes import SchemaNode, Where
+from cached_rag.pml.layout import ModuleRun, SchemaLayout, lay_out
+from cached_rag.pml.markup import Where, parse_markup
+from cached_rag.pml.nodes import Leaf, Mark, Message, Module, Node, Param, SchemaNode, Text, Union
 from cached_rag.pml.parse import parse_schema
 from cached_rag.pml.planner import PromptPlanner, SchemaPlanner, planner_of
 from cached_rag.pml.program import Program, read_function
@@ -32,6 +34,8 @@ _REMEMBERED = 256
 _SENT: LRUCache[str, SchemaPrompt] = LRUCache(_REMEMBERED)
 _SENDING = threading.Lock()
 LAYOUTS = ("auto", "compact", "schema")
+# Characters of a text that an outline shows.
+_SHOWN = 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,16 +85,12 @@ class Schema:
         Raises:
             PMLError: it cannot be read, or is not valid.
         """
-        source = read_source(path)
+        source = _read_source(path)
         return cls.from_string(source, layout=layout, behind=behind, file=str(path))
 
     @classmethod
     def from_function(
-        cls,
-        function: Callable[..., Any],
-        *,
-        layout: str | None = None,
-        behind: str | None = None,
+        cls, function: Callable[..., Any], *, layout: str | None = None, behind: str | None = None
     ) -> Schema:
         """The schema of all that a function may yield; see `prompt_function`.
 
@@ -123,6 +123,14 @@ class Schema:
         """Equal for schemas with the same source, layout and encoding."""
         return digest(self.source, self.layout, self.behind)
 
+    def outline(self, tokenization: Tokenization) -> Outline:
+        """The tree with token counts and positions, also of the chat template's tokens.
+
+        Raises:
+            ConfigError: the model's chat template does not admit the schema's messages.
+        """
+        return _Drawn(lay_out(self.node, tokenization), tokenization).schema(self.node)
+
     def prompt(self, /, *parts: Part, **arguments: str) -> SchemaPrompt:
         """Make a prompt of imports, new text between and after them, and new messages at the end.
 
@@ -152,7 +160,7 @@ class Schema:
 
     def prompt_from_file(self, path: str | Path) -> SchemaPrompt:
         """As `prompt_from_string`, from a UTF-8 file."""
-        return self.prompt_from_string(read_source(path), file=str(path))
+        return self.prompt_from_string(_read_source(path), file=str(path))
 
     def encode(
         self, engine: Engine, progress: Callable[[str], object] = lambda _: None
@@ -247,7 +255,7 @@ def _key(plain: str | Sequence[Mapping[str, str]]) -> str:
     return digest("chat", *(text for said in plain for text in (said["role"], said["content"])))
 
 
-def read_source(path: str | Path) -> str:
+def _read_source(path: str | Path) -> str:
     """A PML file's text.
 
     Raises:
@@ -257,3 +265,75 @@ def read_source(path: str | Path) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PMLError(f"{path} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A node of a schema's tree, to be printed or written as JSON.
+
+    Attributes:
+        kind: schema, system, user, assistant, module, union, param, text or template.
+        label: its name, or the beginning of its text.
+        tokens: number of its tokens; for a union, those of its longest module.
+        start, end: its positions in the "schema" layout, end exclusive.
+    """
+
+    kind: str
+    label: str
+    tokens: int
+    start: int
+    end: int
+    children: tuple[Outline, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    layout: SchemaLayout
+    tokenization: Tokenization
+
+    def schema(self, schema: SchemaNode) -> Outline:
+        layout = self.layout
+        around = [layout.begin] if layout.begin else layout.frames[-1:]
+        ends = [self._template(run) for run in around if run.length]
+        found = [self._node(child) for child in self._shown(schema.children)]
+        children = [*ends, *found] if layout.begin else [*found, *ends]
+        return Outline("schema", schema.name, layout.size, 0, layout.size, tuple(children))
+
+    def _shown(self, children: Sequence[Node]) -> Iterator[Node]:
+        """The nodes, without marks for which the template has no text."""
+        for child in children:
+            if not isinstance(child, Mark) or self._run(child).length:
+                yield child
+
+    def _run(self, leaf: Leaf) -> ModuleRun:
+        assert leaf.number is not None
+        return self.layout.texts[leaf.number]
+
+    def _template(self, run: ModuleRun) -> Outline:
+        text = self.tokenization.tokenizer.decode(run.ids)
+        return Outline("template", _short(text), run.length, run.start, run.end)
+
+    def _node(self, node: Node) -> Outline:
+        if isinstance(node, Mark):
+            return self._template(self._run(node))
+        if isinstance(node, Text):
+            run = self._run(node)
+            return Outline("text", _short(node.text), run.length, run.start, run.end)
+        if isinstance(node, Param):
+            run = self._run(node)
+            return Outline("param", f"{node.name} (at most {node.length})", 0, run.start, run.end)
+        children = tuple(self._node(child) for child in self._shown(node.children))
+        taken = [child for child in children if child.end > child.start]  # modules may be empty
+        start = min((child.start for child in taken), default=0)
+        end = max((child.end for child in taken), default=start)
+        sizes = [child.tokens for child in children]
+        if isinstance(node, Union):
+            return Outline("union", "", max(sizes), start, end, children)
+        kind = node.role if isinstance(node, Message) else "module"
+        label = node.name if isinstance(node, Module) else ""
+        return Outline(kind, label, sum(sizes), start, end, children)
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _SHOWN else line[: _SHOWN - 1] + "…"

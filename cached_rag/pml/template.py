@@ -1,45 +1,27 @@
-"""Prompt templates for frameworks: a prompt whose texts and arguments have variables.
+"""What makes prompts from named values: templates with `{variables}`, and Python functions.
 
-Values are put in after the prompt is parsed, so they are text and cannot become PML.
+Values are put in after a prompt is parsed, so they are text and cannot become PML.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import update_wrapper
+from typing import Any, ClassVar
 
 from cached_rag.errors import PMLError
-from cached_rag.pml.markup import Element, nearest, parse_markup
-from cached_rag.pml.nodes import Where
+from cached_rag.pml.markup import Element, Where, nearest, parse_markup
+from cached_rag.pml.program import read_function
 from cached_rag.pml.prompt import Import, Part, Said
 from cached_rag.pml.schema import Schema, SchemaPrompt
 
-_FORMATTER = string.Formatter()
-_OPENED = re.compile(r"\{\{|\{")
-# What braces may be: doubled, around a field, or alone, which is the mistake.
-_BRACES = re.compile(r"\{\{|\}\}|\{[^{}]*\}|[{}]")
+# What braces may be: doubled, around a variable, or alone, which is a mistake.
+_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 _NOWHERE = Where()
-
-
-class Fillable(Protocol):
-    """Makes prompts from named values: a `SchemaTemplate` or a `PromptFunction`."""
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Names of the values that must be given."""
-        ...
-
-    @property
-    def optional(self) -> tuple[str, ...]:
-        """Names of the values that may be given."""
-        ...
-
-    def fill(self, /, **values: object) -> SchemaPrompt:
-        """The prompt for these values."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +31,7 @@ class SchemaTemplate:
     schema: Schema
     parts: tuple[Part, ...]
     arguments: Mapping[str, str]
-    optional = ()
+    optional: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_string(cls, schema: Schema, source: str) -> SchemaTemplate:
@@ -119,23 +101,18 @@ def names(text: str, where: Where = _NOWHERE) -> Iterator[str]:
     Raises:
         PMLError: a brace alone, or a field that is more than a name.
     """
-    try:
-        fields = list(_FORMATTER.parse(text))
-    except ValueError as error:
-        lone = (found.start() for found in _BRACES.finditer(text) if len(found[0]) == 1)
-        place = _within(text, next(lone, 0), where)
-        raise PMLError(f"braces in {text!r}: {error}; write {{{{ and }}}} for braces", place) from (
-            error
-        )
-    for _, name, spec, conversion in fields:
-        if name is None:
+    for brace in _BRACES.finditer(text):
+        name = brace[1]
+        if brace[0] in ("{{", "}}"):
             continue
-        if not name.isidentifier() or spec or conversion:
-            raise PMLError(
-                f"{{{name}}} is no variable; variables are names, and braces are {{{{ and }}}}",
-                _within(text, _place_of(name, text), where),
-            )
-        yield name
+        if name is None:
+            why = f"braces in {text!r}: one stands alone; write {{{{ and }}}} for braces"
+        elif not name.isidentifier():
+            why = f"{brace[0]} is no variable; variables are names, and braces are {{{{ and }}}}"
+        else:
+            yield name
+            continue
+        raise PMLError(why, _within(text, brace.start(), where))
 
 
 def check_names(element: Element) -> None:
@@ -154,12 +131,6 @@ def check_names(element: Element) -> None:
             list(names(part.text, part.where))
 
 
-def _place_of(name: str, text: str) -> int:
-    """Where the field that begins with this name is opened."""
-    opened = (at for at in _OPENED.finditer(text) if len(at[0]) == 1)
-    return next((at.start() for at in opened if text.startswith(name, at.end())), 0)
-
-
 def _within(text: str, at: int, where: Where) -> Where:
     """The place of a text's character, if the text begins `where`."""
     if not where.line:
@@ -168,3 +139,110 @@ def _within(text: str, at: int, where: Where) -> Where:
     lines = before.count("\n")
     column = at - before.rfind("\n") if lines else where.column + at
     return Where(where.line + lines, column)
+
+
+class PromptFunction:
+    """A function whose yielded strings are a prompt.
+
+    Attributes:
+        name: the function's name, and the schema's.
+        program: the function as it was read.
+        schema: all that the function may yield.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], layout: str = "auto", behind: str = "schema"
+    ) -> None:
+        """Read the function.
+
+        Raises:
+            PMLError: it does what a schema cannot say; the error names file and line.
+        """
+        self.program = read_function(function)
+        self.name = self.program.name
+        update_wrapper(self, function)
+        found = Schema.from_program(self.program)
+        self.schema = replace(found, layout=layout, behind=behind)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> SchemaPrompt:
+        """The prompt for these arguments.
+
+        Raises:
+            TypeError: they are not the function's.
+        """
+        said = self.program.call(*args, **kwargs)
+        return self.schema.prompt(*said.parts, **said.arguments)
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the parameters that have no default."""
+        return tuple(p.name for p in self._parameters if p.default is p.empty)
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Names of the parameters that have a default."""
+        return tuple(p.name for p in self._parameters if p.default is not p.empty)
+
+    @property
+    def _parameters(self) -> list[inspect.Parameter]:
+        kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        return [p for p in inspect.signature(self).parameters.values() if p.kind not in kinds]
+
+    def fill(self, /, **values: object) -> SchemaPrompt:
+        """As a call with keyword arguments."""
+        return self(**values)
+
+    def __get__(self, instance: object, owner: type | None = None) -> PromptFunction:
+        """Refuse to be a method, since a prompt has no `self`.
+
+        Raises:
+            PMLError: it was looked up on an object.
+        """
+        if instance is not None:
+            raise PMLError(f"{self.name!r} is a method; a prompt function stands by itself")
+        return self
+
+
+# What `variables`, `optional` and `fill` make prompts of, for templates of frameworks.
+Fillable = SchemaTemplate | PromptFunction
+
+
+def sent(source: Fillable, values: Mapping[str, object]) -> str | list[dict[str, str]]:
+    """The prompt for those of the values that it has a place for, as `SchemaPrompt.sent` gives it.
+
+    Raises:
+        PMLError: a value is missing.
+    """
+    known = (*source.variables, *source.optional)
+    return source.fill(**{name: values[name] for name in known if name in values}).sent()
+
+
+def prompt_function(
+    function: Callable[..., Any] | None = None, *, layout: str = "auto", behind: str = "schema"
+) -> Any:
+    """Decorate a generator of strings: `if`, `match` and calls become modules and unions.
+
+    Args:
+        layout, behind: as `Schema` has them.
+
+    Raises:
+        PMLError: it does what a schema cannot say.
+    """
+    if function is None:
+        return lambda f: PromptFunction(f, layout, behind)
+    return PromptFunction(function, layout, behind)
+
+
+def system() -> AbstractContextManager[None]:
+    """`with system():` in a prompt function: the text yielded inside is the system message."""
+    return nullcontext()
+
+
+def user() -> AbstractContextManager[None]:
+    """As `system`, for the user's message."""
+    return nullcontext()
+
+
+def assistant() -> AbstractContextManager[None]:
+    """As `system`, for an earlier answer of the assistant."""
+    return nullcontext()

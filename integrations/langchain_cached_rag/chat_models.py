@@ -18,14 +18,7 @@ from cached_rag import CachedRAGError, ConfigError, Engine, Tools
 from cached_rag.errors import BusyError, ContextOverflowError
 from cached_rag.spi import SchemaPrompt, Stream, call_options
 from langchain_cached_rag.messages import Prompt, handed_over, plain, usage
-from langchain_cached_rag.settings import (
-    AsyncRun,
-    EngineSettings,
-    Run,
-    Stop,
-    apieces,
-    pieces,
-)
+from langchain_cached_rag.settings import AsyncRun, EngineSettings, Run, Stop, apieces, pieces
 from langchain_cached_rag.tools import (
     GrowingChunks,
     as_calls,

@@ -28,7 +28,7 @@ from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, Messa
 from pydantic import ConfigDict, Field
 
 from cached_rag import Report
-from cached_rag.pml import Fillable, Schema, SchemaTemplate
+from cached_rag.pml import Fillable, Schema, SchemaTemplate, sent
 
 Prompt = str | list[dict[str, Any]]
 _MESSAGES = {"system": SystemMessage, "user": HumanMessage, "assistant": AIMessage}
@@ -181,9 +181,7 @@ class PMLPromptTemplate(BasePromptTemplate[Any]):
 
     def format_prompt(self, **kwargs: Any) -> PromptValue:
         """The prompt as messages, or, of a schema without messages, as a string."""
-        given = self._merge_partial_and_user_variables(**kwargs)
-        known = (*self.source.variables, *self.source.optional)
-        plain = self.source.fill(**{name: given[name] for name in known if name in given}).sent()
+        plain = sent(self.source, self._merge_partial_and_user_variables(**kwargs))
         if isinstance(plain, str):
             return StringPromptValue(text=plain)
         return ChatPromptValue(messages=[_message(said) for said in plain])

@@ -142,10 +142,7 @@ def room(cpus: float, gpus: float) -> int:
 
 
 def _prepared(
-    recipe: IngestRecipe,
-    batches: Sequence[tuple[IngestTask, ...]],
-    workers: int,
-    config: RayConfig,
+    recipe: IngestRecipe, batches: Sequence[tuple[IngestTask, ...]], workers: int, config: RayConfig
 ) -> Iterator[PreparedBatch]:
     """What actors make of batches, in their order.
 

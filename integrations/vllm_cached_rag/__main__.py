@@ -57,8 +57,7 @@ def serve(
     ] = "http://127.0.0.1:8000",
     method: Annotated[str, typer.Option(help="How chunks' KV is used and repaired.")] = "auto",
     remote: Annotated[
-        str | None,
-        typer.Option(help="A KV store that machines share.", envvar="CACHED_RAG_REMOTE"),
+        str | None, typer.Option(help="A KV store that machines share.", envvar="CACHED_RAG_REMOTE")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8080,

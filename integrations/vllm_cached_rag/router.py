@@ -82,11 +82,7 @@ def create_app(
 
 
 async def _passed_on(
-    client: httpx.AsyncClient,
-    request: Request,
-    body: bytes,
-    told: str,
-    done: Callable[[], None],
+    client: httpx.AsyncClient, request: Request, body: bytes, told: str, done: Callable[[], None]
 ) -> Response:
     """What vLLM answers to a request; `done` is called when that is over, in whatever way."""
     headers = {k: v for k, v in request.headers.items() if k not in _HOP}

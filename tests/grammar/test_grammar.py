@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from cached_rag import ConfigError, Engine, GenerationConfig, Grammar
 from cached_rag.engine.decoding import Sampler
 from cached_rag.grammar import grammar as grammars
-from cached_rag.grammar.matcher import Matcher
+from cached_rag.grammar.grammar import Matcher
 
 ByName = dict[Literal["a", "b"], int]
 PERSON = {

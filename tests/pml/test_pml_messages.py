@@ -13,9 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from cached_rag import ConfigError, Engine, Import, Said, Schema, wrap_model
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.engine.report import Report
-from cached_rag.pml.frames import answer_header, role_marks
-from cached_rag.pml.layout import lay_out
-from cached_rag.pml.outline import outline
+from cached_rag.pml.layout import answer_header, lay_out, role_marks
 
 ROLES = Path(__file__).parent / "files" / "roles.xml"
 WHOLE = """<schema name="whole">
@@ -143,7 +141,7 @@ def test_text_outside_messages_is_text_and_the_users_to_other_models(engine):
     assert decoded(engine, opening.then("Now?")).endswith(
         "Stay calm.<|im_end|>\n<|im_start|>user\nNow?<|im_end|>\n<|im_start|>assistant\n"
     )
-    shown = outline(schema, engine.tokenization).children[0].children
+    shown = schema.outline(engine.tokenization).children[0].children
     (message,) = [node for node in shown if node.kind == "system"]
     assert [node.label for node in message.children if node.kind == "template"] == [
         "<|im_start|>system",

@@ -18,8 +18,7 @@ from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.cli import main as cli
 from cached_rag.engine.report import Report
 from cached_rag.errors import ContextOverflowError, PMLError
-from cached_rag.pml.frames import frames
-from cached_rag.pml.layout import lay_out
+from cached_rag.pml.layout import frames, lay_out
 from docs.experiments import __main__ as experiments
 from docs.experiments.schemas import evaluate_schema, schema_trials
 

@@ -20,7 +20,7 @@ from cached_rag.cli.terminal import (
     print_machine,
     print_table,
 )
-from cached_rag.defaults import DEFAULT_MODEL
+from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
 from docs.experiments.commands import Loaded, Methods, NewTokens, Plot, Repeats
 
@@ -84,7 +84,7 @@ def schema_demo(
     from cached_rag import Engine
     from cached_rag.evaluation.machine import machine
     from cached_rag.evaluation.texts import NEW_PROMPTS
-    from cached_rag.pml.examples import EXAMPLES
+    from docs.experiments.applications import EXAMPLES
     from docs.experiments.lengths import bench_prompt, footprint
 
     chosen = examples or list(EXAMPLES)

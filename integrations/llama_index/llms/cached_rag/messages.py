@@ -29,7 +29,7 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index.llms.cached_rag.tools import blocks, called
 
 from cached_rag import Report, Tools
-from cached_rag.pml import Fillable, Schema, SchemaPrompt, SchemaTemplate
+from cached_rag.pml import Fillable, Schema, SchemaTemplate, sent
 from cached_rag.spi import FrameworkModel, Stream, shown_logprob
 
 _T = TypeVar("_T")
@@ -225,10 +225,7 @@ class PMLPromptTemplate(BasePromptTemplate):
         return self.format(llm, **{name: f"{{{name}}}" for name in self.template_vars})
 
     def _plain(self, values: dict[str, Any]) -> str | list[dict[str, str]]:
-        known = self._map_all_vars({**self.kwargs, **values})
-        given = {name: known[name] for name in self.template_vars if name in known}
-        prompt: SchemaPrompt = self.source.fill(**given)
-        return prompt.sent()
+        return sent(self.source, self._map_all_vars({**self.kwargs, **values}))
 
 
 def _messages(plain: list[dict[str, str]]) -> list[ChatMessage]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from xml.sax.saxutils import quoteattr
 
 from cached_rag.pml import Import, Said, Schema, SchemaPrompt
 
+_FOLDER = Path(__file__).parent
 _SOURCES = ("bisect", "queue", "sched", "contextvars", "this")
 
 
@@ -41,7 +41,7 @@ def code() -> Application:
 
 def learner() -> Application:
     """A learner's profile: one module of each of six unions."""
-    schema = Schema.from_file(_file("learner.xml"))
+    schema = Schema.from_file(_FOLDER / "learner.xml")
     traits = [
         ("middle-school", "newcomer", "last-term", "by-listening", "essay", "curious"),
         ("university", "practitioner", "years-ago", "by-doing", "project", "ambitious"),
@@ -54,7 +54,7 @@ def learner() -> Application:
 
 def trip() -> Application:
     """A travel plan with parameters and nested modules."""
-    schema = Schema.from_file(_file("trip.xml"))
+    schema = Schema.from_file(_FOLDER / "trip.xml")
     task = Said("user", "Make a travel plan.")
     abroad = Import("abroad", Import("lisbon"))
     prompts = (
@@ -65,10 +65,6 @@ def trip() -> Application:
 
 
 EXAMPLES: dict[str, Callable[[], Application]] = {"code": code, "learner": learner, "trip": trip}
-
-
-def _file(name: str) -> Path:
-    return Path(str(resources.files("cached_rag.pml.examples"))) / name
 
 
 def _code_source() -> str:
