@@ -26,8 +26,7 @@ from pydantic import (
 )
 
 from cached_rag.backends.prompt_text import Message, Rendered
-from cached_rag.config import GenerationConfig, ModelConfig, StoreConfig
-from cached_rag.defaults import DEFAULT_MODEL
+from cached_rag.config import DEFAULT_MODEL, GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.library.encode import EncodeSummary

@@ -20,7 +20,7 @@ from cached_rag.cli.terminal import (
     print_rows,
     print_table,
 )
-from cached_rag.defaults import DEFAULT_MODEL
+from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
 from cached_rag.options import check_types, require, settings_of
 

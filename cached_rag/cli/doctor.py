@@ -9,7 +9,7 @@ import typer
 
 from cached_rag.cli.options import IndexModel, Loading, at_home, opened
 from cached_rag.cli.terminal import Json, print_json, print_table
-from cached_rag.defaults import DEFAULT_MODEL
+from cached_rag.config import DEFAULT_MODEL
 
 
 def doctor_command(

@@ -13,7 +13,7 @@ from rich.progress import Progress, TextColumn
 from cached_rag.cli.options import Loading, Model, names, numbers, to_write
 from cached_rag.cli.settings import OptionsOf
 from cached_rag.cli.terminal import Json, err, out, print_json, print_table
-from cached_rag.defaults import DEFAULT_MODEL
+from cached_rag.config import DEFAULT_MODEL
 from cached_rag.evaluation.data import Questions
 
 _METHODS = "full,prefix,reuse,cacheblend,epic,a3,infoflow,prophetkv,random,auto"

@@ -14,7 +14,7 @@ from cached_rag.cli.ask import plainly
 from cached_rag.cli.options import Loading, Model, answering
 from cached_rag.cli.settings import OptionsOf, SettingsCommand, with_settings
 from cached_rag.cli.terminal import Json, err, out, print_json, print_reports
-from cached_rag.defaults import DEFAULT_MODEL
+from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError, PMLError
 
 if TYPE_CHECKING:

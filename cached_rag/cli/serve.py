@@ -10,8 +10,7 @@ import typer
 from cached_rag.cli.options import ENVIRONMENT, LOADING, IndexModel, at_home, require_index, signed
 from cached_rag.cli.settings import OptionsOf
 from cached_rag.cli.terminal import err
-from cached_rag.config import BatchConfig, GenerationConfig, StoreConfig
-from cached_rag.defaults import DEFAULT_MODEL
+from cached_rag.config import DEFAULT_MODEL, BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.errors import ConfigError, needs_extra
 from cached_rag.options import parted
 from cached_rag.server.settings import ServerConfig

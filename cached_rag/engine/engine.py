@@ -23,8 +23,7 @@ from cached_rag.backends.prompt_text import Message, Rendered, Tokens
 from cached_rag.backends.resolve import Variant, plain_json
 from cached_rag.backends.thread import on_model_thread, submit
 from cached_rag.backends.tokenizer import Tokenization
-from cached_rag.config import BatchConfig, GenerationConfig, ModelConfig, StoreConfig
-from cached_rag.defaults import DEFAULT_MODEL
+from cached_rag.config import DEFAULT_MODEL, BatchConfig, GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.engine import prefill
 from cached_rag.engine.audit import Audits
 from cached_rag.engine.decoding import Generation

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
-from cached_rag.config import MOST_PRIMERS, ModelConfig
-from cached_rag.defaults import DEFAULT_MODEL
+from cached_rag.config import DEFAULT_MODEL, MOST_PRIMERS, ModelConfig
 from cached_rag.errors import ConfigError
 from cached_rag.options import check_types
 from cached_rag.rag.hits import Where

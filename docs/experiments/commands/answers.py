@@ -11,7 +11,7 @@ import typer
 from cached_rag.cli.demo import CORPUS
 from cached_rag.cli.options import Loading, Model, counts, names
 from cached_rag.cli.terminal import Json, err, print_rows
-from cached_rag.defaults import DEFAULT_MODEL
+from cached_rag.config import DEFAULT_MODEL
 from cached_rag.evaluation.answers import joined
 from docs.experiments.commands import Loaded, Methods, NewTokens, Repeats
 

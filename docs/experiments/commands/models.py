@@ -10,7 +10,7 @@ import typer
 
 from cached_rag.cli.options import Model
 from cached_rag.cli.terminal import Json, print_markdown, print_rows
-from cached_rag.defaults import DEFAULT_MODEL
+from cached_rag.config import DEFAULT_MODEL
 from docs.experiments.commands import Loaded, Repeats
 
 

@@ -9,7 +9,7 @@ import typer
 
 from cached_rag.cli.options import Loading, Model, names
 from cached_rag.cli.terminal import Json, err, print_rows
-from cached_rag.defaults import DEFAULT_MODEL
+from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
 from docs.experiments.commands import NewTokens, Plot
 

@@ -16,7 +16,7 @@ from cached_rag.cli.terminal import (
     print_machine,
     print_table,
 )
-from cached_rag.defaults import DEFAULT_MODEL
+from cached_rag.config import DEFAULT_MODEL
 
 _PRICE = "Dollars for a GB for a month"
 

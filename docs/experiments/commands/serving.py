@@ -11,7 +11,7 @@ import typer
 
 from cached_rag.cli.options import Loading, Model, counts, names, numbers
 from cached_rag.cli.terminal import Json, print_rows
-from cached_rag.defaults import DEFAULT_MODEL
+from cached_rag.config import DEFAULT_MODEL
 from docs.experiments.commands import Loaded, Methods, NewTokens, Plot, Repeats
 
 

@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from cached_rag.cli.options import Model, numbers
 from cached_rag.cli.terminal import Json, err, print_rows
-from cached_rag.defaults import DEFAULT_MODEL
+from cached_rag.config import DEFAULT_MODEL
 from docs.experiments.commands import Loaded
 
 
