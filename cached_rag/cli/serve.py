@@ -13,7 +13,7 @@ from cached_rag.cli.terminal import err
 from cached_rag.config import DEFAULT_MODEL, BatchConfig, GenerationConfig, StoreConfig
 from cached_rag.errors import ConfigError, needs_extra
 from cached_rag.options import parted
-from cached_rag.server.settings import ServerConfig
+from cached_rag.server import ServerConfig
 
 _LISTENING = OptionsOf(
     (ServerConfig,),
@@ -57,9 +57,8 @@ def serve_command(
     with needs_extra("serve", "the server"):
         from cached_rag.server.gate import Keys
         from cached_rag.server.index import ServedIndex
-        from cached_rag.server.run import bind, serve
+        from cached_rag.server.run import bind, default_disk_bytes, serve, share_descriptors
         from cached_rag.server.service import Service
-        from cached_rag.server.settings import default_disk_bytes, share_descriptors
     from cached_rag import CachedRAG, Engine
 
     config = ServerConfig(**listening)

@@ -17,9 +17,9 @@ from pydantic import (
 from cached_rag.server.forms import (
     CalledTool,
     Choice,
+    Offered,
     ResponseFormat,
     Strict,
-    Tools,
     chosen,
     without_neutral,
 )
@@ -244,7 +244,7 @@ class ChatRequest(_Settings):
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST)
     max_completion_tokens: int | None = Field(None, ge=1)
-    tools: Tools | None = None
+    tools: Offered | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None

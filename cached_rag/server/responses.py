@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from cached_rag.errors import ConfigError
-from cached_rag.server.answers import Json
-from cached_rag.server.forms import Strict, without_neutral
+from cached_rag.server.forms import Json, Strict, without_neutral
 from cached_rag.server.protocol import Basics, ChatRequest
 
 # Settings of OpenAI's that change nothing here, or nothing at these values.

@@ -18,7 +18,7 @@ from cached_rag.errors import ConfigError
 from cached_rag.options import parted, settings_of
 from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.settings import IndexConfig, Reranking, Retrieval
-from cached_rag.server.settings import ServerConfig
+from cached_rag.server import ServerConfig
 
 KINDS = (
     *(GenerationConfig, ModelConfig, StoreConfig, BatchConfig, IndexConfig, Retrieval, Reranking),
