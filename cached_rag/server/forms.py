@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -36,39 +36,28 @@ _Word = Literal["none", "auto", "required"]
 
 
 class Strict(BaseModel):
-    """A part of a body, whose unknown fields are errors."""
+    """A part of a body, whose unknown fields are errors, but for those that change nothing."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    # Fields that never change anything, and those that do not at these values.
+    _ignored: ClassVar[Collection[str]] = ()
+    _neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    # What is said of the latter at other values.
+    _refusal: ClassVar[str] = "this server cannot do"
 
     @model_validator(mode="wrap")
     @classmethod
-    def _few_fields(cls, data: Any, read: ModelWrapValidatorHandler[Any]) -> Any:
-        """A body has room for a million unknown fields, each of which would be an error."""
-        if isinstance(data, dict) and len(data) > _MOST_FIELDS:
+    def _without_what_is_neutral(cls, data: Any, read: ModelWrapValidatorHandler[Any]) -> Any:
+        """Leaves these out. A body has room for a million unknown fields, each of them an error."""
+        if not isinstance(data, dict):
+            return read(data)
+        if len(data) > _MOST_FIELDS:
             raise ValueError(f"more than {_MOST_FIELDS} fields")
-        return read(data)
-
-
-def without_neutral(
-    data: Any, ignored: Collection[str], neutral: Mapping[str, tuple[Any, ...]], refusal: str
-) -> Any:
-    """A body without settings that change nothing.
-
-    Args:
-        ignored: settings that never do.
-        neutral: those that do not at these values.
-        refusal: what is said of others: "this server cannot do".
-
-    Raises:
-        ValueError: one of `neutral` has another value.
-    """
-    if not isinstance(data, dict):
-        return data
-    kept = {name: value for name, value in data.items() if name not in ignored}
-    for name, values in neutral.items():
-        if name in kept and (value := kept.pop(name)) not in values:
-            raise ValueError(f"{refusal} {name}={reprlib.repr(value)}")
-    return kept
+        kept = {name: value for name, value in data.items() if name not in cls._ignored}
+        for name in [one for one in cls._neutral if one in kept and one not in cls.model_fields]:
+            if (value := kept.pop(name)) not in cls._neutral[name]:
+                raise ValueError(f"{cls._refusal} {name}={reprlib.repr(value)}")
+        return read(kept)
 
 
 class Function(Strict):
@@ -143,25 +132,20 @@ class AllowedChoice(Strict):
 class CalledFunction(Strict):
     """A function that was called."""
 
+    _ignored = ("parsed_arguments",)  # the arguments once more, which OpenAI's `parse()` adds
+
     name: Annotated[str, Field(max_length=256)]
     arguments: Annotated[str, Field(max_length=_MOST_ARGUMENTS)]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_what_is_parsed(cls, data: Any) -> Any:
-        """Leaves out the arguments once more, which OpenAI's `parse()` adds."""
-        if not isinstance(data, dict):
-            return data
-        return {name: value for name, value in data.items() if name != "parsed_arguments"}
 
 
 class CalledTool(Strict):
     """A call in a message of the conversation."""
 
+    _ignored = ("index",)  # which it has in a stream
+
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
 
 
 class _Schema(Strict):
