@@ -8,9 +8,9 @@ itself loads no model library.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING
-
-from cached_rag.lazily import imports_from
 
 if TYPE_CHECKING:
     from cached_rag.backends.transformers.loading import load_model, wrap_model
@@ -102,4 +102,22 @@ _PLACES = {
     "rag.rag": ("CachedRAG",),
 }
 
-__getattr__ = imports_from(_PLACES, __name__, "cached_rag")
+
+def imports_from(places: Mapping[str, Sequence[str]], module: str) -> Callable[[str], object]:
+    """A module's `__getattr__` (PEP 562), which raises AttributeError for other names.
+
+    Args:
+        places: the names, by the module of this package that has them.
+        module: whose names they are.
+    """
+    homes = {name: place for place, names in places.items() for name in names}
+
+    def find(name: str) -> object:
+        if name not in homes:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{homes[name]}"), name)
+
+    return find
+
+
+__getattr__ = imports_from(_PLACES, __name__)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 else:
     Selector = Any  # methods need PyTorch, which a command's help does not
 
+# The model that is meant where none is named: small, but good enough to see what the library does.
+# A wheel has it, so no hub is needed (README).
+DEFAULT_MODEL = "smollm2-135m"
 # How near answers are to full prefill's, in words, and the method that each of them means.
 QUALITIES = {"exact": "prefix", "auto": "auto", "fast": "fast"}
 # The smallest temperature that is not 0, and the smallest repetition penalty: logits divided by

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cached_rag.lazily import imports_from
+from cached_rag import imports_from
 
 if TYPE_CHECKING:
     from cached_rag.backends.transformers.model import LanguageModel
@@ -90,7 +90,7 @@ __all__ = [
 
 _PLACES = {
     "backends.transformers.model": ("LanguageModel",),
-    "defaults": ("DEFAULT_MODEL",),
+    "config": ("DEFAULT_MODEL",),
     "engine.decoding": (
         "Generation",
         "TokenLogprobs",
@@ -134,4 +134,4 @@ _PLACES = {
     ),
 }
 
-__getattr__ = imports_from(_PLACES, __name__, "cached_rag")
+__getattr__ = imports_from(_PLACES, __name__)

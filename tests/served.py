@@ -12,10 +12,10 @@ import time
 from conftest import CHUNKS
 
 from cached_rag.backends.tokenizer import Tokenization
+from cached_rag.server import ServerConfig
 from cached_rag.server.app import create_app
 from cached_rag.server.run import Server, bind
 from cached_rag.server.service import Service
-from cached_rag.server.settings import ServerConfig
 
 NAME = "tiny"
 MESSAGES = [

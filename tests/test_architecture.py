@@ -17,7 +17,7 @@ from cached_rag import spi
 ROOT = Path(cached_rag.__file__).parent
 # From the ground up; a package may import those before it.
 FLOORS = (
-    *("errors", "defaults", "options", "lazily", "methods", "grammar", "config"),
+    *("errors", "options", "methods", "grammar", "config"),
     *("kv", "backends", "library", "engine"),
     *("pml", "rag", "frameworks", "server", "evaluation", "cli", "spi"),
 )

@@ -1,4 +1,4 @@
-"""The command line, one file a command."""
+"""The command line: `main` puts it together, of files with a few commands each."""
 
 from __future__ import annotations
 

@@ -1,29 +1,58 @@
-"""`cached-rag ask`: a question to an index."""
+"""`cached-rag ask`, `search`, `chat` and `explain`: questions to an index."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cached_rag.cli.options import DEFAULT_INDEX, Index, answering, opened, opening
-from cached_rag.cli.terminal import Json, err, out, print_json, print_reports
-from cached_rag.rag.settings import Reranking, Retrieval
+from cached_rag.cli.options import (
+    DEFAULT_INDEX,
+    SETTLED,
+    Given,
+    Index,
+    OptionsOf,
+    answering,
+    filters,
+    opened,
+    opening,
+    to_write,
+)
+from cached_rag.cli.terminal import (
+    Json,
+    err,
+    out,
+    print_answer,
+    print_hits,
+    print_json,
+    print_notes,
+    print_pieces,
+)
+from cached_rag.errors import CachedRAGError
+from cached_rag.rag.settings import IndexConfig, Reranking, Retrieval
+
+if TYPE_CHECKING:
+    from cached_rag import Chat
 
 # What full prefill has not.
 _OF_METHODS = ("method", "quality", "recompute_ratio", "adaptive")
+# For the one question there is; and full prefill, to compare it with, must not find what it left.
+_ONCE = opening(sequence_bytes=0)
+_HELP = (
+    "Ask; /new begins anew, /sources shows the last answer's chunks, /help says this again, /quit "
+    "or an empty line ends. A question that begins with / is asked with a blank before it."
+)
 
 
 def ask_command(
     question: str,
     index: Index = DEFAULT_INDEX,
     *,
-    asked: Annotated[
-        dict[str, Any], answering(Retrieval, shown=("where", "temperature"), max_tokens=128)
-    ],
-    # The one question there is; and full prefill, to compare it with, must not find what it left.
-    how: Annotated[dict[str, Any], opening(Reranking, sequence_bytes=0)],
+    asked: Annotated[Given, answering(Retrieval, shown=("where", "temperature"), max_tokens=128)],
+    how: Annotated[Given, _ONCE],
     compare: Annotated[
         bool, typer.Option(help="Answer with full prefill, too, which reuses nothing.")
     ] = False,
@@ -32,31 +61,133 @@ def ask_command(
     """Ask the documents of an index; the answer streams."""
     with opened(index, **how) as rag:
         stream = rag.stream(question, **asked)
-        for piece in stream:
-            if not as_json:
-                out.print(piece, end="", markup=False, highlight=False)
+        print_pieces(stream, are_shown=not as_json)
         answer = stream.answer
         full = rag.ask(question, **plainly(asked)) if compare else None
-    if as_json:
-        found: dict[str, Any] = {
-            "text": answer.text,
-            "sources": [dataclasses.asdict(hit) for hit in answer.sources],
-            "report": answer.report.to_dict(),
-        }
-        if full is not None:
-            found["full"] = {"text": full.text, "report": full.report.to_dict()}
-        print_json(found)
-        return
-    out.print("\n")
-    for hit in answer.sources:
-        out.print(f"  {hit}", style="dim", markup=False)
-    print_reports([("cached", answer.report)] + ([("full prefill", full.report)] if full else []))
-    for note in answer.report.notes:
-        err.print(f"note: {note}", style="yellow", markup=False, highlight=False)
-    if full is not None:
-        out.print(f"Full prefill's answer: {full.text}", markup=False)
+    print_answer(answer, full, sources=answer.sources, as_json=as_json)
 
 
-def plainly(asked: dict[str, Any]) -> dict[str, Any]:
+def plainly(asked: Given) -> Given:
     """The same with full prefill, which has no options."""
     return {n: v for n, v in asked.items() if n not in _OF_METHODS} | {"method": "full"}
+
+
+def explain_command(
+    question: str,
+    index: Index = DEFAULT_INDEX,
+    *,
+    asked: Annotated[Given, answering(Retrieval, max_tokens=128)],
+    how: Annotated[Given, _ONCE],
+    compare: Annotated[
+        bool, typer.Option(help="Answer with full prefill, too, to have its time.")
+    ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            callback=to_write, help="Write a page to this file, the prompt coloured in it."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Ask, and show what of the prompt was reused, moved, repaired and computed, and the times."""
+    with opened(index, **how) as rag:
+        answer = rag.ask(question, **asked)
+        full = rag.ask(question, **plainly(asked)) if compare else None
+    explanation = answer.explain(full)
+    if html is not None:
+        explanation.save(html)
+    if as_json:
+        print_json(explanation.to_dict())
+    elif html is not None:
+        out.print(f"written to {html}", soft_wrap=True)
+    else:
+        out.print(str(explanation), soft_wrap=True)
+
+
+def search_command(
+    question: str,
+    index: Index = DEFAULT_INDEX,
+    *,
+    wanted: Annotated[
+        Given,
+        OptionsOf((Retrieval,), only=("k", "where", "min_score"), parsers={"where": filters}),
+    ],
+    how: Annotated[
+        Given,
+        OptionsOf(
+            (IndexConfig, Reranking), shown=("search", "reranker", "candidates"), but=SETTLED
+        ),
+    ],
+    as_json: Json = False,
+) -> None:
+    """Show the chunks nearest to a question."""
+    with opened(index, **how) as rag:
+        hits = rag.search(question, **wanted)
+    if as_json:
+        print_json({"hits": [dataclasses.asdict(hit) for hit in hits]})
+        return
+    if not hits:
+        out.print("none")
+    for hit in hits:
+        out.print(f"{hit}", style="bold")
+        out.print(f"{hit.text}\n")
+
+
+def chat_command(
+    index: Index = DEFAULT_INDEX,
+    *,
+    asked: Annotated[Given, answering(Retrieval, shown=("where", "temperature"))],
+    how: Annotated[Given, opening()],
+    condense: Annotated[
+        bool, typer.Option(help="Let the model rewrite follow-up questions for the search.")
+    ] = True,
+) -> None:
+    """Talk to the documents of an index; each turn's KV serves the next."""
+    with opened(index, **how) as rag:
+        chat, has_failed = rag.chat(condense=condense, **asked), False
+        err.print(_HELP, style="dim")
+        while (said := _asked()).strip() and (command := said.rstrip()) != "/quit":
+            if command == "/new":
+                chat = rag.chat(condense=condense, **asked)
+            elif command == "/sources":
+                for hit in chat.history[-1].sources if chat.history else ():
+                    out.print(f"{hit}\n{hit.text}\n")
+            elif command.startswith("/"):
+                if command != "/help":
+                    err.print(f"there is no {command.split()[0]}", style="yellow")
+                err.print(_HELP, style="dim")
+            else:
+                has_failed = not _answer(chat, said.strip())
+        if has_failed and not sys.stdin.isatty():
+            raise typer.Exit(1)
+
+
+def _asked() -> str:
+    """The next question; empty at the end of the input."""
+    try:
+        return input("> ")
+    except (EOFError, KeyboardInterrupt):
+        return ""
+
+
+def _answer(chat: Chat, question: str) -> bool:
+    """Stream an answer; an interrupt or an error ends it, and the conversation goes on.
+
+    Returns:
+        Whether there was no error.
+    """
+    try:
+        stream = chat.stream(question)
+        print_pieces(stream)
+    except KeyboardInterrupt:  # what there is of the answer is kept: the next question closes it
+        out.print("\n")
+        return True
+    except CachedRAGError as error:
+        err.print(f"error: {error}", style="red")
+        return False
+    answer = stream.answer
+    out.print("\n")
+    print_hits(answer.sources)
+    out.print(f"  {answer.report.to_line()}", style="dim")
+    print_notes(answer.report)
+    return True

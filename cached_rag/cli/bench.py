@@ -1,4 +1,4 @@
-"""`cached-rag bench`: times of each method, of the first token and of whole answers."""
+"""`cached-rag bench` and `doctor`: times of each method, and what a machine and a model can do."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cached_rag.cli.demo import CORPUS
-from cached_rag.cli.options import Loading, Model, counts, names
-from cached_rag.cli.settings import OptionsOf, SettingsCommand, with_settings
+from cached_rag.cli.options import (
+    IndexModel,
+    Loading,
+    Model,
+    OptionsOf,
+    SettingsCommand,
+    at_home,
+    counts,
+    names,
+    opened,
+    with_settings,
+)
 from cached_rag.cli.terminal import (
     Json,
     out,
@@ -22,7 +32,7 @@ from cached_rag.cli.terminal import (
 )
 from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
-from cached_rag.options import check_types, require, settings_of
+from cached_rag.options import check_types, require
 
 if TYPE_CHECKING:
     from cached_rag.evaluation.ttft import TtftRow
@@ -99,9 +109,7 @@ def ttft(
     context: typer.Context,
     model: Model = DEFAULT_MODEL,
     *,
-    work: Annotated[
-        dict[str, Any], OptionsOf((FirstTokens,), shown=tuple(settings_of(FirstTokens)))
-    ],
+    asked: Annotated[FirstTokens, OptionsOf()],
     how: Loading,
     as_json: Json = False,
 ) -> None:
@@ -114,7 +122,6 @@ def ttft(
     from cached_rag.evaluation.texts import NEW_PROMPTS
     from cached_rag.evaluation.ttft import bench_ingest, bench_ttft
 
-    asked = FirstTokens(**work)
     sizes = {"modules": asked.chunks, "module_tokens": asked.chunk_tokens}
     with Engine.load(model, store=NEW_PROMPTS, **how) as engine:
         rows = bench_ttft(
@@ -166,7 +173,7 @@ def _refuse_options(context: typer.Context) -> None:
 def answers(
     model: Model = DEFAULT_MODEL,
     *,
-    work: Annotated[dict[str, Any], OptionsOf((Answers,), shown=tuple(settings_of(Answers)))],
+    asked: Annotated[Answers, OptionsOf()],
     how: Loading,
     as_json: Json = False,
 ) -> None:
@@ -179,7 +186,6 @@ def answers(
     from cached_rag.evaluation.machine import machine
     from cached_rag.evaluation.peers import Own, Peer, Transformers
 
-    asked = Answers(**work)
     lengths = counts(asked.prompt_tokens, "prompt tokens")
     corpus = joined(CORPUS if asked.texts is None else Path(asked.texts))
     # Nothing is kept of finished prompts, and nothing is computed while another one answers.
@@ -195,3 +201,36 @@ def answers(
         about = {name: peer.about for name, peer in peers.items()}
         facts = machine(engine.model) | {"peers": about}
     print_rows(rows, facts, as_json=as_json)
+
+
+def doctor_command(
+    model: IndexModel = None,
+    index: Annotated[
+        Path | None, typer.Option("--index", callback=at_home, help="Also look at this index.")
+    ] = None,
+    *,
+    how: Loading,
+    as_json: Json = False,
+) -> None:
+    """What this machine and model can do, and whether reuse computes what the model would."""
+    from cached_rag import Engine
+    from cached_rag.evaluation.machine import examine, self_test
+
+    if index is not None:
+        with opened(index, model=model, **how) as rag:
+            facts, tests = examine(rag.engine), self_test(rag.engine)
+    else:
+        with Engine.load(model or DEFAULT_MODEL, **how) as engine:
+            facts, tests = examine(engine), self_test(engine)
+    if as_json:
+        print_json(facts | {"self_test": [vars(test) | {"passed": test.passed} for test in tests]})
+    else:
+        verdicts = {
+            f"self-test: {test.name}": f"{'passed' if test.passed else 'FAILED'}, "
+            f"error {test.error:.1e}"
+            for test in tests
+        }
+        shown = facts | verdicts
+        print_table([{"what": name, "found": value} for name, value in shown.items()])
+    if not all(test.passed for test in tests):
+        raise typer.Exit(1)

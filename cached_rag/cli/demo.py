@@ -5,13 +5,12 @@ from __future__ import annotations
 import shutil
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from rich.table import Table
 
-from cached_rag.cli.options import Index, IndexModel
-from cached_rag.cli.settings import OptionsOf
-from cached_rag.cli.terminal import out, sooner
+from cached_rag.cli.options import Given, Index, IndexModel, OptionsOf
+from cached_rag.cli.terminal import out, print_hits, print_pieces, sooner
 from cached_rag.kv.files import make_folder
 from cached_rag.rag.settings import IndexConfig
 
@@ -35,7 +34,7 @@ def demo_command(
     model: IndexModel = None,
     *,
     how: Annotated[
-        dict[str, Any], OptionsOf((IndexConfig,), shown=("codec",), defaults={"sequence_bytes": 0})
+        Given, OptionsOf((IndexConfig,), shown=("codec",), defaults={"sequence_bytes": 0})
     ],
 ) -> None:
     """Ingest eight PEPs, ask three questions, compare with full prefill.
@@ -47,7 +46,7 @@ def demo_command(
     # Each question is asked twice, and what the first left would serve the second.
     with CachedRAG.open(index, model or MODEL, **how) as rag:
         documents = _copied(index / "documents")
-        out.print(f"Loading {rag.settings['model']} ...", markup=False, soft_wrap=True)
+        out.print(f"Loading {rag.settings['model']} ...", soft_wrap=True)
         summary = rag.ingest(documents)
         out.print(
             f"{summary.added} documents added, {summary.unchanged} unchanged; "
@@ -60,7 +59,7 @@ def demo_command(
         f"  cached-rag ingest {documents} --index {index}",
         f"  cached-rag ask QUESTION --index {index} --compare",
     ):
-        out.print(line, markup=False, soft_wrap=True)
+        out.print(line, soft_wrap=True)
 
 
 def _compared(rag: CachedRAG) -> Table:
@@ -68,7 +67,7 @@ def _compared(rag: CachedRAG) -> Table:
     table = Table("question", "prompt", "", "first token", "whole answer")
     ratios: list[tuple[float, float]] = []
     for number, question in enumerate(QUESTIONS, 1):
-        out.print(f"[bold]{number}. {question}[/bold]")
+        out.print(f"{number}. {question}", style="bold")
         cached = _shown(rag, question)
         full = rag.ask(question, method="full", max_tokens=_MAX_TOKENS)
         whole, own = full.report, cached.report
@@ -98,10 +97,8 @@ def _copied(folder: Path) -> Path:
 
 def _shown(rag: CachedRAG, question: str) -> Answer:
     stream = rag.stream(question, max_tokens=_MAX_TOKENS)
-    for piece in stream:
-        out.print(piece, end="", markup=False, highlight=False)
+    print_pieces(stream)
     out.print()
-    for hit in stream.sources[:3]:
-        out.print(f"   {hit}", style="dim", markup=False, highlight=False)
+    print_hits(stream.sources[:3])
     out.print()
     return stream.answer

@@ -1,35 +1,214 @@
-"""`cached-rag list`, `search` and `delete`: the documents of an index. Load no language model."""
+"""`cached-rag ingest`, `list` and `delete`: the documents of an index."""
 
 from __future__ import annotations
 
 import dataclasses
-from contextlib import closing
-from typing import Annotated, Any
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cached_rag.cli.options import (
     DEFAULT_INDEX,
     ENVIRONMENT,
-    SETTLED,
+    NOT_OF_AN_INDEX,
+    Given,
     Index,
-    filters,
+    IndexModel,
+    OptionsOf,
+    SettingsCommand,
+    documents_of,
     opened,
-    require_index,
+    signed,
 )
-from cached_rag.cli.settings import OptionsOf
-from cached_rag.cli.terminal import Json, out, print_json, print_table
-from cached_rag.config import StoreConfig
+from cached_rag.cli.terminal import Json, err, out, print_json, print_table
+from cached_rag.config import ModelConfig, StoreConfig
+from cached_rag.options import require
 from cached_rag.rag.document import shown
-from cached_rag.rag.settings import IndexConfig, Reranking, Retrieval
+from cached_rag.rag.limits import DocumentLimits
+from cached_rag.rag.settings import IndexConfig
+
+if TYPE_CHECKING:
+    from cached_rag import IngestSummary
+    from cached_rag.rag.workers import IngestWorkers
+
+# What a shell knows a command by that was interrupted.
+_INTERRUPTED = 130
+# Most files that are named for one reason.
+_MOST_LINES = 20
+
+
+class IngestCommand(SettingsCommand):
+    """A command that takes `--ray` without an address, too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Give a lone `--ray` the address of this machine."""
+        given = []
+        for argument, following in zip_longest(args, args[1:], fillvalue="-"):
+            given.append(argument)
+            if argument == "--ray" and following.startswith("-"):
+                given.append("local")
+        return super().parse_args(ctx, given)
+
+
+@dataclass(frozen=True)
+class Ingesting:
+    """How documents are taken in.
+
+    Attributes:
+        name: name of PATH in the index, instead of its own.
+        delete_missing: drop documents gone from PATH.
+        watch: go on, and keep the index in step with the folder PATH.
+        ray: do it on a Ray cluster: auto for the one of this machine, host:port, or
+            ray://host:10001; without an address, in processes of this machine (extra ray).
+        ray_workers: workers on the cluster; None for as many as fit.
+        ray_cpus: CPUs of each worker; None for 1.
+        ray_gpus: GPUs of each worker, such as 1 or 0.5; None for none.
+
+    Raises:
+        ConfigError: two of these do not go together.
+    """
+
+    name: str | None = None
+    delete_missing: bool = False
+    watch: bool = False
+    ray: str | None = None
+    ray_workers: int | None = None
+    ray_cpus: float | None = None
+    ray_gpus: float | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            not self.watch or self.name is None,
+            "--watch names documents after PATH; leave --name out, or rename the folder",
+        )
+        require(
+            not self.watch or self.ray is None,
+            "--watch goes on in one process; ingest with --ray before, or leave it",
+        )
+        require(
+            self.ray is not None or not self._sizes,
+            "--ray-workers, --ray-cpus and --ray-gpus go with --ray",
+        )
+
+    @property
+    def _sizes(self) -> dict[str, float]:
+        sizes = {
+            "workers": self.ray_workers,
+            "cpus_per_worker": self.ray_cpus,
+            "gpus_per_worker": self.ray_gpus,
+        }
+        return {name: size for name, size in sizes.items() if size is not None}
+
+    @property
+    def workers(self) -> IngestWorkers | None:
+        """Those of the cluster, if there is to be one."""
+        if self.ray is None:
+            return None
+        from cached_rag.rag.workers import workers
+
+        return workers(self.ray, **self._sizes)
+
+
+def ingest_command(
+    # Not a Path, in which an empty one would be this folder.
+    path: Annotated[str, typer.Argument(help="File or folder.")],
+    index: Index = DEFAULT_INDEX,
+    model: IndexModel = None,
+    *,
+    asked: Annotated[Ingesting, OptionsOf(shown=("delete_missing", "watch", "ray"))],
+    how: Annotated[
+        Given,
+        OptionsOf(
+            (IndexConfig, ModelConfig, StoreConfig, DocumentLimits),
+            shown=("chunk_tokens", "codec", "context", "search", "device", "remote"),
+            but=NOT_OF_AN_INDEX,
+            environment=ENVIRONMENT,
+        ),
+    ],
+    as_json: Json = False,
+) -> None:
+    """Read, split, embed, index and prefill documents; what the index has already is skipped."""
+    from cached_rag import CachedRAG
+    from cached_rag.rag.finding import is_folder
+    from cached_rag.rag.roots import absolute
+
+    workers = asked.workers
+    for name in ("parse_seconds", "parse_memory_bytes"):
+        if how.get(name) == 0:
+            how[name] = None
+    is_folder(absolute(path))  # before the index has a folder
+    with CachedRAG.open(index, model, **signed(how)) as rag:
+        if asked.watch:
+            with suppress(KeyboardInterrupt):  # it goes on until then
+                for summary in rag.watch(path):
+                    _print(summary, as_json=as_json)
+            return
+        told: dict[str, Any] = {"name": asked.name, "delete_missing": asked.delete_missing}
+        try:
+            summary = rag.ingest(path, ray=workers, progress=not as_json, **told)
+        except KeyboardInterrupt:
+            err.print("interrupted; what is done is kept, and the same command goes on from there")
+            raise typer.Exit(_INTERRUPTED) from None
+    _print(summary, as_json=as_json)
+    if summary.skipped and not (summary.added or summary.unchanged):
+        raise typer.Exit(1)  # of what was named nothing could be read
+
+
+def _print(summary: IngestSummary, *, as_json: bool) -> None:
+    if as_json:
+        print_json(dataclasses.asdict(summary))
+        return
+    out.print(
+        f"{summary.added} documents added, {summary.unchanged} unchanged, "
+        f"{summary.deleted} deleted; {summary.chunks} chunks, "
+        f"{summary.encoded} prefilled now ({summary.tokens} tokens in all passes) "
+        f"in {summary.seconds:.1f} s; the index has {summary.stored_bytes / 2**20:.0f} MiB of KV"
+    )
+    if summary.unsent:
+        line = (
+            f"KV of {summary.unsent} chunks did not reach the remote store; ingest again to send it"
+        )
+        err.print(line, style="yellow")
+    if summary.missing:
+        err.print(
+            f"{len(summary.missing)} documents are gone from there, and answers go on citing them; "
+            "drop them with --delete-missing, or one with `cached-rag delete`: "
+            + _some(list(map(shown, summary.missing)), ", "),
+            style="yellow",
+        )
+    _print_left_out(summary)
+
+
+def _some(lines: Sequence[str], between: str) -> str:
+    """The first lines, and how many others there are."""
+    rest = len(lines) - _MOST_LINES
+    return between.join([*lines[:_MOST_LINES], *([f"{rest} others (see --json)"] * (rest > 0))])
+
+
+def _print_left_out(summary: IngestSummary) -> None:
+    """Print which files could not be read, and which are of no known kind."""
+    from cached_rag.rag.readers import READERS
+
+    if not (summary.added or summary.unchanged or summary.skipped):
+        err.print("there is no file of a known kind", style="yellow")
+    if summary.skipped:
+        lines = [f"skipped {reason}" for _, reason in summary.skipped]
+        err.print(_some(lines, "\n"), style="yellow")
+    if summary.passed_over:
+        total = sum(count for _, count in summary.passed_over)
+        kinds = ", ".join(f"{n} {suffix or 'without suffix'}" for suffix, n in summary.passed_over)
+        known = ", ".join(sorted(READERS))
+        line = f"{total} files passed over: {kinds}; known kinds: {known}"
+        err.print(line, style="yellow")
 
 
 def list_command(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
     """List the documents of an index, by the names that answers show and `delete` takes."""
-    from cached_rag.rag.index import DocumentIndex
-
-    require_index(index)
-    with closing(DocumentIndex(index / "documents.sqlite")) as kept:
+    with documents_of(index) as kept:
         documents = kept.documents()
     if as_json:
         print_json({"documents": [dataclasses.asdict(document) for document in documents]})
@@ -47,46 +226,12 @@ def list_command(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
     )
 
 
-def search_command(
-    question: str,
-    index: Index = DEFAULT_INDEX,
-    *,
-    wanted: Annotated[
-        dict[str, Any],
-        OptionsOf(
-            (Retrieval,),
-            shown=("k", "where", "min_score"),
-            only=("k", "where", "min_score"),
-            parsers={"where": filters},
-        ),
-    ],
-    how: Annotated[
-        dict[str, Any],
-        OptionsOf(
-            (IndexConfig, Reranking), shown=("search", "reranker", "candidates"), but=SETTLED
-        ),
-    ],
-    as_json: Json = False,
-) -> None:
-    """Show the chunks nearest to a question."""
-    with opened(index, **how) as rag:
-        hits = rag.search(question, **wanted)
-    if as_json:
-        print_json({"hits": [dataclasses.asdict(hit) for hit in hits]})
-        return
-    if not hits:
-        out.print("none")
-    for hit in hits:
-        out.print(f"{hit}", style="bold", markup=False, highlight=False)
-        out.print(f"{hit.text}\n", markup=False, highlight=False)
-
-
 def delete_command(
     sources: Annotated[list[str], typer.Argument(help="As `list` has them, or paths on disk.")],
     index: Index = DEFAULT_INDEX,
     *,
     how: Annotated[
-        dict[str, Any],
+        Given,
         OptionsOf(
             (StoreConfig,),
             shown=("remote",),
@@ -104,6 +249,4 @@ def delete_command(
         print_json({"deleted": [dataclasses.asdict(one) for one in deleted]})
         return
     for one in deleted:
-        out.print(
-            f"{shown(one.source)}: {one.chunks} chunks and {one.kvs} KVs deleted", markup=False
-        )
+        out.print(f"{shown(one.source)}: {one.chunks} chunks and {one.kvs} KVs deleted")

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress, TextColumn
 
-from cached_rag.cli.options import Loading, Model, names, numbers, to_write
-from cached_rag.cli.settings import OptionsOf
+from cached_rag.cli.options import Loading, Model, OptionsOf, names, numbers, to_write
 from cached_rag.cli.terminal import Json, err, out, print_json, print_table
 from cached_rag.config import DEFAULT_MODEL
 from cached_rag.evaluation.data import Questions
@@ -58,11 +57,8 @@ def evaluate_command(
     more: Annotated[list[Path] | None, typer.Argument(help="More .jsonl files.")] = None,
     model: Model = DEFAULT_MODEL,
     *,
-    comparing: Annotated[dict[str, Any], OptionsOf((Comparing,), shown=("methods", "ratio"))],
-    which: Annotated[
-        dict[str, Any],
-        OptionsOf((Questions,), shown=("limit", "chunks", "answers")),
-    ],
+    asked: Annotated[Comparing, OptionsOf(shown=("methods", "ratio"))],
+    questions: Annotated[Questions, OptionsOf(shown=("limit", "chunks", "answers"))],
     how: Loading,
     as_json: Json = False,
 ) -> None:
@@ -81,10 +77,10 @@ def evaluate_command(
     from cached_rag.evaluation.summary import summarise
     from cached_rag.evaluation.trial import make_trials
 
-    asked, data = Comparing(**comparing), [*data, *(more or [])]
+    data += more or []
     ratios = numbers(asked.ratio, float, "a ratio is a number from 0 to 1")
     trials = make_trials(names(asked.methods), ratios)
-    settings = Settings(tuple(data), tuple(trials), Questions(**which))
+    settings = Settings(tuple(data), tuple(trials), questions)
     with Engine.load(model, **how) as engine:
         named = asked.journal and Path(asked.journal)
         where = named or cache_dir() / "eval" / f"{settings.digest(engine)}.jsonl"
@@ -113,8 +109,8 @@ def evaluate_command(
         out.print("Sets of fewer than 30 questions show large differences only.", style="yellow")
     if len(measured) > 1:
         places = (f"{one['rows']} at {one['commit']}, {one['processor']}" for one in measured)
-        out.print(f"Measured at several places: {'; '.join(places)}", style="yellow", markup=False)
-    out.print(f"Measurements are kept in {where}", style="dim", markup=False)
+        out.print(f"Measured at several places: {'; '.join(places)}", style="yellow")
+    out.print(f"Measurements are kept in {where}", style="dim")
 
 
 def _write_csv(rows: list[dict[str, Any]], path: Path) -> None:

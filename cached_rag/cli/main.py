@@ -1,33 +1,40 @@
-"""The command line, put together. Each command parses, calls the library and prints."""
+"""The command line, put together, and the file of settings for it.
+
+Each command parses, calls the library and prints.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from cached_rag import __version__
-from cached_rag.cli.ask import ask_command
-from cached_rag.cli.bench import bench_app
-from cached_rag.cli.chat import chat_command
+from cached_rag.cli.ask import ask_command, chat_command, explain_command, search_command
+from cached_rag.cli.bench import bench_app, doctor_command
 from cached_rag.cli.demo import demo_command
-from cached_rag.cli.doctor import doctor_command
-from cached_rag.cli.documents import delete_command, list_command, search_command
+from cached_rag.cli.documents import IngestCommand, delete_command, ingest_command, list_command
 from cached_rag.cli.eval import evaluate_command
-from cached_rag.cli.explain import explain_command
-from cached_rag.cli.ingest import IngestCommand, ingest_command
+from cached_rag.cli.options import FILE, SettingsCommand, with_settings
 from cached_rag.cli.schema import schema_app
 from cached_rag.cli.serve import serve_command
-from cached_rag.cli.settings import FILE, SettingsCommand, defaults_from, with_settings
 from cached_rag.cli.store import store_app
 from cached_rag.cli.terminal import err, out
-from cached_rag.errors import CachedRAGError
+from cached_rag.errors import CachedRAGError, ConfigError
+from cached_rag.options import unknown_settings
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 
 app = typer.Typer(
     help="Retrieval-augmented generation without prefilling the same text twice.",
@@ -75,6 +82,63 @@ def root(
         err.print(f"settings of {FILE}", style="dim")
 
 
+def defaults_from(file: Path | None, commands: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a file of settings has for each command, by the command's name.
+
+    Settings at its top are for all commands that have them, those of a table for the command of
+    that name, such as [serve] or [store.prune].
+
+    Args:
+        file: None for the one in the working folder, if there is one.
+        commands: click's, by name.
+
+    Raises:
+        ConfigError: the file cannot be read, or has what no such command has.
+    """
+    path = file or FILE
+    if file is None and not path.is_file():
+        return {}
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f'{path} cannot be read: {error}; see docs/quickstart.md, "Settings"'
+        ) from error
+    tables = {name: found.pop(name) for name in list(found) if name in commands}
+    _check_known(path, found, set().union(*map(_names, commands.values())))
+    return {
+        name: _defaults_of(command, found, tables.get(name, {}), f"{path}, [{name}]")
+        for name, command in commands.items()
+    }
+
+
+def _defaults_of(
+    command: Any, common: Mapping[str, Any], own: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """A command's defaults, as click takes them; those of commands below it by their names."""
+    below, has = getattr(command, "commands", {}), {one.name for one in command.params}
+    mine = {name: value for name, value in own.items() if name not in below}
+    _check_known(where, mine, has)
+    mine = {name: value for name, value in common.items() if name in has} | mine
+    # Click would make Python's text of an object.
+    plain = {n: json.dumps(v) if isinstance(v, dict) else v for n, v in mine.items()}
+    return plain | {
+        name: _defaults_of(one, common, own.get(name, {}), f"{where[:-1]}.{name}]")
+        for name, one in below.items()
+    }
+
+
+def _names(command: Any) -> set[str]:
+    """The settings of a command, and of those below it."""
+    below = getattr(command, "commands", {}).values()
+    return {one.name for one in command.params}.union(*map(_names, below))
+
+
+def _check_known(where: object, given: Mapping[str, Any], known: set[str]) -> None:
+    if unknown := [name for name in given if name not in known]:
+        raise ConfigError(f"{where}: {unknown_settings(unknown, sorted(known))}")
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
@@ -90,5 +154,5 @@ def main() -> None:
     try:
         app()
     except CachedRAGError as error:
-        err.print(f"error: {error}", style="red", markup=False, highlight=False)
+        err.print(f"error: {error}", style="red")
         sys.exit(1)

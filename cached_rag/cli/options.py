@@ -1,25 +1,210 @@
-"""The options that several commands have, each with its name and help in one place."""
+"""Options of commands, made from the classes of settings that they fill.
+
+Those that several commands have stand here, too, each with its name and help in one place.
+"""
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import typer
+from typer.core import TyperCommand
 
-from cached_rag.cli.settings import OptionsOf
 from cached_rag.config import GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError
-from cached_rag.rag.settings import IndexConfig, Retrieval
+from cached_rag.options import Setting, settings_of
+from cached_rag.rag.index import DocumentIndex
+from cached_rag.rag.settings import IndexConfig, Reranking, Retrieval
 
 if TYPE_CHECKING:
     from cached_rag import CachedRAG
 
-DEFAULT_INDEX = Path("cached-rag-index")
+# Looked for in the working folder.
+FILE = Path("cached-rag.toml")
+_ALL = "--help-all"
+_MORE = f"{_ALL} shows rare options, too. All may stand in {FILE}: docs/quickstart.md."
+_WORDS = {"true": True, "false": False}
 Number = TypeVar("Number", int, float)
 
+
+@dataclass(frozen=True)
+class OptionsOf:
+    """Settings that a command has as options.
+
+    It annotates a parameter of the command, which gets those that were given: by name, or as an
+    object, if its type is a class of settings.
+
+    Attributes:
+        kinds: classes of settings; empty for that one.
+        shown: those that `--help` shows, None for all; `--help-all` shows the others, too.
+        only: those that the command has; empty for all.
+        but: those that it does not have.
+        defaults: those that this command has other defaults for.
+        parsers: what makes a setting of the option's texts, where it is no plain one.
+        environment: variables of the environment that stand for some.
+    """
+
+    kinds: tuple[type, ...] = ()
+    shown: tuple[str, ...] | None = None
+    only: tuple[str, ...] = ()
+    but: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    parsers: Mapping[str, Callable[[list[str]], Any]] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> dict[str, Setting]:
+        """Those that the command has, by name."""
+        found = settings_of(*self.kinds)
+        names = [name for name in self.only or found if name not in self.but]
+        return {name: found[name] for name in names}
+
+    def parameters(self) -> Iterator[inspect.Parameter]:
+        """A parameter of the command line for each; None where it is not given."""
+        for name, one in self.settings.items():
+            is_parsed = name in self.parsers
+            kind = list[str] if is_parsed else _plain_type(one.type)
+            default = self.defaults.get(name, one.default)
+            option = typer.Option(
+                _flag(name, kind, default),
+                help=_brief(one.help) + _said(default),
+                hidden=self.shown is not None and name not in self.shown,
+                envvar=self.environment.get(name),
+                metavar="FIELD=VALUE" if is_parsed else None,
+            )
+            annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
+            yield inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+            )
+
+    def taken(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Those that were given, taken out of a command's values, and this command's defaults."""
+        found = dict(self.defaults)
+        for name, one in self.settings.items():
+            if (value := values.pop(name)) not in (None, []):
+                found[name] = self._parsed(one, value)
+        return found
+
+    def _parsed(self, one: Setting, value: Any) -> Any:
+        if one.name in self.parsers:
+            return self.parsers[one.name](value)
+        if isinstance(value, list):
+            return tuple(value)
+        if _is_any_of(one.type, Mapping) and isinstance(value, str):
+            return _object(one.name, value)
+        return _WORDS.get(value, value) if _is_any_of(one.type, bool) else value
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose parameters that `OptionsOf` annotates are options, one for each setting."""
+    signature = inspect.signature(command, eval_str=True)
+    takes: dict[str, tuple[Callable[..., Any], OptionsOf]] = {}
+    parameters: list[inspect.Parameter] = []
+    for one in signature.parameters.values():
+        kind, *notes = get_args(one.annotation) or (None,)
+        found = [given for given in notes if isinstance(given, OptionsOf)]
+        if found:
+            group = found[0] if found[0].kinds else replace(found[0], kinds=(kind,))
+            takes[one.name] = (kind, group)
+            parameters += group.parameters()
+        else:
+            parameters.append(one.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    def run(**values: Any) -> None:
+        taken = {name: kind(**group.taken(values)) for name, (kind, group) in takes.items()}
+        command(**values, **taken)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    return run
+
+
+class SettingsCommand(TyperCommand):
+    """A command that hides its rare options, unless asked for all."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.context_settings.setdefault("max_content_width", 100)
+        if any(getattr(one, "hidden", False) for one in self.params):
+            self.epilog = _MORE
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As click does, after `--help-all`."""
+        if _ALL in args:
+            for one in self.params:
+                one.hidden = False  # type: ignore[attr-defined]
+            args = ["--help"]
+        return super().parse_args(ctx, args)
+
+
+def _flag(name: str, kind: Any, default: Any) -> str:
+    """The option's name; with its opposite, if it is on or off and not off by default."""
+    flag = name.replace("_", "-")
+    if len(name) == 1:
+        return f"-{flag}"
+    has_opposite = kind is bool and default is not False
+    return f"--{flag}/--no-{flag}" if has_opposite else f"--{flag}"
+
+
+def _said(default: Any) -> str:
+    if default is None or default in ("", ()) or default is False:
+        return ""
+    return " [on]" if default is True else f" [{default}]"
+
+
+def _brief(text: str) -> str:
+    """The first thing that a help text says, as a sentence."""
+    depth = 0
+    for at, (sign, after) in enumerate(zip(text, text[1:] + " ", strict=True)):
+        depth += (sign in "({") - (sign in ")}")
+        if sign in ".;" and after == " " and not depth:
+            text = text[:at]
+            break
+    return text[:1].upper() + text[1:] + "."
+
+
+def _plain_type(kind: Any) -> Any:
+    """What the command line reads for a setting of a type."""
+    if str in (members := _members(kind)):
+        return str
+    plain = [one for one in members if one in (bool, int, float)]
+    if len(plain) == len(members) == 1:
+        return plain[0]
+    return list[str] if _is_any_of(kind, tuple) else str
+
+
+def _members(kind: Any) -> list[Any]:
+    """The types of a union, less None."""
+    found = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return [one for one in found if one is not type(None)]
+
+
+def _is_any_of(kind: Any, wanted: type) -> bool:
+    return any((get_origin(one) or one) is wanted for one in _members(kind))
+
+
+def _object(name: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} is a JSON object, not {text!r}: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name} is a JSON object, not {text!r}")
+    return found
+
+
+# What a command is given of settings that are not all of one class.
+Given = dict[str, Any]
+DEFAULT_INDEX = Path("cached-rag-index")
 _MODEL = "Alias, Hugging Face id, folder or .gguf file."
 
 
@@ -54,10 +239,12 @@ IndexModel = Annotated[
 ]
 
 # How a model is loaded. Of its `model_kwargs` some load code, which no file of settings may name.
-LOADING = OptionsOf(
-    (ModelConfig,), shown=("device", "dtype", "weights", "backend"), but=("model_kwargs",)
-)
-Loading = Annotated[dict[str, Any], LOADING]
+Loading = Annotated[
+    Given,
+    OptionsOf(
+        (ModelConfig,), shown=("device", "dtype", "weights", "backend"), but=("model_kwargs",)
+    ),
+]
 # What a form, or a method that is being studied, needs stands in programs.
 _OF_PROGRAMS = ("grammar", "check_layer", "gradual", "logprobs", "ignore_eos")
 # What the first ingestion of an index settles.
@@ -94,11 +281,11 @@ def answering(*kinds: type, shown: tuple[str, ...] = (), **defaults: Any) -> Opt
     )
 
 
-def opening(*kinds: type, shown: tuple[str, ...] = (), **defaults: Any) -> OptionsOf:
+def opening(**defaults: Any) -> OptionsOf:
     """How an index that is there is opened: all but what its first ingestion settled."""
     return OptionsOf(
-        (IndexConfig, *kinds, ModelConfig, StoreConfig),
-        shown=("search", "device", "backend", "remote", *shown),
+        (IndexConfig, Reranking, ModelConfig, StoreConfig),
+        shown=("search", "device", "backend", "remote"),
         but=(*SETTLED, *NOT_OF_AN_INDEX),
         defaults=defaults,
         environment=ENVIRONMENT,
@@ -115,6 +302,12 @@ def require_index(index: Path) -> None:
         raise ConfigError(
             f"there is no index at {index}; make one with: cached-rag ingest PATH --index {index}"
         )
+
+
+def documents_of(index: Path) -> closing[DocumentIndex]:
+    """What an index has of its documents; a folder that is no index is refused."""
+    require_index(index)
+    return closing(DocumentIndex(index / "documents.sqlite"))
 
 
 def opened(index: Path, **options: Any) -> CachedRAG:

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import Progress
 from rich.tree import Tree
 
 from cached_rag.cli.ask import plainly
-from cached_rag.cli.options import Loading, Model, answering
-from cached_rag.cli.settings import OptionsOf, SettingsCommand, with_settings
-from cached_rag.cli.terminal import Json, err, out, print_json, print_reports
+from cached_rag.cli.options import (
+    Given,
+    Loading,
+    Model,
+    OptionsOf,
+    SettingsCommand,
+    answering,
+    with_settings,
+)
+from cached_rag.cli.terminal import (
+    Json,
+    err,
+    out,
+    print_answer,
+    print_json,
+    print_pieces,
+)
 from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError, PMLError
 
@@ -47,9 +61,6 @@ class Placing:
         return Schema.from_file(file, layout=self.layout, behind=self.behind)
 
 
-_PLACING = OptionsOf((Placing,), shown=("store", "layout", "behind"))
-
-
 @schema_app.command()
 def check(
     files: Annotated[list[Path], typer.Argument(help="Schemas.")],
@@ -71,7 +82,7 @@ def check(
         attributes = ("file", "line", "column", "what")
         print_json({"problems": [{n: getattr(e, n) for n in attributes} for e in problems]})
     for error in problems if not as_json else []:
-        out.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        out.print(str(error), soft_wrap=True)
     if problems:
         raise typer.Exit(1)
 
@@ -87,7 +98,7 @@ def show(file: File, model: Model = DEFAULT_MODEL, as_json: Json = False) -> Non
     if as_json:
         print_json(dataclasses.asdict(found))
     else:
-        out.print(_tree(found), markup=False, highlight=False)
+        out.print(_tree(found))
 
 
 def _tree(node: Outline, parent: Tree | None = None) -> Tree:
@@ -105,14 +116,13 @@ def encode(
     file: File,
     model: Model = DEFAULT_MODEL,
     *,
-    where: Annotated[dict[str, Any], _PLACING],
+    placing: Annotated[Placing, OptionsOf()],
     how: Loading,
     as_json: Json = False,
 ) -> None:
     """Prefill all modules, into the folder --store; those that have KV are not computed again."""
     from cached_rag import Engine
 
-    placing = Placing(**where)
     if placing.store is None:
         raise ConfigError("give --store, a folder for KV: else nothing is left of it")
     schema = placing.read(file)
@@ -151,16 +161,15 @@ def run(
     prompt: PromptIn,
     model: Model = DEFAULT_MODEL,
     *,
-    saying: Annotated[dict[str, Any], OptionsOf((Saying,), shown=("text", "compare"))],
-    where: Annotated[dict[str, Any], _PLACING],
-    asked: Annotated[dict[str, Any], answering(max_tokens=128)],
+    said: Annotated[Saying, OptionsOf()],
+    placing: Annotated[Placing, OptionsOf()],
+    asked: Annotated[Given, answering(max_tokens=128)],
     how: Loading,
     as_json: Json = False,
 ) -> None:
     """Answer a prompt of a schema; modules that have no KV are prefilled first."""
     from cached_rag import Engine, StoreConfig
 
-    placing, said = Placing(**where), Saying(**saying)
     filled = _prompt(placing.read(file), prompt)
     filled = filled.then(said.text) if said.text else filled
     # Full prefill must not find what the first answer left.
@@ -168,22 +177,9 @@ def run(
     with Engine.load(model, store=settings, **how) as engine:
         filled.schema.encode(engine)
         stream = engine.stream(filled, **asked)
-        pieces = []
-        for piece in stream:
-            pieces.append(piece)
-            if not as_json:
-                out.print(piece, end="", markup=False, highlight=False)
+        text = print_pieces(stream, are_shown=not as_json)
         full = engine.generate(filled, **plainly(asked)) if said.compare else None
-    if as_json:
-        found: dict[str, Any] = {"text": "".join(pieces), "report": stream.report.to_dict()}
-        if full is not None:
-            found["full"] = {"text": full.text, "report": full.report.to_dict()}
-        print_json(found)
-        return
-    out.print("\n")
-    print_reports([("cached", stream.report)] + ([("full prefill", full.report)] if full else []))
-    if full is not None:
-        out.print(f"Full prefill's answer: {full.text}", markup=False)
+    print_answer(stream.generation(text), full, as_json=as_json)
 
 
 def _prompt(schema: Schema, prompt: str) -> SchemaPrompt:

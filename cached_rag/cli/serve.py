@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from cached_rag.cli.options import ENVIRONMENT, LOADING, IndexModel, at_home, require_index, signed
-from cached_rag.cli.settings import OptionsOf
+from cached_rag.cli.options import (
+    ENVIRONMENT,
+    Given,
+    IndexModel,
+    OptionsOf,
+    at_home,
+    require_index,
+    signed,
+)
 from cached_rag.cli.terminal import err
-from cached_rag.config import DEFAULT_MODEL, BatchConfig, GenerationConfig, StoreConfig
+from cached_rag.config import DEFAULT_MODEL, BatchConfig, GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError, needs_extra
 from cached_rag.options import parted
-from cached_rag.server.settings import ServerConfig
+from cached_rag.server import ServerConfig
 
 _LISTENING = OptionsOf(
-    (ServerConfig,),
-    shown=("host", "port", "name", "api_key"),
-    environment={"api_key": "CACHED_RAG_API_KEYS"},
+    shown=("host", "port", "name", "api_key"), environment={"api_key": "CACHED_RAG_API_KEYS"}
 )
-_USUAL = OptionsOf(
-    (GenerationConfig,),
-    shown=("method", "quality"),
-    only=("method", "quality", "recompute_ratio"),
-)
+_USUAL = OptionsOf(shown=("method", "quality"), only=("method", "quality", "recompute_ratio"))
 _ENGINE = OptionsOf(
-    (*LOADING.kinds, StoreConfig, BatchConfig),
-    shown=(*LOADING.shown, "memory_bytes", "disk_bytes", "max_rows", "remote"),
-    but=(*LOADING.but, "path", "namespace", "signing_key"),
+    (ModelConfig, StoreConfig, BatchConfig),
+    shown=(
+        *("device", "dtype", "weights", "backend"),
+        *("memory_bytes", "disk_bytes", "max_rows", "remote"),
+    ),
+    but=("model_kwargs", "path", "namespace", "signing_key"),
     defaults={
         "learn": "recurring",
         "sequence_bytes": 1 << 30,
@@ -49,20 +53,18 @@ def serve_command(
         Path | None, typer.Option(callback=at_home, help="Folder for KV, without an index.")
     ] = None,
     *,
-    listening: Annotated[dict[str, Any], _LISTENING],
-    usual: Annotated[dict[str, Any], _USUAL],
-    how: Annotated[dict[str, Any], _ENGINE],
+    config: Annotated[ServerConfig, _LISTENING],
+    usual: Annotated[GenerationConfig, _USUAL],
+    how: Annotated[Given, _ENGINE],
 ) -> None:
     """Serve a model over OpenAI's protocol, reusing chunks' KV wherever they occur in prompts."""
     with needs_extra("serve", "the server"):
         from cached_rag.server.gate import Keys
         from cached_rag.server.index import ServedIndex
-        from cached_rag.server.run import bind, serve
+        from cached_rag.server.run import bind, default_disk_bytes, serve, share_descriptors
         from cached_rag.server.service import Service
-        from cached_rag.server.settings import default_disk_bytes, share_descriptors
     from cached_rag import CachedRAG, Engine
 
-    config = ServerConfig(**listening)
     Keys(config.api_key)  # what cannot be one is said before the model is loaded
     if index is not None and store is not None:
         raise ConfigError("give --index or --store: an index has its own store")
@@ -84,13 +86,13 @@ def serve_command(
                 model or DEFAULT_MODEL, store=settings, batch=BatchConfig(**batch), **loading
             )
             served, close = None, engine.close
-        service = Service(engine, config.name, GenerationConfig(**usual), share.spaces, served)
+        service = Service(engine, config.name, usual, share.spaces, served)
 
         def say(address: str) -> None:
             if folder is not None:
                 gib = how["disk_bytes"] / 2**30
-                err.print(f"at most {gib:.1f} GiB of KV on disk (--disk-bytes)", highlight=False)
+                err.print(f"at most {gib:.1f} GiB of KV on disk (--disk-bytes)")
             said = f"serving {service.name} at {address}/v1"
-            err.print(said, markup=False, highlight=False, soft_wrap=True)
+            err.print(said, soft_wrap=True)
 
         serve(service, config, bound, say, close, share.connections)

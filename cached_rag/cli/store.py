@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cached_rag.cli.options import DEFAULT_INDEX, Index, require_index, signing_key
+from cached_rag.cli.options import DEFAULT_INDEX, Index, documents_of, require_index, signing_key
 from cached_rag.cli.terminal import Json, out, print_json
 from cached_rag.errors import ConfigError, StoreError, StoreFullError
 from cached_rag.kv import holdings
@@ -24,18 +24,6 @@ if TYPE_CHECKING:
 
 # Bytes to free on a full disk, besides twice the databases' own, so that these can be written.
 _ROOM = 1 << 20
-
-
-class Checked(Protocol):
-    """A database or a store that can look for damage in itself."""
-
-    def check(self) -> list[Problem]:
-        """Every damage found; empty if there is none."""
-        ...
-
-    def close(self) -> None:
-        """Release its files."""
-        ...
 
 
 store_app = typer.Typer(help="Look after the KV store of an index.", no_args_is_help=True)
@@ -58,7 +46,6 @@ def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
         out.print(
             f"{facts['texts']} texts, each encoding counted, {gib:.2f} GiB, "
             f"codec {facts['codec']}, in {facts['path']}",
-            markup=False,
             soft_wrap=True,
         )
 
@@ -83,7 +70,7 @@ def verify(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
         print_json({"problems": [dataclasses.asdict(problem) for problem in problems]})
     else:
         for problem in problems:
-            out.print(f"{problem.key}: {problem.reason}", markup=False)
+            out.print(f"{problem.key}: {problem.reason}")
         out.print(f"{len(problems)} problems")
     if problems:
         raise typer.Exit(1)
@@ -119,7 +106,7 @@ def prune(
         return
     for holding in dropped:
         size = f"{len(holding.keys)} files, {holding.nbytes / 2**20:.1f} MiB"
-        out.print(f"made by {holding.maker}: {size}", markup=False)
+        out.print(f"made by {holding.maker}: {size}")
     would = "would be " if dry_run else ""
     out.print(f"{count} files {would}removed, {freed / 2**20:.1f} MiB {would}freed")
 
@@ -185,7 +172,7 @@ def _needless(index: Path) -> list[Problem]:
 
 def _unneeded(index: Path) -> set[str]:
     """Digests of texts that the KV store knows and no document contains."""
-    with closing(DocumentIndex(index / "documents.sqlite")) as documents:
+    with documents_of(index) as documents:
         return holdings.unneeded(index / "kv", documents.all_texts)
 
 
@@ -206,12 +193,13 @@ def _drop_unused(index: Path, dtypes: list[str] | None, *, dry_run: bool) -> lis
 
 
 def _settings(index: Path) -> dict[str, str]:
-    require_index(index)
-    with closing(DocumentIndex(index / "documents.sqlite")) as documents:
+    with documents_of(index) as documents:
         return documents.settings()
 
 
-def _problems(path: Path, opened: Callable[[Path], Checked]) -> list[Problem]:
+def _problems(
+    path: Path, opened: Callable[[Path], Catalog | DiskStore | DocumentIndex]
+) -> list[Problem]:
     """What is wrong with a file; nothing if there is no file."""
     if not path.exists():
         return []

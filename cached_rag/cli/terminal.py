@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -35,9 +35,10 @@ class _Terminal(Console):
         super().print(*(visible(o) if isinstance(o, str) else o for o in objects), **options)
 
 
-# Texts and names are printed as they are: ":key:" is no picture of a key.
-out = _Terminal(width=_WIDTH, emoji=False)
-err = _Terminal(stderr=True, emoji=False, soft_wrap=True)
+# Texts and names are printed as they are: ":key:" is no picture of a key, and "[red]" no colour.
+_AS_IT_IS: dict[str, Any] = {"emoji": False, "markup": False, "highlight": False}
+out = _Terminal(width=_WIDTH, **_AS_IT_IS)
+err = _Terminal(stderr=True, soft_wrap=True, **_AS_IT_IS)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -60,7 +61,7 @@ def print_table(rows: Sequence[Mapping[str, object]]) -> None:
 
 def print_machine(facts: Mapping[str, object]) -> None:
     """Print the machine that figures were measured on, as one dim line below them."""
-    out.print(json.dumps(facts), style="dim", markup=False)
+    out.print(json.dumps(facts), style="dim")
 
 
 def plain(row: Any) -> dict[str, Any]:
@@ -84,32 +85,56 @@ def print_rows(rows: Sequence[Any], facts: Mapping[str, object], *, as_json: boo
     print_machine(facts)
 
 
-def print_markdown(rows: Sequence[Any], facts: Mapping[str, object], *, as_json: bool) -> None:
-    """As `print_rows`, the table in Markdown."""
-    if as_json:
-        print_rows(rows, facts, as_json=True)
-        return
-    for line in markdown([plain(row) for row in rows]):
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
-    print_machine(facts)
+def print_pieces(pieces: Iterable[str], *, are_shown: bool = True) -> str:
+    """Print an answer as it comes, if it is to be shown; returns the whole of it."""
+    taken = []
+    for piece in pieces:
+        taken.append(piece)
+        if are_shown:
+            out.print(piece, end="")
+    return "".join(taken)
 
 
-def markdown(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The lines of a Markdown table, as the docs show it; columns named `..._bytes` are in MB."""
-    titles = list(rows[0])
-    lines = [titles, ["---"] * len(titles)]
-    for row in rows:
-        sizes = {name: f"{row[name] / 1e6:.0f} MB" for name in titles if name.endswith("_bytes")}
-        lines.append([str(cell) for cell in {**row, **sizes}.values()])
-    return [f"| {' | '.join(line)} |" for line in lines]
+def print_hits(hits: Iterable[Any]) -> None:
+    """Print where chunks are from, a dim line each."""
+    for hit in hits:
+        out.print(f"  {hit}", style="dim")
 
 
-def print_reports(rows: Sequence[tuple[str, Any]]) -> None:
-    """Named reports as a table; of two, how much sooner or later the first one's first token came.
+def print_notes(report: Any) -> None:
+    """Print what the user of an answer should know besides."""
+    for note in report.notes:
+        err.print(f"note: {note}", style="yellow")
+
+
+def print_answer(
+    answer: Any, full: Any | None, *, as_json: bool, sources: Sequence[Any] | None = None
+) -> None:
+    """Print what belongs to an answer; as JSON, its text, too, which else was printed as it came.
 
     Args:
-        rows: a name and a `Report` each; where there are two, the second is full prefill's.
+        answer, full: with a text and a report each; full prefill's, or None.
+        sources: the chunks that were found for it; None if none were searched for.
     """
+    if as_json:
+        found: dict[str, Any] = {"text": answer.text, "report": answer.report.to_dict()}
+        if sources is not None:
+            found["sources"] = [dataclasses.asdict(hit) for hit in sources]
+        if full is not None:
+            found["full"] = {"text": full.text, "report": full.report.to_dict()}
+        print_json(found)
+        return
+    out.print("\n")
+    print_hits(sources or ())
+    _print_reports(answer.report, full and full.report)
+    print_notes(answer.report)
+    if full is not None:
+        out.print(f"Full prefill's answer: {full.text}")
+
+
+def _print_reports(cached: Any, full: Any | None) -> None:
+    """A report as a table; beside full prefill's, how much sooner or later the first token came."""
+    rows = {"cached": cached} if full is None else {"cached": cached, "full prefill": full}
     print_table(
         [
             {
@@ -121,13 +146,13 @@ def print_reports(rows: Sequence[tuple[str, Any]]) -> None:
                 "TTFT ms": f"{report.ttft_ms:.0f}",
                 "total ms": f"{report.total_ms:.0f}",
             }
-            for name, report in rows
+            for name, report in rows.items()
         ]
     )
-    if len(rows) == 2:
-        ratio = rows[1][1].ttft_ms / rows[0][1].ttft_ms
+    if full is not None:
+        ratio = full.ttft_ms / cached.ttft_ms
         out.print(f"first token {sooner(ratio)} than full prefill")
-        if ratio < 1 and rows[0][1].prompt_tokens < _SHORT:
+        if ratio < 1 and cached.prompt_tokens < _SHORT:
             out.print("of a prompt this short, question and repair are the larger part")
 
 

@@ -1,4 +1,4 @@
-"""The server's paths. `gate` decides who may ask, `failures` answers errors. Knows no model."""
+"""The server's paths. `gate` decides who may ask, `endings` answers errors. Knows no model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from cached_rag import __version__
-from cached_rag.server.failures import Endings, described, event, handle_errors
+from cached_rag.server import ServerConfig
+from cached_rag.server.endings import Endings, described, event, handle_errors
 from cached_rag.server.gate import LOCAL_HOSTS, Gate, Keys
 from cached_rag.server.index import ServedIndex
 from cached_rag.server.protocol import (
@@ -28,7 +29,6 @@ from cached_rag.server.protocol import (
 )
 from cached_rag.server.responses import Reply, ResponsesRequest
 from cached_rag.server.service import Asked, Service
-from cached_rag.server.settings import ServerConfig
 from cached_rag.server.tenants import Documents
 
 # How often to look whether a client that waits for a whole response is still there.

@@ -1,13 +1,16 @@
-"""The form of answers as OpenAI's protocol asks for it: tools, their choice, response formats.
+"""OpenAI's forms: tools, their choice and formats as requests ask for them, and the response.
 
-Knows JSON; knows no engine.
+Knows JSON and finished answers; knows no engine.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal, get_args
+import time
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -20,6 +23,12 @@ from pydantic import (
     model_validator,
 )
 
+from cached_rag.backends.tokenizer import Tokenization
+from cached_rag.engine.decoding import Generation, TokenLogprobs, shown_logprob
+from cached_rag.engine.report import Report
+from cached_rag.engine.tools import CallPart, Tools, new_call_id
+
+Json = dict[str, Any]
 _MOST_TOOLS = 128  # as OpenAI's
 _MOST_ARGUMENTS = 100_000
 _MOST_FIELDS = 100
@@ -27,39 +36,28 @@ _Word = Literal["none", "auto", "required"]
 
 
 class Strict(BaseModel):
-    """A part of a body, whose unknown fields are errors."""
+    """A part of a body, whose unknown fields are errors, but for those that change nothing."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    # Fields that never change anything, and those that do not at these values.
+    _ignored: ClassVar[Collection[str]] = ()
+    _neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    # What is said of the latter at other values.
+    _refusal: ClassVar[str] = "this server cannot do"
 
     @model_validator(mode="wrap")
     @classmethod
-    def _few_fields(cls, data: Any, read: ModelWrapValidatorHandler[Any]) -> Any:
-        """A body has room for a million unknown fields, each of which would be an error."""
-        if isinstance(data, dict) and len(data) > _MOST_FIELDS:
+    def _without_what_is_neutral(cls, data: Any, read: ModelWrapValidatorHandler[Any]) -> Any:
+        """Leaves these out. A body has room for a million unknown fields, each of them an error."""
+        if not isinstance(data, dict):
+            return read(data)
+        if len(data) > _MOST_FIELDS:
             raise ValueError(f"more than {_MOST_FIELDS} fields")
-        return read(data)
-
-
-def without_neutral(
-    data: Any, ignored: Collection[str], neutral: Mapping[str, tuple[Any, ...]], refusal: str
-) -> Any:
-    """A body without settings that change nothing.
-
-    Args:
-        ignored: settings that never do.
-        neutral: those that do not at these values.
-        refusal: what is said of others: "this server cannot do".
-
-    Raises:
-        ValueError: one of `neutral` has another value.
-    """
-    if not isinstance(data, dict):
-        return data
-    kept = {name: value for name, value in data.items() if name not in ignored}
-    for name, values in neutral.items():
-        if name in kept and (value := kept.pop(name)) not in values:
-            raise ValueError(f"{refusal} {name}={reprlib.repr(value)}")
-    return kept
+        kept = {name: value for name, value in data.items() if name not in cls._ignored}
+        for name in [one for one in cls._neutral if one in kept and one not in cls.model_fields]:
+            if (value := kept.pop(name)) not in cls._neutral[name]:
+                raise ValueError(f"{cls._refusal} {name}={reprlib.repr(value)}")
+        return read(kept)
 
 
 class Function(Strict):
@@ -134,25 +132,20 @@ class AllowedChoice(Strict):
 class CalledFunction(Strict):
     """A function that was called."""
 
+    _ignored = ("parsed_arguments",)  # the arguments once more, which OpenAI's `parse()` adds
+
     name: Annotated[str, Field(max_length=256)]
     arguments: Annotated[str, Field(max_length=_MOST_ARGUMENTS)]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_what_is_parsed(cls, data: Any) -> Any:
-        """Leaves out the arguments once more, which OpenAI's `parse()` adds."""
-        if not isinstance(data, dict):
-            return data
-        return {name: value for name, value in data.items() if name != "parsed_arguments"}
 
 
 class CalledTool(Strict):
     """A call in a message of the conversation."""
 
+    _ignored = ("index",)  # which it has in a stream
+
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
 
 
 class _Schema(Strict):
@@ -189,7 +182,7 @@ def _kind_of_choice(data: Any) -> str:
     return "AllowedChoice" if given == "allowed_tools" else "NamedChoice"
 
 
-Tools = Annotated[list[Tool], Field(max_length=_MOST_TOOLS)]
+Offered = Annotated[list[Tool], Field(max_length=_MOST_TOOLS)]
 Choice = (
     _Word
     | Annotated[
@@ -214,3 +207,163 @@ def chosen(tools: list[Tool], choice: Choice) -> tuple[list[Tool], str]:
         raise ValueError(f"allowed_tools names {reprlib.repr(min(unknown))}, which is no tool")
     kept = [tool for tool in tools if tool.function.name in names]
     return kept, choice.allowed_tools.mode
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """Makes the JSON of one response, whole or in chunks; has what all chunks have in common.
+
+    Attributes:
+        model: the name by which clients know it.
+        fingerprint: tells models apart that have the same name.
+        is_chat: whether it is a chat completion, else a completion.
+        tokenization: spells tokens, where log probabilities are asked for.
+        num_answers: to each prompt.
+        sources: the chunks that an index found for the question; None without an index.
+        created: seconds since the epoch.
+    """
+
+    model: str
+    fingerprint: str
+    is_chat: bool
+    tokenization: Tokenization
+    num_answers: int = 1
+    sources: list[Json] | None = None
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def response(self, answers: Sequence[Generation], tools: Tools) -> Json:
+        """A whole response."""
+        choices = [self._choice(index, answer, tools) for index, answer in enumerate(answers)]
+        reports = [answer.report for answer in answers]
+        found = {} if self.sources is None else {"sources": self.sources}
+        counts = {"usage": usage(reports, self.num_answers)}
+        return self._head("") | {"choices": choices} | counts | found
+
+    def opening(self, index: int) -> Json:
+        """The first chunk of a streamed choice."""
+        start = {"delta": {"role": "assistant", "content": ""}} if self.is_chat else {"text": ""}
+        found = {} if self.sources is None else {"sources": self.sources}
+        return self._chunk(index, start) | found
+
+    def piece(
+        self,
+        index: int,
+        text: str,
+        parts: Sequence[CallPart] = (),
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> Json:
+        """A chunk with text, parts of calls, or the log probabilities of tokens."""
+        if not self.is_chat:
+            return self._chunk(index, {"text": text}, logprobs=logprobs)
+        delta: Json = {"content": text} if text or not parts else {}
+        if parts:
+            called = [{"index": part.index, **_call(part.name, part.arguments)} for part in parts]
+            delta["tool_calls"] = called
+        return self._chunk(index, {"delta": delta}, logprobs=logprobs)
+
+    def closing(self, index: int, reason: str) -> Json:
+        """The last chunk of a streamed choice."""
+        end: Json = {"delta": {}} if self.is_chat else {"text": ""}
+        return self._chunk(index, end, reason)
+
+    def counted(self, reports: Sequence[Report]) -> Json:
+        """The chunk that says how many tokens were used."""
+        return self._head(".chunk") | {"choices": [], "usage": usage(reports, self.num_answers)}
+
+    def _choice(self, index: int, answer: Generation, tools: Tools) -> Json:
+        text, calls = tools.read(answer.text)
+        said: Json = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            said["content"] = text or None
+            said["tool_calls"] = [_call(call.name, call.arguments) for call in calls]
+        content: Json = {"message": said} if self.is_chat else {"text": text}
+        return {
+            "index": index,
+            **content,
+            "logprobs": self._logprobs(answer.logprobs),
+            "finish_reason": ended(answer.finish_reason, has_calls=bool(calls)),
+        }
+
+    def _chunk(
+        self,
+        index: int,
+        content: Json,
+        reason: str | None = None,
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> Json:
+        shown = self._logprobs(logprobs)
+        choice = {"index": index, **content, "logprobs": shown, "finish_reason": reason}
+        return self._head(".chunk") | {"choices": [choice]}
+
+    def _logprobs(self, found: Sequence[TokenLogprobs]) -> Json | None:
+        """Log probabilities; of completions in the older form that these have."""
+        if not found:
+            return None
+        if self.is_chat:
+            return {
+                "content": [
+                    {
+                        **self._token(at.token, at.logprob),
+                        "top_logprobs": [self._token(*pair) for pair in at.top],
+                    }
+                    for at in found
+                ],
+                "refusal": None,
+            }
+        spelled = [self._token(at.token, at.logprob)["token"] for at in found]
+        tops = [{self._token(*pair)["token"]: pair[1] for pair in at.top} for at in found]
+        return {
+            "tokens": spelled,
+            "token_logprobs": [at.logprob for at in found],
+            "top_logprobs": tops,
+        }
+
+    def _token(self, token: int, logprob: float) -> Json:
+        return shown_logprob(self.tokenization, token, logprob)
+
+    def _head(self, suffix: str) -> Json:
+        kind = f"chat.completion{suffix}" if self.is_chat else "text_completion"
+        return {
+            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+def ended(reason: str, *, has_calls: bool) -> str:
+    """Why an answer ended, in OpenAI's words."""
+    return "tool_calls" if has_calls and reason == "stop" else reason
+
+
+def _call(name: str | None, arguments: str) -> Json:
+    """A call of a tool, or more of its arguments if it has no name."""
+    if name is None:
+        return {"function": {"arguments": arguments}}
+    function = {"name": name, "arguments": arguments}
+    return {"id": new_call_id(), "type": "function", "function": function}
+
+
+def usage(reports: Sequence[Report], num_answers: int = 1) -> Json:
+    """OpenAI's `usage`: tokens of the prompts, of these from the cache, and of the answers.
+
+    Args:
+        num_answers: how many neighbouring reports are of the same prompt, which counts once.
+    """
+    prompts = reports[::num_answers]
+    read = sum(report.prompt_tokens for report in prompts)
+    written = sum(report.output_tokens for report in reports)
+    cached = sum(report.cached_tokens for report in prompts)
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def failure(message: str, kind: str, code: str | None = None) -> Json:
+    """An error in OpenAI's form."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cached_rag.errors import BusyError, CachedRAGError, ConfigError
-from cached_rag.server.failures import STOPPING, response_to
+from cached_rag.server.endings import STOPPING, response_to
 
 # Paths that need no key and no body.
 _OPEN_PATHS = ("/health",)

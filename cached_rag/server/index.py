@@ -10,11 +10,12 @@ import base64
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cached_rag.backends.prompt_text import Message, Rendered
 from cached_rag.config import GenerationConfig
 from cached_rag.errors import ConfigError, ContextOverflowError
+from cached_rag.server.forms import Json
 from cached_rag.server.protocol import EmbeddingsRequest
 
 if TYPE_CHECKING:  # their packages are another extra's
@@ -25,7 +26,6 @@ if TYPE_CHECKING:  # their packages are another extra's
     from cached_rag.rag.hits import Hit
     from cached_rag.rag.rag import CachedRAG
 
-Json = dict[str, Any]
 PREFIX = "index:"
 # Texts that are embedded at once: answers are made in between, by the same thread.
 _AT_ONCE = 8

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     Field,
     field_validator,
     model_validator,
@@ -17,11 +18,10 @@ from pydantic import (
 from cached_rag.server.forms import (
     CalledTool,
     Choice,
+    Offered,
     ResponseFormat,
     Strict,
-    Tools,
     chosen,
-    without_neutral,
 )
 
 _DEFAULT_TOKENS = 256
@@ -58,8 +58,8 @@ _PASSED_ON = (
     *("top_p", "top_k", "seed", "method", "quality", "recompute_ratio", "drafts"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
-# Settings that others call otherwise: llama.cpp, Ollama, and Open WebUI for both.
-_OTHER_NAMES = {"repeat_penalty": "repetition_penalty"}
+# The latter is what llama.cpp and Ollama call it, and Open WebUI for both.
+_PENALTY = AliasChoices("repetition_penalty", "repeat_penalty")
 # Roles that OpenAI had otherwise, before or after.
 _ROLES = {"developer": "system", "function": "tool"}
 # Fields that our answers, sent back as messages of a conversation, may have empty.
@@ -87,16 +87,10 @@ Stop = Annotated[Text, Field(max_length=1000)]
 class TextPart(Strict):
     """A piece of a message's content."""
 
+    _ignored = ("cache_control",)  # where Anthropic's cache should end; ours finds that by itself
+
     type: Literal["text"]
     text: Text
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_marks_for_caches(cls, data: Any) -> Any:
-        """Leaves out where Anthropic's cache should end; ours finds that by itself."""
-        if not isinstance(data, dict):
-            return data
-        return {name: value for name, value in data.items() if name != "cache_control"}
 
 
 class ChatMessage(Strict):
@@ -152,7 +146,7 @@ class ChatMessage(Strict):
         role = _ROLES.get(self.role, self.role)
         found: dict[str, Any] = {"role": role, "content": text}
         if self.tool_calls:
-            calls = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
+            calls = [call.model_dump() for call in self.tool_calls]
             found["tool_calls"] = calls
         if role == "tool":
             found |= {"tool_call_id": self.tool_call_id or "", "name": self.name or ""}
@@ -192,27 +186,19 @@ class _Settings(Basics):
     Ours are `top_k`, `repetition_penalty` and `drafts`, as in `GenerationConfig`.
     """
 
+    _ignored = _WITHOUT_EFFECT
+    _neutral = _NEUTRAL
+
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
     stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None = None
     seed: int | None = None
     top_k: int | None = None
-    repetition_penalty: float | None = None
+    repetition_penalty: float | None = Field(None, validation_alias=_PENALTY)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     n: int | None = Field(None, ge=1, le=_MOST_ANSWERS)
     drafts: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_what_is_neutral(cls, data: Any) -> Any:
-        lacked = {name: _NEUTRAL[name] for name in _NEUTRAL.keys() - cls.model_fields.keys()}
-        kept = without_neutral(data, _WITHOUT_EFFECT, lacked, "this server cannot do")
-        if isinstance(kept, dict):
-            for name, ours in _OTHER_NAMES.items():
-                if name in kept and ours not in kept:
-                    kept[ours] = kept.pop(name)
-        return kept
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -244,7 +230,7 @@ class ChatRequest(_Settings):
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST)
     max_completion_tokens: int | None = Field(None, ge=1)
-    tools: Tools | None = None
+    tools: Offered | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None

@@ -10,11 +10,10 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from cached_rag.errors import ConfigError
-from cached_rag.server.answers import Json
-from cached_rag.server.forms import Strict, without_neutral
+from cached_rag.server.forms import Json, Strict
 from cached_rag.server.protocol import Basics, ChatRequest
 
 # Settings of OpenAI's that change nothing here, or nothing at these values.
@@ -45,6 +44,10 @@ class _Text(Strict):
 class ResponsesRequest(Basics):
     """POST /v1/responses."""
 
+    _ignored = _WITHOUT_EFFECT
+    _neutral = _NEUTRAL
+    _refusal = _REFUSAL
+
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -53,11 +56,6 @@ class ResponsesRequest(Basics):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     where: Annotated[dict[str, Any], Field(max_length=16)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_what_is_neutral(cls, data: Any) -> Any:
-        return without_neutral(data, _WITHOUT_EFFECT, _NEUTRAL, _REFUSAL)
 
     def chat(self) -> ChatRequest:
         """The same, as a chat completion.

@@ -1,18 +1,23 @@
 """Runs the server until a signal; then lets requests finish, and logs those that do not.
 
-Knows uvicorn.
+Shares out what of the machine it may use, before. Knows uvicorn.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
+import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
@@ -23,9 +28,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cached_rag.backends.machine import return_memory
 from cached_rag.errors import ConfigError
+from cached_rag.server import ServerConfig
 from cached_rag.server.app import create_app
 from cached_rag.server.service import Service
-from cached_rag.server.settings import ServerConfig
 
 _log = logging.getLogger(__name__)
 # How long clients have to read the end of a response that was cut off.
@@ -34,6 +39,13 @@ _TICKS_A_SECOND = 10
 _TRIM_SECONDS = 30
 # It is the client that has to send something: a request, or the rest of its body.
 _SPEAKING = (h11.IDLE, h11.SEND_BODY)
+# Descriptors to ask for, the larger number first: some systems name a limit and grant less.
+_WANTED = (65536, 10240)
+# Descriptors for the model's files, the first store's databases, logs, and a few to spare.
+_SPARED = 128
+# A space (the engine of one tenant or salt) has two databases, of three files each.
+_FILES_OF_A_SPACE = 6
+_MOST_SPACES = 320
 
 
 class Connection(H11Protocol):
@@ -188,7 +200,7 @@ def serve(
         bound: what `bind` gave for the settings' host and port.
         ready: called with the address when requests are taken.
         at_end: called when the last one is answered.
-        connections: as many as there may be, see `settings.share_descriptors`.
+        connections: as many as there may be, see `share_descriptors`.
 
     Raises:
         ConfigError: another program listens there.
@@ -224,3 +236,55 @@ def _refused(host: str, port: int, error: Exception) -> ConfigError:
         f"cannot listen at {host}, port {port}: {error}; stop what uses it, or choose another "
         "--port or --host (--port 0 takes any that is free)"
     )
+
+
+@dataclass(frozen=True)
+class Share:
+    """How many descriptors are used for what.
+
+    Attributes:
+        connections: most connections at once.
+        spaces: most engines of tenants and salts that are open at once.
+    """
+
+    connections: int
+    spaces: int
+
+
+def share_descriptors(connections: int) -> Share:
+    """Raise this process's limit of open files as far as it may be, and share it out.
+
+    Args:
+        connections: how many are wanted; there may be fewer.
+    """
+    half = max(32, (_raise_limit() - _SPARED) // 2)
+    return Share(min(connections, half), min(_MOST_SPACES, half // _FILES_OF_A_SPACE))
+
+
+def _raise_limit() -> int:
+    """Raise the limit; returns how many files may be open now."""
+    if sys.platform == "win32":  # there is no such limit on sockets
+        return _WANTED[0]
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for wanted in _WANTED:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if soft != resource.RLIM_INFINITY and soft < most:
+            with contextlib.suppress(OSError, ValueError):  # the kernel grants less
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+                soft = most
+    return _WANTED[0] if soft == resource.RLIM_INFINITY else soft
+
+
+def default_disk_bytes(folder: Path) -> int:
+    """A bound for a store in a folder: what it has now, and half of what the disk has free."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    kept = sum(map(_size, folder.glob("blobs/*/*")))
+    return kept + max(1, shutil.disk_usage(there).free // 2)
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):  # another process removed it
+        return path.stat().st_size
+    return 0

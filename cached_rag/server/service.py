@@ -16,9 +16,9 @@ from cached_rag.engine.engine import Engine
 from cached_rag.engine.stream import Stream
 from cached_rag.engine.tools import Tools
 from cached_rag.errors import ConfigError, ContextOverflowError
-from cached_rag.server.answers import Envelope, Json, ended
+from cached_rag.server.endings import Metrics
+from cached_rag.server.forms import Envelope, Json, ended
 from cached_rag.server.index import ServedIndex, public_name, sources
-from cached_rag.server.metrics import Metrics
 from cached_rag.server.protocol import ChatRequest, CompletionRequest
 from cached_rag.server.tenants import Tenants
 

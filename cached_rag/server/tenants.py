@@ -20,7 +20,7 @@ from cached_rag.backends.thread import submit
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import BusyError, ConfigError, ContextOverflowError
 from cached_rag.library.encode import EncodeSummary
-from cached_rag.server.answers import Json
+from cached_rag.server.forms import Json
 from cached_rag.server.protocol import DocumentsRequest
 
 # Most engines that are kept open while nobody uses them, of all tenants and of one tenant's salts.

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from cached_rag.cli.settings import SettingsCommand, with_settings
+from cached_rag.cli.options import SettingsCommand, with_settings
 from cached_rag.cli.terminal import err
 from cached_rag.errors import CachedRAGError
 from docs.experiments.commands.answers import answers, chat, memory, weights_formats
@@ -38,5 +38,5 @@ if __name__ == "__main__":
     try:
         app()
     except CachedRAGError as error:
-        err.print(f"error: {error}", style="red", markup=False, highlight=False)
+        err.print(f"error: {error}", style="red")
         sys.exit(1)

@@ -12,13 +12,13 @@ import typer
 from typer.testing import CliRunner
 
 from cached_rag.cli.main import app, main
-from cached_rag.cli.settings import FILE, OptionsOf, SettingsCommand, with_settings
+from cached_rag.cli.options import FILE, OptionsOf, SettingsCommand, with_settings
 from cached_rag.config import BatchConfig, GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError
 from cached_rag.options import parted, settings_of
 from cached_rag.rag.limits import DocumentLimits
 from cached_rag.rag.settings import IndexConfig, Reranking, Retrieval
-from cached_rag.server.settings import ServerConfig
+from cached_rag.server import ServerConfig
 
 KINDS = (
     *(GenerationConfig, ModelConfig, StoreConfig, BatchConfig, IndexConfig, Retrieval, Reranking),
@@ -94,6 +94,19 @@ def test_only_what_is_given_reaches_the_command():
         "layers": 2.0,
         "extra": {"a": [1]},
     }
+
+
+def test_a_command_may_take_an_object_of_the_class():
+    given = []
+
+    def paint(how: Annotated[Painting, OptionsOf(shown=("coats",))]) -> None:
+        given.append(how)
+
+    cli = typer.Typer()
+    cli.command(cls=SettingsCommand)(with_settings(paint))
+    assert CliRunner().invoke(cli, ["--coats", "4"]).exit_code == 0
+    assert given == [Painting(coats=4)]
+    assert "--layers" not in CliRunner().invoke(cli, ["--help"]).output
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -9,7 +9,7 @@ from indexes import WordEmbedding
 from cached_rag import CachedRAG, ConfigError, Engine, GenerationConfig, StoreConfig
 from cached_rag.engine.audit import Audits
 from cached_rag.methods import spelled
-from cached_rag.server.metrics import Metrics
+from cached_rag.server.endings import Metrics
 
 PROMPT = "\n\n".join(CHUNKS) + "\n\nWhat turns green?"
 

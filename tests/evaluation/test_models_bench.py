@@ -9,10 +9,11 @@ import transformers
 from conftest import tiny_model
 from packaging.version import Version
 
-from cached_rag.cli.terminal import markdown, plain
+from cached_rag.cli.terminal import plain
 from cached_rag.errors import ModelError
 from docs.experiments.__main__ import app
 from docs.experiments.architectures import bench_architectures
+from docs.experiments.commands.models import markdown
 from docs.experiments.models import bench_models
 
 REFUSED = {"Qwen 3 Next", "LFM 2", "Mamba"}

@@ -6,12 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cached_rag.pml.examples import EXAMPLES
 from conftest import NEW_PROMPTS, smollm2
 
 from cached_rag import Engine, GenerationConfig
 from cached_rag.evaluation.measure import figures, read
-from cached_rag.kv.buffer import KVShapes
 from cached_rag.kv.layers import KVShapes, LayerShape
 from docs.experiments.applications import EXAMPLES
 from docs.experiments.lengths import bench_prompt, footprint

@@ -15,7 +15,7 @@ from conftest import CHUNKS, tiny_model
 from indexes import WordEmbedding, assert_same_index, ingest, rows
 
 from cached_rag import CachedRAG, ConfigError, Engine, StoreConfig
-from cached_rag.cli.ingest import IngestCommand
+from cached_rag.cli.documents import IngestCommand
 from cached_rag.errors import ClusterError, StoreError
 from cached_rag.kv.remote import RemoteTier
 from cached_rag.rag.workers import Preparation

@@ -18,8 +18,8 @@ from doubles import Recording, slow
 from served import GREEDY, MESSAGES, connected, received, running, until
 
 from cached_rag import Engine
-from cached_rag.server import settings
-from cached_rag.server.settings import Share, default_disk_bytes, share_descriptors
+from cached_rag.server import run
+from cached_rag.server.run import Share, default_disk_bytes, share_descriptors
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
 
@@ -162,7 +162,7 @@ def test_descriptors_are_raised_and_shared_out(monkeypatch):
 
 
 def test_a_disks_bound_leaves_what_is_there_and_half_of_what_is_free(tmp_path, monkeypatch):
-    monkeypatch.setattr(settings.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr(run.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     assert default_disk_bytes(tmp_path / "not" / "yet") == 500
     (tmp_path / "blobs" / "ab").mkdir(parents=True)
     (tmp_path / "blobs" / "ab" / "x.safetensors").write_bytes(b"x" * 300)

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cached_rag.cli.options import to_write
-from cached_rag.cli.settings import OptionsOf
+from cached_rag.cli.options import OptionsOf, to_write
 from cached_rag.config import ModelConfig
 
 Methods = Annotated[str, typer.Option(help="Methods to compare, comma-separated.")]

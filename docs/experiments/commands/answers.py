@@ -92,7 +92,7 @@ def answers(
     with Engine.load(model, store=store, **how) as engine:
         found, missing = open_peers(Means(engine, model, context, gguf, vllm), names(peers))
         for name, reason in missing.items():
-            err.print(f"without {name}: {reason}", markup=False, highlight=False)
+            err.print(f"without {name}: {reason}")
         try:
             questions = make_questions(
                 engine,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from cached_rag.cli.options import Model
-from cached_rag.cli.terminal import Json, print_markdown, print_rows
+from cached_rag.cli.terminal import Json, out, plain, print_machine, print_rows
 from cached_rag.config import DEFAULT_MODEL
 from docs.experiments.commands import Loaded, Repeats
 
@@ -29,7 +30,7 @@ def models(
     from docs.experiments.models import bench_models
 
     rows = bench_models(models, repeats=repeats, **how)
-    print_markdown(rows, machine(), as_json=as_json)
+    _print(rows, machine(), as_json=as_json)
 
 
 def architectures(as_json: Json = False) -> None:
@@ -37,7 +38,7 @@ def architectures(as_json: Json = False) -> None:
     from cached_rag.evaluation.machine import machine
     from docs.experiments.architectures import bench_architectures
 
-    print_markdown(bench_architectures(), machine(), as_json=as_json)
+    _print(bench_architectures(), machine(), as_json=as_json)
 
 
 def loading(
@@ -66,3 +67,23 @@ def loading(
             remote=remote,
         )
     print_rows(rows, machine(loaded), as_json=as_json)
+
+
+def _print(rows: Sequence[Any], facts: Mapping[str, object], *, as_json: bool) -> None:
+    """As `print_rows`, the table in Markdown."""
+    if as_json:
+        print_rows(rows, facts, as_json=True)
+        return
+    for line in markdown([plain(row) for row in rows]):
+        out.print(line, soft_wrap=True)
+    print_machine(facts)
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The lines of a Markdown table, as the docs show it; columns named `..._bytes` are in MB."""
+    titles = list(rows[0])
+    lines = [titles, ["---"] * len(titles)]
+    for row in rows:
+        sizes = {name: f"{row[name] / 1e6:.0f} MB" for name in titles if name.endswith("_bytes")}
+        lines.append([str(cell) for cell in {**row, **sizes}.values()])
+    return [f"| {' | '.join(line)} |" for line in lines]

@@ -64,7 +64,7 @@ def peers_command(
         for scenario in asked:  # opened for each, so that none knows what another one learned
             found, missing = open_peers(means, names(peers), EVERYBODY)
             for name, reason in missing.items() if not about else ():
-                err.print(f"without {name}: {reason}", markup=False, highlight=False)
+                err.print(f"without {name}: {reason}")
             try:
                 rows += bench_scenario(found, scenario, new_tokens)
             finally:
