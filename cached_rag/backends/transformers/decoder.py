@@ -27,6 +27,7 @@ REMEDY = "Use a plain decoder-only transformer."
 # What transformers calls a KV cache: `cache` since 5.24, `past_key_values` before.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
+
 @dataclass(frozen=True)
 class DecoderLayer:
     """One layer of a decoder.
