@@ -16,11 +16,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVShapes
 
-# Kinds of rotary scaling whose frequencies change once a sequence is longer than this setting.
-_SWITCHING = {
-    "longrope": "original_max_position_embeddings",
-    "dynamic": "original_max_position_embeddings",
-}
+# Kinds of rotary scaling whose frequencies change once a sequence is longer than what follows.
+_SWITCHING, _ORIGINAL = ("longrope", "dynamic"), "original_max_position_embeddings"
 # Kinds of layers whose attention this library can compute, by transformers' names for them.
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 REMEDY = "Use a plain decoder-only transformer."
@@ -173,10 +170,9 @@ def switch(config: Any) -> int | None:
     """The length beyond which rotary frequencies change; None if they never do."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    name = _SWITCHING.get(rope.get("rope_type", ""))
-    if name is None:
+    if rope.get("rope_type") not in _SWITCHING:
         return None
-    own = rope.get(name) or getattr(text, name, None)
+    own = rope.get(_ORIGINAL) or getattr(text, _ORIGINAL, None)
     return int(own or text.max_position_embeddings)
 
 
