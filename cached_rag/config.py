@@ -140,26 +140,18 @@ class GenerationConfig:
         object.__setattr__(self, "method", QUALITIES[word])
         object.__setattr__(self, "quality", None)
 
-    @property
-    def method_name(self) -> str:
-        """The method as reports name it; for `auto` the method that it stands for."""
-        from cached_rag.methods import name_of
-
-        if not isinstance(self.method, str):
-            return name_of(self.method)
-        return self.selector().reported_as or self.method
-
     def selector(self) -> Selector:
         """The method with its options, as an object.
 
         Raises:
             ConfigError: the method is unknown, or does not have an option.
         """
-        from cached_rag.methods import SELECTORS, parse_method
+        from cached_rag.methods import SELECTORS, Selector, parse_method
 
         given = {n: getattr(self, n) for n in _METHOD_OPTIONS if getattr(self, n) is not None}
         if not isinstance(self.method, str):
-            require(hasattr(self.method, "takes"), f"no method: {self.method!r}; give its name")
+            is_method = isinstance(self.method, Selector)
+            require(is_method, f"no method: {self.method!r}; give its name, or make it a Selector")
             options = ", ".join(given)
             require(not given, f"{options}: for methods by name; give {self.method} its own")
             return self.method

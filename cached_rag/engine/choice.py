@@ -11,12 +11,11 @@ from typing import Any
 
 from cached_rag.backends.base import Backend
 from cached_rag.config import GenerationConfig
-from cached_rag.engine.controller import Controller
-from cached_rag.engine.profile import profile_of
+from cached_rag.engine.profile import Controller, profile_of
 from cached_rag.errors import ConfigError, ContextOverflowError, ModelError, RelocationError
 from cached_rag.kv.module import ModuleKV
 from cached_rag.library.plan import Plan
-from cached_rag.methods import CacheBlend, Epic, Full, Prefix, Selector, Takes, name_of
+from cached_rag.methods import CacheBlend, Epic, Full, Prefix, Selector, Takes, spelled
 
 # First tokens of each chunk that `auto` repairs where nothing can be watched: as many as it repairs
 # elsewhere besides what the question chooses (docs/llama_cpp.md has the figures).
@@ -66,10 +65,10 @@ def _allowed(model: Backend, plan: Plan, config: GenerationConfig) -> Choice:
     if method.gives_way and not model.can_watch:
         method = _unwatched(model, config.recompute_ratio)
         notes.append(
-            f"this model's attention cannot be watched, so {name_of(method)} is used instead, "
+            f"this model's attention cannot be watched, so {spelled(method)} is used instead, "
             'which keeps fewer of full prefill\'s answers; quality="exact" keeps them all'
         )
-    if getattr(method, "follow_tokens", 0) and not model.can_watch:
+    if method.follow_tokens and not model.can_watch:
         raise ModelError(
             "this model's attention cannot be watched, so repair cannot follow an answer; leave "
             "out follow_tokens"

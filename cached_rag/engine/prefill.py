@@ -12,18 +12,16 @@ from typing import Any
 import torch
 
 from cached_rag.engine.choice import Choice, check_fits, choose, repair_mark
-from cached_rag.engine.following import Following
-from cached_rag.engine.pieces import Pieces
 from cached_rag.engine.prompt import Prefilling
-from cached_rag.engine.report import Clock
+from cached_rag.engine.repair import Following, Pieces
+from cached_rag.engine.report import Clock, Coverage
 from cached_rag.engine.resources import Resources
 from cached_rag.engine.sharing import NOTHING, Beginning
-from cached_rag.engine.trace import Coverage
 from cached_rag.errors import ContextOverflowError, CorruptBlobError, StoreError
 from cached_rag.kv.buffer import KVBuffer, LayerLoader
 from cached_rag.kv.module import ModuleKV
 from cached_rag.library.plan import Placement, Plan
-from cached_rag.methods import AnchorFlow, Full, Layout, Reuse, Takes, name_of, spelled
+from cached_rag.methods import AnchorFlow, Full, Layout, Takes, spelled
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +83,7 @@ def prepare(prompt: Prefilling) -> None:
     report.decision = choice.decision
     report.notes += [note for note in choice.notes if note not in report.notes]
     if choice.method != prompt.config.selector():
-        report.method = name_of(choice.method)
+        report.method = spelled(choice.method)
 
 
 def exact_length(prompt: Prefilling, plan: Plan) -> int:
@@ -264,15 +262,14 @@ def _leave_out(prompt: Prefilling, loader: LayerLoader | None, problem: StoreErr
             return
     assert prompt.plan is not None
     prompt.plan, prompt.method = prompt.plan.taking(Takes.NOTHING), Full()
-    prompt.repair, prompt.report.method = "", name_of(prompt.method)
+    prompt.repair, prompt.report.method = "", spelled(prompt.method)
 
 
 def unrepaired(prompt: Prefilling) -> tuple[Placement, ...]:
     """Placements whose KV is in memory and was not changed by a repair, so it can be shared."""
     assert prompt.plan is not None
-    is_repaired = not isinstance(prompt.method, Reuse)
     return tuple(
         place
         for place in prompt.plan.placements
-        if isinstance(place.kv, ModuleKV) and (place.is_exact or not is_repaired)
+        if isinstance(place.kv, ModuleKV) and (place.is_exact or not prompt.method.repairs)
     )

@@ -16,14 +16,12 @@ from cached_rag.backends.prompt_text import Tokens
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.audit import compare
-from cached_rag.engine.following import Following
-from cached_rag.engine.pieces import Pieces
 from cached_rag.engine.planner import Planner, Reading
 from cached_rag.engine.profile import profile_key
-from cached_rag.engine.report import Clock, Report
+from cached_rag.engine.repair import Following, Pieces
+from cached_rag.engine.report import Clock, Coverage, Report, TraceSource
 from cached_rag.engine.resources import Resources
 from cached_rag.engine.sharing import NOTHING, Beginning
-from cached_rag.engine.trace import Coverage, TraceSource
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
 from cached_rag.library.matching import inner_ids
@@ -90,7 +88,7 @@ class Prefilling:
     following: Following | None = None
 
     def __post_init__(self) -> None:
-        self.report = Report(self.config.method_name)
+        self.report = Report(spelled(self.config.selector()))
 
     @property
     def resources(self) -> Resources:

@@ -15,9 +15,8 @@ import transformers
 from cached_rag.backends.base import Backend
 from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.backends.transformers.packing import FewBitLinear
-from cached_rag.engine.controller import Controller
 from cached_rag.engine.engine import Engine
-from cached_rag.engine.profile import profile_of
+from cached_rag.engine.profile import Controller, profile_of
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods import Auto, CacheBlend, Layout
 

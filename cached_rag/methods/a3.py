@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from cached_rag.methods.base import Layout
-from cached_rag.methods.question import QuestionSelector
+from cached_rag.methods.base import Layout, QuestionSelector
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class A3(QuestionSelector):
     Attributes:
         recompute_ratio: r.
     """
+
+    name: ClassVar[str] = "a3"
 
     def observed_layers(self, layout: Layout) -> tuple[int, ...]:
         """Layer 0."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from cached_rag.errors import ConfigError
-from cached_rag.methods.base import Layout
+from cached_rag.methods.base import Layout, top_rows
 from cached_rag.methods.epic import Epic
 from cached_rag.methods.infoflow import InfoFlow
-from cached_rag.methods.question import top_rows
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,16 @@ class AnchorFlow(InfoFlow):
         recompute_ratio: share r of the reused tokens that the question chooses.
         anchor_tokens: how many of each chunk's first tokens come with them.
         transfers_drift: whether the tokens not recomputed are moved as the recomputed ones are.
-        window: the question chooses so many neighbours at once; 1 for each token by itself.
         follow_tokens: so many of the answer's first tokens choose, too, before the next one is
-            picked (`engine/following.py`). Not for prompts with gaps.
+            picked (`engine/repair.py`). Not for prompts with gaps.
         follow_ratio: share of the reused tokens that each of them chooses.
     """
+
+    name: ClassVar[str] = "anchorflow"
 
     recompute_ratio: float = 0.15
     anchor_tokens: int = 8
     transfers_drift: bool = True
-    window: int = 1
     follow_tokens: int = 0
     follow_ratio: float = 0.01
 
@@ -49,8 +49,6 @@ class AnchorFlow(InfoFlow):
         super().__post_init__()
         if self.anchor_tokens < 0:
             raise ConfigError(f"anchor_tokens cannot be negative: {self.anchor_tokens}")
-        if self.window < 1:
-            raise ConfigError(f"a window has a token at least, not {self.window}")
         if not 0 <= self.follow_tokens <= 64:
             raise ConfigError(f"follow_tokens is a number from 0 to 64, not {self.follow_tokens}")
         if not 0.0 <= self.follow_ratio <= 1.0:
@@ -65,25 +63,8 @@ class AnchorFlow(InfoFlow):
         anchors = self._anchors(layout)
         others = layout.reused & ~anchors
         budget = min(self.budget(layout), int(others.sum()))
-        scores = scores.mean(dim=0)
-        if self.window == 1:
-            chosen = top_rows(scores, others.to(scores.device), budget)
-        else:
-            chosen = self._windows(scores, layout, budget)
+        chosen = top_rows(scores.mean(dim=0), others.to(scores.device), budget)
         return chosen | anchors.to(scores.device)
-
-    def _windows(self, scores: torch.Tensor, layout: Layout, budget: int) -> torch.Tensor:
-        """About `budget` tokens, one window at least: those with the highest mean scores."""
-        runs = [
-            (at, min(at + self.window, end))
-            for begin, end in layout.modules
-            for at in range(begin + self.anchor_tokens, end, self.window)
-        ]
-        runs.sort(key=lambda run: float(scores[slice(*run)].mean()), reverse=True)
-        chosen = torch.zeros_like(scores, dtype=torch.bool)
-        for begin, end in runs[: max(1, round(budget / self.window))]:
-            chosen[begin:end] = True
-        return chosen
 
     def _anchors(self, layout: Layout) -> torch.Tensor:
         return Epic(self.anchor_tokens).first_rows(layout) & layout.reused

@@ -1,5 +1,8 @@
 """What a method decides: which rows are computed, layer by layer. Knows tensors; knows no model.
 
+`QuestionSelector` is the base of those that run the question over the stale KV first, and choose by
+the attention that it pays to the reused tokens.
+
 To add a method: one file with a frozen dataclass that has these members, one line in the table of
 `methods/__init__.py`, one row in docs/methods.md. The docstring of the class links its paper, and
 says what it recomputes and why, what that costs, and when to use it.
@@ -7,11 +10,14 @@ says what it recomputes and why, what that costs, and when to use it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
+
+from cached_rag.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -74,54 +80,83 @@ class Takes(Enum):
     ALL = "all"
 
 
-class Selector(Protocol):
-    """A method. Pure: the same inputs give the same rows, nothing is kept."""
+class Selector(ABC):
+    """A method. Pure: the same inputs give the same rows, nothing is kept.
 
-    @property
-    def takes(self) -> Takes:
-        """Which cached KV it uses."""
-        ...
+    Attributes:
+        name: by which users ask for it and reports call it.
+        takes: which cached KV it uses.
+        gives_way: whether a model that cannot do it does what it can; else that is an error.
+        repairs: whether KV that it takes may be computed again, so that others cannot share it.
+        narrows: whether it leaves out rows from one layer to the next, by `narrow`.
+        transfers_drift: whether a module's other tokens are moved as its recomputed ones are
+            (`row_cache.py`).
+        follow_tokens: so many of the answer's first tokens choose, too (`engine/repair.py`).
+    """
 
-    @property
-    def gives_way(self) -> bool:
-        """Whether a model that cannot do it does what it can; else that is an error."""
-        ...
+    name: ClassVar[str]
+    takes: ClassVar[Takes] = Takes.ALL
+    gives_way: ClassVar[bool] = False
+    repairs: ClassVar[bool] = True
+    narrows: ClassVar[bool] = False
+    transfers_drift: bool = False
+    follow_tokens: int = 0
 
-    @property
-    def reported_as(self) -> str:
-        """Its name in reports; empty for the name by which it was asked for."""
-        ...
-
-    @property
-    def transfers_drift(self) -> bool:
-        """Whether a module's other tokens are moved as its recomputed ones are (`row_cache.py`)."""
-        ...
-
+    @abstractmethod
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """(seq_len,) bool: rows computed in layer 0; must contain `layout.fresh`."""
-        ...
 
     def check_layers(self, layout: Layout) -> tuple[int, ...]:
         """Layers before whose attention `narrow` is asked, ascending, each >= 1."""
-        ...
-
-    def narrow(self, check: LayerCheck, layout: Layout) -> torch.Tensor:
-        """(num_rows,) bool: rows to go on with; must contain the rows that are not reused."""
-        ...
-
-
-class StaticSelector:
-    """Base of methods that choose their rows before the first layer."""
-
-    takes: ClassVar[Takes] = Takes.ALL
-    gives_way: ClassVar[bool] = False
-    reported_as: ClassVar[str] = ""
-    transfers_drift: bool = False
-
-    def check_layers(self, layout: Layout) -> tuple[int, ...]:
-        """None: the choice is made once."""
         return ()
 
     def narrow(self, check: LayerCheck, layout: Layout) -> torch.Tensor:
-        """Never asked; keeps every row."""
+        """(num_rows,) bool: rows to go on with; must contain the rows that are not reused."""
         return torch.ones_like(check.reused)
+
+
+@dataclass(frozen=True)
+class QuestionSelector(Selector):
+    """Base: top-r of the reused tokens by a score taken from the question's attention.
+
+    Attributes:
+        recompute_ratio: share r of the reused tokens that is recomputed.
+    """
+
+    recompute_ratio: float = 0.15
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.recompute_ratio <= 1.0:
+            raise ConfigError(f"recompute_ratio is a share, 0 to 1, not {self.recompute_ratio}")
+
+    def first_rows(self, layout: Layout) -> torch.Tensor:
+        """The live rows, and with r = 1 all reused ones; otherwise `choose` adds to them."""
+        return ~layout.exact if self.recompute_ratio == 1.0 else layout.fresh
+
+    @abstractmethod
+    def observed_layers(self, layout: Layout) -> tuple[int, ...]:
+        """Layers whose attention `score` is shown, ascending; none if there is no choice."""
+
+    @abstractmethod
+    def score(self, weights: torch.Tensor) -> torch.Tensor:
+        """One layer's (question_len, seq_len) attention, mean over heads, to (seq_len,) scores."""
+
+    def choose(self, scores: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """(observed_layers, seq_len) scores to the (seq_len,) bool rows to recompute."""
+        total = scores.mean(dim=0)
+        return top_rows(total, layout.reused.to(total.device), self.budget(layout))
+
+    def budget(self, layout: Layout) -> int:
+        """How many reused tokens are recomputed."""
+        return int(self.recompute_ratio * int(layout.reused.sum()))
+
+    def is_needed(self, layout: Layout) -> bool:
+        """Whether there is something to choose."""
+        return 0 < self.budget(layout) < int(layout.reused.sum())
+
+
+def top_rows(scores: torch.Tensor, allowed: torch.Tensor, budget: int) -> torch.Tensor:
+    """(seq_len,) bool: the `budget` allowed entries with the highest scores."""
+    chosen = torch.zeros_like(allowed)
+    chosen[scores.masked_fill(~allowed, float("-inf")).topk(budget).indices] = True
+    return chosen

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from cached_rag.errors import ConfigError
-from cached_rag.methods.base import LayerCheck, Layout, Takes
+from cached_rag.methods.base import LayerCheck, Layout, Selector
 
 # Schedules start at 1.5 r. The gradual one falls to 0.5 r at the last layer: r on average.
 _SPAN = 0.5
@@ -16,7 +16,7 @@ _SCORES = ("values", "keys", "kv")
 
 
 @dataclass(frozen=True)
-class CacheBlend:
+class CacheBlend(Selector):
     """Recomputes the share r of the chunks' tokens whose keys or values deviate most.
 
     A token whose values change when it is read in its place attends to other chunks, and one that
@@ -42,10 +42,8 @@ class CacheBlend:
             differences of keys and values together.
     """
 
-    takes: ClassVar[Takes] = Takes.ALL
-    gives_way: ClassVar[bool] = False
-    reported_as: ClassVar[str] = ""
-    transfers_drift: ClassVar[bool] = False
+    name: ClassVar[str] = "cacheblend"
+    narrows: ClassVar[bool] = True
 
     recompute_ratio: float = 0.15
     check_layer: int | tuple[int, ...] = 1

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from cached_rag.errors import ConfigError
-from cached_rag.methods.base import Layout, StaticSelector
+from cached_rag.methods.base import Layout, Selector
 
 
 @dataclass(frozen=True)
-class Epic(StaticSelector):
+class Epic(Selector):
     """Recomputes the first tokens of every chunk, its anchors.
 
     Encoded apart, a chunk's first tokens take themselves for the beginning of a prompt and draw
@@ -27,6 +28,8 @@ class Epic(StaticSelector):
         anchor_tokens: how many of each chunk's tokens.
         recompute_ratio: instead, a share of all reused tokens, spread evenly over the chunks.
     """
+
+    name: ClassVar[str] = "epic"
 
     anchor_tokens: int = 16
     recompute_ratio: float | None = None

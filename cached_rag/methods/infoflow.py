@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from cached_rag.errors import ConfigError
-from cached_rag.methods.base import Layout
-from cached_rag.methods.question import QuestionSelector
+from cached_rag.methods.base import Layout, QuestionSelector
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class InfoFlow(QuestionSelector):
         recompute_ratio: r.
         depth: where the observed layers begin, as a share of all; they go on to the last.
     """
+
+    name: ClassVar[str] = "infoflow"
 
     depth: float = 0.5
 

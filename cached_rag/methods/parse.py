@@ -1,4 +1,7 @@
-"""Methods written as text: `name`, `name:option=value,...`, and joined ones: `one+other`."""
+"""Methods written as text: `name`, `name:option=value,...`, and joined ones: `one+other`.
+
+Of a joined one, what any of its members would recompute is recomputed.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,73 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, ClassVar
+
+import torch
 
 from cached_rag.errors import ConfigError
-from cached_rag.methods.base import Selector
-from cached_rag.methods.union import UnionSelector
+from cached_rag.methods.base import Layout, QuestionSelector, Selector
 
-# They have no options in their names, and join no other.
+
+@dataclass(frozen=True)
+class UnionSelector(QuestionSelector):
+    """Union of methods' rows; at most one may ask the question, none may have check layers.
+
+    Attributes:
+        members: the methods; each has its own ratio, so there is none here.
+
+    Raises:
+        ConfigError: methods that cannot be joined, one that goes on with the answer, or a ratio.
+    """
+
+    name: ClassVar[str] = "union"
+    recompute_ratio: float = 0.0
+    members: tuple[Selector, ...] = ()
+
+    def __post_init__(self) -> None:
+        transfers = any(m.transfers_drift for m in self.members)
+        object.__setattr__(self, "transfers_drift", transfers)
+        if self.recompute_ratio:
+            raise ConfigError(
+                "methods that are joined have ratios of their own, as in "
+                "epic+prophetkv:recompute_ratio=0.05, and none for all of them"
+            )
+        asking = [m for m in self.members if isinstance(m, QuestionSelector)]
+        if len(asking) > 1 or any(m.narrows for m in self.members):
+            raise ConfigError(
+                "only methods that choose their rows before the first layer can be joined, and at "
+                "most one that asks the question (a3, infoflow, prophetkv)"
+            )
+        if any(m.follow_tokens for m in self.members):
+            raise ConfigError("a method that is joined with others has no follow_tokens")
+
+    @property
+    def _asking(self) -> QuestionSelector | None:
+        return next((m for m in self.members if isinstance(m, QuestionSelector)), None)
+
+    def first_rows(self, layout: Layout) -> torch.Tensor:
+        """All members' rows."""
+        return reduce(torch.logical_or, (m.first_rows(layout) for m in self.members), layout.fresh)
+
+    def observed_layers(self, layout: Layout) -> tuple[int, ...]:
+        """Those of the member that asks."""
+        return self._asking.observed_layers(layout) if self._asking else ()
+
+    def score(self, weights: torch.Tensor) -> torch.Tensor:
+        """That member's score."""
+        assert self._asking is not None
+        return self._asking.score(weights)
+
+    def choose(self, scores: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """That member's rows, and the others'."""
+        assert self._asking is not None
+        others = self.first_rows(layout) & layout.reused
+        return self._asking.choose(scores, layout) | others.to(scores.device)
+
+
+# They join no other.
 _ALONE = ("auto", "fast", "full", "prefix")
 
 
@@ -38,6 +101,16 @@ def parse_method(
     return members[0] if len(members) == 1 else UnionSelector(members=tuple(members))
 
 
+def spelled(method: Selector) -> str:
+    """A method's one spelling, which `parse_method` reads: its name, and what is no default."""
+    if isinstance(method, UnionSelector):
+        return "+".join(map(spelled, method.members))
+    known: Any = dataclasses.fields(method) if dataclasses.is_dataclass(method) else ()
+    given = {field.name: getattr(method, field.name) for field in known}
+    own = [f"{f.name}={json.dumps(given[f.name])}" for f in known if given[f.name] != f.default]
+    return method.name + (f":{','.join(own)}" if own else "")
+
+
 def _member(
     text: str,
     table: Mapping[str, type[Selector]],
@@ -45,16 +118,17 @@ def _member(
     *,
     is_joined: bool,
 ) -> Selector:
-    name, colon, rest = text.partition(":")
+    name, _, rest = text.partition(":")
     cls = table.get(name)
     if cls is None:
         raise _unknown(name, table)
-    if name in _ALONE and (colon or is_joined):
-        raise ConfigError(f"method {name!r} stands alone: it has no options and joins no other")
+    if name in _ALONE and is_joined:
+        raise ConfigError(f"method {name!r} stands alone: it joins no other")
     known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     given = dict(_option(part, name) for part in rest.split(",") if part)
     for option in given.keys() - known.keys():
-        raise ConfigError(f"{name} has no option {option!r}; it has {', '.join(sorted(known))}")
+        has = ", ".join(sorted(known)) or "none"
+        raise ConfigError(f"{name} has no option {option!r}; it has {has}")
     for option, value in given.items():
         _check_kind(option, value, str(known[option].type))
     wanted = {option: value for option, value in defaults.items() if option in known}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from cached_rag.methods.base import Layout
-from cached_rag.methods.question import QuestionSelector
+from cached_rag.methods.base import Layout, QuestionSelector
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class ProphetKV(QuestionSelector):
     Attributes:
         recompute_ratio: r; the paper's is 20 %.
     """
+
+    name: ClassVar[str] = "prophetkv"
 
     def observed_layers(self, layout: Layout) -> tuple[int, ...]:
         """All."""

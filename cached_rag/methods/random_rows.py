@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from cached_rag.errors import ConfigError
-from cached_rag.methods.base import Layout, StaticSelector
-from cached_rag.methods.question import top_rows
+from cached_rag.methods.base import Layout, Selector, top_rows
 
 
 @dataclass(frozen=True)
-class Random(StaticSelector):
+class Random(Selector):
     """Recomputes a share r of the chunks' tokens, drawn by chance, the same ones every time.
 
     It is what every other choice has to beat at the same cost.
@@ -25,6 +25,8 @@ class Random(StaticSelector):
         recompute_ratio: r.
         seed: of the draw.
     """
+
+    name: ClassVar[str] = "random"
 
     recompute_ratio: float = 0.15
     seed: int = 0

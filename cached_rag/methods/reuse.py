@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import torch
 
-from cached_rag.methods.base import Layout, StaticSelector, Takes
+from cached_rag.methods.base import Layout, Selector, Takes
 
 
 @dataclass(frozen=True)
-class Reuse(StaticSelector):
+class Reuse(Selector):
     """Recomputes nothing: only the live tokens are computed, all cached KV is taken as it is.
 
     Keys are moved to their positions. That chunks were read apart from each other stays as it is.
@@ -23,6 +23,9 @@ class Reuse(StaticSelector):
     behind what stands before them, for chunks that do not depend on each other, and where answers
     that are made at the same time shall share chunks.
     """
+
+    name: ClassVar[str] = "reuse"
+    repairs: ClassVar[bool] = False
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """The live rows."""
@@ -42,6 +45,7 @@ class Prefix(Reuse):
     prompts begin alike: long system prompts, conversations.
     """
 
+    name: ClassVar[str] = "prefix"
     takes: ClassVar[Takes] = Takes.EXACT
 
 
@@ -52,4 +56,5 @@ class Full(Reuse):
     Paper: none. Cost: 1. Use it to see what another method changed, in time and in the answer.
     """
 
+    name: ClassVar[str] = "full"
     takes: ClassVar[Takes] = Takes.NOTHING

@@ -25,8 +25,8 @@ from cached_rag.rag.prompts import Turn, checked
 
 if TYPE_CHECKING:
     from cached_rag.engine.explanation import Explanation
+    from cached_rag.engine.report import Trace, TraceSource
     from cached_rag.engine.stream import Stream
-    from cached_rag.engine.trace import Trace, TraceSource
 
 _SHOWN = 60
 

@@ -11,8 +11,7 @@ from conftest import CHUNKS, ask, tiny_model
 
 from cached_rag import ConfigError, Engine, StoreConfig
 from cached_rag.engine import profile
-from cached_rag.engine.controller import Controller
-from cached_rag.engine.profile import Profile, fit, measure, profile_of
+from cached_rag.engine.profile import Controller, Profile, fit, measure, profile_of
 
 # 1000 tokens: 1 s to compute, 0.01 s from memory, 0.2 s from disk.
 PROFILE = Profile(0.001, 0.0, 100_000.0 * 10, 5_000.0 * 10, 10)

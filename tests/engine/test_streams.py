@@ -16,7 +16,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from cached_rag import BatchConfig, Engine
-from cached_rag.engine.sampling import Detokenizer
+from cached_rag.engine.decoding import Detokenizer
 from cached_rag.errors import BusyError
 
 PROMPTS = [f"{chunk}\n\nWhat is said here?" for chunk in CHUNKS]

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cached_rag import ConfigError, Engine, GenerationConfig, Grammar
-from cached_rag.engine.sampling import Sampler
+from cached_rag.engine.decoding import Sampler
 from cached_rag.grammar import grammar as grammars
 from cached_rag.grammar.matcher import Matcher
 

@@ -12,8 +12,7 @@ from indexes import WordEmbedding
 from servers import Proxy, redis_server
 
 from cached_rag import CachedRAG, ConfigError, Engine, Schema, StoreConfig
-from cached_rag.engine.controller import refusal
-from cached_rag.engine.profile import Profile
+from cached_rag.engine.profile import Profile, refusal
 from cached_rag.errors import StoreError
 from cached_rag.kv.module import ModuleKV
 from cached_rag.kv.store.remote import transport

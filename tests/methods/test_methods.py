@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -34,17 +35,19 @@ from cached_rag.methods import (
     Random,
     Reuse,
     UnionSelector,
-    name_of,
     parse_method,
+    spelled,
 )
-from cached_rag.methods.base import LayerCheck, StaticSelector
+from cached_rag.methods.base import LayerCheck, Selector
 
 RATIOED = sorted(set(SELECTORS) - {"reuse", "full", "prefix"})
 
 
 @dataclass(frozen=True)
-class Chosen(StaticSelector):
+class Chosen(Selector):
     """The slow twin: the rows another method chose, computed in one pass from layer 0."""
+
+    name: ClassVar[str] = "chosen"
 
     rows: torch.Tensor
     transfers_drift: bool = False
@@ -220,7 +223,7 @@ def test_fast_chooses_a_fifth_of_what_auto_does():
     fresh = torch.arange(1020) >= 1000
     layout = Layout(fresh, torch.zeros_like(fresh), ((0, 1000),), 4)
     assert (Fast().budget(layout), Auto().budget(layout)) == (30, 150)
-    assert name_of(Fast()) == name_of(Auto()) == "anchorflow"
+    assert (spelled(Fast()), spelled(Auto(0.3))) == ("fast", "auto:recompute_ratio=0.3")
 
 
 def test_a_union_takes_what_any_member_takes():
@@ -304,17 +307,6 @@ def test_anchorflow_takes_anchors_and_of_the_rest_what_the_question_wants():
     assert chosen.nonzero().flatten().tolist() == [6, 17, 22, 28, 31, 33]
 
 
-def test_anchorflow_takes_the_windows_that_the_question_wants():
-    fresh = torch.zeros(40, dtype=torch.bool)
-    fresh[30:] = True
-    layout = Layout(fresh, torch.zeros(40, dtype=torch.bool), ((0, 12), (12, 30)), 2)
-    scores = torch.zeros(2, 40)
-    scores[:, 9] = 1.0  # alone among its neighbours
-    scores[:, 21:24] = 0.5
-    method = AnchorFlow(5 / 30, anchor_tokens=1, window=4)
-    assert method.choose(scores, layout).nonzero().flatten().tolist() == [0, 12, 21, 22, 23, 24]
-
-
 @pytest.mark.parametrize("text", ["cacheblend+epic", "prophetkv+infoflow"])
 def test_what_cannot_be_joined_is_refused(text):
     with pytest.raises(ConfigError, match="joined"):
@@ -333,7 +325,6 @@ def test_what_cannot_be_joined_is_refused(text):
         "random:seed=99999999999999999999",
         "random:seed=x",
         "anchorflow:transfers_drift=maybe",
-        "anchorflow:window=0",
         "infoflow:depth=true",
         "infoflow:recompute_ratio=NaN",
         "cacheblend:check_layer=[1.5]",
@@ -358,7 +349,7 @@ def test_methods_as_text_and_as_selectors():
     assert GenerationConfig(method=text).selector() == joined
     own = CacheBlend(0.3, score="keys")
     assert GenerationConfig(method=own).selector() is own
-    assert GenerationConfig(method=own).method_name == "cacheblend"
+    assert spelled(own) == 'cacheblend:recompute_ratio=0.3,score="keys"'
 
 
 def check(layer, fresh_values, fresh_keys=None):

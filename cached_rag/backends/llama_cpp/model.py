@@ -28,7 +28,7 @@ from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer, KVShapes
 from cached_rag.kv.positions import PositionRule
 from cached_rag.kv.rows import RowKV
-from cached_rag.methods import name_of
+from cached_rag.methods import spelled
 from cached_rag.methods.base import Layout, Selector
 
 Run = tuple[int, int]  # begin and end (exclusive) of neighbouring slots
@@ -268,7 +268,7 @@ class LlamaCppModel:
         looks = method.check_layers(layout) or hasattr(method, "observed_layers")
         if looks or method.transfers_drift:
             raise ModelError(
-                f"{name_of(method)} looks into the model's layers, and llama.cpp does not show "
+                f"{spelled(method)} looks into the model's layers, and llama.cpp does not show "
                 'them; use auto, epic, reuse, prefix or full, or backend="transformers"'
             )
         if ready is not None:

@@ -33,8 +33,7 @@ from cached_rag.backends.transformers.decoder import Decoder
 from cached_rag.backends.transformers.row_cache import Drift, Observed, Observer, Peeked, RowCache
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.methods.base import LayerCheck, Layout, Selector
-from cached_rag.methods.question import QuestionSelector
+from cached_rag.methods.base import LayerCheck, Layout, QuestionSelector, Selector
 
 _BIASES = ("alibi", "position_bias")
 

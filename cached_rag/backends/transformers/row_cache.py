@@ -21,8 +21,7 @@ from transformers import Cache
 from cached_rag.backends.transformers.attention import Rows
 from cached_rag.backends.transformers.kernels import Scoring, capped, centre_of
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.methods.base import Layout
-from cached_rag.methods.question import QuestionSelector
+from cached_rag.methods.base import Layout, QuestionSelector
 
 # A chunk's first tokens move like the others, but scatter more: the variance falls about as one
 # over the square root of the distance from the chunk's beginning. So a sample has the weight
