@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -128,7 +128,7 @@ def reach_of(backend: Tokenizer) -> Reach | None:
     provided that no step before the encoding removes text.
     """
     model, vocabulary = backend.model, backend.get_vocab()
-    parts = [*_parts(backend.normalizer), *_parts(backend.pre_tokenizer)]
+    parts = [*parts_of(backend.normalizer), *parts_of(backend.pre_tokenizer)]
     added = backend.get_added_tokens_decoder().values()
     if (
         not isinstance(model, models.BPE)
@@ -172,11 +172,16 @@ def _keeps(part: dict[str, Any]) -> bool:
     return False
 
 
-def _parts(step: Any) -> Iterator[dict[str, Any]]:
-    """The settings of a normalizer or a pre-tokenizer, or of each in a sequence."""
-    if step is not None:
-        settings = json.loads(step.__getstate__())
-        yield from settings.get("normalizers") or settings.get("pretokenizers") or [settings]
+def parts_of(step: Any) -> list[dict[str, Any]]:
+    """The settings of a normalizer, pre-tokenizer or decoder, or of each in a sequence."""
+    return [] if step is None else _flat(json.loads(step.__getstate__()))
+
+
+def _flat(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    for name in ("normalizers", "pretokenizers", "decoders"):
+        if inner := settings.get(name):
+            return [part for one in inner for part in _flat(one)]
+    return [settings]
 
 
 @dataclass(frozen=True)

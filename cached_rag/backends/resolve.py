@@ -349,17 +349,10 @@ def _sums(folder: Path) -> dict[str, str]:
     """The checksum of each file of a folder that was made, by its place in it."""
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
     return {
-        name: _checksum(path)
+        name: _fed(xxhash.xxh3_128(), path)
         for name, path in sorted(files.items())
         if name != _SUMS and path.is_file()
     }
-
-
-def _checksum(path: Path) -> str:
-    state = xxhash.xxh3_128()
-    for block in _blocks(path):
-        state.update(block)
-    return str(state.hexdigest())
 
 
 def _swept(folder: Path) -> Path:
@@ -382,21 +375,21 @@ def file_digest(path: Path) -> str:
             return str(json.loads(memo.read_text())["digest"])
         except (ValueError, KeyError):
             memo.unlink()
-    state = hashlib.blake2b(digest_size=20)
-    for block in _blocks(path):
-        state.update(block)
+    found = _fed(hashlib.blake2b(digest_size=20), path)
     with writing_cache():
         make_folder(memo.parent)
         temporary = memo.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({"digest": state.hexdigest(), "path": str(path)}))
+        temporary.write_text(json.dumps({"digest": found, "path": str(path)}))
         temporary.replace(memo)
-    return state.hexdigest()
+    return found
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
+def _fed(state: Any, path: Path) -> str:
+    """What a digest comes to over a file's bytes."""
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
-            yield block
+            state.update(block)
+    return str(state.hexdigest())
 
 
 def _identity(path: Path) -> str:

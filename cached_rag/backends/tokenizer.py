@@ -8,7 +8,6 @@ message's content or in a cached chunk stays text, where plain tokenisation woul
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,16 @@ from typing import Any
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cached_rag.backends.chat_template import ChatTemplate
-from cached_rag.backends.prompt_text import Rendered, Span, Spans, Tokens, backends_of, core, encode
+from cached_rag.backends.prompt_text import (
+    Rendered,
+    Span,
+    Spans,
+    Tokens,
+    backends_of,
+    core,
+    encode,
+    parts_of,
+)
 
 # GPT-2's: a printable character for each byte.
 _ALPHABET = {char: byte for byte, char in bytes_to_unicode().items()}
@@ -220,7 +228,7 @@ class Spelling:
         """Look at how a fast tokenizer of the transformers library decodes."""
         self._tokenizer = tokenizer
         self._added = {token: str(text) for token, text in tokenizer.added_tokens_decoder.items()}
-        steps = _steps(tokenizer.backend_tokenizer.decoder)
+        steps = {part["type"] for part in parts_of(tokenizer.backend_tokenizer.decoder)}
         self._is_byte_level = "ByteLevel" in steps
         self._is_sentence_piece = bool(steps & {"ByteFallback", "Metaspace"})
 
@@ -234,20 +242,6 @@ class Spelling:
                 return b""
             return _from_alphabet(piece) if self._is_byte_level else _from_sentence_piece(piece)
         return str(self._tokenizer.decode([token])).encode()
-
-
-def _steps(decoder: Any) -> set[str]:
-    """The kinds of all steps of a decoder, which only its serialised form tells."""
-    found: set[str] = set()
-
-    def collect(part: Any) -> None:
-        if isinstance(part, dict):
-            found.add(str(part.get("type")))
-            for inner in part.get("decoders", []):
-                collect(inner)
-
-    collect(json.loads(decoder.__getstate__()) if decoder is not None else None)
-    return found
 
 
 def _from_alphabet(piece: str) -> bytes:

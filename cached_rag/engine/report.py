@@ -13,19 +13,21 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from cached_rag.backends.prompt_text import Tokens
-from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.engine.profile import ProfileKey, kept_profile
 from cached_rag.library.matching import Match
 from cached_rag.library.plan import Plan
 from cached_rag.library.shelf import Origin
 from cached_rag.methods import Layout, Selector, Takes
+
+if TYPE_CHECKING:  # its libraries are not for who opens an index
+    from cached_rag.backends.tokenizer import Tokenization
 
 
 @dataclass

@@ -297,7 +297,7 @@ def test_auto_is_epic_and_says_so(model):
         long = [" ".join([chunk] * 5) for chunk in CHUNKS]
         engine.encode(long, context=None)
         report = engine.generate(ask(*long), max_tokens=2).report
-        assert report.method == "epic"
+        assert report.method == "epic:anchor_tokens=8"
         assert 0 < report.recomputed_tokens < report.cached_tokens
         assert any("cannot be watched" in note for note in report.notes)
 

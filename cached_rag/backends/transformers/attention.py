@@ -243,10 +243,9 @@ class Rows:
         if not (is_plain and is_even and behind):
             return False
         if self._is_on_gpu:
-            is_small = query.dtype != torch.float32
-            return (
-                is_small and len(self) > 1 and kernels.kernel_of(len(self), keys, values) == "flash"
-            )
+            if query.dtype == torch.float32 or len(self) == 1:
+                return False
+            return kernels.kernel_of(len(self), keys, values) == "flash"
         is_flash = query.device.type == "cpu" and query.dtype == torch.bfloat16
         return is_flash and len(self) >= _UNMASKED_ROWS and kernels.flash_has_matrix_units()
 
