@@ -20,6 +20,7 @@ from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.catalog import Catalog, ChunkRecord, Maker
 from cached_rag.kv.database import BRIEFLY_S
 from cached_rag.kv.disk import DiskStore
+from cached_rag.kv.holdings import CATALOG, Removals
 from cached_rag.kv.remote import RemoteTier
 from cached_rag.library.handed_over import HandedOver
 from cached_rag.library.known import Known
@@ -93,22 +94,27 @@ class Library:
         self.table = self.known.table
         self._forgotten = None if forgotten is None else WeakMethod(forgotten)
         self._last_row = 0
-        self._generation = self._evictions = self._removals = 0
+        self._generation = self._evictions = self._num_removals = 0
+        self._removals: Removals | None = None
         self._unwritten: dict[str, ChunkRecord] = {}
         if self._catalog is not None:
-            with self.shelf.spared():
-                if remote is not None:
-                    self._catalog.removals.note_remote(remote.label)
-                self._catalog.removals.finish(self.shelf.delete)
-            self._finish_far(self._catalog)
+            self._removals = self._finished(self._catalog)
         self.refresh(force=True)
 
-    def _finish_far(self, catalog: Catalog) -> None:
+    def _finished(self, catalog: Catalog) -> Removals:
+        """The removals of this tenant; those that were interrupted are finished."""
+        shelf = self.shelf
+        far = None if shelf.remote is None else shelf.delete_far
+        removals = Removals(catalog, shelf.delete, far)
+        with shelf.spared():
+            if shelf.remote is not None:
+                removals.note_remote(shelf.remote.label)
+            removals.finish()
         try:
-            if self.shelf.remote is not None:
-                catalog.removals.finish_far(self.shelf.delete_far)
+            removals.finish_far()
         except StoreError as error:
             _log.warning("%s", error)
+        return removals
 
     def check_kept(self) -> None:
         """Check that the files are open, if there are to be any, before encoding or deleting.
@@ -294,7 +300,7 @@ class Library:
         self, text_digests: Collection[str], given: Mapping[str, ChunkRecord] | None = None
     ) -> int:
         with self.known.lock:
-            self._removals += 1
+            self._num_removals += 1
             records = [
                 self.table.by_digest(name) or (given or {}).get(name) for name in text_digests
             ]
@@ -304,19 +310,12 @@ class Library:
             self.known.unmark(text_digests)
             self.table.discard(chunks)
         try:
-            if self._catalog is not None:
-                return self._remove_kept(self._catalog, text_digests)
+            if self._removals is not None:
+                return self._removals.remove(text_digests)
             return self._remove_keys(self._keys(chunks))
         finally:
             self.refresh(force=True)
             self._let_go(chunks)
-
-    def _remove_kept(self, catalog: Catalog, text_digests: Collection[str]) -> int:
-        try:
-            return catalog.removals.remove(self.shelf.delete, text_digests)
-        finally:
-            if self.shelf.remote is not None:
-                catalog.removals.finish_far(self.shelf.delete_far)
 
     def _remove_keys(self, keys: Sequence[str]) -> int:
         """Delete KV where no catalog says what has to go."""
@@ -331,7 +330,7 @@ class Library:
 
     def _deletions(self) -> object:
         """Changes whenever KV is deleted because its text is forgotten, by whichever process."""
-        return self._removals, self.generation
+        return self._num_removals, self.generation
 
     def knows(self, text_digest: str) -> bool:
         """Whether a text is a chunk, by the catalog, which may know more than this process."""
@@ -401,7 +400,7 @@ def _opened(root: Path, maker: Maker, config: StoreConfig) -> tuple[DiskStore, C
     bound, secret = config.disk_bytes, config.signing_key
     disk = DiskStore(root, codec=config.codec, max_bytes=bound, secret=secret)
     try:
-        return disk, Catalog(root / "catalog.sqlite", maker, config.namespace)
+        return disk, Catalog(root / CATALOG, maker, config.namespace)
     except BaseException:
         disk.close()
         raise

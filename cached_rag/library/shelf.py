@@ -18,12 +18,11 @@ from cachetools import LRUCache
 
 from cached_rag.config import StoreConfig
 from cached_rag.errors import StoreError, StoreFullError
-from cached_rag.kv.background import Outbox, Prefetcher
 from cached_rag.kv.buffer import LayerSource, ModuleKV
 from cached_rag.kv.disk import DiskStore
 from cached_rag.kv.fingerprint import ids_digest, module_key
 from cached_rag.kv.remote import RemoteTier
-from cached_rag.kv.tiers import IsWanted, MemoryStore, TieredStore
+from cached_rag.kv.tiers import IsWanted, MemoryStore, Outbox, Prefetcher, TieredStore
 from cached_rag.library.matching import EncodedAfter
 
 _log = logging.getLogger(__name__)
