@@ -116,7 +116,7 @@ def test_prefetch_brings_it_before_the_prompt(machine, monkeypatch):
     machine().encode(CHUNKS, context=None)
     there = machine()
     there.register(CHUNKS)
-    there.library.known.heads.refresh()
+    there.library.listen()
     there.prefetch(CHUNKS)
     there.library.shelf._prefetcher.close()
     monkeypatch.setattr(there.library.shelf, "bring", lambda *_: pytest.fail("asked again"))
