@@ -184,10 +184,6 @@ class Shelf:
         """Bytes of KV in memory: the host's and a CUDA device's together."""
         return sum(tier.nbytes for tier in self.memory)
 
-    def memory_tokens(self) -> int:
-        """Number of tokens whose KV is in memory; a token in two tiers counts twice."""
-        return sum(tier.num_tokens for tier in self.memory)
-
     def store_bytes(self) -> int:
         """Bytes of KV in this machine's slowest tier; 0 if its index cannot be read (logged)."""
         with self.spared():
