@@ -309,12 +309,13 @@ class Shelf:
             What was wrong with some, and the keys of what came.
         """
         deletions = self._deletions()
-        answer = remote.fetch(self.namespace, {key: ids for key, (_, ids) in sources.items()})
+        wanted_ids = {key: ids for key, (_, ids) in sources.items()}
+        found, problems = remote.fetch(self.namespace, wanted_ids)
 
         def wanted() -> bool:
             return deletions == self._deletions()
 
-        for key, kv in answer.kv.items():
+        for key, kv in found.items():
             for tier in self.memory:
                 with suppress(StoreFullError):  # too large for a fast tier is no error
                     tier.put(key, kv)
@@ -322,10 +323,10 @@ class Shelf:
             if self.disk is not None:
                 self._to_disk.add(key, kv, wanted)
         if not wanted():
-            self._to_disk.drop(answer.kv)
-            for key in answer.kv:
+            self._to_disk.drop(found)
+            for key in found:
                 self.store.delete(key)
-        return list(answer.problems), set(answer.kv)
+        return problems, set(found)
 
     def _write(self, key: str, kv: ModuleKV, wanted: IsWanted) -> bool:
         assert self.disk is not None

@@ -104,7 +104,7 @@ def tiers():
 
 def fetch(tier: RemoteTier, *modules: ModuleKV, namespace="") -> dict[str, ModuleKV]:
     wanted = {key(kv.token_ids[0]): kv.token_ids for kv in modules}
-    return tier.fetch(namespace, wanted).kv
+    return tier.fetch(namespace, wanted)[0]
 
 
 def offer(tier: RemoteTier, *modules: ModuleKV, namespace="") -> None:
@@ -185,9 +185,9 @@ def test_no_damaged_value_is_used(redis_at, tiers, secret):
     bad += [good[:-1], good[: len(good) // 2], good + b"x", b"cachedrag1", b"\0" * 4096]
     for data in bad:
         client.set(name, data)
-        answer = tiers(url, secret=secret).fetch("", {key(20): kv.token_ids})
-        assert not answer.kv
-        assert "damaged or foreign" in answer.problems[0]
+        found, problems = tiers(url, secret=secret).fetch("", {key(20): kv.token_ids})
+        assert not found
+        assert "damaged or foreign" in problems[0]
     client.set(name, good)
     assert fetch(tiers(url, secret=secret), kv)
     client.close()
@@ -464,9 +464,9 @@ def test_one_bad_value_does_not_cost_its_neighbours(redis_at, tiers):
     lie, honest = contents(key(90), a, codec_by_name("raw"))
     data = save(lie | {"extra": torch.zeros(3)}, honest)
     client.set(name, wire._sealed(name.decode().removeprefix("cached-rag/"), data, b""))
-    answer = tiers(url).fetch("", {key(90): a.token_ids, key(91): b.token_ids})
-    assert answer.kv.keys() == {key(91)}
-    assert len(answer.problems) == 1
+    found, problems = tiers(url).fetch("", {key(90): a.token_ids, key(91): b.token_ids})
+    assert found.keys() == {key(91)}
+    assert len(problems) == 1
     client.close()
 
 
