@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 import torch
 from cachetools import LRUCache
 
-from cached_rag.errors import ConfigError, CorruptBlobError, StoreFullError
+from cached_rag.errors import CorruptBlobError, StoreFullError
 from cached_rag.kv.blob import SigningError
 from cached_rag.kv.buffer import LayerSource, ModuleKV
 
@@ -146,8 +146,6 @@ class TieredStore:
     """A `KVStore` over several, fastest first. The last one has all that the others have."""
 
     def __init__(self, tiers: Sequence[KVStore]) -> None:
-        if not tiers:
-            raise ConfigError("a tiered store needs at least one tier")
         self.tiers = tuple(tiers)
 
     @property
