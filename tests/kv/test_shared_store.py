@@ -372,7 +372,7 @@ def test_what_is_deleted_while_it_is_brought_does_not_come_back(
 
     def late(namespace, wanted):
         answer = fetch(namespace, wanted)
-        assert answer.kv
+        assert answer[0]
         there.forget(CHUNKS)
         return answer
 
