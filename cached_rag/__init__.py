@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cached_rag.engine.tools import Tools
     from cached_rag.errors import CachedRAGError, ConfigError
     from cached_rag.grammar.grammar import Grammar
-    from cached_rag.library.context import PRIMER, Context, primer
+    from cached_rag.library.encode import PRIMER, Context, primer
     from cached_rag.pml import Import, Said, Schema
     from cached_rag.rag.answer import Answer, AnswerStream
     from cached_rag.rag.chat import Chat
@@ -81,7 +81,7 @@ _PLACES = {
     ),
     "engine.explanation": ("Explanation",),
     "grammar.grammar": ("Grammar",),
-    "library.context": (
+    "library.encode": (
         "PRIMER",
         "Context",
         "primer",

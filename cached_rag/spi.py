@@ -35,8 +35,8 @@ if TYPE_CHECKING:
         template_head,
     )
     from cached_rag.grammar.tools import ToolCall
+    from cached_rag.kv.disk import Handoff
     from cached_rag.library.encode import EncodeSummary
-    from cached_rag.library.handoff import Handoff
     from cached_rag.library.ledger import Ledger
     from cached_rag.methods import METHODS
     from cached_rag.pml import SchemaPrompt
@@ -114,7 +114,7 @@ _PLACES = {
     ),
     "grammar.tools": ("ToolCall",),
     "library.encode": ("EncodeSummary",),
-    "library.handoff": ("Handoff",),
+    "kv.disk": ("Handoff",),
     "library.ledger": ("Ledger",),
     "methods": ("METHODS",),
     "pml": ("SchemaPrompt",),

@@ -39,10 +39,9 @@ from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.catalog import ChunkRecord, Maker
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.remote import RemoteTier, open_remote
-from cached_rag.library.background import WriteBack
-from cached_rag.library.context import Context, primer
-from cached_rag.library.encode import EncodeSummary
+from cached_rag.library.encode import Context, EncodeSummary, primer
 from cached_rag.library.encoder import Encoder, check_several
+from cached_rag.library.learning import WriteBack
 from cached_rag.library.library import Library
 from cached_rag.library.matching import inner_ids
 from cached_rag.library.plan import Plan

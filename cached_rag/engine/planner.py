@@ -114,7 +114,7 @@ class TextPlanner:
         """Bring KV from another machine into memory; returns notes for the user."""
         if self.library.shelf.remote is None:
             return []
-        notes, sink_ids = self.library.known.heads.refresh(), self.tokenization.sink_ids
+        notes, sink_ids = self.library.listen(), self.tokenization.sink_ids
         encodings = Encodings.of(tuple(tokens.ids), self.library.encoded_after(), sink_ids)
         return [*notes, *self.library.shelf.bring(encodings.wanted(matches))]
 

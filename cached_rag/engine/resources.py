@@ -18,9 +18,8 @@ from cached_rag.engine.settling import Settling
 from cached_rag.kv.buffer import Workspace
 from cached_rag.kv.remote import RemoteTier
 from cached_rag.kv.wire import Sizes
-from cached_rag.library.background import Activity
 from cached_rag.library.encoder import Encoder
-from cached_rag.library.learning import Learning
+from cached_rag.library.learning import Activity, Learning
 from cached_rag.library.library import Library
 from cached_rag.library.sequences import Sequences
 from cached_rag.library.shelf import Refuses

@@ -17,7 +17,7 @@ from cached_rag.config import GenerationConfig, StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.evaluation.data import Example, messages
 from cached_rag.kv.buffer import KVBuffer, ModuleKV
-from cached_rag.library.context import PRIMER, Context, primer
+from cached_rag.library.encode import PRIMER, Context, primer
 from cached_rag.library.matching import HARVESTED
 
 _MARK = "the first chunk"

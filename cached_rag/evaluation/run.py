@@ -23,7 +23,7 @@ from cached_rag.evaluation.metrics import right
 from cached_rag.evaluation.summary import POOLED
 from cached_rag.evaluation.trial import BASELINE, Trial
 from cached_rag.kv.fingerprint import digest
-from cached_rag.library.context import PRIMER
+from cached_rag.library.encode import PRIMER
 
 _ANSWER_TOKENS, _LONG_ANSWER_TOKENS = 16, 64
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cached_rag.config import StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError
-from cached_rag.library.context import Context
+from cached_rag.library.encode import Context
 
 PREFIX = "Read these texts.\n\n"
 _WORDS = (

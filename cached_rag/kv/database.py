@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 from urllib.parse import quote
 
 from cached_rag.errors import ClosedError, StoreError, StoreFullError
@@ -53,15 +53,6 @@ class Problem:
     reason: str
 
 
-class _State(NamedTuple):
-    """What changes when somebody writes a file."""
-
-    has_log: bool
-    inode: int
-    nbytes: int
-    changed_ns: int
-
-
 class Database:
     """One connection to a file in WAL mode, for all threads; waits while other processes write.
 
@@ -93,7 +84,7 @@ class Database:
         except OSError as error:
             raise self._forbidden(str(error)) from error
         self._reopened = 0
-        self._frozen: _State | None = None
+        self._frozen: tuple[int, ...] | None = None
         with self._explained():
             self._connection = self._connected()
             try:
@@ -109,22 +100,23 @@ class Database:
         where = str(self.path)
         if self.is_read_only:
             # Whoever writes the file keeps a log beside it; without a log it does not change.
-            state = self._state()
-            self._frozen = None if state.has_log else state
-            where = f"file:{quote(where)}?{'mode=ro' if state.has_log else 'immutable=1'}"
+            has_log, *_ = state = self._state()
+            self._frozen = None if has_log else state
+            where = f"file:{quote(where)}?{'mode=ro' if has_log else 'immutable=1'}"
         # No timeout: `_when_free` waits for other processes, and lets go of the lock meanwhile.
         found = sqlite3.connect(where, timeout=0, check_same_thread=False, uri=self.is_read_only)
         # Text that is no UTF-8 is no error here: that it is damaged is for checksums to tell.
         found.text_factory = lambda data: data.decode(errors="replace")
         return found
 
-    def _state(self) -> _State:
+    def _state(self) -> tuple[int, ...]:
+        """What changes when somebody writes the file; first of all, whether it has a log."""
         has_log = self.path.with_name(self.path.name + "-wal").exists()
         try:
             stat = self.path.stat()
         except OSError:  # which SQLite will say when it opens the file
-            return _State(has_log, 0, 0, 0)
-        return _State(has_log, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            return (has_log,)
+        return has_log, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
     def _is_outdated(self) -> bool:
         """Whether a file that was taken for unchanging is written by its owner after all."""

@@ -1,7 +1,8 @@
-"""Whose KV a store's folder holds: of which model, and whether anything still needs it.
+"""Whose KV a store's folder holds, whether anything still needs it, and how what has to go goes.
 
 A file's key is a digest, which does not say whose it is. So the keys of all that the catalog knows
-are computed, and compared with those of the files, whatever codec these are in. Knows no model.
+are computed, and compared with those of the files, whatever codec these are in. Texts are removed
+so that it survives a kill at any point, and other processes that write. Knows no model.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cached_rag.errors import ConfigError, StoreError
-from cached_rag.kv.catalog import Catalog, Maker
+from cached_rag.kv.catalog import DROP_NEEDLESS, Catalog, Maker, unpack
 from cached_rag.kv.fingerprint import digest
 
 if TYPE_CHECKING:
@@ -22,6 +24,132 @@ if TYPE_CHECKING:
     from cached_rag.kv.remote import RemoteTier
 
 CATALOG = "catalog.sqlite"
+# Not if one came back and is doomed anew meanwhile: it may have new KV.
+_DONE = "WHERE model = ? AND namespace = ? AND text_digest = ? AND (SELECT count FROM revivals) = ?"
+
+
+class _Doomed(NamedTuple):
+    """A text whose KV has to go, and how many such texts had come back when this was read."""
+
+    model: str
+    text_digest: str
+    token_ids: tuple[int, ...]
+    revivals: object
+
+
+class Removals:
+    """The texts of one tenant that have to go, by all models, from here and from a remote store."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        delete: Callable[[str], bool],
+        delete_far: Callable[[Sequence[str]], object] | None = None,
+    ) -> None:
+        """Delete nothing yet.
+
+        Args:
+            delete: deletes the KV of a key from this machine, and says whether there was any.
+            delete_far: deletes the KV of keys from the remote store; None if there is none. If it
+                fails, `finish_far` is to be called again.
+        """
+        self._catalog, self._namespace = catalog, catalog.namespace
+        self._database = catalog.database
+        self._delete, self._delete_far = delete, delete_far
+
+    def remove(self, text_digests: Collection[str]) -> int:
+        """Remove this tenant's texts, and their KV by all models; says how many KVs went here.
+
+        The order survives a kill and loses no race. First the catalog says, in one transaction,
+        that the texts are no modules any more and that their KV has to go; then the KV goes; then
+        the catalog forgets that it had to. Whoever puts KV into the store looks into the catalog
+        when this deletion is over or has yet to come, so KV that comes too late is not kept.
+
+        Raises:
+            StoreError: see `finish`.
+        """
+        try:
+            self.doom(text_digests)
+            return self.finish(text_digests)
+        finally:
+            self.finish_far()
+
+    def doom(self, text_digests: Iterable[str]) -> None:
+        """Begin to remove texts: they are no modules from now on, and their KV has to go."""
+        rows = [(self._namespace, text_digest) for text_digest in text_digests]
+        where = "FROM modules WHERE namespace = ? AND text_digest = ?"
+        columns = "model, namespace, text_digest, token_ids"
+        with self._database.transaction() as connection:
+            connection.executemany(f"INSERT OR IGNORE INTO doomed SELECT {columns} {where}", rows)
+            connection.executemany(f"DELETE {where}", rows)
+            connection.executemany(
+                "DELETE FROM learned WHERE namespace = ? AND text_digest = ?", rows
+            )
+            connection.execute("UPDATE removals SET count = count + 1")
+
+    def finish(self, text_digests: Collection[str] | None = None) -> int:
+        """Delete KV that has to go, of these texts or of all; says how many KVs went.
+
+        Raises:
+            StoreError: not all of it can be found, as the catalog is damaged. What can be is
+                deleted, and the rest has to go as before.
+        """
+        gone: list[int] = []
+        self._finish("doomed", lambda keys: gone.append(sum(map(self._delete, keys))), text_digests)
+        return sum(gone)
+
+    def finish_far(self) -> None:
+        """Delete KV that has to go from the remote store, of all texts that went here before.
+
+        Raises:
+            StoreError: as `finish`; or the remote store does not answer.
+        """
+        if self._delete_far is not None:
+            self._finish("doomed_far", self._delete_far)
+
+    def _finish(
+        self,
+        table: str,
+        delete: Callable[[Sequence[str]], object],
+        text_digests: Collection[str] | None = None,
+    ) -> None:
+        catalog = self._catalog
+        while doomed := self._doomed(table, text_digests):
+            models = {one.model for one in doomed}
+            damage = {model: why for model in models if (why := catalog.damage(model))}
+            done = [
+                (one.model, self._namespace, one.text_digest, one.revivals)
+                for one in doomed
+                if one.model not in damage
+            ]
+            behinds = {model: catalog.behinds(model) for model in models}
+            keys = (catalog.keys_of(one.model, one.token_ids, behinds[one.model]) for one in doomed)
+            delete([*chain.from_iterable(keys)])
+            with self._database.transaction() as connection:
+                if table == "doomed" and self._database.rows("SELECT * FROM remotes"):
+                    far = f"INSERT OR IGNORE INTO doomed_far SELECT * FROM doomed {_DONE}"
+                    connection.executemany(far, done)
+                connection.executemany(f"DELETE FROM {table} {_DONE}", done)
+                connection.execute(DROP_NEEDLESS)
+            self._database.scrub()
+            for why in damage.values():
+                raise StoreError(f"KV that was to be deleted may still be there: {why}")
+
+    def note_remote(self, label: str) -> None:
+        """Remember that KV is in a remote store, too, so that removals are finished there."""
+        if label not in self._database.read(str, "SELECT label FROM remotes"):
+            with self._database.transaction() as connection:
+                connection.execute("INSERT OR IGNORE INTO remotes VALUES (?)", (label,))
+
+    def _doomed(self, table: str, text_digests: Collection[str] | None) -> list[_Doomed]:
+        """Those of the tenant's texts, of these or of all, that have to go."""
+        query = (
+            "SELECT model, text_digest, token_ids, (SELECT count FROM revivals)"
+            f" FROM {table} WHERE namespace = ?"
+        )
+        rows = self._database.rows(query, self._namespace)
+        found = [_Doomed(str(m), str(name), unpack(ids), count) for m, name, ids, count in rows]
+        return [one for one in found if text_digests is None or one.text_digest in text_digests]
 
 
 @dataclass(frozen=True)
@@ -63,14 +191,12 @@ def forget_digests(
     if not (folder / CATALOG).is_file():
         return 0
     with closing(_catalog(folder)) as catalog, closing(_disk(folder)) as disk:
+        far = None if remote is None else partial(remote.delete, "")
+        removals = Removals(catalog, disk.delete, far)
         learned = catalog.learned() if text_digests else []
         if remote is not None:
-            catalog.removals.note_remote(remote.label)
-        try:
-            return catalog.removals.remove(disk.delete, {*text_digests, *learned})
-        finally:
-            if remote is not None:
-                catalog.removals.finish_far(partial(remote.delete, ""))
+            removals.note_remote(remote.label)
+        return removals.remove({*text_digests, *learned})
 
 
 def unused(folder: Path, name: str, dtypes: Sequence[str]) -> list[Holding]:

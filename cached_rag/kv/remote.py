@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LateError
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 from urllib.parse import quote
@@ -23,11 +22,10 @@ from cachetools import LRUCache, TTLCache
 
 from cached_rag.config import StoreConfig
 from cached_rag.errors import CorruptBlobError, StoreError
-from cached_rag.kv.background import Outbox
 from cached_rag.kv.blob import CODEC_NAMES, codec_by_name
-from cached_rag.kv.blobs import Transport, open_transport, shown
 from cached_rag.kv.buffer import ModuleKV
-from cached_rag.kv.tiers import IsWanted
+from cached_rag.kv.tiers import IsWanted, Outbox
+from cached_rag.kv.transports import Transport, open_transport, shown
 from cached_rag.kv.wire import HEADS_BYTES, Head, Sizes, Wire
 
 _log = logging.getLogger(__name__)
@@ -47,14 +45,6 @@ _FIRST_S, _LONGEST_S = 1.0, 30.0
 # The weight of the newest measurement of a link, and how long measurements count.
 _NEWEST, _FRESH_S = 0.3, 30.0
 _THREADS = 4
-
-
-@dataclass(frozen=True)
-class Brought:
-    """What came of a round trip: modules by their key, and what was wrong, in words."""
-
-    kv: dict[str, ModuleKV]
-    problems: tuple[str, ...] = ()
 
 
 class RemoteTier:
@@ -101,21 +91,27 @@ class RemoteTier:
 
     # Reading ---------------------------------------------------------------------------------
 
-    def fetch(self, namespace: str, wanted: Mapping[str, Sequence[int]]) -> Brought:
+    def fetch(
+        self, namespace: str, wanted: Mapping[str, Sequence[int]]
+    ) -> tuple[dict[str, ModuleKV], list[str]]:
         """Bring modules, in one round trip.
 
         Args:
             wanted: the token ids of each module, by its key.
+
+        Returns:
+            The modules that came, by their key, and what was wrong with others, in words.
 
         Raises:
             StoreError: it did not answer in time, or is not asked because it lately did not.
         """
         names = {self._name(namespace, key): key for key in wanted}
         asked = self._unknown(names)
-        if not asked:
-            return Brought({})
         found: dict[str, ModuleKV] = {}
-        problems, began = [], time.perf_counter()
+        problems: list[str] = []
+        if not asked:
+            return found, problems
+        began = time.perf_counter()
         most = [self._wire.most_bytes(len(wanted[names[name]])) for name in asked]
         values = self._reading.ask(lambda: self._transport.get(asked, most))
         for name, data in zip(asked, values, strict=True):
@@ -130,7 +126,7 @@ class RemoteTier:
                 _log.warning("%s", error)
                 problems.append(str(error))
         self.link.note(sum(kv.seq_len for kv in found.values()), time.perf_counter() - began)
-        return Brought(found, tuple(problems))
+        return found, problems
 
     def holds(self, namespace: str, keys: Collection[str]) -> set[str]:
         """Those of these keys that it has; values that were found to be damaged do not count.

@@ -21,9 +21,9 @@ from cached_rag.config import MOST_PRIMERS
 from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.catalog import ChunkRecord
-from cached_rag.library.context import Context, primer
 from cached_rag.library.encode import (
     BATCH_TOKENS,
+    Context,
     EncodeSummary,
     Ids,
     Window,
@@ -34,6 +34,7 @@ from cached_rag.library.encode import (
     join,
     last_fitting,
     named,
+    primer,
     windows,
 )
 from cached_rag.library.ledger import HALF_PAIR

@@ -7,6 +7,7 @@ in prompts, and the store has their KV. Of the model it knows only the fingerpri
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,13 +21,96 @@ from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.catalog import Catalog, ChunkRecord, Maker
 from cached_rag.kv.database import BRIEFLY_S
 from cached_rag.kv.disk import DiskStore
+from cached_rag.kv.holdings import CATALOG, Removals
 from cached_rag.kv.remote import RemoteTier
 from cached_rag.library.handed_over import HandedOver
-from cached_rag.library.known import Known
-from cached_rag.library.matching import EncodedAfter
+from cached_rag.library.matching import ChunkTable, EncodedAfter
 from cached_rag.library.shelf import Refuses, Shelf, Wanted, memory_tiers
 
 _log = logging.getLogger(__name__)
+# Most tokens of texts that were learned from prompts. A token of a known text takes some 70 bytes.
+LEARNED_TOKENS = 1 << 18
+
+
+class Known:
+    """What a tenant's engines know: texts, which of them were only learned, what they stood behind.
+
+    Where there is no catalog, all libraries of a tenant know the same.
+    Texts that nobody gave, but prompts repeat, are learned ones. Where there is a catalog, they are
+    marked there, as it knows what other processes were given.
+
+    Attributes:
+        table: all texts.
+        encoded_after: what they stood behind, the longest prefix first; of those with the same
+            prefix, the one of the highest rank.
+        lock: to be held while any of these is changed.
+        undeleted: keys whose KV could not be deleted from the remote tier.
+        users: number of libraries that use it.
+    """
+
+    def __init__(self, catalog: Catalog | None) -> None:
+        self.table = ChunkTable()
+        self.encoded_after: list[EncodedAfter] = []
+        self.lock = threading.Lock()
+        self.undeleted: set[str] = set()
+        self.users = 0
+        self._catalog = catalog
+        self._learned: dict[str, None] = {}  # the oldest first, where there is no catalog
+
+    def learned(self) -> list[str]:
+        """The digests of learned texts, the oldest first."""
+        return list(self._learned) if self._catalog is None else self._catalog.learned()
+
+    def learn(self, chunk: ChunkRecord) -> None:
+        """Add a text, and mark it as learned, unless it is known.
+
+        Raises:
+            StoreError: the catalog cannot be written.
+        """
+        if self._catalog is not None:
+            self._catalog.add_chunks([chunk], BRIEFLY_S, learned=True)
+        elif self.table.by_digest(chunk.text_digest) is None:
+            self._learned[chunk.text_digest] = None
+        self.table.add(chunk)
+
+    def unmark(self, text_digests: Collection[str]) -> None:
+        """Mark texts no more, as somebody gave them, or they are forgotten.
+
+        The catalog does that itself.
+        """
+        for text_digest in text_digests:
+            self._learned.pop(text_digest, None)
+
+    def surplus(self) -> list[str]:
+        """The learned texts that go, so that those that stay have at most `LEARNED_TOKENS`."""
+        learned = self.learned()
+        chunks = [self.table.by_digest(name) for name in learned]
+        sizes = [0 if chunk is None else len(chunk.token_ids) for chunk in chunks]
+        excess, count = sum(sizes) - LEARNED_TOKENS, 0
+        while excess > 0:
+            excess -= sizes[count]
+            count += 1
+        return learned[:count]
+
+    def read_behinds(self, catalog: Catalog) -> None:
+        """Take over what is in the catalog; under the lock."""
+        self._stood_behind(EncodedAfter(*row) for row in catalog.prefixes())
+
+    def add_behind(self, behind: EncodedAfter) -> None:
+        """Add what texts will be encoded behind.
+
+        Raises:
+            StoreError: the catalog cannot be written.
+        """
+        if self._catalog is not None:
+            self._catalog.add_prefix(behind.prefix_ids, behind.context)
+        with self.lock:
+            self._stood_behind({*self.encoded_after, behind})
+
+    def _stood_behind(self, behinds: Iterable[EncodedAfter]) -> None:
+        self.encoded_after = sorted(
+            behinds, key=lambda b: (len(b.prefix_ids), b.rank, b.context), reverse=True
+        )
 
 
 class Library:
@@ -87,28 +171,33 @@ class Library:
             WeakValueDictionary() if beside is None else beside._tenants
         )
         known = self._tenants.get(self.namespace) if self._catalog is None else None
-        self.known = Known(self.shelf, self._catalog) if known is None else known
+        self.known = Known(self._catalog) if known is None else known
         self.known.users += 1
         self._tenants[self.namespace] = self.known
         self.table = self.known.table
         self._forgotten = None if forgotten is None else WeakMethod(forgotten)
         self._last_row = 0
-        self._generation = self._evictions = self._removals = 0
+        self._generation = self._evictions = self._num_removals = 0
+        self._removals: Removals | None = None
         self._unwritten: dict[str, ChunkRecord] = {}
         if self._catalog is not None:
-            with self.shelf.spared():
-                if remote is not None:
-                    self._catalog.removals.note_remote(remote.label)
-                self._catalog.removals.finish(self.shelf.delete)
-            self._finish_far(self._catalog)
+            self._removals = self._finished(self._catalog)
         self.refresh(force=True)
 
-    def _finish_far(self, catalog: Catalog) -> None:
+    def _finished(self, catalog: Catalog) -> Removals:
+        """The removals of this tenant; those that were interrupted are finished."""
+        shelf = self.shelf
+        far = None if shelf.remote is None else shelf.delete_far
+        removals = Removals(catalog, shelf.delete, far)
+        with shelf.spared():
+            if shelf.remote is not None:
+                removals.note_remote(shelf.remote.label)
+            removals.finish()
         try:
-            if self.shelf.remote is not None:
-                catalog.removals.finish_far(self.shelf.delete_far)
+            removals.finish_far()
         except StoreError as error:
             _log.warning("%s", error)
+        return removals
 
     def check_kept(self) -> None:
         """Check that the files are open, if there are to be any, before encoding or deleting.
@@ -159,7 +248,7 @@ class Library:
         is_new = generation != self._generation
         known = catalog.text_digests() | self._unwritten.keys() if is_new else frozenset()
         added = list(catalog.modules(after=self._last_row))
-        self.known.heads.read(catalog)
+        self.known.read_behinds(catalog)
         if is_new:
             gone = [chunk for chunk in self.table if chunk.text_digest not in known]
             self.table.discard(gone)
@@ -191,12 +280,26 @@ class Library:
         return -1
 
     def encoded_after(self) -> list[EncodedAfter]:
-        """All that chunks were encoded behind, see `KnownHeads.all`."""
-        return self.known.heads.all()
+        """All that chunks were encoded behind, see `Known.encoded_after`."""
+        return self.known.encoded_after
 
     def add_encoded_after(self, behind: EncodedAfter) -> None:
-        """Make known what chunks will be encoded behind."""
-        self.known.heads.add(behind)
+        """Make known what chunks will be encoded behind, to other machines as well."""
+        self.known.add_behind(behind)
+        self.shelf.tell(behind)
+
+    def listen(self) -> list[str]:
+        """Take over what other machines encode chunks behind, now and then.
+
+        Returns:
+            Why that failed, for the user; empty if it did not.
+        """
+        try:
+            for new in {*self.shelf.told()} - {*self.encoded_after()}:
+                self.known.add_behind(new)
+        except StoreError as error:
+            return [str(error)]
+        return []
 
     def present(self, behind: EncodedAfter, chunks: Sequence[ChunkRecord]) -> set[tuple[int, ...]]:
         """The tokens of those of these texts whose KV is kept, here or in the remote tier.
@@ -294,7 +397,7 @@ class Library:
         self, text_digests: Collection[str], given: Mapping[str, ChunkRecord] | None = None
     ) -> int:
         with self.known.lock:
-            self._removals += 1
+            self._num_removals += 1
             records = [
                 self.table.by_digest(name) or (given or {}).get(name) for name in text_digests
             ]
@@ -304,19 +407,12 @@ class Library:
             self.known.unmark(text_digests)
             self.table.discard(chunks)
         try:
-            if self._catalog is not None:
-                return self._remove_kept(self._catalog, text_digests)
+            if self._removals is not None:
+                return self._removals.remove(text_digests)
             return self._remove_keys(self._keys(chunks))
         finally:
             self.refresh(force=True)
             self._let_go(chunks)
-
-    def _remove_kept(self, catalog: Catalog, text_digests: Collection[str]) -> int:
-        try:
-            return catalog.removals.remove(self.shelf.delete, text_digests)
-        finally:
-            if self.shelf.remote is not None:
-                catalog.removals.finish_far(self.shelf.delete_far)
 
     def _remove_keys(self, keys: Sequence[str]) -> int:
         """Delete KV where no catalog says what has to go."""
@@ -331,7 +427,7 @@ class Library:
 
     def _deletions(self) -> object:
         """Changes whenever KV is deleted because its text is forgotten, by whichever process."""
-        return self._removals, self.generation
+        return self._num_removals, self.generation
 
     def knows(self, text_digest: str) -> bool:
         """Whether a text is a chunk, by the catalog, which may know more than this process."""
@@ -401,7 +497,7 @@ def _opened(root: Path, maker: Maker, config: StoreConfig) -> tuple[DiskStore, C
     bound, secret = config.disk_bytes, config.signing_key
     disk = DiskStore(root, codec=config.codec, max_bytes=bound, secret=secret)
     try:
-        return disk, Catalog(root / "catalog.sqlite", maker, config.namespace)
+        return disk, Catalog(root / CATALOG, maker, config.namespace)
     except BaseException:
         disk.close()
         raise

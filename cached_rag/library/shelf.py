@@ -6,6 +6,7 @@ Knows keys and tiers; knows no text. Of the model it knows only the fingerprint.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +18,12 @@ import torch
 from cachetools import LRUCache
 
 from cached_rag.config import StoreConfig
-from cached_rag.errors import StoreError, StoreFullError
-from cached_rag.kv.background import Outbox, Prefetcher
+from cached_rag.errors import CorruptBlobError, StoreError, StoreFullError
 from cached_rag.kv.buffer import LayerSource, ModuleKV
 from cached_rag.kv.disk import DiskStore
 from cached_rag.kv.fingerprint import ids_digest, module_key
-from cached_rag.kv.remote import RemoteTier
-from cached_rag.kv.tiers import IsWanted, MemoryStore, TieredStore
+from cached_rag.kv.remote import HEADS_S, RemoteTier
+from cached_rag.kv.tiers import IsWanted, MemoryStore, Outbox, Prefetcher, TieredStore
 from cached_rag.library.matching import EncodedAfter
 
 _log = logging.getLogger(__name__)
@@ -95,6 +95,9 @@ class Shelf:
         self._ahead: LRUCache[str, str] = LRUCache(_AHEAD)
         self._noting = threading.Lock()
         self._told: set[str] = set()
+        # When to ask the remote tier again what chunks stand behind, and what it was told.
+        self._due = -math.inf
+        self._announced: set[EncodedAfter] = set()
 
     @contextmanager
     def spared(self) -> Iterator[None]:
@@ -152,13 +155,34 @@ class Shelf:
         if self.remote is not None:
             self.remote.delete(self.namespace, keys)
 
+    def tell(self, behind: EncodedAfter) -> None:
+        """Have other machines look for KV that was encoded behind that."""
+        if self.remote is not None and behind not in self._announced:
+            with self.spared():
+                head = (behind.prefix_ids, behind.context)
+                self.remote.add_heads(self.namespace, self.fingerprint, [head])
+                self._announced.add(behind)
+
+    def told(self) -> list[EncodedAfter]:
+        """What other machines encode chunks behind, if it is time to ask for that.
+
+        Raises:
+            StoreError: the remote tier does not answer, or what it has is damaged.
+        """
+        if self.remote is None or time.monotonic() < self._due:
+            return []
+        self._due = time.monotonic() + HEADS_S
+        try:
+            heads = self.remote.heads(self.namespace, self.fingerprint)
+        except StoreError as error:
+            if not isinstance(error, CorruptBlobError):
+                self._due = -math.inf
+            raise
+        return [EncodedAfter(*head) for head in heads]
+
     def memory_bytes(self) -> int:
         """Bytes of KV in memory: the host's and a CUDA device's together."""
         return sum(tier.nbytes for tier in self.memory)
-
-    def memory_tokens(self) -> int:
-        """Number of tokens whose KV is in memory; a token in two tiers counts twice."""
-        return sum(tier.num_tokens for tier in self.memory)
 
     def store_bytes(self) -> int:
         """Bytes of KV in this machine's slowest tier; 0 if its index cannot be read (logged)."""
@@ -285,12 +309,13 @@ class Shelf:
             What was wrong with some, and the keys of what came.
         """
         deletions = self._deletions()
-        answer = remote.fetch(self.namespace, {key: ids for key, (_, ids) in sources.items()})
+        wanted_ids = {key: ids for key, (_, ids) in sources.items()}
+        found, problems = remote.fetch(self.namespace, wanted_ids)
 
         def wanted() -> bool:
             return deletions == self._deletions()
 
-        for key, kv in answer.kv.items():
+        for key, kv in found.items():
             for tier in self.memory:
                 with suppress(StoreFullError):  # too large for a fast tier is no error
                     tier.put(key, kv)
@@ -298,10 +323,10 @@ class Shelf:
             if self.disk is not None:
                 self._to_disk.add(key, kv, wanted)
         if not wanted():
-            self._to_disk.drop(answer.kv)
-            for key in answer.kv:
+            self._to_disk.drop(found)
+            for key in found:
                 self.store.delete(key)
-        return list(answer.problems), set(answer.kv)
+        return problems, set(found)
 
     def _write(self, key: str, kv: ModuleKV, wanted: IsWanted) -> bool:
         assert self.disk is not None

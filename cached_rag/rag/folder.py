@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from cached_rag.config import StoreConfig
 from cached_rag.errors import IndexMismatchError, StoreError
 from cached_rag.kv.holdings import forget, held_bytes
-from cached_rag.library.context import Context
 from cached_rag.rag.embedding import Embedder, Embeddings
 from cached_rag.rag.index import DocumentIndex
 from cached_rag.rag.prompts import Prompts
@@ -21,6 +20,7 @@ from cached_rag.rag.settings import DEFAULTS, RECALLED, contexts
 if TYPE_CHECKING:
     from cached_rag.engine.engine import Engine
     from cached_rag.kv.remote import RemoteTier
+    from cached_rag.library.encode import Context
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from cached_rag.options import check_types
 from cached_rag.rag.hits import Where
 
 if TYPE_CHECKING:
-    from cached_rag.library.context import Context
+    from cached_rag.library.encode import Context
 
 DEFAULT_EMBEDDING = "all-minilm-l6-v2"
 # The nearest chunks beyond these hardly concern a question, and would take minutes to read.
@@ -129,7 +129,7 @@ def contexts(text: str) -> tuple[Context | None, ...]:
     Raises:
         ConfigError: a context that does not exist.
     """
-    from cached_rag.library.context import primer  # with PyTorch, which a command's help needs not
+    from cached_rag.library.encode import primer  # with PyTorch, which a command's help needs not
 
     kind, count = _parsed(text)
     if kind == "none":

@@ -13,7 +13,7 @@ import pytest
 from conftest import CHUNKS, tiny_model
 
 from cached_rag import ConfigError, Engine, StoreConfig
-from cached_rag.library.background import Activity, WriteBack
+from cached_rag.library.learning import Activity, WriteBack
 
 TEXTS = [f"{chunk} It is told in chapter {number}." for number in range(3) for chunk in CHUNKS]
 SCRIPT = f"""

@@ -14,7 +14,7 @@ from cached_rag import ConfigError, Engine, StoreConfig
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.rows import RowKV
-from cached_rag.library.background import Activity, WriteBack
+from cached_rag.library.learning import Activity, WriteBack
 from cached_rag.library.sequences import PromptKV, Sequences, where
 
 

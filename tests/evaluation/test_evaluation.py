@@ -32,7 +32,7 @@ from cached_rag.evaluation.plot import plot_frontier
 from cached_rag.evaluation.run import Settings, evaluate
 from cached_rag.evaluation.summary import summarise
 from cached_rag.evaluation.trial import make_trials
-from cached_rag.library.context import PRIMER, primer
+from cached_rag.library.encode import PRIMER, primer
 from cached_rag.library.matching import HARVESTED
 
 QUESTIONS = ["What turns green?", "Who lit the lamp?", "When was the South Pole reached?"]

@@ -22,7 +22,7 @@ from langchain_core.runnables import (
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from cached_rag import Engine, StoreConfig
-from cached_rag.kv.background import Prefetcher
+from cached_rag.kv.tiers import Prefetcher
 
 PROMPT = ChatPromptTemplate.from_messages(
     [

@@ -16,7 +16,7 @@ from langchain_qdrant import QdrantVectorStore
 from qdrant_client import QdrantClient, models
 
 from cached_rag import ConfigError, Engine, StoreConfig
-from cached_rag.kv.background import Prefetcher
+from cached_rag.kv.tiers import Prefetcher
 
 FAKE = DeterministicFakeEmbedding(size=6)
 IDS = [str(UUID(int=number)) for number in range(1, 4)]

@@ -29,7 +29,7 @@ from llama_index.vector_stores.cached_rag import CachedVectorStore
 from pydantic import BaseModel
 
 from cached_rag import ConfigError, Engine, StoreConfig
-from cached_rag.kv.background import Prefetcher
+from cached_rag.kv.tiers import Prefetcher
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from test_stores import key, module
 from cached_rag.kv import holdings
 from cached_rag.kv.catalog import Catalog, ChunkRecord
 from cached_rag.kv.disk import DiskStore
+from cached_rag.kv.holdings import Removals
 
 
 def record(n):
@@ -46,7 +47,7 @@ def test_removals_change_the_generation(catalogs):
     writer, reader = catalogs
     writer.add_chunks([record(1), record(2)])
     before = reader.generation()
-    writer.removals.doom(["digest 1"])
+    Removals(writer, lambda _: False).doom(["digest 1"])
     assert reader.generation() != before
     assert [r for _, r in reader.modules()] == [record(2)]
 
@@ -81,6 +82,7 @@ def test_strays_are_found_and_dropped_in_every_codec(tmp_path, codec):
 def test_who_deletes_does_not_take_what_came_back_and_goes_again_for_done(catalogs, is_far):
     first, second = catalogs
     held, puts = set(), iter([True])
+    again = Removals(second, lambda _: False)
 
     def delete(keys):
         gone = len(held.intersection(keys))
@@ -88,16 +90,16 @@ def test_who_deletes_does_not_take_what_came_back_and_goes_again_for_done(catalo
         if next(puts, False):  # meanwhile another gives the text, its KV comes, and it goes again
             second.add_chunks([record(1)])
             held.update(keys)
-            second.removals.doom(["digest 1"])
+            again.doom(["digest 1"])
             if is_far:
-                second.removals.finish(lambda _: False)
+                again.finish()
         return gone
 
     first.add_chunks([record(1)])
     if is_far:
-        first.removals.note_remote("far")
-        first.removals.remove(lambda _: False, ["digest 1"])
-        first.removals.finish_far(delete)
+        removals = Removals(first, lambda _: False, delete)
+        removals.note_remote("far")
+        removals.remove(["digest 1"])
     else:
-        assert first.removals.remove(lambda key: delete([key]), ["digest 1"]) == 1
+        assert Removals(first, lambda key: delete([key])).remove(["digest 1"]) == 1
     assert held == set()

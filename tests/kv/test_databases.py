@@ -23,6 +23,7 @@ from cached_rag.kv import database
 from cached_rag.kv.catalog import Catalog, ChunkRecord, Maker
 from cached_rag.kv.database import LAYOUT, Database
 from cached_rag.kv.disk import DiskStore
+from cached_rag.kv.holdings import Removals
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
 from cached_rag.rag.index import DocumentIndex
@@ -390,7 +391,7 @@ def test_who_may_only_read_sees_what_the_owner_writes(tmp_path, monkeypatch):
             assert reader.changed()  # the owner has a log now
             assert len(reader.text_digests()) == 501
         with owner() as catalog:
-            catalog.removals.remove(lambda _: True, {f"d{number}" for number in range(490)})
+            Removals(catalog, lambda _: True).remove({f"d{number}" for number in range(490)})
         assert reader.changed()
         assert len(list(reader.modules())) == 11
         with pytest.raises(StoreError, match="read-only for this user"):

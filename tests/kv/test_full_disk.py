@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from cached_rag import CachedRAG, Engine, StoreConfig
 from cached_rag.cli.main import app
 from cached_rag.errors import StoreFullError
-from cached_rag.kv.catalog import Removals
 from cached_rag.kv.disk import DiskStore
+from cached_rag.kv.holdings import Removals
 
 
 @pytest.fixture

@@ -20,12 +20,12 @@ from servers import Proxy, Server, free_port, redis_server, s3_server
 
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreError
 from cached_rag.kv import remote, wire
-from cached_rag.kv.background import Outbox
 from cached_rag.kv.blob import codec_by_name, contents
-from cached_rag.kv.blobs import label_of, open_transport
-from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.buffer import KVShapes, ModuleKV
 from cached_rag.kv.layers import KVShapes, LayerShape
 from cached_rag.kv.remote import Breaker, RemoteTier
+from cached_rag.kv.tiers import Outbox
+from cached_rag.kv.transports import label_of, open_transport
 from cached_rag.kv.wire import Sizes, Wire
 
 
@@ -105,7 +105,7 @@ def tiers():
 
 def fetch(tier: RemoteTier, *modules: ModuleKV, namespace="") -> dict[str, ModuleKV]:
     wanted = {key(kv.token_ids[0]): kv.token_ids for kv in modules}
-    return tier.fetch(namespace, wanted).kv
+    return tier.fetch(namespace, wanted)[0]
 
 
 def offer(tier: RemoteTier, *modules: ModuleKV, namespace="") -> None:
@@ -186,9 +186,9 @@ def test_no_damaged_value_is_used(redis_at, tiers, secret):
     bad += [good[:-1], good[: len(good) // 2], good + b"x", b"cachedrag1", b"\0" * 4096]
     for data in bad:
         client.set(name, data)
-        answer = tiers(url, secret=secret).fetch("", {key(20): kv.token_ids})
-        assert not answer.kv
-        assert "damaged or foreign" in answer.problems[0]
+        found, problems = tiers(url, secret=secret).fetch("", {key(20): kv.token_ids})
+        assert not found
+        assert "damaged or foreign" in problems[0]
     client.set(name, good)
     assert fetch(tiers(url, secret=secret), kv)
     client.close()
@@ -465,9 +465,9 @@ def test_one_bad_value_does_not_cost_its_neighbours(redis_at, tiers):
     lie, honest = contents(key(90), a, codec_by_name("raw"))
     data = save(lie | {"extra": torch.zeros(3)}, honest)
     client.set(name, wire._sealed(name.decode().removeprefix("cached-rag/"), data, b""))
-    answer = tiers(url).fetch("", {key(90): a.token_ids, key(91): b.token_ids})
-    assert answer.kv.keys() == {key(91)}
-    assert len(answer.problems) == 1
+    found, problems = tiers(url).fetch("", {key(90): a.token_ids, key(91): b.token_ids})
+    assert found.keys() == {key(91)}
+    assert len(problems) == 1
     client.close()
 
 

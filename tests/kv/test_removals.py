@@ -16,6 +16,7 @@ from cached_rag.kv import holdings
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.catalog import Catalog, ChunkRecord, Maker
 from cached_rag.kv.fingerprint import digest
+from cached_rag.kv.holdings import Removals
 from cached_rag.kv.remote import open_remote
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
@@ -161,7 +162,7 @@ def test_pruning_a_model_does_not_cancel_a_removal_that_was_cut_short(process, t
     encode(process("old"), 0)
     encode(process("new", "bfloat16"), 0)
     with closing(Catalog(tmp_path / "kv" / "catalog.sqlite", "old")) as catalog:
-        catalog.removals.doom([record(0).text_digest])
+        Removals(catalog, lambda _: True).doom([record(0).text_digest])
         catalog.clear()
     process("new", "bfloat16")
     assert (near(tmp_path), far(tmp_path), count(tmp_path, "encodings")) == (0, 0, 1)

@@ -17,12 +17,11 @@ import torch
 from cached_rag import StoreConfig
 from cached_rag.errors import CorruptBlobError, StoreError, StoreFullError
 from cached_rag.kv import blob
-from cached_rag.kv.background import Prefetcher
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.database import Database
 from cached_rag.kv.disk import DiskStore
 from cached_rag.kv.fingerprint import ids_digest
-from cached_rag.kv.tiers import MemoryStore, TieredStore
+from cached_rag.kv.tiers import MemoryStore, Prefetcher, TieredStore
 from cached_rag.library.shelf import memory_tiers
 
 TOKENS = 8

@@ -11,8 +11,7 @@ from conftest import CHUNKS, NEW_PROMPTS, ask, plain_cache, tiny_model
 from cached_rag import ConfigError, Context, Engine, StoreConfig
 from cached_rag.config import MOST_PRIMERS
 from cached_rag.kv.positions import PositionRule
-from cached_rag.library.context import PRIMER, primer
-from cached_rag.library.encode import encode_chunks, encode_prefix, join
+from cached_rag.library.encode import PRIMER, encode_chunks, encode_prefix, join, primer
 from cached_rag.library.matching import EncodedAfter
 
 

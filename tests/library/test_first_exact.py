@@ -9,7 +9,7 @@ from conftest import CHUNKS, ask, tiny_model
 from test_context import head_of
 
 from cached_rag import PRIMER, ConfigError, Engine, StoreConfig
-from cached_rag.library.context import primer
+from cached_rag.library.encode import primer
 from cached_rag.library.matching import EncodedAfter
 
 

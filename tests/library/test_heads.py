@@ -6,7 +6,7 @@ import pytest
 from conftest import CHUNKS, tiny_model
 
 from cached_rag import PRIMER, Engine, StoreConfig, primer
-from cached_rag.library.recurring import Heads
+from cached_rag.library.matching import Heads
 
 SYSTEM = "You answer from the documents, in one sentence."
 

@@ -10,8 +10,8 @@ from conftest import CHUNKS, tiny_model
 from cached_rag import ConfigError, Engine, StoreConfig
 from cached_rag.errors import StoreError
 from cached_rag.kv.holdings import forget
-from cached_rag.library import known
-from cached_rag.library.recurring import LONGEST, SHORTEST, Recurring
+from cached_rag.library import library
+from cached_rag.library.matching import LONGEST, SHORTEST, Recurring
 
 TEMPLATES = [open_webui, langchain, anything_llm]
 
@@ -203,7 +203,7 @@ def test_what_is_remembered_of_prompts_is_bounded(engine):
 
 
 def test_what_is_learned_is_bounded_also_after_a_restart(monkeypatch, tmp_path):
-    monkeypatch.setattr(known, "LEARNED_TOKENS", 700)
+    monkeypatch.setattr(library, "LEARNED_TOKENS", 700)
     with opened(path=str(tmp_path)) as engine:
         engine.register(CHUNKS)
         for names in ("AB", "BA", "CD", "DC"):

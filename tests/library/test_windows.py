@@ -9,8 +9,7 @@ from test_context import before, head_of
 
 from cached_rag import ConfigError, Context, Engine
 from cached_rag.library import encode as module
-from cached_rag.library.context import PRIMER, primer
-from cached_rag.library.encode import LEAD_TOKENS, windows
+from cached_rag.library.encode import LEAD_TOKENS, PRIMER, primer, windows
 
 DOCUMENT = [
     *CHUNKS,

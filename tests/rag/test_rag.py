@@ -20,7 +20,7 @@ from cached_rag.errors import (
     ModelNotFoundError,
     StoreFullError,
 )
-from cached_rag.library.context import PRIMER, primer
+from cached_rag.library.encode import PRIMER, primer
 from cached_rag.library.library import Library
 from cached_rag.rag.prompts import Prompts
 

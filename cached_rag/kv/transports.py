@@ -1,4 +1,4 @@
-"""Where a remote store's blobs are, by name: in Redis, in an object store, or in a mounted folder.
+"""What reaches a remote store, where blobs lie by name: Redis, an object store, a mounted folder.
 
 Knows no tensor.
 """
