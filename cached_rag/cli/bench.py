@@ -25,7 +25,7 @@ from cached_rag.errors import ConfigError
 from cached_rag.options import check_types, require, settings_of
 
 if TYPE_CHECKING:
-    from cached_rag.evaluation.ttft import TtftRow
+    from cached_rag.evaluation.timing import TtftRow
 
 
 bench_app = typer.Typer(
@@ -111,8 +111,7 @@ def ttft(
         return
     from cached_rag import Engine
     from cached_rag.evaluation.machine import machine
-    from cached_rag.evaluation.texts import NEW_PROMPTS
-    from cached_rag.evaluation.ttft import bench_ingest, bench_ttft
+    from cached_rag.evaluation.timing import NEW_PROMPTS, bench_ingest, bench_ttft
 
     asked = FirstTokens(**work)
     sizes = {"modules": asked.chunks, "module_tokens": asked.chunk_tokens}
@@ -175,9 +174,15 @@ def answers(
     Beside transformers' own, if it runs the model.
     """
     from cached_rag import Engine, StoreConfig
-    from cached_rag.evaluation.answers import bench_answers, joined, make_questions
+    from cached_rag.evaluation.answers import (
+        Own,
+        Peer,
+        Transformers,
+        bench_answers,
+        joined,
+        make_questions,
+    )
     from cached_rag.evaluation.machine import machine
-    from cached_rag.evaluation.peers import Own, Peer, Transformers
 
     asked = Answers(**work)
     lengths = counts(asked.prompt_tokens, "prompt tokens")

@@ -18,8 +18,7 @@ from cached_rag.errors import ConfigError, EvaluationError
 from cached_rag.evaluation.data import Example, Questions, is_long, load_examples, messages
 from cached_rag.evaluation.encodings import EncodedEngines
 from cached_rag.evaluation.journal import Journal
-from cached_rag.evaluation.measure import Measurement, figures, read
-from cached_rag.evaluation.metrics import right
+from cached_rag.evaluation.measure import Measurement, figures, read, right
 from cached_rag.evaluation.summary import POOLED
 from cached_rag.evaluation.trial import BASELINE, Trial
 from cached_rag.kv.fingerprint import digest

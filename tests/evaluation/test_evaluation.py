@@ -19,18 +19,9 @@ from cached_rag.errors import EvaluationError
 from cached_rag.evaluation.data import Example, Questions, is_long, load_examples, messages
 from cached_rag.evaluation.encodings import EncodedEngines
 from cached_rag.evaluation.journal import Journal, origins
-from cached_rag.evaluation.measure import divergence, read
-from cached_rag.evaluation.metrics import (
-    bootstrap,
-    bootstrap_ratio,
-    exact_match,
-    f1,
-    right,
-    rouge_l,
-)
-from cached_rag.evaluation.plot import plot_frontier
+from cached_rag.evaluation.measure import divergence, exact_match, f1, read, right, rouge_l
 from cached_rag.evaluation.run import Settings, evaluate
-from cached_rag.evaluation.summary import summarise
+from cached_rag.evaluation.summary import bootstrap, bootstrap_ratio, plot_frontier, summarise
 from cached_rag.evaluation.trial import make_trials
 from cached_rag.library.context import PRIMER, primer
 from cached_rag.library.matching import HARVESTED
@@ -467,14 +458,14 @@ def test_the_frontier_is_drawn(data, tmp_path):
         plot_frontier(rows, tmp_path / "frontier.nope")
 
 
-def test_an_answer_that_was_followed_is_scored_without_the_reference():
+def test_an_answer_is_followed_apart_from_the_reference():
     engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     engine.encode(CHUNKS, context=None)
     prompt = messages(CHUNKS, QUESTIONS[0], long=False)
     config = GenerationConfig("anchorflow:follow_tokens=2,follow_ratio=0.3", max_tokens=8)
     alone, beside = (read(engine, prompt, config, reference) for reference in (None, ANSWERS[1]))
     assert beside.text == alone.text
-    assert beside.own_nll == pytest.approx(alone.own_nll, abs=1e-5)
+    assert beside.nll is not None is alone.nll
 
 
 def test_several_sets_are_also_shown_together():

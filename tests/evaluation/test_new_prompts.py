@@ -9,7 +9,7 @@ from cached_rag import ConfigError, Engine, GenerationConfig, Import, Report, Sc
 from cached_rag.errors import EvaluationError
 from cached_rag.evaluation.encodings import EncodedEngines
 from cached_rag.evaluation.measure import read
-from cached_rag.evaluation.ttft import bench_ttft
+from cached_rag.evaluation.timing import bench_ttft
 from cached_rag.library.encode import EncodeSummary
 from docs.experiments.comparison import summarise_comparison
 from docs.experiments.lengths import bench_prompt
