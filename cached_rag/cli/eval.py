@@ -76,9 +76,8 @@ def evaluate_command(
     from cached_rag.backends.cache import cache_dir
     from cached_rag.evaluation.journal import Journal, origins
     from cached_rag.evaluation.machine import machine
-    from cached_rag.evaluation.run import Settings, evaluate
+    from cached_rag.evaluation.run import Settings, evaluate, make_trials
     from cached_rag.evaluation.summary import plot_frontier, summarise
-    from cached_rag.evaluation.trial import make_trials
 
     asked, data = Comparing(**comparing), [*data, *(more or [])]
     ratios = numbers(asked.ratio, float, "a ratio is a number from 0 to 1")

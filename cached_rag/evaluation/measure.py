@@ -128,9 +128,8 @@ def figures(
     Returns:
         f1, em, rouge_l (None without an answer or a reference), nll (None without a reference),
         kl (divergence of the first token's distribution from full prefill's), kl_along (mean of
-        that over the reference's tokens, None without it), entropy (of the first token, nats),
-        agreement (1 if the likeliest first token is full prefill's, else 0), charged_recompute,
-        ttft_ms.
+        that over the reference's tokens, None without it), agreement (1 if the likeliest first
+        token is full prefill's, else 0), charged_recompute, ttft_ms.
     """
     scored = reading.text is not None and bool(answers)
     text = reading.text or ""
@@ -141,7 +140,6 @@ def figures(
         "nll": reading.nll,
         "kl": divergence(full.log_probs, reading.log_probs),
         "kl_along": divergence(full.along, reading.along),
-        "entropy": -float((reading.log_probs.exp() * reading.log_probs).sum()),
         "agreement": float(reading.log_probs.argmax() == full.log_probs.argmax()),
         "charged_recompute": reading.charged_recompute,
         "ttft_ms": reading.ttft_ms,
