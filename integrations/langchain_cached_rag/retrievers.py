@@ -8,6 +8,7 @@ used again; that of the documents the model read is.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
@@ -22,13 +23,21 @@ from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage
 from langchain_core.prompts import BasePromptTemplate
 from langchain_core.retrievers import BaseRetriever, RetrieverLike
-from langchain_core.runnables import RunnableConfig, ensure_config
+from langchain_core.runnables import (
+    RunnableBranch,
+    RunnableConfig,
+    RunnableLambda,
+    RunnableSequence,
+    RunnableWithFallbacks,
+    ensure_config,
+)
+from langchain_core.runnables.base import RunnableBindingBase
 from langchain_core.runnables.config import patch_config
+from langchain_core.runnables.configurable import DynamicRunnable
 from pydantic import BeforeValidator, ConfigDict, InstanceOf
 
 from cached_rag.spi import Encode, Learner, Progress
-from langchain_cached_rag.settings import EngineSettings
-from langchain_cached_rag.unwrap import takes, unwrapped
+from langchain_cached_rag.settings import EngineSettings, parts_of, unwrapped
 
 
 class CachedRetriever(BaseRetriever):
@@ -206,3 +215,32 @@ class Origins(BaseCallbackHandler):
                 return list(texts), []
             kept = [text for text in texts if text.strip() in self._retrieved]
             return kept, list(self._read) if len(kept) < len(texts) else []
+
+
+def takes(runnable: Any, argument: str) -> bool:
+    """Whether a retriever, or what was made of retrievers, can be called with an argument.
+
+    Of a chain the first step gets it, of alternatives each. Where that is not known, it is not so.
+    """
+    if isinstance(runnable, BaseRetriever):
+        return _accepts(runnable._get_relevant_documents, argument)
+    if isinstance(runnable, RunnableLambda):
+        return _accepts(getattr(runnable, "func", None) or runnable.afunc, argument)
+    if isinstance(runnable, RunnableSequence):
+        return takes(runnable.first, argument)
+    if isinstance(runnable, RunnableBindingBase):
+        return takes(runnable.bound, argument)
+    if isinstance(runnable, RunnableWithFallbacks):
+        return all(takes(one, argument) for one in runnable.runnables)
+    if isinstance(runnable, (RunnableBranch, DynamicRunnable)):
+        return all(takes(one, argument) for one in parts_of(runnable))
+    return False
+
+
+def _accepts(function: Callable[..., Any], argument: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # some of Python's own functions have none
+        return False
+    rest = inspect.Parameter.VAR_KEYWORD
+    return any(one.name == argument or one.kind is rest for one in parameters)

@@ -3,7 +3,7 @@
 from cached_rag.errors import needs_extra
 
 with needs_extra("llama-index", "the integration with LlamaIndex"):
-    from llama_index.llms.cached_rag.base import CachedRAGLLM
+    from llama_index.llms.cached_rag.base import CachedRAGLLM, unwrapped
     from llama_index.llms.cached_rag.messages import CacheReportHandler, PMLPromptTemplate
     from llama_index.llms.cached_rag.nodes import (
         MarkModules,
@@ -24,4 +24,5 @@ __all__ = [
     "bare_text",
     "marked",
     "module_text",
+    "unwrapped",
 ]
