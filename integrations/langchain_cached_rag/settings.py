@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import Any, ClassVar, TypeVar
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import LangSmithParams
 from langchain_core.outputs import ChatGenerationChunk, GenerationChunk
 from langchain_core.prompts import BasePromptTemplate
 from langchain_core.runnables import (
@@ -116,6 +117,15 @@ class EngineSettings(FrameworkModel):
             wanted, top = options.pop("logprobs", True), options.pop("top_logprobs", None)
             options["logprobs"] = (top or 0) if wanted else None
         return self.answer_config(options)
+
+    def _get_ls_params(self, stop: Stop = None, **kwargs: Any) -> LangSmithParams:
+        """What traces say of a call."""
+        stops = list(self._config(stop, {}).stop)
+        asked = call_options(kwargs)
+        params: LangSmithParams = super()._get_ls_params(stop=stops, **asked)  # type: ignore[misc]
+        params["ls_provider"] = "cached-rag"
+        params["ls_model_name"] = kwargs.get("model") or self._model
+        return params
 
     def _without_engine(self) -> EngineSettings:
         """For pickling.
@@ -260,11 +270,11 @@ def _models(llm: Any, inside: frozenset[int] = frozenset()) -> Iterator[EngineSe
     elif isinstance(llm, RunnableWithFallbacks):
         yield from next(filter(None, (list(_models(one, inside)) for one in llm.runnables)), [])
     else:
-        for part in parts_of(llm):
+        for part in _parts(llm):
             yield from _models(part, inside)
 
 
-def parts_of(runnable: Any) -> Iterable[Runnable[Any, Any]]:
+def _parts(runnable: Any) -> Iterable[Runnable[Any, Any]]:
     """What a runnable runs; nothing for one of a kind that is not known."""
     if isinstance(runnable, RunnableSequence):
         return runnable.steps
