@@ -236,7 +236,7 @@ class CachedRAGLLM(FrameworkModel, FunctionCallingLLM):
     def encode_nodes(self, nodes: Iterable[BaseNode], **kwargs: Any) -> EncodeSummary:
         """As `encode`, for nodes: with their metadata, as response synthesis shows them.
 
-        For a docstore, `marked(docstore.docs.values())`; see `MarkModules`.
+        They may be what an `IngestionPipeline` returns, or a docstore's.
         """
         documents = groupby(nodes, key=lambda node: node.ref_doc_id or node.node_id)
         texts = ([module_text(node) for node in group] for _, group in documents)
