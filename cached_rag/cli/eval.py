@@ -74,9 +74,8 @@ def evaluate_command(
     """
     from cached_rag import Engine
     from cached_rag.backends.cache import cache_dir
-    from cached_rag.evaluation.journal import Journal, origins
     from cached_rag.evaluation.machine import machine
-    from cached_rag.evaluation.run import Settings, evaluate, make_trials
+    from cached_rag.evaluation.run import Journal, Settings, evaluate, make_trials, origins
     from cached_rag.evaluation.summary import plot_frontier, summarise
 
     asked, data = Comparing(**comparing), [*data, *(more or [])]

@@ -17,9 +17,15 @@ from conftest import CHUNKS, NEW_PROMPTS, plain_logits, tiny_model
 from cached_rag import ConfigError, Engine, GenerationConfig
 from cached_rag.errors import EvaluationError
 from cached_rag.evaluation.data import Example, Questions, is_long, load_examples, messages
-from cached_rag.evaluation.journal import Journal, origins
 from cached_rag.evaluation.measure import divergence, exact_match, f1, read, right, rouge_l
-from cached_rag.evaluation.run import EncodedEngines, Settings, evaluate, make_trials
+from cached_rag.evaluation.run import (
+    EncodedEngines,
+    Journal,
+    Settings,
+    evaluate,
+    make_trials,
+    origins,
+)
 from cached_rag.evaluation.summary import bootstrap, bootstrap_ratio, plot_frontier, summarise
 from cached_rag.library.context import primer
 
