@@ -304,9 +304,9 @@ class FrameworkModel(_Fields):
         """Know texts as chunks: those that prompts contain are encoded after the answers."""
         self.loaded_engine().register(list(texts))
 
-    def prefetch(self, texts: Iterable[str], *, in_parts: bool = False) -> None:
+    def prefetch(self, texts: Iterable[str]) -> None:
         """Begin to bring texts' KV into memory; see `cached_rag.Engine.prefetch`."""
-        self.loaded_engine().prefetch(list(texts), in_parts=in_parts)
+        self.loaded_engine().prefetch(list(texts))
 
     def forget(self, texts: Iterable[str]) -> None:
         """Drop texts and their KV."""

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from cached_rag import Engine, StoreConfig, wrap_model
 from cached_rag.backends.machine import best_device, fastest_dtype
-from cached_rag.evaluation.ttft import bench_ttft
+from cached_rag.evaluation.timing import bench_ttft
 from cached_rag.spi import LanguageModel
 
 # Of Qwen2.5's models.

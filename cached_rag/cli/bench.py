@@ -35,7 +35,7 @@ from cached_rag.errors import ConfigError
 from cached_rag.options import check_types, require
 
 if TYPE_CHECKING:
-    from cached_rag.evaluation.ttft import TtftRow
+    from cached_rag.evaluation.timing import TtftRow
 
 
 bench_app = typer.Typer(
@@ -119,8 +119,7 @@ def ttft(
         return
     from cached_rag import Engine
     from cached_rag.evaluation.machine import machine
-    from cached_rag.evaluation.texts import NEW_PROMPTS
-    from cached_rag.evaluation.ttft import bench_ingest, bench_ttft
+    from cached_rag.evaluation.timing import NEW_PROMPTS, bench_ingest, bench_ttft
 
     sizes = {"modules": asked.chunks, "module_tokens": asked.chunk_tokens}
     with Engine.load(model, store=NEW_PROMPTS, **how) as engine:
@@ -182,9 +181,15 @@ def answers(
     Beside transformers' own, if it runs the model.
     """
     from cached_rag import Engine, StoreConfig
-    from cached_rag.evaluation.answers import bench_answers, joined, make_questions
+    from cached_rag.evaluation.answers import (
+        Own,
+        Peer,
+        Transformers,
+        bench_answers,
+        joined,
+        make_questions,
+    )
     from cached_rag.evaluation.machine import machine
-    from cached_rag.evaluation.peers import Own, Peer, Transformers
 
     lengths = counts(asked.prompt_tokens, "prompt tokens")
     corpus = joined(CORPUS if asked.texts is None else Path(asked.texts))

@@ -70,12 +70,9 @@ def evaluate_command(
     """
     from cached_rag import Engine
     from cached_rag.backends.resolve import cache_dir
-    from cached_rag.evaluation.journal import Journal, origins
     from cached_rag.evaluation.machine import machine
-    from cached_rag.evaluation.plot import plot_frontier
-    from cached_rag.evaluation.run import Settings, evaluate
-    from cached_rag.evaluation.summary import summarise
-    from cached_rag.evaluation.trial import make_trials
+    from cached_rag.evaluation.run import Journal, Settings, evaluate, make_trials, origins
+    from cached_rag.evaluation.summary import plot_frontier, summarise
 
     data += more or []
     ratios = numbers(asked.ratio, float, "a ratio is a number from 0 to 1")

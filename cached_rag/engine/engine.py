@@ -357,18 +357,15 @@ class Engine:
         self.check_open()
         return self._encoder.register(texts)
 
-    def prefetch(self, texts: Sequence[str], *, in_parts: bool = False) -> None:
+    def prefetch(self, texts: Sequence[str]) -> None:
         """Begin to read the KV of texts from disk, because a prompt with them will follow.
 
         A text that is not in that prompt as it is here is looked for in parts, and the report says
         so.
-
-        Args:
-            in_parts: the prompt will have parts of them only, so that reports need not say it.
         """
         self.check_open()
         check_several(texts)
-        self.library.handed_over.add(texts, in_parts=in_parts)
+        self.library.handed_over.add(texts)
         self.library.prefetch(texts)
 
     def forget(self, texts: Sequence[str]) -> int:

@@ -28,29 +28,20 @@ class Questions:
         answers: generate answers, for F1, EM and ROUGE-L; else only likelihoods are measured, in a
             third of the time.
         chunks: most chunks of a question; its answer's come first. None for all.
-        join: make one chunk of so many that are neighbours.
-        answer_in: only questions whose answer is in the first chunk, or in others: "first",
-            "others", "any".
 
     Raises:
-        ConfigError: a count below 1, or another `answer_in`.
+        ConfigError: a count below 1.
     """
 
     limit: int | None = None
     answers: bool = True
     chunks: int | None = None
-    join: int = 1
-    answer_in: str = "any"
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("limit", "chunks", "join"):
+        for name in ("limit", "chunks"):
             count = getattr(self, name)
             require(count is None or count >= 1, f"{name} is at least 1, not {count}")
-        require(
-            self.answer_in in ("any", "first", "others"),
-            f"answer_in is any, first or others, not {self.answer_in!r}",
-        )
 
 
 @dataclass(frozen=True)
@@ -92,11 +83,6 @@ class Example:
         forms = [form for chunk in self.chunks for form in pattern.findall(chunk)]
         return answer if answer in forms or not forms else forms[0]
 
-    @property
-    def is_answered_first(self) -> bool:
-        """Whether the answer stands in the first chunk."""
-        return self._is_answered_by(self.chunks[0])
-
     def fewer(self, count: int) -> Example:
         """The same with so many chunks, in their order: those with the answer, then the first."""
         places = range(len(self.chunks))
@@ -105,11 +91,6 @@ class Example:
 
     def _is_answered_by(self, chunk: str) -> bool:
         return self.reference is not None and self.reference.lower() in chunk.lower()
-
-    def joined(self, count: int) -> Example:
-        """The same prompt in longer chunks, each of so many that stand side by side."""
-        starts = range(0, len(self.chunks), count)
-        return replace(self, chunks=tuple("\n\n".join(self.chunks[i : i + count]) for i in starts))
 
 
 def load_examples(path: Path, limit: int | None = None) -> list[Example]:

@@ -1,8 +1,15 @@
-"""Measures one prompt with one method: the answer, its likelihood, and what it cost."""
+"""Measures one prompt with one method: the answer, its scores and likelihood, and what it cost.
+
+F1 and EM (exact match) are those of SQuAD v1.1: texts are compared in lower case, without
+punctuation and articles, and the best score over the references counts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +20,17 @@ from cached_rag.config import GenerationConfig
 from cached_rag.engine.decoding import PrefilledRequest, answer_alone
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Clock
-from cached_rag.errors import EvaluationError
-from cached_rag.evaluation.metrics import exact_match, f1, rouge_l
-from cached_rag.evaluation.texts import check_prompts_are_new
+from cached_rag.errors import EvaluationError, needs_extra
+from cached_rag.evaluation.timing import check_prompts_are_new
 from cached_rag.pml import SchemaPrompt
+
+with needs_extra("bench", "evaluation"):
+    from rouge_score.rouge_scorer import RougeScorer
+    from rouge_score.tokenizers import DefaultTokenizer
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_WORD = re.compile(r"[^\W_]+")
 
 
 @dataclass(frozen=True)
@@ -26,21 +40,18 @@ class Measurement:
     Attributes:
         text: the generated answer; None if no answer was wanted.
         nll: mean negative log likelihood of the reference answer's tokens; None without reference.
-        own_nll: the same of the generated answer; None without one.
         log_probs: (vocab_size,) float32, log probabilities of the answer's first token.
         along: (answer_len, vocab_size) float32, the same of each token of the reference answer,
             given those before it; None without reference.
-        charged_recompute, ttft_ms, total_ms: as in `Report`.
+        charged_recompute, ttft_ms: as in `Report`.
     """
 
     text: str | None
     nll: float | None
-    own_nll: float | None
     log_probs: torch.Tensor
     along: torch.Tensor | None
     charged_recompute: float
     ttft_ms: float
-    total_ms: float
 
 
 def read(
@@ -55,79 +66,28 @@ def read(
 
     Args:
         reference: the reference answer; None for none.
-        generates: keep the generated answer; else only likelihoods and times are measured.
+        generates: generate an answer; else only likelihoods and times are measured.
 
     Raises:
         ConfigError: the engine keeps finished prompts.
     """
-    return read_on(
-        engine, lambda: engine.prefill(prompt, config), config, reference, generates=generates
-    )
-
-
-def read_on(
-    engine: Engine,
-    prefill_prompt: Callable[[], PrefilledRequest],
-    config: GenerationConfig,
-    reference: str | None,
-    *,
-    generates: bool = True,
-) -> Measurement:
-    """As `read`, for a prompt that `prefill_prompt` prefills."""
     check_prompts_are_new(engine)
-    shown = config if generates else config.replace(max_tokens=1)
     clock = Clock()
-    prefill = prefill_prompt()
-    report = prefill.report
-    report.ttft_ms = clock.total()
-    charged = report.charged_recompute
-    text = on_model_thread(lambda: answer_alone(engine.model, prefill, shown)).text
-    if report.charged_recompute != charged:  # repair went on; the reference has one of its own
-        prefill.release()
-        prefill = prefill_prompt()
-        prefill.report.ttft_ms, prefill.report.total_ms = report.ttft_ms, report.total_ms
-    return _scored(engine, prefill_prompt, prefill, config, reference, text if generates else None)
-
-
-def score(
-    engine: Engine,
-    prompt: Sequence[Message],
-    config: GenerationConfig,
-    reference: str | None,
-    text: str,
-) -> Measurement:
-    """As `read`, for an answer `text` that was generated elsewhere; times are not measured."""
-    check_prompts_are_new(engine)
-
-    def prefill_prompt() -> PrefilledRequest:
-        return engine.prefill(prompt, config)
-
-    return _scored(engine, prefill_prompt, prefill_prompt(), config, reference, text)
-
-
-def _scored(
-    engine: Engine,
-    prefill_prompt: Callable[[], PrefilledRequest],
-    prefill: PrefilledRequest,
-    config: GenerationConfig,
-    reference: str | None,
-    text: str | None,
-) -> Measurement:
-    report = prefill.report
-    plain = report.charged_recompute
+    prefill = engine.prefill(prompt, config)
+    ttft_ms, charged = clock.total(), prefill.report.charged_recompute
+    text = None
+    if generates:
+        text = on_model_thread(lambda: answer_alone(engine.model, prefill, config)).text
+        if prefill.report.charged_recompute != charged:  # repair went on; the reference's is apart
+            prefill.release()
+            prefill = engine.prefill(prompt, config)
     try:
         log_probs = prefill.logits[0].float().log_softmax(-1)
         told = _told(engine, prefill, reference, config) if reference else None
-        if text and report.charged_recompute != plain:  # it was repaired for the reference
-            prefill.release()
-            prefill = prefill_prompt()
-        own = _told(engine, prefill, text, config) if text else None
     finally:
         prefill.release()
-    charged, ttft_ms = report.charged_recompute, report.ttft_ms
     nll, along = told or (None, None)
-    own_nll = own[0] if own else None
-    return Measurement(text, nll, own_nll, log_probs, along, charged, ttft_ms, report.total_ms)
+    return Measurement(text, nll, log_probs, along, prefill.report.charged_recompute, ttft_ms)
 
 
 @torch.inference_mode()
@@ -137,8 +97,8 @@ def _told(
     """How likely a prefilled prompt makes an answer, which the model is told (teacher forcing).
 
     Returns:
-        The mean negative log likelihood per token, and `Reading.along`, of `max_tokens` at most.
-        None for an empty answer.
+        The mean negative log likelihood per token, and `Measurement.along`, of `max_tokens` at
+        most. None for an empty answer.
     """
     answer = engine.tokenization.literal(text.strip()).ids[: config.max_tokens]
     if not answer:
@@ -168,9 +128,8 @@ def figures(
     Returns:
         f1, em, rouge_l (None without an answer or a reference), nll (None without a reference),
         kl (divergence of the first token's distribution from full prefill's), kl_along (mean of
-        that over the reference's tokens, None without it), entropy (of the first token, nats),
-        agreement (1 if the likeliest first token is full prefill's, else 0), charged_recompute,
-        ttft_ms.
+        that over the reference's tokens, None without it), agreement (1 if the likeliest first
+        token is full prefill's, else 0), charged_recompute, ttft_ms.
     """
     scored = reading.text is not None and bool(answers)
     text = reading.text or ""
@@ -181,7 +140,6 @@ def figures(
         "nll": reading.nll,
         "kl": divergence(full.log_probs, reading.log_probs),
         "kl_along": divergence(full.along, reading.along),
-        "entropy": -float((reading.log_probs.exp() * reading.log_probs).sum()),
         "agreement": float(reading.log_probs.argmax() == full.log_probs.argmax()),
         "charged_recompute": reading.charged_recompute,
         "ttft_ms": reading.ttft_ms,
@@ -202,3 +160,60 @@ def divergence(full: torch.Tensor | None, other: torch.Tensor | None) -> float |
     terms = full.exp() * (full - other)
     found = float(terms.masked_fill(full.isneginf(), 0.0).sum(-1).mean())
     return max(0.0, found)
+
+
+def normalise(text: str) -> list[str]:
+    """An answer's words, as SQuAD compares them."""
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def exact_match(answer: str, references: Sequence[str]) -> float:
+    """1 if the answer is one of the references, else 0."""
+    return float(any(normalise(answer) == normalise(reference) for reference in references))
+
+
+def right(answer: str, references: Sequence[str]) -> float:
+    """1 if one of the references stands in the answer, as whole words in any letter case, else 0.
+
+    Numbers are compared as they are written: `70` stands neither in `1,705` nor in `2.70`.
+    """
+    found = " ".join(answer.casefold().split())
+    wanted = (" ".join(reference.casefold().split()) for reference in references)
+    return float(any(_stands_in(one, found) for one in wanted if one))
+
+
+def _stands_in(wanted: str, text: str) -> bool:
+    whole = rf"(?<!\w)(?<!\d[.,]){re.escape(wanted)}(?!\w)(?![.,]\d)"
+    return re.search(whole, text) is not None
+
+
+def f1(answer: str, references: Sequence[str]) -> float:
+    """Harmonic mean of word precision and recall, best over the references."""
+    return max(_overlap(normalise(answer), normalise(reference)) for reference in references)
+
+
+def _overlap(answer: list[str], reference: list[str]) -> float:
+    common = sum((Counter(answer) & Counter(reference)).values())
+    if not common:
+        return 0.0
+    return 2 * common / (len(answer) + len(reference))
+
+
+class _Words:
+    """Words as ROUGE's own tokenizer has them, and those with other letters than a to z whole."""
+
+    def __init__(self) -> None:
+        self._own = DefaultTokenizer(use_stemmer=True)
+
+    def tokenize(self, text: str) -> list[str]:
+        """The words, those of ASCII stemmed."""
+        words = _WORD.findall(text.lower())
+        return [part for w in words for part in (self._own.tokenize(w) if w.isascii() else [w])]
+
+
+_ROUGE = RougeScorer(["rougeL"], tokenizer=_Words())
+
+
+def rouge_l(answer: str, references: Sequence[str]) -> float:
+    """ROUGE-L F-measure, best over the references."""
+    return float(max(_ROUGE.score(r, answer)["rougeL"].fmeasure for r in references))

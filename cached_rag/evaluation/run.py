@@ -1,31 +1,261 @@
 """The evaluation: every trial on every example, against full prefill of the same prompt.
 
-All trials of an example run before the next example. So a disturbance of the timing affects all
-trials alike, and an interrupted run has complete examples. Knows no method.
+A trial is a method, how chunks are encoded for it, and a recompute ratio; it is written
+`method@encoding`, or `method` for the encoding that `auto` uses. All trials of an example run
+before the next example. So a disturbance of the timing affects all trials alike, and an interrupted
+run has complete examples.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cached_rag.config import GenerationConfig
+from cached_rag.backends.base import Backend
+from cached_rag.config import GenerationConfig, StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError, EvaluationError
 from cached_rag.evaluation.data import Example, Questions, is_long, load_examples, messages
-from cached_rag.evaluation.encodings import EncodedEngines
-from cached_rag.evaluation.journal import Journal
-from cached_rag.evaluation.measure import Measurement, figures, read
-from cached_rag.evaluation.metrics import right
+from cached_rag.evaluation.measure import Measurement, figures, read, right
 from cached_rag.evaluation.summary import POOLED
-from cached_rag.evaluation.trial import BASELINE, Trial
 from cached_rag.kv.fingerprint import digest
-from cached_rag.library.encode import PRIMER
+from cached_rag.library.encode import PRIMER, primer
+from cached_rag.methods import has_own_ratio
 
+# What stands before a chunk while it is encoded; some take a number: `primer:2`.
+ENCODINGS = ("alone", "prefix", "primer", "both", "apart")
+_COUNTED = ("primer", "both")
+_DEFAULT_ENCODING = "primer"
+_WITHOUT_RATIO = {"full": 1.0, "prefix": 1.0, "reuse": 0.0}
 _ANSWER_TOKENS, _LONG_ANSWER_TOKENS = 16, 64
+_MARK = "the first chunk"
+# What of `machine` is a measurement's origin.
+_ORIGIN = ("commit", "processor", "threads")
+# Nothing but what is encoded here: no prompt leaves anything to another.
+_APART = StoreConfig(sequence_bytes=0, harvest=False, learn_prefixes=False, write_back=False)
+_Key = tuple[str, str, str, float]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One method at one ratio.
+
+    Attributes:
+        name: as written by the user.
+        method: the method's part of the name.
+        encoding: one of `ENCODINGS`, some with a number after a colon (`_COUNTED`); empty to
+            encode nothing.
+        ratio: share of cached tokens to recompute.
+    """
+
+    name: str
+    method: str
+    encoding: str
+    ratio: float
+
+    def config(self, max_tokens: int) -> GenerationConfig:
+        """The engine's settings: greedy, at `ratio` unless the method has a ratio of its own."""
+        ratio = None if has_own_ratio(self.method) else self.ratio
+        return GenerationConfig(method=self.method, recompute_ratio=ratio, max_tokens=max_tokens)
+
+
+# The trial that all others are compared with.
+BASELINE = Trial("full", "full", "", 1.0)
+
+
+def make_trials(names: Sequence[str], ratios: Sequence[float]) -> list[Trial]:
+    """A trial for every method and ratio, `full` first; methods without a ratio have one trial.
+
+    Raises:
+        ConfigError: an unknown method, option or encoding, or a ratio out of range.
+    """
+    trials = {(BASELINE.name, BASELINE.ratio): BASELINE}
+    for name in names:
+        method, _, encoding = name.partition("@")
+        _check_encoding(encoding or _DEFAULT_ENCODING)
+        used = "" if method == BASELINE.method else encoding or _DEFAULT_ENCODING
+        for ratio in _ratios(method, ratios):
+            trial = Trial(name, method, used, ratio)
+            trial.config(1)
+            trials.setdefault((name, ratio), trial)
+    return list(trials.values())
+
+
+def _ratios(method: str, ratios: Sequence[float]) -> Sequence[float]:
+    fixed = _WITHOUT_RATIO.get(method)
+    if fixed is not None:
+        return [fixed]
+    own = GenerationConfig(method=method).selector()
+    whole = GenerationConfig(method=method, recompute_ratio=1.0).selector()
+    if not has_own_ratio(method) and whole != own:
+        return ratios
+    return [getattr(own, "recompute_ratio", None) or 0.0]
+
+
+def _check_encoding(text: str) -> None:
+    kind, colon, count = text.partition(":")
+    if kind not in ENCODINGS:
+        raise ConfigError(f"encoding {text!r} is not one of {', '.join(ENCODINGS)}")
+    if colon and not (kind in _COUNTED and count.isdecimal() and int(count)):
+        raise ConfigError(
+            f"encoding {text!r}: a number from 1 on may follow {', '.join(_COUNTED)}, and nothing "
+            "the others"
+        )
+
+
+class EncodedEngines:
+    """An engine of one model for each encoding, so that their KV is kept apart."""
+
+    def __init__(self, model: Backend, *, long: bool) -> None:
+        """Make none yet.
+
+        Args:
+            long: answers are sentences; see `messages`.
+        """
+        self._model, self._long = model, long
+        self._engines: dict[str, Engine] = {}
+
+    def engine(
+        self, encoding: str, chunks: Sequence[str], document: tuple[str, ...] = ()
+    ) -> Engine:
+        """The engine for an encoding, with these chunks encoded.
+
+        Args:
+            encoding: as in `Trial.encoding`; empty to encode nothing.
+            document: all chunks of the document that they are from, as `Example.document`.
+        """
+        if encoding not in self._engines:
+            self._engines[encoding] = Engine(self._model, _APART)
+        engine = self._engines[encoding]
+        if not encoding:
+            return engine
+        kind, _, count = encoding.partition(":")
+        head = None
+        if kind != "alone":
+            head = engine.head(messages([_MARK], "?", long=self._long), _MARK)
+        context = primer(int(count or 1)) if kind in ("primer", "apart", "both") else None
+        if kind == "both":  # so that KV of a prompt's first chunk is exact
+            engine.encode(chunks, head, context=None)
+        if kind != "apart" and document:
+            engine.encode([document], head, context=context)
+        engine.encode(chunks, head, context=context)
+        return engine
+
+    def rows(
+        self, example: Example, trials: Sequence[Trial], *, generates: bool
+    ) -> Iterator[dict[str, Any]]:
+        """Each trial's figures on an example, as soon as they are there."""
+        full = self._read(example, BASELINE, generates)
+        for trial in trials:
+            reading = full if trial == BASELINE else self._read(example, trial, generates)
+            row = figures(reading, full, example.answers)
+            names = {"id": example.id, "method": trial.name, "ratio": trial.ratio}
+            yield {**names, "example": example.digest, **row, "text": reading.text}
+
+    def _read(self, example: Example, trial: Trial, generates: bool) -> Measurement:
+        engine = self.engine(trial.encoding, example.chunks, example.document)
+        prompt = messages(example.chunks, example.question, long=self._long)
+        config = trial.config(_LONG_ANSWER_TOKENS if self._long else _ANSWER_TOKENS)
+        return read(engine, prompt, config, example.reference, generates=generates)
+
+
+class Journal:
+    """A file of all measurements, from which an interrupted evaluation goes on where it stopped.
+
+    Each measurement, of a data set, an example (its digest), a method and a ratio, is appended at
+    once, as one line of JSON. The first line names the run's model and settings; a journal of
+    another run is refused. Every measurement has its origin, for one journal may be filled at
+    several commits and on several machines.
+    """
+
+    def __init__(
+        self, path: Path, run: Mapping[str, Any], machine: Mapping[str, Any] | None = None
+    ) -> None:
+        """Open a journal, or begin it.
+
+        Args:
+            run: what all of its measurements have in common.
+            machine: where those that are added come from, see `machine`.
+
+        Raises:
+            EvaluationError: the file is another run's, or damaged, or cannot be read and written.
+        """
+        facts = machine or {}
+        self.path = path
+        self._origin = {name: facts.get(name) for name in _ORIGIN}
+        self._rows: dict[_Key, dict[str, Any]] = {}
+        head = json.dumps({"run": run}, sort_keys=True)
+        with _reported(path):
+            if path.exists():
+                self._load(head)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(head + "\n", encoding="utf-8")
+
+    def _load(self, head: str) -> None:
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        if not lines or lines[0].strip() != head:
+            raise EvaluationError(
+                f"{self.path} was written by a run with another model or other settings; "
+                "delete it, or give another --journal"
+            )
+        for number, line in enumerate(lines[1:], 2):
+            try:
+                self._keep(json.loads(line))
+            except (ValueError, KeyError) as error:
+                if number < len(lines) or line.endswith("\n"):
+                    raise EvaluationError(f"{self.path}, line {number}: {error}") from error
+                # The last line was being written when the run was interrupted.
+                self.path.write_text("".join(lines[:-1]), encoding="utf-8")
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        # Rows of before there were digests may be of another file of that name: they serve no more.
+        example = row.get("example", "")
+        self._rows[row["data"], example, row["method"], row["ratio"]] = row
+
+    def __contains__(self, key: _Key) -> bool:
+        return key in self._rows
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add one measurement with its origin, and write it to the file.
+
+        Raises:
+            EvaluationError: the file cannot be written.
+        """
+        row = {**row, "origin": self._origin}
+        with _reported(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        self._keep(row)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """All measurements, oldest first."""
+        yield from self._rows.values()
+
+
+@contextmanager
+def _reported(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EvaluationError(
+            f"measurements cannot be kept in {path}: {error.strerror or error}; make room or give "
+            "this user the right to write it, or name another file with --journal"
+        ) from error
+
+
+def origins(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Where measurements come from: each commit and machine once, with the number of its `rows`.
+
+    Measurements of before journals kept it have an origin of None.
+    """
+    unknown = dict.fromkeys(_ORIGIN)
+    found = Counter(tuple((row.get("origin") or unknown).items()) for row in rows)
+    return [{**dict(origin), "rows": count} for origin, count in found.most_common()]
 
 
 @dataclass(frozen=True)
@@ -66,7 +296,6 @@ class Settings:
             "tokens": [_ANSWER_TOKENS, _LONG_ANSWER_TOKENS],
             "mapreduce": "of summaries, in parallel",
             **({"chunks": self.questions.chunks} if self.questions.chunks is not None else {}),
-            **({"joined": self.questions.join} if self.questions.join > 1 else {}),
         }
 
     def digest(self, engine: Engine) -> str:
@@ -74,33 +303,14 @@ class Settings:
         return digest(json.dumps(self.facts(engine), sort_keys=True))
 
     def asked(self, path: Path) -> list[Example]:
-        """The examples of a file that are asked.
+        """The examples of a file that are asked, with the chunks that are wanted.
 
         Raises:
-            EvaluationError: there is none; or see `load_examples`.
+            EvaluationError: see `load_examples`.
         """
-        found = self.examples(path, self.questions.limit)
-        if self.questions.answer_in == "any":
-            return found
-        is_first = self.questions.answer_in == "first"
-        asked = [one for one in found if one.is_answered_first == is_first]
-        if not asked:
-            raise EvaluationError(
-                f"none of {len(found)} questions of {path} is left by "
-                f"answer_in={self.questions.answer_in!r}; leave it out, or raise the limit"
-            )
-        return asked
-
-    def examples(self, path: Path, limit: int | None = None) -> list[Example]:
-        """The first examples of a file, with the chunks that are wanted."""
-        found = load_examples(path, limit)
-        if self.questions.chunks is not None:
-            found = [example.fewer(self.questions.chunks) for example in found]
-        return (
-            [example.joined(self.questions.join) for example in found]
-            if self.questions.join > 1
-            else found
-        )
+        found = load_examples(path, self.questions.limit)
+        most = self.questions.chunks
+        return found if most is None else [example.fewer(most) for example in found]
 
     def chosen(self, journal: Journal) -> Iterator[dict[str, Any]]:
         """The journal's measurements of the examples that are asked, and whether each is right.
@@ -135,55 +345,11 @@ def evaluate(
     """
     sets = {path: settings.asked(path) for path in settings.data}
     for path, examples in sets.items():
-        long = is_long(settings.examples(path))
-        encodings = EncodedEngines(engine.model, settings.examples(path), long=long)
+        engines = EncodedEngines(engine.model, long=is_long(load_examples(path)))
         for done, example in enumerate(examples, 1):
-            _evaluate_example(path.stem, example, settings, encodings, journal, long=long)
+            about = path.stem, example.digest
+            missing = [t for t in settings.trials if (*about, t.name, t.ratio) not in journal]
+            if missing:
+                for row in engines.rows(example, missing, generates=settings.questions.answers):
+                    journal.add({"data": path.stem, **row})
             progress(path.stem, done, len(examples))
-
-
-def _evaluate_example(
-    data: str,
-    example: Example,
-    settings: Settings,
-    encodings: EncodedEngines,
-    journal: Journal,
-    *,
-    long: bool,
-) -> None:
-    def key(trial: Trial) -> tuple[str, str, str, float]:
-        return data, example.digest, trial.name, trial.ratio
-
-    missing = [trial for trial in settings.trials if key(trial) not in journal]
-    if not missing:
-        return
-    asked = _Asked(example, encodings, long, settings.questions.answers)
-    full = asked.read(BASELINE)
-    for trial in missing:
-        reading = full if trial == BASELINE else asked.read(trial)
-        row = figures(reading, full, example.answers)
-        names = {"data": data, "id": example.id, "method": trial.name, "ratio": trial.ratio}
-        journal.add({**names, "example": example.digest, **row, "text": reading.text})
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """One example, and how it is asked."""
-
-    example: Example
-    encodings: EncodedEngines
-    long: bool
-    generates: bool
-
-    def read(self, trial: Trial) -> Measurement:
-        """Measure the example with one trial."""
-        example, encodings = self.example, self.encodings
-        engine = encodings.engine(trial.encoded, example.chunks, example.document)
-        tokens = _LONG_ANSWER_TOKENS if self.long else _ANSWER_TOKENS
-        reference = example.reference
-        chunks = example.chunks[::-1] if trial.is_reversed else example.chunks
-        prompt = messages(chunks, example.question, long=self.long)
-        config = trial.config(tokens)
-        if trial.asks_others:
-            encodings.ask_others(engine, trial.encoded, example, config)
-        return read(engine, prompt, config, reference, generates=self.generates)

@@ -1,4 +1,4 @@
-"""Makes a table of measurements: means, paired differences to full prefill, median times.
+"""What measurements show: means, paired differences to full prefill with intervals, and a plot.
 
 Knows numbers; knows no model.
 """
@@ -9,9 +9,14 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from cached_rag.evaluation.metrics import bootstrap, bootstrap_ratio
+import numpy as np
+from numpy.typing import NDArray
+
+from cached_rag.errors import EvaluationError, needs_extra
 
 # With fewer questions than this, a set shows large differences only.
 SMALL = 30
@@ -19,6 +24,20 @@ SMALL = 30
 POOLED = "all"
 Row = dict[str, Any]
 _KIND = re.compile(r"([a-z]+)-\d")
+_RESAMPLES = 10_000
+# Of lines and letters; and of what is ours.
+INK, ACCENT = "#8a8f98", "#0f9d8a"
+_STYLE: Any = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color", "grid.color"), INK),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"),
+    "legend.frameon": False,
+    "axes.titlesize": "medium",
+    "axes.titleweight": "bold",
+    "savefig.dpi": 144,
+    "svg.hashsalt": "cached-rag",  # the same figures give the same file
+}
 
 
 def summarise(measurements: Iterable[Row], wanted: Iterable[tuple[str, float]]) -> list[Row]:
@@ -90,8 +109,7 @@ def _row(data: str, method: str, ratio: float, found: dict[str, Row], full: dict
         "right_kept": right_kept[0],
         "right_kept_ci": right_kept[1],
         "right_of": right_kept[2],
-        **{name: _mean(own, name) for name in ("kl", "kl_along", "entropy")},
-        **{name: _mean(own, name) for name in ("agreement", "charged_recompute")},
+        **{n: _mean(own, n) for n in ("kl", "kl_along", "agreement", "charged_recompute")},
         "ttft_ms": round(statistics.median(row["ttft_ms"] for row in own), 2),
         "speedup": round(statistics.median(speedups), 3),
         "small": len(ids) < SMALL,
@@ -124,3 +142,101 @@ def _difference(
         return None, None
     interval = bootstrap(found)
     return round(interval.mean, 5), [round(interval.low, 5), round(interval.high, 5)]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean, or a ratio, and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def bootstrap(differences: Sequence[float], seed: int = 0) -> Interval:
+    """Mean of paired differences with a 95 % bootstrap interval (percentiles); deterministic."""
+    values = np.asarray(differences, dtype=np.float64)
+    low, high = np.quantile(values[_draws(len(values), seed)].mean(axis=1), (0.025, 0.975))
+    return Interval(float(values.mean()), float(low), float(high))
+
+
+def bootstrap_ratio(pairs: Sequence[tuple[float, float]], seed: int = 0) -> Interval:
+    """Ratio of the sums of pairs, whose second is above 0, with an interval as `bootstrap`'s."""
+    values = np.asarray(pairs, dtype=np.float64)
+    sums = values[_draws(len(values), seed)].sum(axis=1)
+    low, high = np.quantile(sums[:, 0] / sums[:, 1], (0.025, 0.975))
+    mine, its = values.sum(axis=0)
+    return Interval(float(mine / its), float(low), float(high))
+
+
+def _draws(count: int, seed: int) -> NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(0, count, (_RESAMPLES, count))
+
+
+def plot_frontier(rows: Sequence[dict[str, Any]], path: Path, loss: str = "kl") -> None:
+    """Draw mean `loss` over the data sets against TTFT as a share of full prefill's.
+
+    Args:
+        rows: from `summarise`.
+        path: an image file; its suffix names the format.
+        loss: name of the figure to draw, e.g. "kl" or "nll_diff".
+
+    Raises:
+        EvaluationError: matplotlib is missing, or does not know the format.
+    """
+    rows = [row for row in rows if row["data"] != POOLED and "/" not in row["data"]]  # no kinds
+    figure, axes = new_figure()
+    for method in dict.fromkeys(row["method"] for row in rows):
+        points = sorted(_points([row for row in rows if row["method"] == method], loss))
+        times, losses, _ = zip(*points, strict=True)
+        axes.plot(times, losses, marker="o", label=method)
+        for time, lost, ratio in points:
+            axes.annotate(f"{ratio:g}", (time, lost), fontsize=7)
+    axes.set(xlabel="TTFT / full prefill's TTFT", ylabel=f"{loss} against full prefill")
+    axes.legend(fontsize=8)
+    save(figure, path)
+
+
+def _points(rows: Sequence[dict[str, Any]], loss: str) -> list[tuple[float, float, float]]:
+    """(time, loss, ratio) of one method at each ratio, averaged over the data sets."""
+    return [
+        (
+            statistics.fmean(1 / row["speedup"] for row in rows if row["ratio"] == ratio),
+            statistics.fmean(row[loss] or 0.0 for row in rows if row["ratio"] == ratio),
+            ratio,
+        )
+        for ratio in dict.fromkeys(row["ratio"] for row in rows)
+    ]
+
+
+def new_figure(height: float = 5, panels: int = 1) -> tuple[Any, Any]:
+    """A figure and its axes: one, or a list of several below each other.
+
+    Args:
+        height: in inches; figures are 8 inches wide.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+    """
+    with needs_extra("bench", "a plot"):
+        import matplotlib
+        from matplotlib.figure import Figure
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(8, height), layout="constrained")
+        axes = figure.subplots(panels, squeeze=False)[:, 0].tolist()
+    return figure, axes if panels > 1 else axes[0]
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure; the file's suffix says in which format.
+
+    Raises:
+        EvaluationError: it cannot be written, or matplotlib does not know the format.
+    """
+    import matplotlib
+
+    try:
+        with matplotlib.rc_context(_STYLE):
+            figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise EvaluationError(f"cannot write the plot to {path}: {error}") from error

@@ -48,13 +48,9 @@ class HandedOver:
         self._told: set[str] = set()
         self._lock = threading.Lock()
 
-    def add(self, texts: Iterable[str], *, in_parts: bool = False) -> None:
-        """Expect texts in a prompt to come.
-
-        Args:
-            in_parts: no more than parts of them, so that nothing is said of what is missing.
-        """
-        until = 0.0 if in_parts else time.monotonic() + _SECONDS
+    def add(self, texts: Iterable[str]) -> None:
+        """Expect texts in a prompt to come."""
+        until = time.monotonic() + _SECONDS
         with self._lock:
             for text in texts:
                 self._texts[text.strip()] = until

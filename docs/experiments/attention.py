@@ -18,7 +18,7 @@ from cached_rag.backends.transformers.attention import Padded
 from cached_rag.backends.transformers.batch import BatchCache
 from cached_rag.backends.transformers.kernels import Scoring, kernel_of
 from cached_rag.backends.transformers.model import LanguageModel
-from cached_rag.evaluation.plot import new_figure, save
+from cached_rag.evaluation.summary import new_figure, save
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.rows import RowKV, Run, Slabs

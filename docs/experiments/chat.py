@@ -17,8 +17,7 @@ from cached_rag.config import GenerationConfig, StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Report
 from cached_rag.errors import ConfigError
-from cached_rag.evaluation.loop import take_turns
-from cached_rag.evaluation.texts import NEW_PROMPTS, make_texts
+from cached_rag.evaluation.timing import NEW_PROMPTS, make_texts, take_turns
 
 # What all are compared with: every turn is prefilled from its first token on.
 NOTHING_KEPT = "full, nothing kept"

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from cached_rag.evaluation.loop import Name, medians, milliseconds
+from cached_rag.evaluation.timing import Name, medians, milliseconds
 
 # More than a processor's caches hold.
 _FLUSH_BYTES = 64 << 20

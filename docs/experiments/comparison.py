@@ -16,8 +16,9 @@ from typing import Any
 from cached_rag.engine.report import Report
 from cached_rag.errors import EvaluationError
 from cached_rag.evaluation.data import Example
-from cached_rag.evaluation.loop import take_turns
-from cached_rag.evaluation.metrics import Interval, bootstrap, f1
+from cached_rag.evaluation.measure import f1
+from cached_rag.evaluation.summary import Interval, bootstrap
+from cached_rag.evaluation.timing import take_turns
 from cached_rag.library.encode import EncodeSummary
 
 Application = Callable[[Example], Iterator[str]]

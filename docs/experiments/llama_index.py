@@ -29,7 +29,7 @@ from llama_index.core.llms import LLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import BaseNode, TextNode
-from llama_index.llms.cached_rag.base import CachedRAGLLM
+from llama_index.llms.cached_rag import CachedRAGLLM
 from llama_index.llms.cached_rag.messages import CacheReportHandler
 from llama_index.llms.cached_rag.nodes import SentenceTransformerEmbedding
 

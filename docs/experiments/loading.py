@@ -19,8 +19,7 @@ from cached_rag.engine.engine import Engine, Prompt
 from cached_rag.engine.profile import forget_pages
 from cached_rag.engine.report import Report
 from cached_rag.errors import StoreError
-from cached_rag.evaluation.loop import medians
-from cached_rag.evaluation.texts import NEW_PROMPTS, make_prompt
+from cached_rag.evaluation.timing import NEW_PROMPTS, make_prompt, medians
 
 _METHODS, _QUESTION_TOKENS = ("reuse", "auto"), 32
 

@@ -22,9 +22,7 @@ from cached_rag.backends.transformers.loading import load_model
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ModelError
-from cached_rag.evaluation.loop import medians
-from cached_rag.evaluation.texts import NEW_PROMPTS
-from cached_rag.evaluation.ttft import bench_ttft
+from cached_rag.evaluation.timing import NEW_PROMPTS, bench_ttft, medians
 
 _MODULES, _MODULE_TOKENS, _QUESTION, _DECODED = 8, 256, 32, 32
 

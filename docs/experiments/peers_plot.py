@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cached_rag.evaluation.plot import ACCENT, INK, new_figure, save
+from cached_rag.evaluation.summary import ACCENT, INK, new_figure, save
 from docs.experiments.scenarios import PeerRow
 
 _OWN = ("full", "prefix", "auto")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError
-from cached_rag.evaluation.ttft import bench_ingest
+from cached_rag.evaluation.timing import bench_ingest
 from docs.experiments.lengths import footprint
 from docs.experiments.popularity import earning
 

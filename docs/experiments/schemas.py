@@ -15,7 +15,7 @@ from typing import Any
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.evaluation.measure import Measurement, figures, read
-from cached_rag.evaluation.metrics import Interval, bootstrap
+from cached_rag.evaluation.summary import Interval, bootstrap
 from cached_rag.pml import Import, Said, Schema, SchemaPrompt
 from cached_rag.pml.nodes import Message, Module, Node, Union, params
 from cached_rag.pml.schema import LAYOUTS

@@ -25,8 +25,7 @@ from cached_rag.config import BatchConfig, GenerationConfig
 from cached_rag.engine.decoding import Generation
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError
-from cached_rag.evaluation.loop import medians
-from cached_rag.evaluation.texts import NEW_PROMPTS, make_texts
+from cached_rag.evaluation.timing import NEW_PROMPTS, make_texts, medians
 
 METHODS = ("relay", "copied", "recomputed", "sequential")
 _OPENING = "Follow these rules.\n\n"

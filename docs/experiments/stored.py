@@ -23,7 +23,7 @@ from cached_rag.engine.engine import Engine
 from cached_rag.engine.profile import forget_pages
 from cached_rag.engine.report import Report
 from cached_rag.errors import ConfigError, StoreError
-from cached_rag.evaluation.texts import NEW_PROMPTS
+from cached_rag.evaluation.timing import NEW_PROMPTS
 
 # Chunks in one piece of encoding, between two calls of `progress`.
 _PIECE = 2000

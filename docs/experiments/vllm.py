@@ -16,8 +16,7 @@ from typing import Any
 from vllm_cached_rag.node import Handed, PrefillNode
 
 from cached_rag import CachedRAGError, Engine
-from cached_rag.evaluation.answers import bench_answers, make_questions
-from cached_rag.evaluation.peers import Question, Sample
+from cached_rag.evaluation.answers import Question, Sample, bench_answers, make_questions
 from docs.experiments.peers.vllm import Vllm
 
 

@@ -17,8 +17,8 @@ from cached_rag.backends.base import StepInput
 from cached_rag.backends.transformers.loading import load_model
 from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.errors import ConfigError
-from cached_rag.evaluation.loop import medians, milliseconds
-from cached_rag.evaluation.metrics import Interval, bootstrap
+from cached_rag.evaluation.summary import Interval, bootstrap
+from cached_rag.evaluation.timing import medians, milliseconds
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
 

@@ -9,14 +9,14 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from langchain_core import exceptions
-from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
+from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 
 from cached_rag import CachedRAGError, ConfigError, Engine, Tools
 from cached_rag.errors import BusyError, ContextOverflowError
-from cached_rag.spi import SchemaPrompt, Stream, call_options
+from cached_rag.spi import SchemaPrompt, Stream
 from langchain_cached_rag.messages import Prompt, handed_over, plain, usage
 from langchain_cached_rag.settings import AsyncRun, EngineSettings, Run, Stop, apieces, pieces
 from langchain_cached_rag.tools import (
@@ -222,20 +222,6 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
         if isinstance(self.engine, Engine):
             known["max_input_tokens"] = self.engine.model.context_length
         return known
-
-    def _get_ls_params(self, stop: Stop = None, **kwargs: Any) -> LangSmithParams:
-        own = {"temperature": self.temperature, "max_tokens": self.max_tokens}
-        config = own | call_options(kwargs)
-        params = LangSmithParams(
-            ls_provider="cached-rag",
-            ls_model_type="chat",
-            ls_model_name=kwargs.get("model") or self._model,
-            ls_temperature=config["temperature"],
-            ls_max_tokens=config["max_tokens"],
-        )
-        if wanted := self._config(stop, {}).stop:
-            params["ls_stop"] = list(wanted)
-        return params
 
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None

@@ -8,7 +8,6 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.language_models import LLM
-from langchain_core.language_models.base import LangSmithParams
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from pydantic import PrivateAttr
 
@@ -137,12 +136,6 @@ class CachedRAGLLM(EngineSettings, LLM):
     def _last_chunk(self, stream: Stream, options: dict[str, Any]) -> GenerationChunk:
         info = self._about(stream, options.get("model")) | _usage(stream)
         return GenerationChunk(text="", generation_info=info)
-
-    def _get_ls_params(self, stop: Stop = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(stop=stop, **kwargs)
-        params["ls_provider"] = "cached-rag"
-        params["ls_model_name"] = kwargs.get("model") or self._model
-        return params
 
 
 def _chunk(piece: str) -> GenerationChunk:

@@ -1,6 +1,7 @@
 """What the chat model and the string model have in common: settings, and an engine behind them.
 
-Uses public names of `cached_rag` only; knows no tensor.
+And how either is found in what an application made of it. Uses public names of `cached_rag` only;
+knows no tensor.
 """
 
 from __future__ import annotations
@@ -12,8 +13,20 @@ from importlib.metadata import version
 from typing import Any, ClassVar, TypeVar
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import LangSmithParams
 from langchain_core.outputs import ChatGenerationChunk, GenerationChunk
 from langchain_core.prompts import BasePromptTemplate
+from langchain_core.runnables import (
+    Runnable,
+    RunnableBranch,
+    RunnableLambda,
+    RunnableParallel,
+    RunnableSequence,
+    RunnableWithFallbacks,
+)
+from langchain_core.runnables.base import RunnableBindingBase, RunnableEachBase
+from langchain_core.runnables.configurable import DynamicRunnable
+from langchain_core.runnables.passthrough import RunnableAssign
 from pydantic import ConfigDict, Field
 
 from cached_rag import ConfigError, GenerationConfig
@@ -104,6 +117,15 @@ class EngineSettings(FrameworkModel):
             wanted, top = options.pop("logprobs", True), options.pop("top_logprobs", None)
             options["logprobs"] = (top or 0) if wanted else None
         return self.answer_config(options)
+
+    def _get_ls_params(self, stop: Stop = None, **kwargs: Any) -> LangSmithParams:
+        """What traces say of a call."""
+        stops = list(self._config(stop, {}).stop)
+        asked = call_options(kwargs)
+        params: LangSmithParams = super()._get_ls_params(stop=stops, **asked)  # type: ignore[misc]
+        params["ls_provider"] = "cached-rag"
+        params["ls_model_name"] = kwargs.get("model") or self._model
+        return params
 
     def _without_engine(self) -> EngineSettings:
         """For pickling.
@@ -206,3 +228,64 @@ async def apieces(
                 if run:
                     await run.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
+
+
+def unwrapped(llm: Any) -> EngineSettings:
+    """The model whose engine reads what a runnable is asked.
+
+    Args:
+        llm: a `ChatCachedRAG` or `CachedRAGLLM`; or what `bind`, `bind_tools`, `with_config`,
+            `with_retry`, `with_fallbacks`, `with_structured_output`, `configurable_fields` or a
+            chain made of one. Of several fallbacks, the first one counts.
+
+    Raises:
+        ConfigError: there is no such model in it, or more than one.
+    """
+    found = {model.engine_key: model for model in _models(llm)}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    names = sorted(model._model for model in found.values())
+    inside = f"has {len(found)} models in it ({', '.join(names)})" if found else "has none in it"
+    kind = type(llm).__name__
+    raise ConfigError(
+        f"llm is the model that will read the documents, and a {kind} {inside}; give the "
+        "ChatCachedRAG or CachedRAGLLM that answers, before anything was bound to it or piped"
+    )
+
+
+def _models(llm: Any, inside: frozenset[int] = frozenset()) -> Iterator[EngineSettings]:
+    """The models in a runnable, in the order of their use.
+
+    Args:
+        inside: what it is a part of, as functions may name themselves.
+    """
+    if id(llm) in inside:
+        return
+    inside |= {id(llm)}
+    if isinstance(llm, EngineSettings):
+        yield llm
+    elif isinstance(llm, RunnableBindingBase):
+        for model in _models(llm.bound, inside):
+            yield model.renamed(llm.kwargs.get("model"))
+    elif isinstance(llm, RunnableWithFallbacks):
+        yield from next(filter(None, (list(_models(one, inside)) for one in llm.runnables)), [])
+    else:
+        for part in _parts(llm):
+            yield from _models(part, inside)
+
+
+def _parts(runnable: Any) -> Iterable[Runnable[Any, Any]]:
+    """What a runnable runs; nothing for one of a kind that is not known."""
+    if isinstance(runnable, RunnableSequence):
+        return runnable.steps
+    if isinstance(runnable, RunnableParallel):
+        return runnable.steps__.values()
+    if isinstance(runnable, RunnableAssign):
+        return [runnable.mapper]
+    if isinstance(runnable, RunnableBranch):
+        return [*(then for _, then in runnable.branches), runnable.default]
+    if isinstance(runnable, RunnableEachBase):
+        return [runnable.bound]
+    if isinstance(runnable, DynamicRunnable):
+        return [runnable.default, *getattr(runnable, "alternatives", {}).values()]
+    return runnable.deps if isinstance(runnable, RunnableLambda) else []

@@ -23,7 +23,8 @@ from langchain_core.output_parsers import (
     PydanticOutputParser,
 )
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
-from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, Generation
+from langchain_core.outputs import ChatGenerationChunk
+from langchain_core.runnables import Runnable, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
@@ -31,7 +32,6 @@ from cached_rag import ConfigError, Engine, Tools
 from cached_rag.spi import CallPart, new_call_id
 from cached_rag.spi import ToolCall as Call
 
-Parser = BaseCumulativeTransformOutputParser[Any]
 # Options of a call that say what form its answer has.
 _OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
 # LangChain notes here how a structured answer was asked for, for traces.
@@ -182,53 +182,6 @@ def json_schema(schema: Any) -> dict[str, Any]:
     return found
 
 
-class Whole(Parser):
-    """Parses what another parser does, and refuses what `max_tokens` cut off.
-
-    LangChain's parsers close the strings and braces that a cut answer leaves open, and leave out
-    calls that are not whole: what remains may fit the schema, and is not what was to be said.
-    """
-
-    inside: Parser
-
-    @property
-    def _type(self) -> str:
-        return "whole"
-
-    @property
-    def OutputType(self) -> Any:  # noqa: N802  # LangChain's name
-        """That of the parser inside."""
-        return self.inside.OutputType
-
-    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
-        """What the parser inside makes of an answer.
-
-        Raises:
-            OutputParserException: it was cut off, or does not fit the schema.
-        """
-        for answer in result:
-            if isinstance(answer, ChatGeneration) and _is_cut(answer.message):
-                raise OutputParserException(
-                    "max_tokens cut the answer off before its object was whole; raise max_tokens, "
-                    "or ask for a smaller object",
-                    llm_output=answer.text,
-                )
-        return self.inside.parse_result(result, partial=partial)
-
-    def parse(self, text: str) -> Any:
-        """What the parser inside makes of a text."""
-        return self.inside.parse(text)
-
-    def get_format_instructions(self) -> str:
-        """Those of the parser inside."""
-        return self.inside.get_format_instructions()
-
-
-def _is_cut(message: Any) -> bool:
-    reason = message.response_metadata.get("finish_reason")
-    return isinstance(message, AIMessage) and reason == "length"
-
-
 def response_format(schema: Any) -> dict[str, Any]:
     """OpenAI's response format for a pydantic class, TypedDict or JSON schema."""
     found = json_schema(schema)
@@ -236,13 +189,17 @@ def response_format(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": name, "schema": found}}
 
 
-def parser(schema: Any, *, of_a_call: bool = False) -> Whole:
+def parser(schema: Any, *, of_a_call: bool = False) -> Runnable[AIMessage, Any]:
     """What makes an object of a structured answer; a dict for all but pydantic classes.
+
+    LangChain's parsers close the strings and braces that a cut answer leaves open, and leave out
+    calls that are not whole: what remains may fit the schema, and is not what was to be said. So
+    what `max_tokens` cut off does not reach them.
 
     Args:
         of_a_call: the answer is a call of the tool of that schema.
     """
-    inside: Parser
+    inside: BaseCumulativeTransformOutputParser[Any]
     is_class = is_basemodel_subclass(schema)
     if not of_a_call:
         inside = PydanticOutputParser(pydantic_object=schema) if is_class else JsonOutputParser()
@@ -251,4 +208,13 @@ def parser(schema: Any, *, of_a_call: bool = False) -> Whole:
     else:
         name = convert_to_openai_tool(schema)["function"]["name"]
         inside = JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
-    return Whole(inside=inside)
+    return RunnablePassthrough(_refuse_cut) | inside
+
+
+def _refuse_cut(answer: AIMessage) -> None:
+    if answer.response_metadata.get("finish_reason") == "length":
+        raise OutputParserException(
+            "max_tokens cut the answer off before its object was whole; raise max_tokens, or ask "
+            "for a smaller object",
+            llm_output=answer.text,
+        )

@@ -18,8 +18,7 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from cached_rag import ConfigError, Embedder
 from cached_rag.spi import Encode, Learner, Ledger, Progress
-from langchain_cached_rag.settings import EngineSettings
-from langchain_cached_rag.unwrap import unwrapped
+from langchain_cached_rag.settings import EngineSettings, unwrapped
 
 _log = logging.getLogger(__name__)
 # Ids of documents, of which some may have none yet, or of all documents; and texts by id, or None

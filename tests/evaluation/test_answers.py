@@ -27,8 +27,7 @@ from cached_rag.backends import resolve
 from cached_rag.backends.machine import peak_bytes
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.errors import ContextOverflowError, ModelError, ModelNotFoundError
-from cached_rag.evaluation.answers import bench_answers, make_questions
-from cached_rag.evaluation.peers import Own, Transformers
+from cached_rag.evaluation.answers import Own, Transformers, bench_answers, make_questions
 from docs.experiments import __main__ as cli
 from docs.experiments import memory
 from docs.experiments.peers import Means, Question, Sample, open_peers, vllm

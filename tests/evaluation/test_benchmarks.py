@@ -12,7 +12,7 @@ from doubles import Recording
 from cached_rag import ConfigError, Engine, GenerationConfig
 from cached_rag.backends.transformers import kernels
 from cached_rag.backends.transformers.kernels import reference
-from cached_rag.evaluation.loop import medians, take_turns
+from cached_rag.evaluation.timing import medians, take_turns
 from cached_rag.kv.layers import KVShapes, LayerShape
 from cached_rag.kv.rows import LONGEST_SLAB
 from docs.experiments.attention import intensity, make_steps, theory

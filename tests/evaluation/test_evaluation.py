@@ -12,28 +12,22 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import CHUNKS, NEW_PROMPTS, plain_cache, plain_logits, tiny_model
+from conftest import CHUNKS, NEW_PROMPTS, plain_logits, tiny_model
 
 from cached_rag import ConfigError, Engine, GenerationConfig
 from cached_rag.errors import EvaluationError
 from cached_rag.evaluation.data import Example, Questions, is_long, load_examples, messages
-from cached_rag.evaluation.encodings import EncodedEngines
-from cached_rag.evaluation.journal import Journal, origins
-from cached_rag.evaluation.measure import divergence, read
-from cached_rag.evaluation.metrics import (
-    bootstrap,
-    bootstrap_ratio,
-    exact_match,
-    f1,
-    right,
-    rouge_l,
+from cached_rag.evaluation.measure import divergence, exact_match, f1, read, right, rouge_l
+from cached_rag.evaluation.run import (
+    EncodedEngines,
+    Journal,
+    Settings,
+    evaluate,
+    make_trials,
+    origins,
 )
-from cached_rag.evaluation.plot import plot_frontier
-from cached_rag.evaluation.run import Settings, evaluate
-from cached_rag.evaluation.summary import summarise
-from cached_rag.evaluation.trial import make_trials
-from cached_rag.library.encode import PRIMER, primer
-from cached_rag.library.matching import HARVESTED
+from cached_rag.evaluation.summary import bootstrap, bootstrap_ratio, plot_frontier, summarise
+from cached_rag.library.encode import primer
 
 QUESTIONS = ["What turns green?", "Who lit the lamp?", "When was the South Pole reached?"]
 ANSWERS = ["Copper", "The lighthouse keeper", "1911"]
@@ -183,8 +177,7 @@ def test_rows_have_the_keys_that_are_promised(data, tmp_path):
 
 
 def test_r_1_has_no_loss_and_less_has(data, tmp_path):
-    methods = ["cacheblend", "prophetkv", "epic@prefix", "infoflow@both", "a3@strangers:1"]
-    methods += ["infoflow@harvested:2", "prophetkv@elsewhere", "prophetkv@elsewhere-prefix"]
+    methods = ["cacheblend", "prophetkv", "epic@prefix", "infoflow@both:2", "a3@apart"]
     rows, _ = run(data, tmp_path, methods, [0.2, 1.0])
     assert [row["ratio"] for row in rows] == [1.0, *[0.2, 1.0] * len(methods)]
     for row in rows:
@@ -325,7 +318,7 @@ def test_trials():
     assert found[:4] == [("full", 1.0), ("reuse", 0.0), ("epic", 0.1), ("epic", 0.2)]
     assert found[4][0] == "epic:anchor_tokens=8"
     assert [name for name, _ in found[5:]] == ["auto"]
-    numbered = [["auto@both:0"], ["auto@half:2"], ["auto@reversed:1"], ["auto@asked:0"]]
+    numbered = [["auto@both:0"], ["auto@alone:2"], ["auto@prefix:1"], ["auto@apart:0"]]
     for bad in (["nope"], ["reuse@nowhere"], ["epic:no=1"], ["auto@primer:"], *numbered):
         with pytest.raises(ConfigError):
             make_trials(bad, [0.1])
@@ -333,23 +326,17 @@ def test_trials():
         make_trials(["epic"], [1.5])
 
 
-def test_strangers_are_the_same_each_time_and_not_oneself(data):
-    encodings = EncodedEngines(tiny_model("llama"), load_examples(data), long=False)
-    strangers = encodings._context("strangers", 1)
-    assert strangers.before(CHUNKS[0]) == strangers.before(CHUNKS[0]) != [CHUNKS[0]]
-
-
 @pytest.mark.parametrize(("encoding", "count"), [("primer", 1), ("primer:1", 1), ("primer:3", 3)])
-def test_primers_have_the_names_that_an_index_has(data, encoding, count):
-    encodings = EncodedEngines(tiny_model("llama"), load_examples(data), long=False)
+def test_primers_have_the_names_that_an_index_has(encoding, count):
+    encodings = EncodedEngines(tiny_model("llama"), long=False)
     (behind,) = encodings.engine(encoding, CHUNKS).library.encoded_after()
     assert behind.context == primer(count).name
     both = encodings.engine(f"both:{count}", CHUNKS).library.encoded_after()
     assert {behind.context for behind in both} == {"", primer(count).name}
 
 
-def test_chunks_stand_behind_their_document_or_apart(data):
-    encodings = EncodedEngines(tiny_model("llama"), load_examples(data), long=False)
+def test_chunks_stand_behind_their_document_or_apart():
+    encodings = EncodedEngines(tiny_model("llama"), long=False)
     starts = {}
     for encoding in ("primer", "apart"):
         library = encodings.engine(encoding, CHUNKS[1:], tuple(CHUNKS)).library
@@ -359,104 +346,19 @@ def test_chunks_stand_behind_their_document_or_apart(data):
     assert starts["apart"][0] == starts["apart"][1] < starts["primer"][0] < starts["primer"][1]
 
 
-def test_harvested_is_cut_out_of_full_prefill_of_another_prompt(data):
-    model = tiny_model("llama")
-    encodings = EncodedEngines(model, load_examples(data), long=False)
-    engine = encodings.engine("harvested:1", CHUNKS)
-    head = engine.library.encoded_after()[0].prefix_ids
-    between = engine.tokenization.following("\n\n").ids
-    alone = Engine(model, NEW_PROMPTS)
-    alone.encode(CHUNKS, context=None)
-    for chunk in CHUNKS:
-        (other,) = encodings._strangers(chunk, 1)
-        before = [*head, *engine.tokenization.literal(other).ids, *between]
-        ids = engine.library.table.get(chunk).token_ids
-        found = engine.library.shelf.fetch(HARVESTED, ids)
-        keys, values = plain_cache(model, [*before, *ids])
-        assert found.start == len(before)
-        assert torch.allclose(found.keys, keys[:, :, len(before) :], atol=1e-4)
-        assert torch.allclose(found.values, values[:, :, len(before) :], atol=1e-4)
-        apart = alone.library.shelf.fetch(alone.library.encoded_after()[0], ids)
-        assert not torch.allclose(found.values, apart.values, atol=1e-2)  # control
-    asked = engine.prefill(messages(CHUNKS, QUESTIONS[0], long=False), method="reuse")
-    assert [match.encoded_after for match in asked.plan.matches] == [HARVESTED] * 3
-    assert asked.report.modules_hit == 3
-    asked.release()
-
-
-def test_elsewhere_is_behind_the_head_of_another_prompt(data):
-    encodings = EncodedEngines(tiny_model("llama"), load_examples(data), long=False)
-    asked = messages(CHUNKS, QUESTIONS[0], long=False)
-    for encoding, context in (("elsewhere", PRIMER.name), ("elsewhere-prefix", "")):
-        engine = encodings.engine(encoding, CHUNKS)
-        (behind,) = engine.library.encoded_after()
-        assert behind.context == context
-        done = engine.prefill(asked, method="reuse")
-        assert tuple(done.tokens.ids[: len(behind.prefix_ids)]) != behind.prefix_ids
-        assert done.report.modules_hit == 3
-        done.release()
-
-
-def test_half_leaves_chunks_without_kv(data, tmp_path):
-    chunks = [f"Passage {n} says what stands in it." for n in range(20)]
-    engine = EncodedEngines(tiny_model("llama"), load_examples(data), long=False).engine(
-        "half", chunks
-    )
-    done = engine.prefill(messages(chunks, "?", long=False), method="reuse")
-    assert 5 < done.report.modules_hit < 15
-    done.release()
-    rows, _ = run(data, tmp_path, ["reuse", "reuse@half", "full@half"], [0.2])
-    charges = [row["charged_recompute"] for row in rows]
-    assert charges[1] < charges[2] < charges[3] == 1
-
-
-def test_reversed_is_the_same_prompt_with_its_chunks_the_other_way_round(data, tmp_path):
-    rows, _ = run(data, tmp_path, ["full@reversed", "epic@reversed"], [1.0])
-    full, other, whole = rows
-    assert full["kl"] == 0 < other["kl"]
-    assert other["charged_recompute"] == 1
-    assert whole["kl"] == pytest.approx(other["kl"], abs=1e-5)  # r = 1 is its full prefill
-
-
-def test_asked_begins_with_what_other_questions_left(data, tmp_path):
-    rows, _ = run(data, tmp_path, ["auto@both", "auto@asked:2", "infoflow@asked"], [0.2, 1.0])
-    full, alone, asked, repaired, whole = rows
-    assert asked["charged_recompute"] < alone["charged_recompute"] / 2  # the question alone
-    assert asked["kl"] > 1e-4
-    assert repaired["kl"] > 1e-4 > whole["kl"] >= full["kl"] == 0  # r = 1 leaves exact KV
-    encodings = EncodedEngines(tiny_model("llama"), load_examples(data), long=False)
-    example, config = load_examples(data)[0], GenerationConfig(max_tokens=4)
-    engine = encodings.engine("asked:2", example.chunks)
-    prompt = messages(CHUNKS, example.question, long=False)
-    kept = []
-    for _ in range(2):
-        encodings.ask_others(engine, "asked:2", example, config)
-        for _ in range(2):  # what is measured leaves nothing to itself
-            done = engine.prefill(prompt, config)
-            kept.append(done.report.kept_repaired_tokens)
-            done.release()
-    assert len(set(kept)) == 1
-    assert kept[0] > 0
-
-
-def test_fewer_and_longer_chunks_of_the_same_question(data, tmp_path):
+def test_fewer_chunks_of_the_same_question(data):
     texts = ("One.", "The answer is Copper.", "Three.", "Four.", "Five.")
     example = Example("1", "?", ("copper",), texts)
     assert example.fewer(2).chunks == texts[:2]
     assert example.fewer(1).chunks == texts[1:2]
-    assert example.fewer(9) == example.joined(1) == example
+    assert example.fewer(9) == example
     assert replace(example, answers=()).fewer(1).chunks == texts[:1]
-    joined = example.joined(2)
-    assert [len(chunk.split("\n\n")) for chunk in joined.chunks] == [2, 2, 1]
-    assert messages(joined.chunks, "?", long=False) == messages(texts, "?", long=False)
     engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     found = [Settings((data,), (), Questions(chunks=chunks)) for chunks in (None, 1, 2)]
-    found.append(Settings((data,), (), Questions(join=3)))
-    assert len({settings.digest(engine) for settings in found}) == 4  # no journal mixes them
-    assert [len(settings.examples(data)[0].chunks) for settings in found] == [3, 1, 2, 1]
-    for wrong in ({"chunks": 0}, {"join": 0}):
-        with pytest.raises(ConfigError, match="at least"):
-            Settings((data,), (), Questions(**wrong))
+    assert len({settings.digest(engine) for settings in found}) == 3  # no journal mixes them
+    assert [len(settings.asked(data)[0].chunks) for settings in found] == [3, 1, 2]
+    with pytest.raises(ConfigError, match="at least"):
+        Questions(chunks=0)
 
 
 def test_the_frontier_is_drawn(data, tmp_path):
@@ -467,14 +369,14 @@ def test_the_frontier_is_drawn(data, tmp_path):
         plot_frontier(rows, tmp_path / "frontier.nope")
 
 
-def test_an_answer_that_was_followed_is_scored_without_the_reference():
+def test_an_answer_is_followed_apart_from_the_reference():
     engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     engine.encode(CHUNKS, context=None)
     prompt = messages(CHUNKS, QUESTIONS[0], long=False)
     config = GenerationConfig("anchorflow:follow_tokens=2,follow_ratio=0.3", max_tokens=8)
     alone, beside = (read(engine, prompt, config, reference) for reference in (None, ANSWERS[1]))
     assert beside.text == alone.text
-    assert beside.own_nll == pytest.approx(alone.own_nll, abs=1e-5)
+    assert beside.nll is not None is alone.nll
 
 
 def test_several_sets_are_also_shown_together():
@@ -518,22 +420,3 @@ def test_speed_is_paired_and_what_is_kept_has_an_interval():
     assert summarise(later, [("auto", 1.0)])[0]["speedup"] == 2.0
     assert (row["f1_kept"], row["full_is_right"]) == (0.75, 2)
     assert row["f1_kept_ci"] == [0.5, 1.0]
-
-
-def test_questions_by_where_their_answers_stand(data):
-    first, other = (
-        Example("1", "?", ("copper",), texts) for texts in (("Copper.", "B."), ("A.", "Copper."))
-    )
-    assert (first.is_answered_first, other.is_answered_first) == (True, False)
-    assert not replace(first, answers=()).is_answered_first
-    asked = {
-        which: Settings((data,), (), Questions(answer_in=which)).asked(data)
-        for which in ("any", "first", "others")
-    }
-    assert len(asked["first"]) == 1  # of the three chunks, each has one answer
-    assert sorted(asked["any"], key=str) == sorted([*asked["first"], *asked["others"]], key=str)
-    assert all(one.is_answered_first for one in asked["first"])
-    with pytest.raises(ConfigError, match="answer_in"):
-        Settings((data,), (), Questions(answer_in="last"))
-    with pytest.raises(EvaluationError, match="answer_in='first'"):
-        Settings((data,), (), Questions(limit=1, answer_in="first")).asked(data)

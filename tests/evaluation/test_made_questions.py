@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cached_rag.evaluation.data import load_examples
-from cached_rag.evaluation.metrics import right
+from cached_rag.evaluation.measure import right
 
 _FILE = Path(__file__).parents[2] / "docs" / "made_questions.py"
 _SPEC = importlib.util.spec_from_file_location("made_questions", _FILE)

@@ -7,9 +7,9 @@ from conftest import CHUNKS, tiny_model
 
 from cached_rag import ConfigError, Engine, GenerationConfig, Import, Report, Schema
 from cached_rag.errors import EvaluationError
-from cached_rag.evaluation.encodings import EncodedEngines
 from cached_rag.evaluation.measure import read
-from cached_rag.evaluation.ttft import bench_ttft
+from cached_rag.evaluation.run import EncodedEngines
+from cached_rag.evaluation.timing import bench_ttft
 from cached_rag.library.encode import EncodeSummary
 from docs.experiments.comparison import summarise_comparison
 from docs.experiments.lengths import bench_prompt
@@ -34,5 +34,5 @@ def test_nothing_is_measured_on_prompts_that_may_have_been_kept():
     report = Report("auto", kept_tokens=1)
     with pytest.raises(EvaluationError, match="sequence_bytes=0"):
         summarise_comparison([], [report], [1.0], EncodeSummary(0, 0, (), 0, 0.0))
-    row = EncodedEngines(tiny_model("llama"), [], long=False).engine("", ())
+    row = EncodedEngines(tiny_model("llama"), long=False).engine("", ())
     assert row.sequences.max_bytes == 0

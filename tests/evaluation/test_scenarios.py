@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from cached_rag import ConfigError, Engine
 from cached_rag.backends.prompt_text import Rendered
-from cached_rag.evaluation.peers import Peer, Transformers
+from cached_rag.evaluation.answers import Peer, Transformers
 from docs.experiments.__main__ import app
 from docs.experiments.peers import EVERYBODY, Means, Question, Sample, open_peers
 from docs.experiments.peers.kvboost import KVBoost

@@ -1,18 +1,12 @@
-"""CachedRetriever around and inside LangChain's composed retrievers: what is found is reused.
-
-A language model that rewrites what was found makes no chunks; what it read becomes one.
-"""
+"""CachedRetriever around and inside LangChain's composed retrievers: what is found is reused."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from uuid import uuid4
 
 import pytest
 from conftest import CHUNKS
 from langchain_cached_rag import CachedRetriever, CacheReportHandler, ChatCachedRAG
-from langchain_cached_rag.retrievers import Origins
 from langchain_classic.retrievers import (
     ContextualCompressionRetriever,
     EnsembleRetriever,
@@ -189,16 +183,10 @@ def chunks(llm):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("place", ["around", "around an ensemble", "inside"])
-def test_what_a_model_extracts_becomes_no_chunk(llm, extractor, place, is_async):
-    base = over(LONG, k=3)
-    if place == "inside":
-        base = cached(llm, base)
-    retriever = ContextualCompressionRetriever(base_compressor=extractor, base_retriever=base)
-    if place == "around an ensemble":
-        retriever = EnsembleRetriever(retrievers=[retriever], weights=[1.0])
-    if place != "inside":
-        retriever = cached(llm, retriever)
+def test_what_a_model_extracts_becomes_no_chunk(llm, extractor, is_async):
+    retriever = ContextualCompressionRetriever(
+        base_compressor=extractor, base_retriever=cached(llm, over(LONG, k=3))
+    )
     for question in ("What turned green?", "Who reached the pole?"):
         reports = ask(llm, retriever, question, is_async=is_async)
     assert len(set(made)) == 6  # else nothing is tested
@@ -213,25 +201,13 @@ def test_what_a_model_extracts_becomes_no_chunk(llm, extractor, place, is_async)
 def test_what_was_extracted_is_reused_where_it_is_long(llm, extractor, monkeypatch):
     monkeypatch.setattr("cached_rag.library.handed_over.RUN", 16)
     monkeypatch.setattr("cached_rag.library.handed_over._BLOCK", 8)
-    base = ContextualCompressionRetriever(base_compressor=extractor, base_retriever=over(LONG, k=1))
-    retriever = cached(llm, base)
+    retriever = ContextualCompressionRetriever(
+        base_compressor=extractor, base_retriever=cached(llm, over(LONG, k=1))
+    )
     for _ in range(3):
         _, answer = ask(llm, retriever, "What turned green?")
     assert answer.cached_tokens > 16
     assert answer.notes == []
-
-
-def test_eager_encodes_what_a_model_inside_will_read(llm, extractor):
-    base = ContextualCompressionRetriever(base_compressor=extractor, base_retriever=over(LONG, k=1))
-    retriever = CachedRetriever(retriever=base, llm=llm, encode="eager", prompt=PROMPT)
-    extraction, _ = ask(llm, retriever, "What turned green?")
-    assert (extraction.modules_hit, extraction.modules_missed) == (1, 0)
-
-
-def test_off_leaves_alone_what_a_model_inside_reads(llm, extractor):
-    base = ContextualCompressionRetriever(base_compressor=extractor, base_retriever=over(LONG, k=1))
-    ask(llm, CachedRetriever(retriever=base, llm=llm, encode="off"), "What turned green?")
-    assert not chunks(llm)
 
 
 def test_what_a_model_chose_is_a_chunk(llm, engine):
@@ -249,70 +225,12 @@ def test_what_a_model_chose_is_a_chunk(llm, engine):
     assert (report.modules_hit, report.modules_missed) == (2, 0)
 
 
-def test_what_a_model_looked_for_is_a_chunk(llm):
-    """No retriever is asked here, so nothing was there for the model to rewrite."""
-
-    def search(question):
-        llm.invoke(f"Say it shorter: {question}")
-        return [Document(CHUNKS[0])]
-
-    ask(llm, cached(llm, RunnableLambda(search)), "What turned green?")
-    assert chunks(llm) == {len(CHUNKS[0])}
-
-
-def test_models_that_read_one_text_at_once_wait_until_it_is_learned_once():
-    learned, seen, begun, go_on = [], [], threading.Event(), threading.Event()
-
-    def learn(texts):
-        begun.set()
-        assert go_on.wait(60)
-        learned.append(texts)
-
-    def read():
-        origins.on_llm_start({}, [f"Shorten: {CHUNKS[0]}"])
-        seen.append(list(learned))
-
-    origins = Origins(learn)
-    origins.on_retriever_end([Document(CHUNKS[0])], run_id=uuid4())
-    first, second = threading.Thread(target=read), threading.Thread(target=read)
-    first.start()
-    assert begun.wait(60)
-    second.start()
-    second.join(0.2)  # without a lock, it is over by now
-    go_on.set()
-    first.join()
-    second.join()
-    assert seen == [[[CHUNKS[0]]]] * 2
-
-
-def test_what_a_model_inside_reads_is_not_encoded_behind_the_chains_prompt(llm, extractor):
-    """That model has a prompt of its own; what is chosen for the answer has the chain's."""
-
-    def heads(retriever):
-        """Lengths of what the document is encoded behind."""
-        eager = CachedRetriever(retriever=retriever, llm=llm, encode="eager", prompt=PROMPT)
-        eager.invoke("What turned green?")
-        library = llm.engine.library
-        (document,) = library.table
-        after = library.encoded_after()
-        return sorted(
-            len(o.prefix_ids) for o in after if library.shelf.holds(o, document.token_ids)
-        )
-
-    base = over(LONG, k=1)
-    inside = ContextualCompressionRetriever(base_compressor=extractor, base_retriever=base)
-    assert heads(inside) == [1]
-    assert heads(base) == [1, 30]
-
-
-def test_what_cannot_be_encoded_is_heard_of(llm, extractor, monkeypatch):
-    """LangChain logs what fails in a callback; an error of the store is no detail."""
+def test_what_cannot_be_encoded_is_heard_of(llm, monkeypatch):
+    """An error of the store is no detail."""
 
     def full(*_, **__):
         raise OSError("the disk is full")
 
     monkeypatch.setattr(type(llm), "encode", full)
-    base = ContextualCompressionRetriever(base_compressor=extractor, base_retriever=over(LONG))
     with pytest.raises(OSError, match="the disk is full"):
-        CachedRetriever(retriever=base, llm=llm, encode="eager").invoke("What turned green?")
-    assert made == []  # it is heard of before the model reads on
+        CachedRetriever(retriever=over(LONG), llm=llm, encode="eager").invoke("What turned green?")

@@ -21,7 +21,7 @@ from llama_index.core.vector_stores import (
     SimpleVectorStore,
     VectorStoreQuery,
 )
-from llama_index.llms.cached_rag import CachedRAGLLM, MarkModules, marked, module_text
+from llama_index.llms.cached_rag import CachedRAGLLM, module_text
 from llama_index.postprocessor.cached_rag import CachedPostprocessor
 from llama_index.response_synthesizers.cached_rag import CachedSynthesizer
 from llama_index.retrievers.cached_rag import CachedRetriever
@@ -317,25 +317,12 @@ def test_a_pipeline_that_updates_keeps_kv_in_step(llm):
     assert [has_kv(llm, text) for text in (CHUNKS[0], changed, CHUNKS[1])] == [False, True, True]
 
 
-def test_marks_survive_a_pipelines_cache(llm):
-    pipeline = IngestionPipeline(transformations=[SentenceSplitter(), MarkModules()])
-    first = pipeline.run(documents=documents())
+def test_what_a_pipeline_returns_is_encoded_also_from_its_cache(llm):
+    pipeline = IngestionPipeline(transformations=[SentenceSplitter()])
+    pipeline.run(documents=documents())
     again = pipeline.run(documents=documents())  # from the cache: no transformation is called
-    assert len(marked(first)) == len(marked(again)) == 3
-    assert "cached_rag" not in module_text(again[0])
-    docstore = SimpleDocumentStore()
-    docstore.add_documents([*again, TextNode(text="unmarked, and of no concern to anybody")])
-    assert llm.encode_nodes(marked(docstore.docs.values())).encoded == 3
+    assert llm.encode_nodes(again).encoded == 3
     assert all(has_kv(llm, chunk) for chunk in CHUNKS)
-
-
-@pytest.mark.real  # new processes, which import all of LlamaIndex
-@pytest.mark.filterwarnings("ignore")
-def test_marks_survive_other_processes(llm):
-    # No splitter: without a network, LlamaIndex's never comes up in a spawned process.
-    pipeline = IngestionPipeline(transformations=[MarkModules()])
-    found = pipeline.run(nodes=nodes(), num_workers=2)
-    assert llm.encode_nodes(marked(found)).encoded == 3
 
 
 def test_half_a_surrogate_pair_costs_the_other_nodes_nothing(llm, caplog):

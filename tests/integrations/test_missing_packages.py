@@ -12,7 +12,7 @@ import pytest
 
 from cached_rag import CachedRAG, CachedRAGError, Embedder
 from cached_rag.errors import MissingPackageError
-from cached_rag.evaluation.plot import new_figure
+from cached_rag.evaluation.summary import new_figure
 
 ROOT, TESTS = Path(__file__).parents[2], Path(__file__).parents[1]
 RAG = (

@@ -19,8 +19,7 @@ from conftest import CHUNKS
 from indexes import WordEmbedding, assert_same_index, ingest
 from ray import cloudpickle
 from ray_cached_rag import RayConfig
-from ray_cached_rag.cluster import connected, room
-from ray_cached_rag.worker import MOST_ATTEMPTS, Attempts, Worker
+from ray_cached_rag.cluster import MOST_ATTEMPTS, Attempts, Worker, connected, room
 
 from cached_rag import CachedRAG, ConfigError, StoreConfig
 from cached_rag.errors import ClusterError

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from cached_rag import ConfigError
 from cached_rag.cli.options import names
-from cached_rag.evaluation.trial import make_trials
+from cached_rag.evaluation.run import make_trials
 from cached_rag.methods import SELECTORS, CacheBlend, parse_method
 
 RATIO = 0.4

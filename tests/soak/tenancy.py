@@ -7,8 +7,8 @@ import statistics
 from dataclasses import dataclass
 
 from cached_rag import Engine, StoreConfig, load_model
-from cached_rag.evaluation.metrics import Interval, bootstrap
-from cached_rag.evaluation.texts import make_texts
+from cached_rag.evaluation.summary import Interval, bootstrap
+from cached_rag.evaluation.timing import make_texts
 
 _TEXTS, _TOKENS = 3, 200
 

@@ -49,7 +49,7 @@ def peers_command(
     """RAG as people use it, beside the programs they use today (docs/speed.md)."""
     from cached_rag import Engine
     from cached_rag.evaluation.machine import machine
-    from cached_rag.evaluation.texts import NEW_PROMPTS
+    from cached_rag.evaluation.timing import NEW_PROMPTS
     from docs.experiments.peers import EVERYBODY, Means, open_peers
     from docs.experiments.peers_plot import plot_peers
     from docs.experiments.scenarios import bench_scenario

@@ -38,7 +38,7 @@ def schema_eval(
 ) -> None:
     """What each layout, encoding and method costs in quality, on random prompts of a schema."""
     from cached_rag import Engine
-    from cached_rag.evaluation.texts import NEW_PROMPTS
+    from cached_rag.evaluation.timing import NEW_PROMPTS
     from cached_rag.pml import Schema
     from docs.experiments.schemas import evaluate_schema, schema_trials
 
@@ -81,9 +81,10 @@ def schema_demo(
     as_json: Json = False,
 ) -> None:
     """The three applications of the Prompt Cache paper, cached against full prefill."""
+
     from cached_rag import Engine
     from cached_rag.evaluation.machine import machine
-    from cached_rag.evaluation.texts import NEW_PROMPTS
+    from cached_rag.evaluation.timing import NEW_PROMPTS
     from docs.experiments.applications import EXAMPLES
     from docs.experiments.lengths import bench_prompt, footprint
 

@@ -151,7 +151,7 @@ def traffic(
     from cached_rag import Engine
     from cached_rag.evaluation.data import load_examples
     from cached_rag.evaluation.machine import machine
-    from cached_rag.evaluation.texts import NEW_PROMPTS
+    from cached_rag.evaluation.timing import NEW_PROMPTS
     from docs.experiments.peers.vllm import Vllm
     from docs.experiments.traffic import bench_traffic, drawn
 

@@ -3,25 +3,22 @@
 from cached_rag.errors import needs_extra
 
 with needs_extra("llama-index", "the integration with LlamaIndex"):
-    from llama_index.llms.cached_rag.base import CachedRAGLLM
+    from llama_index.llms.cached_rag.base import CachedRAGLLM, unwrapped
     from llama_index.llms.cached_rag.messages import CacheReportHandler, PMLPromptTemplate
     from llama_index.llms.cached_rag.nodes import (
-        MarkModules,
         Reader,
         SentenceTransformerEmbedding,
         bare_text,
-        marked,
         module_text,
     )
 
 __all__ = [
     "CacheReportHandler",
     "CachedRAGLLM",
-    "MarkModules",
     "PMLPromptTemplate",
     "Reader",
     "SentenceTransformerEmbedding",
     "bare_text",
-    "marked",
     "module_text",
+    "unwrapped",
 ]

@@ -48,6 +48,7 @@ from llama_index.llms.cached_rag.messages import (
 )
 from llama_index.llms.cached_rag.nodes import module_text
 from llama_index.llms.cached_rag.tools import (
+    CALLING,
     GrowingObject,
     can_call,
     check_whole,
@@ -235,7 +236,7 @@ class CachedRAGLLM(FrameworkModel, FunctionCallingLLM):
     def encode_nodes(self, nodes: Iterable[BaseNode], **kwargs: Any) -> EncodeSummary:
         """As `encode`, for nodes: with their metadata, as response synthesis shows them.
 
-        For a docstore, `marked(docstore.docs.values())`; see `MarkModules`.
+        They may be what an `IngestionPipeline` returns, or a docstore's.
         """
         documents = groupby(nodes, key=lambda node: node.ref_doc_id or node.node_id)
         texts = ([module_text(node) for node in group] for _, group in documents)
@@ -347,7 +348,9 @@ class CachedRAGLLM(FrameworkModel, FunctionCallingLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
-        return GrowingObject(self, output_cls, prompt, llm_kwargs, prompt_args).stream()
+        if not self._gives_objects():
+            return super()._structured_stream_call(output_cls, prompt, llm_kwargs, **prompt_args)
+        return GrowingObject(self, output_cls, prompt, llm_kwargs or {}, prompt_args).stream()
 
     async def _structured_astream_call(
         self,
@@ -356,7 +359,14 @@ class CachedRAGLLM(FrameworkModel, FunctionCallingLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> AsyncGenerator[Any, None]:
-        return GrowingObject(self, output_cls, prompt, llm_kwargs, prompt_args).astream()
+        if not self._gives_objects():
+            own = super()._structured_astream_call(output_cls, prompt, llm_kwargs, **prompt_args)
+            return await own
+        return GrowingObject(self, output_cls, prompt, llm_kwargs or {}, prompt_args).astream()
+
+    def _gives_objects(self) -> bool:
+        """Whether objects are the arguments of a call."""
+        return self.metadata.is_function_calling_model and self.pydantic_program_mode in CALLING
 
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **_: Any

@@ -19,7 +19,7 @@ from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.llms.utils import parse_partial_json
 from llama_index.core.program.function_program import get_function_tool
-from llama_index.core.program.utils import get_program_for_llm, process_streaming_objects
+from llama_index.core.program.utils import process_streaming_objects
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.tools.types import BaseTool
 from llama_index.core.types import PydanticProgramMode
@@ -30,7 +30,8 @@ from cached_rag.spi import new_call_id
 
 # Options of a call that say what form its answer has.
 _OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")
-_CALLING = (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)
+# Modes of programs in which an object is the arguments of a call.
+CALLING = (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)
 # Options of a program, which are not the caller's to choose.
 _OWN = frozenset({"tool_required", "tool_choice", "allow_parallel_tool_calls"})
 
@@ -168,17 +169,22 @@ class GrowingObject:
         llm: FunctionCallingLLM,
         output_cls: type[BaseModel],
         prompt: BasePromptTemplate,
-        options: Mapping[str, Any] | None,
+        options: Mapping[str, Any],
         values: Mapping[str, Any],
     ) -> None:
-        """Ask for it.
+        """Make the prompt.
 
         Args:
             options: of the call, as `GenerationConfig` has them.
             values: of the prompt's variables.
         """
-        self._llm, self._output_cls, self._prompt = llm, output_cls, prompt
-        self._options, self._values = dict(options or {}), values
+        self._llm, self._output_cls = llm, output_cls
+        self._asked: dict[str, Any] = {
+            "tools": [get_function_tool(output_cls)],
+            "chat_history": llm._extend_messages(prompt.format_messages(llm=llm, **values)),
+            "tool_required": True,
+            **{name: value for name, value in options.items() if name not in _OWN},
+        }
         self._objects: list[Any] | None = None
         self._last: ChatResponse | None = None
 
@@ -190,43 +196,15 @@ class GrowingObject:
             CutOffError: `max_tokens` cut it off.
             ConfigError: there is no such option.
         """
-        if not self._calls():
-            yield from self._program().stream_call(llm_kwargs=self._options, **self._values)
-            return
-        for response in self._llm.stream_chat_with_tools(**self._asked()):
+        for response in self._llm.stream_chat_with_tools(**self._asked):
             yield self._after(response)
         self._check()
 
     async def astream(self) -> AsyncGenerator[Any, None]:
         """As `stream`, off the event loop."""
-        if not self._calls():
-            found = self._program().astream_call(llm_kwargs=self._options, **self._values)
-            async for one in await found:
-                yield one
-            return
-        async for response in await self._llm.astream_chat_with_tools(**self._asked()):
+        async for response in await self._llm.astream_chat_with_tools(**self._asked):
             yield self._after(response)
         self._check()
-
-    def _calls(self) -> bool:
-        mode = self._llm.pydantic_program_mode
-        return self._llm.metadata.is_function_calling_model and mode in _CALLING
-
-    def _program(self) -> Any:
-        """LlamaIndex's own, for other modes and models."""
-        mode = self._llm.pydantic_program_mode
-        return get_program_for_llm(
-            self._output_cls, self._prompt, self._llm, pydantic_program_mode=mode
-        )
-
-    def _asked(self) -> dict[str, Any]:
-        messages = self._prompt.format_messages(llm=self._llm, **self._values)
-        return {
-            "tools": [get_function_tool(self._output_cls)],
-            "chat_history": self._llm._extend_messages(messages),
-            "tool_required": True,
-            **{name: value for name, value in self._options.items() if name not in _OWN},
-        }
 
     def _after(self, response: ChatResponse) -> Any:
         self._last = response
