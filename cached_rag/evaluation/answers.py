@@ -25,7 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.thread import on_model_thread
-from cached_rag.backends.transformers.weights.packing import densify
+from cached_rag.backends.transformers.packing import densify
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Report
