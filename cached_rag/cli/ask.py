@@ -9,7 +9,7 @@ import typer
 
 from cached_rag.cli.options import DEFAULT_INDEX, Index, answering, opened, opening
 from cached_rag.cli.terminal import Json, err, out, print_json, print_reports
-from cached_rag.rag.settings import Reranking, Retrieval
+from cached_rag.rag.folder import Reranking, Retrieval
 
 # What full prefill has not.
 _OF_METHODS = ("method", "quality", "recompute_ratio", "adaptive")

@@ -10,7 +10,7 @@ import typer
 from cached_rag.cli.options import DEFAULT_INDEX, Index, answering, opened, opening
 from cached_rag.cli.terminal import err, out
 from cached_rag.errors import CachedRAGError
-from cached_rag.rag.settings import Reranking, Retrieval
+from cached_rag.rag.folder import Reranking, Retrieval
 
 if TYPE_CHECKING:
     from cached_rag import Chat

@@ -13,7 +13,7 @@ from cached_rag.cli.options import Index, IndexModel
 from cached_rag.cli.settings import OptionsOf
 from cached_rag.cli.terminal import out, sooner
 from cached_rag.kv.files import make_folder
-from cached_rag.rag.settings import IndexConfig
+from cached_rag.rag.folder import IndexConfig
 
 if TYPE_CHECKING:
     from cached_rag import Answer, CachedRAG, Report

@@ -21,7 +21,7 @@ from cached_rag.cli.settings import OptionsOf
 from cached_rag.cli.terminal import Json, out, print_json, print_table
 from cached_rag.config import StoreConfig
 from cached_rag.rag.document import shown
-from cached_rag.rag.settings import IndexConfig, Reranking, Retrieval
+from cached_rag.rag.folder import IndexConfig, Reranking, Retrieval
 
 
 def list_command(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:

@@ -10,7 +10,7 @@ import typer
 from cached_rag.cli.ask import plainly
 from cached_rag.cli.options import DEFAULT_INDEX, Index, answering, opened, opening, to_write
 from cached_rag.cli.terminal import Json, out, print_json
-from cached_rag.rag.settings import Reranking, Retrieval
+from cached_rag.rag.folder import Reranking, Retrieval
 
 
 def explain_command(

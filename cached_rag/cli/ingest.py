@@ -23,9 +23,8 @@ from cached_rag.cli.settings import OptionsOf, SettingsCommand
 from cached_rag.cli.terminal import Json, err, out, print_json
 from cached_rag.config import ModelConfig, StoreConfig
 from cached_rag.options import require
-from cached_rag.rag.document import shown
-from cached_rag.rag.limits import DocumentLimits
-from cached_rag.rag.settings import IndexConfig
+from cached_rag.rag.document import DocumentLimits, shown
+from cached_rag.rag.folder import IndexConfig
 
 if TYPE_CHECKING:
     from cached_rag import CachedRAG, IngestSummary

@@ -12,7 +12,7 @@ import typer
 from cached_rag.cli.settings import OptionsOf
 from cached_rag.config import GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError
-from cached_rag.rag.settings import IndexConfig, Retrieval
+from cached_rag.rag.folder import IndexConfig, Retrieval
 
 if TYPE_CHECKING:
     from cached_rag import CachedRAG

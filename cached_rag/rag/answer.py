@@ -20,8 +20,8 @@ from cached_rag.backends.prompt_text import Message
 from cached_rag.engine.report import Report
 from cached_rag.errors import ConfigError
 from cached_rag.kv.fingerprint import digest
-from cached_rag.rag.hits import Hit
 from cached_rag.rag.prompts import Turn, checked
+from cached_rag.rag.search import Hit
 
 if TYPE_CHECKING:
     from cached_rag.engine.explanation import Explanation

@@ -16,10 +16,9 @@ from cached_rag.errors import ConfigError, ModelNotFoundError, needs_extra
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.matching import ANCHOR
 from cached_rag.rag.answer import AnswerStream
-from cached_rag.rag.folder import IndexFolder
-from cached_rag.rag.hits import Hit
+from cached_rag.rag.folder import IndexFolder, Reranker, Reranking, Retrieval
 from cached_rag.rag.prompts import Turn, searched
-from cached_rag.rag.settings import Reranker, Reranking, Retrieval
+from cached_rag.rag.search import Hit
 
 if TYPE_CHECKING:
     from cached_rag.engine.stream import Stream

@@ -18,9 +18,9 @@ from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import ConfigError
 from cached_rag.rag.answer import Answer, AnswerStream, conversation
 from cached_rag.rag.asking import Asking, check_question
-from cached_rag.rag.hits import Hit
+from cached_rag.rag.folder import Retrieval
 from cached_rag.rag.prompts import Turn, searched
-from cached_rag.rag.settings import Retrieval
+from cached_rag.rag.search import Hit
 
 _REWRITE = (
     "Rewrite this question so that it can be understood without our conversation. Write only the "

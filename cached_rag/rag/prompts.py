@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cached_rag.backends.prompt_text import Message, Rendered
 from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.kv.fingerprint import digest
-from cached_rag.rag.hits import Hit
+from cached_rag.rag.search import Hit
 
 if TYPE_CHECKING:
     from cached_rag.engine.engine import Engine

@@ -27,8 +27,7 @@ from typing import Any
 import psutil
 
 from cached_rag.errors import ConfigError, DocumentError, SlowDocumentError
-from cached_rag.rag.document import Document, shown
-from cached_rag.rag.limits import DocumentLimits, too_long
+from cached_rag.rag.document import Document, DocumentLimits, shown, too_long
 from cached_rag.rag.readers import is_built_in, load_document
 
 # How often the process is looked at.

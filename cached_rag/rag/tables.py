@@ -17,8 +17,7 @@ from typing import Any
 
 from cached_rag.errors import needs_extra
 from cached_rag.rag.archive import Archive
-from cached_rag.rag.document import Part
-from cached_rag.rag.limits import limited
+from cached_rag.rag.document import Part, limited
 
 # What a format has beside digits: colours and conditions, a currency, room for a character, a
 # character as it is, text in quotes.

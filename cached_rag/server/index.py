@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # their packages are another extra's
     from numpy.typing import NDArray
 
     from cached_rag.rag.answer import AnswerStream
-    from cached_rag.rag.hits import Hit
     from cached_rag.rag.rag import CachedRAG
+    from cached_rag.rag.search import Hit
 
 Json = dict[str, Any]
 PREFIX = "index:"

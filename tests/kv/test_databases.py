@@ -25,8 +25,8 @@ from cached_rag.kv.store.database import LAYOUT, Database
 from cached_rag.kv.store.disk import DiskStore
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
+from cached_rag.rag.chunks import Chunk
 from cached_rag.rag.index import DocumentIndex
-from cached_rag.rag.splitting import Chunk
 
 BEHIND, IDS = EncodedAfter((7, 8)), module(1).token_ids
 

@@ -12,8 +12,7 @@ import pytest
 from cached_rag.errors import DocumentError
 from cached_rag.rag import archive
 from cached_rag.rag.finding import look_at
-from cached_rag.rag.readers import READERS, load_document
-from cached_rag.rag.splitting import LANGUAGES
+from cached_rag.rag.readers import LANGUAGES, READERS, load_document
 
 OFFICE = "http://schemas.openxmlformats.org"
 TYPES = f'<Types xmlns="{OFFICE}/package/2006/content-types"><Default Extension="rels" \

@@ -15,9 +15,8 @@ import pytest
 
 from cached_rag.errors import DocumentError
 from cached_rag.rag import limits, reading_process
-from cached_rag.rag.document import shown
+from cached_rag.rag.document import DocumentLimits, shown, text_limit
 from cached_rag.rag.finding import look_at
-from cached_rag.rag.limits import DocumentLimits, text_limit
 from cached_rag.rag.readers import load_document
 from cached_rag.rag.reading_process import ConfinedReader, trusted_path
 from cached_rag.rag.tables import table_to_text
