@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cached_rag.library.context import PRIMER, Context, primer
     from cached_rag.pml import Import, Said, Schema
     from cached_rag.rag.answer import Answer, AnswerStream
-    from cached_rag.rag.chat import Chat
+    from cached_rag.rag.asking import Chat
     from cached_rag.rag.chunks import Embedder
     from cached_rag.rag.ingest import IngestSummary
     from cached_rag.rag.rag import CachedRAG
@@ -95,7 +95,7 @@ _PLACES = {
         "Answer",
         "AnswerStream",
     ),
-    "rag.chat": ("Chat",),
+    "rag.asking": ("Chat",),
     "rag.chunks": ("Embedder",),
     "rag.search": ("Hit",),
     "rag.ingest": ("IngestSummary",),

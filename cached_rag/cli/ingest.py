@@ -130,8 +130,7 @@ def ingest_command(
 ) -> None:
     """Read, split, embed, index and prefill documents; what the index has already is skipped."""
     from cached_rag import CachedRAG
-    from cached_rag.rag.finding import is_folder
-    from cached_rag.rag.roots import absolute
+    from cached_rag.rag.finding import absolute, is_folder
 
     asked = Ingesting(**taking)
     workers = asked.workers

@@ -19,7 +19,7 @@ from cached_rag.engine.report import Report
 from cached_rag.errors import ConfigError
 from cached_rag.evaluation.loop import take_turns
 from cached_rag.evaluation.peers import Peer, Question, Sample
-from cached_rag.rag.prompts import Prompts
+from cached_rag.rag.answer import Prompts
 
 _SYSTEM = "Answer the question in detail, with the help of the documents."
 _QUESTION = "What does document number {} say?"

@@ -19,9 +19,9 @@ from cached_rag.errors import ConfigError, IndexMismatchError, StoreError
 from cached_rag.kv.store.holdings import forget, held_bytes
 from cached_rag.library.context import Context, primer
 from cached_rag.options import check_types
+from cached_rag.rag.answer import Prompts
 from cached_rag.rag.chunks import DEFAULT_EMBEDDING, Embedder, Embeddings
 from cached_rag.rag.index import RECALLED, DocumentIndex
-from cached_rag.rag.prompts import Prompts
 from cached_rag.rag.search import Where
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from cached_rag.errors import IndexMismatchError
 from cached_rag.kv.store.database import Database, Problem, Row, is_sound, row_sum
 from cached_rag.rag.chunks import EMBED_CHUNKS, Chunk, Embeddings
-from cached_rag.rag.roots import SCHEMA as _ROOTS
-from cached_rag.rag.roots import Roots
+from cached_rag.rag.finding import SCHEMA as _ROOTS
+from cached_rag.rag.finding import Roots
 from cached_rag.rag.search import CHUNKS, SIGNED, Search
 
 _log = logging.getLogger(__name__)

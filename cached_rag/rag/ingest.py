@@ -18,11 +18,10 @@ from cached_rag.errors import ConfigError, DocumentError, SlowDocumentError
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.rag.chunks import Chunk
 from cached_rag.rag.document import Document, DocumentLimits, assembled
-from cached_rag.rag.finding import look_at, stamp
+from cached_rag.rag.finding import absolute, is_below, is_text, join, look_at, stamp
 from cached_rag.rag.folder import IndexFolder
 from cached_rag.rag.progress import Say, Shown, prefilling, preparing, reading
 from cached_rag.rag.reading_process import ConfinedReader
-from cached_rag.rag.roots import absolute, is_below, is_text, join
 from cached_rag.rag.search import described
 from cached_rag.rag.workers import (
     IngestTask,

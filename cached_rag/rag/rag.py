@@ -18,18 +18,15 @@ from cached_rag.backends.prompt_text import Message
 from cached_rag.config import BatchConfig, GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError, StoreError, needs_extra
 from cached_rag.options import parted
-from cached_rag.rag.answer import Answer, AnswerStream, conversation
-from cached_rag.rag.asking import Asking, find, loadable
-from cached_rag.rag.chat import Chat, resumed
+from cached_rag.rag.answer import Answer, AnswerStream, conversation, resumed, searched
+from cached_rag.rag.asking import Asking, Chat, find, loadable
 from cached_rag.rag.chunks import Embeddings
 from cached_rag.rag.document import DocumentLimits
-from cached_rag.rag.finding import is_folder
+from cached_rag.rag.finding import absolute, is_folder, is_path
 from cached_rag.rag.folder import IndexConfig, IndexFolder, Reranking, Retrieval, as_kept
 from cached_rag.rag.index import DocumentIndex, IndexedDocument
 from cached_rag.rag.ingest import Ingestion, IngestSummary
 from cached_rag.rag.progress import Shown
-from cached_rag.rag.prompts import searched
-from cached_rag.rag.roots import absolute, is_path
 from cached_rag.rag.search import Hit
 from cached_rag.rag.watch import watch
 from cached_rag.rag.workers import IngestWorkers, Prepare, helped

@@ -369,8 +369,8 @@ READERS: dict[str, Callable[[Path], str | Iterable[Part]]] = {
     ".docx": _by("office", "read_docx"),
     ".pptx": _by("office", "read_pptx"),
     ".xlsx": _by("tables", "read_xlsx"),
-    ".epub": _by("archive", "read_epub"),
-    **dict.fromkeys((".odt", ".odp", ".ods"), _by("opendocument", "read_opendocument")),
+    ".epub": _by("office", "read_epub"),
+    **dict.fromkeys((".odt", ".odp", ".ods"), _by("tables", "read_opendocument")),
     **dict.fromkeys((".rtf", ".json"), _read_by_kreuzberg),
     **dict.fromkeys(LANGUAGES, _read_code),
 }

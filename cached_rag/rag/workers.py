@@ -31,11 +31,11 @@ from cached_rag.errors import (
 )
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import EncodeSummary
+from cached_rag.rag.answer import Prompts
 from cached_rag.rag.chunks import EMBED_CHUNKS, Chunk, Embedder, Embeddings, Splitter
 from cached_rag.rag.document import Document, DocumentLimits
 from cached_rag.rag.folder import IndexFolder, contexts
 from cached_rag.rag.progress import Say
-from cached_rag.rag.prompts import Prompts
 from cached_rag.rag.reading_process import ConfinedReader
 
 if TYPE_CHECKING:

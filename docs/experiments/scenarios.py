@@ -23,7 +23,7 @@ from cached_rag.errors import ConfigError
 from cached_rag.evaluation.answers import agreement
 from cached_rag.evaluation.loop import take_turns
 from cached_rag.evaluation.peers import Peer, Question, Sample
-from cached_rag.rag.prompts import Prompts, Turn
+from cached_rag.rag.answer import Prompts, Turn
 
 _SYSTEM = "Answer the question with the help of the documents. Answer with a few words only."
 # Cold comes first: what it asks about must be new to all.
