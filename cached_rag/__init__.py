@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cached_rag.rag.answer import Answer, AnswerStream
     from cached_rag.rag.asking import Chat
     from cached_rag.rag.chunks import Embedder
-    from cached_rag.rag.ingest import IngestSummary
+    from cached_rag.rag.progress import IngestSummary
     from cached_rag.rag.rag import CachedRAG
     from cached_rag.rag.search import Hit
 
@@ -98,7 +98,7 @@ _PLACES = {
     "rag.asking": ("Chat",),
     "rag.chunks": ("Embedder",),
     "rag.search": ("Hit",),
-    "rag.ingest": ("IngestSummary",),
+    "rag.progress": ("IngestSummary",),
     "rag.rag": ("CachedRAG",),
 }
 

@@ -25,10 +25,9 @@ from cached_rag.rag.document import DocumentLimits
 from cached_rag.rag.finding import absolute, is_folder, is_path
 from cached_rag.rag.folder import IndexConfig, IndexFolder, Reranking, Retrieval, as_kept
 from cached_rag.rag.index import DocumentIndex, IndexedDocument
-from cached_rag.rag.ingest import Ingestion, IngestSummary
-from cached_rag.rag.progress import Shown
+from cached_rag.rag.ingest import Ingestion, watch
+from cached_rag.rag.progress import IngestSummary, Shown
 from cached_rag.rag.search import Hit
-from cached_rag.rag.watch import watch
 from cached_rag.rag.workers import IngestWorkers, Prepare, helped
 
 if TYPE_CHECKING:

@@ -112,16 +112,14 @@ def content(document: Document) -> str:
     return digest(document.title, document.text, *known)
 
 
-def groups(texts: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:
-    """Sources in groups, each with chunks enough for a few batches."""
-    group: list[str] = []
-    size = 0
+def groups(texts: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Sequence[str]]]:
+    """Documents in groups, each with chunks enough for a few batches."""
+    group: dict[str, Sequence[str]] = {}
     for source, chunks in texts.items():
-        group.append(source)
-        size += len(chunks)
-        if size >= _GROUP_CHUNKS:
+        group[source] = chunks
+        if sum(map(len, group.values())) >= _GROUP_CHUNKS:
             yield group
-            group, size = [], 0
+            group = {}
     if group:
         yield group
 
@@ -269,7 +267,7 @@ class IngestWorker:
                     vectors = self.preparation.embedded(texts[task.source])
                     made = replace(made, chunks=tuple(chunks), vectors=vectors)
                 documents.append(made)
-        parts = ([texts[source] for source in group] for group in groups(texts))
+        parts = ([*group.values()] for group in groups(texts))
         done = sum(map(self.preparation.encode, parts), EncodeSummary())
         if done.unsent:
             raise StoreError(
