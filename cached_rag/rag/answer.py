@@ -5,19 +5,11 @@ Knows no index and runs no engine.
 
 from __future__ import annotations
 
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterable,
-    AsyncIterator,
-    Callable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cached_rag.backends.prompt_text import Message, Rendered
 from cached_rag.engine.report import Report
@@ -31,7 +23,8 @@ if TYPE_CHECKING:
     from cached_rag.engine.stream import Stream
     from cached_rag.engine.trace import Trace, TraceSource
 
-Turn = dict[str, str]
+# A message with its role and content; of a conversation's questions with their chunks, too.
+Turn = dict[str, Any]
 # How many earlier questions a follow-up is searched with; more of them would drown it.
 _SEARCHED = 2
 _ASKS, _ANSWERS = "Question:", "Answer:"
@@ -68,28 +61,24 @@ class Prompts:
     system: str
 
     def messages(
-        self,
-        question: str,
-        texts: Sequence[str],
-        history: Sequence[Turn] = (),
-        given: Sequence[Sequence[str]] | None = None,
+        self, question: str, texts: Sequence[str], history: Sequence[Turn] = ()
     ) -> list[Turn]:
         """The chat, with the chunks in the user's first turn, whatever was said since.
 
         So every prompt begins with the head that chunks were encoded behind; and a follow-up that
         finds the same chunks as the question before it begins with that question's whole prompt.
-        An empty system prompt is no message.
-
-        Args:
-            given: chunks of each question of the history; then these stand there, and `texts` in
-                the last turn.
+        An empty system prompt is no message. Where questions of the history have chunks of their
+        own, these stand there, and `texts` in the last turn.
         """
-        asked = sum(turn["role"] == "user" for turn in history)
-        blocks = iter([texts, *[()] * asked] if given is None else [*given, texts])
+        turns = [*history, {"role": "user", "content": question}]
+        is_whole = any("chunks" in turn for turn in history)
+        first = next(turn for turn in turns if turn["role"] == "user")
+        holder = turns[-1] if is_whole else first
         said: list[Turn] = [{"role": "system", "content": self.system}] if self.system else []
-        for turn in (*history, {"role": "user", "content": question}):
+        for turn in turns:
             if turn["role"] == "user":
-                content = "\n\n".join([*next(blocks), f"{_ASKS} {turn['content'].strip()}"])
+                chunks = texts if turn is holder else turn.get("chunks", ())
+                content = "\n\n".join([*chunks, f"{_ASKS} {turn['content'].strip()}"])
                 said.append({"role": "user", "content": content})
             else:
                 said.append(turn)
@@ -130,13 +119,11 @@ class Prompts:
         hits: Sequence[Hit],
         max_tokens: int,
         history: Sequence[Turn] = (),
-        given: Sequence[Sequence[str]] | None = None,
     ) -> tuple[list[Hit], Rendered]:
         """As many of the first chunks as fit the model's context, and the prompt with them.
 
         Args:
             max_tokens: tokens to leave free for the answer.
-            given: see `messages`.
 
         Raises:
             ContextOverflowError: not even one chunk fits, or the prompt alone does not.
@@ -144,7 +131,7 @@ class Prompts:
         context = self.engine.model.context_length
         for count in range(len(hits), min(1, len(hits)) - 1, -1):
             texts = [hit.text for hit in hits[:count]]
-            rendered = self.rendered(self.messages(question, texts, history, given))
+            rendered = self.rendered(self.messages(question, texts, history))
             if self.has_room(rendered, max_tokens):
                 return list(hits[:count]), rendered
         raise ContextOverflowError(
@@ -258,7 +245,7 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
         self._text.append(piece)
         return piece
 
-    def __aiter__(self) -> AsyncIterator[str]:
+    def __aiter__(self) -> AsyncGenerator[str, None]:
         return self.apieces()
 
     async def apieces(self) -> AsyncGenerator[str, None]:
@@ -346,10 +333,13 @@ def _given(turn: Answer | Message) -> list[tuple[str, ...]]:
     return [tuple(texts)]
 
 
-def as_turns(said: Sequence[Exchange]) -> tuple[list[Turn], list[tuple[str, ...]]]:
-    """A conversation as messages, and the chunks of each of its questions."""
-    turns = conversation([exchange.answer for exchange in said])
-    return turns, [exchange.texts for exchange in said]
+def as_turns(said: Sequence[Exchange]) -> list[Turn]:
+    """A conversation as messages; those of the user have the texts of their "chunks"."""
+    turns: list[Turn] = []
+    for one in said:
+        asked = {"role": "user", "content": one.answer.question, "chunks": list(one.texts)}
+        turns += [asked, {"role": "assistant", "content": one.answer.text}]
+    return turns
 
 
 def given_texts(said: Sequence[Exchange]) -> list[str]:

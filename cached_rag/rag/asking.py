@@ -12,14 +12,12 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from cached_rag.backends.prompt_text import Rendered
-from cached_rag.backends.thread import on_model_thread
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.report import Clock, Report
-from cached_rag.errors import ConfigError, ModelNotFoundError, needs_extra
+from cached_rag.errors import ConfigError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.matching import ANCHOR
 from cached_rag.rag.answer import (
@@ -33,7 +31,8 @@ from cached_rag.rag.answer import (
     searched,
     without,
 )
-from cached_rag.rag.folder import IndexFolder, Reranker, Reranking, Retrieval
+from cached_rag.rag.chunks import Reranker
+from cached_rag.rag.folder import IndexFolder, Reranking, Retrieval
 from cached_rag.rag.search import Hit
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class Asking:
     """What questions are answered with, after what other processes may have changed."""
 
     def __init__(self, folder: IndexFolder, reranking: Reranking) -> None:
-        """Load the models, if need be; `reranking` as `loadable` gives it."""
+        """Load the models, if need be; `reranking` has a reranker that is no name."""
         folder.agree()
         self._folder, self._reranking = folder, reranking
         self.index, self.engine, self.prompts = folder.index, folder.engine, folder.prompts
@@ -230,42 +229,6 @@ def _remarks(near: Sequence[Hit], hits: Sequence[Hit]) -> list[str]:
     return []
 
 
-def loadable(reranking: Reranking, device: str | None) -> Reranking:
-    """With a function in place of a name; it loads the cross-encoder when it is first called.
-
-    Raises, when it is called:
-        ModelNotFoundError: there is no such model, or it is none that scores.
-        MissingPackageError: sentence-transformers is not installed.
-    """
-    if not isinstance(reranking.reranker, str):
-        return reranking
-    return replace(reranking, reranker=_cross_encoder(reranking.reranker, device))
-
-
-def _cross_encoder(name: str, device: str | None) -> Reranker:
-
-    @cache
-    def loaded() -> Any:
-        with needs_extra("rag", "reranking"):
-            from sentence_transformers import CrossEncoder
-        try:
-            return CrossEncoder(name, device=device, num_labels=1)
-        except (OSError, ValueError) as error:
-            raise ModelNotFoundError(
-                f"cannot load the reranker {name!r}: {error}. Give a cross-encoder's hub id, such "
-                "as cross-encoder/ms-marco-MiniLM-L6-v2, or its folder."
-            ) from error
-
-    def rerank(question: str, texts: list[str]) -> Sequence[float]:
-        pairs = [(question, text) for text in texts]
-        scores: Sequence[float] = on_model_thread(
-            lambda: loaded().predict(pairs, show_progress_bar=False).tolist()
-        )
-        return scores
-
-    return rerank
-
-
 class Chat:
     """A conversation; `CachedRAG.chat` begins one. Not for several threads at the same time.
 
@@ -304,16 +267,12 @@ class Chat:
         return tuple(exchange.answer for exchange in self._said)
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[Turn]:
         """What is not forgotten as messages, which JSON can keep and `CachedRAG.chat` goes on with.
 
         Those of the user have the texts of their "chunks", so that prompts begin as they did.
         """
-        found: list[dict[str, Any]] = []
-        for one in self._said:
-            asked = {"role": "user", "content": one.answer.question, "chunks": list(one.texts)}
-            found += [asked, {"role": "assistant", "content": one.answer.text}]
-        return found
+        return as_turns(self._said)
 
     def ask(self, question: str, **options: Any) -> Answer:
         """Answer the next question.
@@ -343,8 +302,7 @@ class Chat:
         found = asking.look_up(text, self._wanted, clock)
         kept = _fitting(asking.prompts, question, found.hits, said, config.max_tokens)
         new = _new(found.hits, kept)
-        turns, given = as_turns(kept)
-        new, prompt = asking.prompts.fitting(question, new, config.max_tokens, turns, given)
+        new, prompt = asking.prompts.fitting(question, new, config.max_tokens, as_turns(kept))
         here = {*given_texts(kept), *(hit.text for hit in new)}
         hits = [hit for hit in found.hits if hit.text in here]
         if gone := len(said) - len(kept):
@@ -374,12 +332,12 @@ class Chat:
 
         The model is asked to rewrite it behind the conversation, whose KV it has.
         """
-        turns, given = as_turns(said)
+        turns = as_turns(said)
         plain = searched(question, turns)
         if not said or not self._condense:
             return plain
         prompts = asking.prompts
-        messages = prompts.messages(question, (), turns, given)
+        messages = prompts.messages(question, (), turns)
         messages[-1] = {"role": "user", "content": _REWRITE.format(question.strip())}
         prompt = prompts.rendered(messages)
         if not prompts.has_room(prompt, _MOST_REWRITTEN):
@@ -414,9 +372,8 @@ def _fitting(
     """
     wanted, _ = prompts.fitting(question, hits, max_tokens)
     while said:
-        turns, given = as_turns(said)
         texts = [hit.text for hit in _new(wanted, said)]
-        prompt = prompts.rendered(prompts.messages(question, texts, turns, given))
+        prompt = prompts.rendered(prompts.messages(question, texts, as_turns(said)))
         if prompts.has_room(prompt, max_tokens):
             break
         said = said[(len(said) + 1) // 2 :]

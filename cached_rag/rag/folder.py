@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from pathlib import Path
@@ -20,7 +20,7 @@ from cached_rag.kv.store.holdings import forget, held_bytes
 from cached_rag.library.context import Context, primer
 from cached_rag.options import check_types
 from cached_rag.rag.answer import Prompts
-from cached_rag.rag.chunks import DEFAULT_EMBEDDING, Embedder, Embeddings
+from cached_rag.rag.chunks import DEFAULT_EMBEDDING, Embedder, Embeddings, Reranker
 from cached_rag.rag.index import RECALLED, DocumentIndex
 from cached_rag.rag.search import Where
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 # The nearest chunks beyond these hardly concern a question, and would take minutes to read.
 MOST_CHUNKS = 100
-# Told a question and texts, says how well each of them answers it; the higher, the better.
-Reranker = Callable[[str, list[str]], Sequence[float]]
 SYSTEM = "Answer the question with the help of the documents. Be brief and exact."
 SEARCHES = ("hybrid", "vectors", "words")
 _log = logging.getLogger(__name__)

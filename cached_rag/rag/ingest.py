@@ -28,13 +28,7 @@ from cached_rag.rag.folder import IndexFolder
 from cached_rag.rag.progress import IngestSummary, Say, Shown, prefilling, preparing, reading
 from cached_rag.rag.reading_process import ConfinedReader
 from cached_rag.rag.search import described
-from cached_rag.rag.workers import (
-    IngestTask,
-    Preparation,
-    Prepare,
-    content,
-    groups,
-)
+from cached_rag.rag.workers import IngestTask, Preparation, Prepare, content, groups
 
 # Files that take longer to read are read behind all others.
 _PATIENCE_S = 10.0

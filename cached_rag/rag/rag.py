@@ -9,7 +9,7 @@ import asyncio
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,8 @@ from cached_rag.config import BatchConfig, GenerationConfig, ModelConfig, StoreC
 from cached_rag.errors import ConfigError, StoreError, needs_extra
 from cached_rag.options import parted
 from cached_rag.rag.answer import Answer, AnswerStream, conversation, resumed, searched
-from cached_rag.rag.asking import Asking, Chat, find, loadable
-from cached_rag.rag.chunks import Embeddings
+from cached_rag.rag.asking import Asking, Chat, find
+from cached_rag.rag.chunks import Embeddings, cross_encoder
 from cached_rag.rag.document import DocumentLimits
 from cached_rag.rag.finding import absolute, is_folder, is_path
 from cached_rag.rag.folder import IndexConfig, IndexFolder, Reranking, Retrieval, as_kept
@@ -114,7 +114,9 @@ class CachedRAG:
             engine,
             None if isinstance(embedding, str) else embedding,
         )
-        reranking = loadable(Reranking(**ranking), loading["device"])
+        reranking = Reranking(**ranking)
+        if isinstance(name := reranking.reranker, str):
+            reranking = replace(reranking, reranker=cross_encoder(name, loading["device"]))
         return cls(folder, DocumentLimits(**limits), reranking)
 
     @property
