@@ -80,7 +80,7 @@ class Retrieval:
             0.25.
         where: which chunks may be used, by their source, title, ordinal, or metadata such as page
             and heading. `{"source": "docs/guide/*", "page": range(3, 9)}`, or a function of a
-            `Hit`; see `hits.judge`.
+            `Hit`; see `search.judge`.
         answer_anyway: let the model answer where no chunk is left. Else the answer says that
             nothing was found, and the model is not asked.
         reorder: let chunks begin in an order that an earlier prompt had, so that its KV serves
@@ -192,7 +192,11 @@ class IndexFolder:
         self._asked, self._engine_options = dict(asked), dict(engine_options)
         self._engine, self._embedder = engine, embedder
         self._has_same_vectors = False
-        self._remote = _remote(store)
+        self._remote: RemoteTier | None = None
+        if store.remote is not None:
+            from cached_rag.kv.store.remote.tier import open_remote
+
+            self._remote = open_remote(store)
         self._is_loading = threading.Lock()  # several threads may be the first to ask
         try:
             self.agree()
@@ -296,11 +300,3 @@ class IndexFolder:
             if self._remote is None:
                 raise
             _log.warning("%s", error)
-
-
-def _remote(store: StoreConfig) -> RemoteTier | None:
-    if store.remote is None:
-        return None
-    from cached_rag.kv.store.remote.tier import open_remote
-
-    return open_remote(store)

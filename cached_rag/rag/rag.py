@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
@@ -28,7 +27,7 @@ from cached_rag.rag.index import DocumentIndex, IndexedDocument
 from cached_rag.rag.ingest import Ingestion, watch
 from cached_rag.rag.progress import IngestSummary, Shown
 from cached_rag.rag.search import Hit
-from cached_rag.rag.workers import IngestWorkers, Prepare, helped
+from cached_rag.rag.workers import IngestWorkers, helped
 
 if TYPE_CHECKING:
     from cached_rag.engine.engine import Engine
@@ -223,10 +222,7 @@ class CachedRAG:
         place = absolute(path)
         is_folder(place)  # before a cluster is asked
         ingestion = Ingestion(self._folder, self._limits)
-        hired: AbstractContextManager[Prepare | None] = nullcontext()
-        if ray is not None:
-            hired = helped(ray, self._folder, place, self._limits)
-        with hired as prepare:
+        with helped(ray, self._folder, place, self._limits) as prepare:
             return ingestion.run(
                 place,
                 name=name,

@@ -205,7 +205,7 @@ class Search:
 
         Args:
             vector: (dim,) float32 of unit length.
-            where: which chunks may be among them, see `hits.judge`; None for all.
+            where: which chunks may be among them, see `judge`; None for all.
             text: what the vector is of; its words are looked for.
             by: "vectors", "words", or "hybrid" for both.
 
@@ -318,8 +318,13 @@ def _by_vector(
     index: Any, vector: NDArray[np.float32], count: int, among: Sequence[int] | None
 ) -> dict[int, float]:
     """The chunks nearest to a vector with their cosines, best first."""
-    options = {} if among is None else _only(among)
-    scores, ids = index.search(vector[None], count, **options)
+    import faiss
+
+    only = None
+    if among is not None:
+        chosen = faiss.IDSelectorBatch(np.array(among, np.int64))
+        only = faiss.SearchParameters(sel=chosen)  # type: ignore[call-arg]
+    scores, ids = index.search(vector[None], count, params=only)
     return dict(zip(ids[0].tolist(), scores[0].tolist(), strict=True))
 
 
@@ -338,14 +343,6 @@ def _known(metadata: object) -> Metadata:
     except ValueError:
         return {}
     return known if isinstance(known, dict) else {}
-
-
-def _only(ids: Sequence[int]) -> dict[str, Any]:
-    """Arguments that have FAISS search among these chunks only."""
-    import faiss
-
-    chosen = faiss.IDSelectorBatch(np.array(ids, np.int64))
-    return {"params": faiss.SearchParameters(sel=chosen)}  # type: ignore[call-arg]
 
 
 class WordSearch:

@@ -22,13 +22,7 @@ import numpy as np
 
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.config import StoreConfig
-from cached_rag.errors import (
-    ClusterError,
-    ConfigError,
-    DocumentError,
-    MissingPackageError,
-    StoreError,
-)
+from cached_rag.errors import ClusterError, ConfigError, DocumentError, StoreError, needs_extra
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.rag.answer import Prompts
@@ -279,15 +273,15 @@ class IngestWorker:
 
 @contextmanager
 def helped(
-    ray: str | IngestWorkers,
+    ray: str | IngestWorkers | None,
     folder: IndexFolder,
     documents: Path,
     limits: DocumentLimits,
-) -> Iterator[Prepare]:
+) -> Iterator[Prepare | None]:
     """Workers that prepare as this process would, for as long as the context lasts.
 
     Args:
-        ray: the workers, or the address of a Ray cluster.
+        ray: the workers, or the address of a Ray cluster; None for no help.
         folder: the index's.
         documents: the file or folder that is ingested.
         limits: on reading a document.
@@ -296,6 +290,9 @@ def helped(
         ConfigError: workers cannot do it by these settings.
         MissingPackageError: Ray is not installed.
     """
+    if ray is None:
+        yield None
+        return
     engine, embedder, options = folder.engine, folder.embedder, folder.load_options()
     store = _for_workers(engine.settings)
     if options["backend"] == "transformers":
@@ -327,11 +324,12 @@ def workers(address: str, **options: float) -> IngestWorkers:
         MissingPackageError: Ray is not installed, or this package is only on the path.
         ConfigError: an option is refused.
     """
-    for found in entry_points(group="cached_rag.workers", name="ray"):
-        made: IngestWorkers = found.load()(address=address, **options)
-        return made
-    missing = ImportError("its entry point is not there, as if this package were not installed")
-    raise MissingPackageError("ingestion by workers", "ray", missing)
+    found = tuple(entry_points(group="cached_rag.workers", name="ray"))
+    with needs_extra("ray", "ingestion by workers"):
+        if not found:
+            raise ModuleNotFoundError("its entry point is not there, as without an installation")
+    made: IngestWorkers = found[0].load()(address=address, **options)
+    return made
 
 
 def _for_workers(store: StoreConfig) -> StoreConfig:
