@@ -5,7 +5,15 @@ Knows no index and runs no engine.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from html import escape
@@ -302,7 +310,41 @@ class Exchange:
     texts: tuple[str, ...]
 
 
-def resumed(history: Sequence[Answer | Message]) -> list[Exchange]:
+@dataclass(frozen=True)
+class Dialogue:
+    """A conversation's exchanges, in order."""
+
+    exchanges: tuple[Exchange, ...] = ()
+
+    @property
+    def turns(self) -> list[Turn]:
+        """It as messages; those of the user have the texts of their "chunks"."""
+        turns: list[Turn] = []
+        for one in self.exchanges:
+            asked = {"role": "user", "content": one.answer.question, "chunks": list(one.texts)}
+            turns += [asked, {"role": "assistant", "content": one.answer.text}]
+        return turns
+
+    @property
+    def texts(self) -> list[str]:
+        """The chunks that it has."""
+        return [text for exchange in self.exchanges for text in exchange.texts]
+
+    def and_then(self, answer: Answer, texts: Iterable[str]) -> Dialogue:
+        """With one exchange more, and those chunks of its that are new."""
+        known = self.texts
+        new = tuple(text for text in texts if text not in known)
+        return Dialogue((*self.exchanges, Exchange(answer, new)))
+
+    def without(self, texts: Sequence[str]) -> Dialogue:
+        """It without these chunks."""
+        kept = Dialogue()
+        for one in self.exchanges:
+            kept = kept.and_then(one.answer, (text for text in one.texts if text not in texts))
+        return kept
+
+
+def resumed(history: Sequence[Answer | Message]) -> Dialogue:
     """A conversation of messages or answers, to go on with.
 
     Raises:
@@ -315,11 +357,10 @@ def resumed(history: Sequence[Answer | Message]) -> list[Exchange]:
             "a chat's history is questions of the user, each followed by the assistant's answer, "
             "such as Chat.messages gives; leave out what has no answer"
         )
-    said: list[Exchange] = []
+    said = Dialogue()
     for asked, answered, texts in zip(turns[::2], turns[1::2], given[::2], strict=True):
         answer = Answer(answered["content"], (), Report("auto"), asked["content"])
-        known = given_texts(said)
-        said.append(Exchange(answer, tuple(text for text in texts if text not in known)))
+        said = said.and_then(answer, texts)
     return said
 
 
@@ -331,24 +372,3 @@ def _given(turn: Answer | Message) -> list[tuple[str, ...]]:
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise ConfigError("the chunks of a message are a list of texts, as Chat.messages has them")
     return [tuple(texts)]
-
-
-def as_turns(said: Sequence[Exchange]) -> list[Turn]:
-    """A conversation as messages; those of the user have the texts of their "chunks"."""
-    turns: list[Turn] = []
-    for one in said:
-        asked = {"role": "user", "content": one.answer.question, "chunks": list(one.texts)}
-        turns += [asked, {"role": "assistant", "content": one.answer.text}]
-    return turns
-
-
-def given_texts(said: Sequence[Exchange]) -> list[str]:
-    """The chunks that a conversation has."""
-    return [text for exchange in said for text in exchange.texts]
-
-
-def without(said: Sequence[Exchange], texts: Sequence[str]) -> list[Exchange]:
-    """A conversation without these chunks."""
-    return [
-        Exchange(one.answer, tuple(text for text in one.texts if text not in texts)) for one in said
-    ]

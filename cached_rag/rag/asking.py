@@ -20,17 +20,7 @@ from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import ConfigError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.matching import ANCHOR
-from cached_rag.rag.answer import (
-    Answer,
-    AnswerStream,
-    Exchange,
-    Prompts,
-    Turn,
-    as_turns,
-    given_texts,
-    searched,
-    without,
-)
+from cached_rag.rag.answer import Answer, AnswerStream, Dialogue, Prompts, Turn, searched
 from cached_rag.rag.chunks import Reranker
 from cached_rag.rag.folder import IndexFolder, Reranking, Retrieval
 from cached_rag.rag.search import Hit
@@ -250,12 +240,12 @@ class Chat:
         config: GenerationConfig,
         *,
         condense: bool,
-        said: Sequence[Exchange] = (),
+        said: Dialogue,
     ) -> None:
         """See `CachedRAG.chat`; `said` is what was said before."""
         self._asking, self._wanted, self._config = asking, wanted, config
         self._condense = condense
-        self._said = list(said)
+        self._said = said
         self._open: Callable[[], AnswerStream | None] = lambda: None
 
     @property
@@ -264,7 +254,7 @@ class Chat:
 
         An answer belongs to it once it ends, is closed, or the next question is asked.
         """
-        return tuple(exchange.answer for exchange in self._said)
+        return tuple(exchange.answer for exchange in self._said.exchanges)
 
     @property
     def messages(self) -> list[Turn]:
@@ -272,7 +262,7 @@ class Chat:
 
         Those of the user have the texts of their "chunks", so that prompts begin as they did.
         """
-        return as_turns(self._said)
+        return self._said.turns
 
     def ask(self, question: str, **options: Any) -> Answer:
         """Answer the next question.
@@ -297,15 +287,15 @@ class Chat:
         if (last := self._open()) is not None:
             last.close()
         clock = Clock()
-        said = without(self._said, asking.index.orphans(given_texts(self._said)))
+        said = self._said.without(asking.index.orphans(self._said.texts))
         text = self._searched(asking, question, said, config)
         found = asking.look_up(text, self._wanted, clock)
         kept = _fitting(asking.prompts, question, found.hits, said, config.max_tokens)
         new = _new(found.hits, kept)
-        new, prompt = asking.prompts.fitting(question, new, config.max_tokens, as_turns(kept))
-        here = {*given_texts(kept), *(hit.text for hit in new)}
+        new, prompt = asking.prompts.fitting(question, new, config.max_tokens, kept.turns)
+        here = {*kept.texts, *(hit.text for hit in new)}
         hits = [hit for hit in found.hits if hit.text in here]
-        if gone := len(said) - len(kept):
+        if gone := len(said.exchanges) - len(kept.exchanges):
             note = f"the conversation's first {gone} turns no longer fit, and were forgotten"
             found = replace(found, notes=[*found.notes, note])
         if here or self._wanted.answer_anyway:
@@ -315,7 +305,7 @@ class Chat:
         texts = tuple(hit.text for hit in new)
 
         def ended(answer: Answer) -> None:
-            self._said = [*kept, Exchange(answer, texts)]
+            self._said = kept.and_then(answer, texts)
 
         stream.when_ended(ended)
         self._open = weakref.ref(stream)
@@ -326,15 +316,15 @@ class Chat:
         return await asyncio.to_thread(self.stream, question, **options)
 
     def _searched(
-        self, asking: Asking, question: str, said: list[Exchange], config: GenerationConfig
+        self, asking: Asking, question: str, said: Dialogue, config: GenerationConfig
     ) -> str:
         """What to search for: the question as it would be asked alone, and the last ones.
 
         The model is asked to rewrite it behind the conversation, whose KV it has.
         """
-        turns = as_turns(said)
+        turns = said.turns
         plain = searched(question, turns)
-        if not said or not self._condense:
+        if not turns or not self._condense:
             return plain
         prompts = asking.prompts
         messages = prompts.messages(question, (), turns)
@@ -353,28 +343,24 @@ class Chat:
         return plain if not rewritten or rewritten.startswith("<") else f"{rewritten}\n{plain}"
 
 
-def _new(hits: Sequence[Hit], said: Sequence[Exchange]) -> list[Hit]:
+def _new(hits: Sequence[Hit], said: Dialogue) -> list[Hit]:
     """Those chunks that the conversation does not have yet."""
-    given = set(given_texts(said))
+    given = set(said.texts)
     return [hit for hit in hits if hit.text not in given]
 
 
 def _fitting(
-    prompts: Prompts,
-    question: str,
-    hits: Sequence[Hit],
-    said: list[Exchange],
-    max_tokens: int,
-) -> list[Exchange]:
+    prompts: Prompts, question: str, hits: Sequence[Hit], said: Dialogue, max_tokens: int
+) -> Dialogue:
     """What of the conversation leaves room for the question, and for as many chunks as fit alone.
 
     The older half goes as a whole: else every further prompt would have another beginning.
     """
     wanted, _ = prompts.fitting(question, hits, max_tokens)
-    while said:
+    while said.exchanges:
         texts = [hit.text for hit in _new(wanted, said)]
-        prompt = prompts.rendered(prompts.messages(question, texts, as_turns(said)))
+        prompt = prompts.rendered(prompts.messages(question, texts, said.turns))
         if prompts.has_room(prompt, max_tokens):
             break
-        said = said[(len(said) + 1) // 2 :]
+        said = Dialogue(said.exchanges[(len(said.exchanges) + 1) // 2 :])
     return said

@@ -159,9 +159,8 @@ class Ingestion:
         with reading(files.values(), is_shown=progress) as begun:
             for source, (file, say) in zip(files, begun, strict=True):
                 say("reading", 0.0)
-                try:
-                    found = _load(reader, file, _PATIENCE_S)
-                except SlowDocumentError:
+                found = _load(reader, file, _PATIENCE_S)
+                if isinstance(found, SlowDocumentError):
                     slow[source] = file
                 else:
                     yield source, found, say
@@ -264,25 +263,20 @@ class Ingestion:
             added: how many of the documents were new or had changed.
             texts: all chunks of each document, by its source.
         """
-        stored_bytes = self._held_bytes(texts)
-        if stored_bytes is not None:
-            return self._summary(added, len(texts), EncodeSummary(), stored_bytes)
+        done = EncodeSummary()
+        if texts.keys().isdisjoint(self.index.pending()):
+            held = self.folder.held_bytes(set(chain.from_iterable(texts.values())))
+            if held is not None:
+                return self._summary(added, len(texts), done, held)
         parts = list(groups(texts))
         passes = sum(len(c.ways) if c else 1 for c in self.preparation.contexts)
         register = self.preparation.engine.register
         sizes = [passes * sum(map(register, group.values())) for group in parts]
-        done = EncodeSummary()
         with prefilling(sum(sizes), is_shown=progress) as bar:
             for group, due in zip(parts, accumulate(sizes), strict=True):
                 done += self._finish(group, bar.update)
                 bar.update(due - bar.n)  # chunks that had KV already
         return self._summary(added, len(texts), done)
-
-    def _held_bytes(self, texts: Mapping[str, Sequence[str]]) -> int | None:
-        """Bytes of KV on disk, if that of these documents is there; None if it may not be."""
-        if texts.keys().isdisjoint(self.index.pending()):
-            return self.folder.held_bytes({text for chunks in texts.values() for text in chunks})
-        return None
 
     def _summary(
         self, added: int, read: int, done: EncodeSummary, stored_bytes: int | None = None
@@ -321,15 +315,9 @@ def _above(source: str) -> Iterator[str]:
 
 
 def _load(reader: ConfinedReader, file: Path, seconds: float | None) -> Document | DocumentError:
-    """A document, or why it cannot be read.
-
-    Raises:
-        SlowDocumentError: it takes more than these seconds.
-    """
+    """A document, or why it cannot be read, which is also that it takes more than these seconds."""
     try:
         return reader.load(file, seconds)
-    except SlowDocumentError:
-        raise
     except DocumentError as error:
         return error
 

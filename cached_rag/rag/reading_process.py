@@ -117,7 +117,7 @@ class ConfinedReader:
         if "error" in found:
             raise DocumentError(found["error"])
         parts = tuple((begin, known) for begin, known in found["parts"])
-        return Document(str(path), found["title"], found["text"], parts, found["language"])
+        return Document(**found | {"source": str(path), "parts": parts})
 
     @property
     def _most_bytes(self) -> int:
@@ -292,9 +292,4 @@ def _read(wanted: dict[str, Any]) -> dict[str, Any]:
         found = load_document(wanted["path"], *limits, Path(wanted["inside"]))
     except DocumentError as error:
         return {"error": str(error)}
-    return {
-        "title": found.title,
-        "text": found.text,
-        "parts": found.parts,
-        "language": found.language,
-    }
+    return vars(found)
