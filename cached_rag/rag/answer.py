@@ -79,9 +79,9 @@ class Prompts:
         own, these stand there, and `texts` in the last turn.
         """
         turns = [*history, {"role": "user", "content": question}]
-        is_whole = any("chunks" in turn for turn in history)
+        is_dialogue = any("chunks" in turn for turn in history)
         first = next(turn for turn in turns if turn["role"] == "user")
-        holder = turns[-1] if is_whole else first
+        holder = turns[-1] if is_dialogue else first
         said: list[Turn] = [{"role": "system", "content": self.system}] if self.system else []
         for turn in turns:
             if turn["role"] == "user":
@@ -331,8 +331,8 @@ class Dialogue:
         return [text for exchange in self.exchanges for text in exchange.texts]
 
     def and_then(self, answer: Answer, texts: Iterable[str]) -> Dialogue:
-        """With one exchange more, and those chunks of its that are new."""
-        known = self.texts
+        """A longer one, whose last exchange has those of the chunks that are new."""
+        known = set(self.texts)
         new = tuple(text for text in texts if text not in known)
         return Dialogue((*self.exchanges, Exchange(answer, new)))
 

@@ -37,7 +37,8 @@ _NO_DOCUMENT_STARTS = (".", "~$", "~wrl")
 _SETTLED_NS = 5 * 10**9
 # What makes text of files; another version may make another one.
 _MAKERS = ("cached-rag", "pypdf", "kreuzberg", "markdown-it-py", "docutils", "lxml", "openpyxl")
-SCHEMA = "CREATE TABLE IF NOT EXISTS roots (name TEXT PRIMARY KEY, path TEXT NOT NULL);"
+# The table of an index that `Roots` keeps.
+ROOTS = "CREATE TABLE IF NOT EXISTS roots (name TEXT PRIMARY KEY, path TEXT NOT NULL);"
 _SHOWN = 5
 
 

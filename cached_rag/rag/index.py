@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from cached_rag.errors import IndexMismatchError
 from cached_rag.kv.store.database import Database, Problem, Row, is_sound, row_sum
 from cached_rag.rag.chunks import EMBED_CHUNKS, Chunk, Embeddings
-from cached_rag.rag.finding import SCHEMA as _ROOTS
-from cached_rag.rag.finding import Roots
+from cached_rag.rag.finding import ROOTS, Roots
 from cached_rag.rag.search import CHUNKS, SIGNED, Search
 
 _log = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ CREATE TABLE IF NOT EXISTS chunks (
 CREATE INDEX IF NOT EXISTS by_source ON chunks (source);
 CREATE INDEX IF NOT EXISTS by_text ON chunks (text);
 CREATE TABLE IF NOT EXISTS unneeded (text TEXT PRIMARY KEY);
-{_ROOTS}
+{ROOTS}
 """
 
 
