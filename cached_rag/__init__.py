@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from cached_rag.library.encode import PRIMER, Context, primer
     from cached_rag.pml import Import, Said, Schema
     from cached_rag.rag.answer import Answer, AnswerStream
-    from cached_rag.rag.chat import Chat
-    from cached_rag.rag.embedding import Embedder
-    from cached_rag.rag.hits import Hit
-    from cached_rag.rag.ingest import IngestSummary
+    from cached_rag.rag.asking import Chat
+    from cached_rag.rag.chunks import Embedder
+    from cached_rag.rag.progress import IngestSummary
     from cached_rag.rag.rag import CachedRAG
+    from cached_rag.rag.search import Hit
 
 __version__ = "0.1.0"
 
@@ -95,10 +95,10 @@ _PLACES = {
         "Answer",
         "AnswerStream",
     ),
-    "rag.chat": ("Chat",),
-    "rag.embedding": ("Embedder",),
-    "rag.hits": ("Hit",),
-    "rag.ingest": ("IngestSummary",),
+    "rag.asking": ("Chat",),
+    "rag.chunks": ("Embedder",),
+    "rag.search": ("Hit",),
+    "rag.progress": ("IngestSummary",),
     "rag.rag": ("CachedRAG",),
 }
 

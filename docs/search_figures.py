@@ -12,10 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from cached_rag.rag.embedding import Embedder
+from cached_rag.rag.chunks import Chunk, Embedder
+from cached_rag.rag.folder import SEARCHES
 from cached_rag.rag.index import DocumentIndex
-from cached_rag.rag.settings import SEARCHES
-from cached_rag.rag.splitting import Chunk
 
 _REACH = 10
 

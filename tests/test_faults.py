@@ -94,8 +94,8 @@ def test_what_is_left_over_is_seen(tmp_path):
 # Follows links, and opens a moment after the path was looked at, so that a busy machine swaps, too.
 NAIVE = """
 import os, time
-from cached_rag.rag import limits
-limits._descriptor = lambda path, inside: time.sleep(0.003) or os.open(path, os.O_RDONLY)
+from cached_rag.rag import document
+document._descriptor = lambda path, inside: time.sleep(0.003) or os.open(path, os.O_RDONLY)
 main()
 """
 

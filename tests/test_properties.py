@@ -27,10 +27,10 @@ from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.tensor_file import TensorFile
 from cached_rag.library.matching import ANCHOR, ChunkTable, align, record_of
 from cached_rag.pml.nodes import Text, walk
+from cached_rag.rag.chunks import Splitter
 from cached_rag.rag.document import Document
-from cached_rag.rag.hits import judge
 from cached_rag.rag.readers import READERS, load_document
-from cached_rag.rag.splitting import Splitter
+from cached_rag.rag.search import judge
 
 MANY = int(os.environ.get("HYPOTHESIS_EXAMPLES", "0"))
 

@@ -75,7 +75,7 @@ import runpy, sys
 import numpy as np
 from cached_rag.engine import request
 from cached_rag.backends import resolve
-from cached_rag.rag.embedding import Embedder
+from cached_rag.rag.chunks import Embedder
 
 class Words:
     def encode(self, texts, **_):

@@ -32,7 +32,7 @@ from cached_rag.cli.terminal import (
     print_pieces,
 )
 from cached_rag.errors import CachedRAGError
-from cached_rag.rag.settings import IndexConfig, Reranking, Retrieval
+from cached_rag.rag.folder import IndexConfig, Reranking, Retrieval
 
 if TYPE_CHECKING:
     from cached_rag import Chat

@@ -12,7 +12,7 @@ from rich.table import Table
 from cached_rag.cli.options import Given, Index, IndexModel, OptionsOf
 from cached_rag.cli.terminal import out, print_hits, print_pieces, sooner
 from cached_rag.kv.files import make_folder
-from cached_rag.rag.settings import IndexConfig
+from cached_rag.rag.folder import IndexConfig
 
 if TYPE_CHECKING:
     from cached_rag import Answer, CachedRAG, Report

@@ -27,9 +27,8 @@ from cached_rag.cli.options import (
 from cached_rag.cli.terminal import Json, err, out, print_json, print_table
 from cached_rag.config import ModelConfig, StoreConfig
 from cached_rag.options import require
-from cached_rag.rag.document import shown
-from cached_rag.rag.limits import DocumentLimits
-from cached_rag.rag.settings import IndexConfig
+from cached_rag.rag.document import DocumentLimits, shown
+from cached_rag.rag.folder import IndexConfig
 
 if TYPE_CHECKING:
     from cached_rag import IngestSummary
@@ -133,8 +132,7 @@ def ingest_command(
 ) -> None:
     """Read, split, embed, index and prefill documents; what the index has already is skipped."""
     from cached_rag import CachedRAG
-    from cached_rag.rag.finding import is_folder
-    from cached_rag.rag.roots import absolute
+    from cached_rag.rag.finding import absolute, is_folder
 
     workers = asked.workers
     for name in ("parse_seconds", "parse_memory_bytes"):

@@ -21,8 +21,8 @@ from typer.core import TyperCommand
 from cached_rag.config import GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError
 from cached_rag.options import Setting, settings_of
+from cached_rag.rag.folder import IndexConfig, Reranking, Retrieval
 from cached_rag.rag.index import DocumentIndex
-from cached_rag.rag.settings import IndexConfig, Reranking, Retrieval
 
 if TYPE_CHECKING:
     from cached_rag import CachedRAG

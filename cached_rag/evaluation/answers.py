@@ -31,7 +31,7 @@ from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Report
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.evaluation.timing import take_turns
-from cached_rag.rag.prompts import Prompts
+from cached_rag.rag.answer import Prompts
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
-"""An answer with the chunks it was given, whole or piece by piece. Knows no index and no engine."""
+"""What a model is asked and answers: prompts that fit its context, answers, conversations.
+
+Knows no index and runs no engine.
+"""
 
 from __future__ import annotations
 
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
-    AsyncIterator,
     Callable,
+    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -14,21 +17,143 @@ from collections.abc import (
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cached_rag.backends.prompt_text import Message
+from cached_rag.backends.prompt_text import Message, Rendered
 from cached_rag.engine.report import Report
-from cached_rag.errors import ConfigError
+from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.kv.fingerprint import digest
-from cached_rag.rag.hits import Hit
-from cached_rag.rag.prompts import Turn, checked
+from cached_rag.rag.search import Hit
 
 if TYPE_CHECKING:
+    from cached_rag.engine.engine import Engine
     from cached_rag.engine.explanation import Explanation
     from cached_rag.engine.report import Trace, TraceSource
     from cached_rag.engine.stream import Stream
 
+# A message with its role and content; of a conversation's questions with their chunks, too.
+Turn = dict[str, Any]
+# How many earlier questions a follow-up is searched with; more of them would drown it.
+_SEARCHED = 2
+_ASKS, _ANSWERS = "Question:", "Answer:"
 _SHOWN = 60
+
+
+def checked(turn: Message) -> Turn:
+    """A message of the history with its role and text alone.
+
+    Raises:
+        ConfigError: its role is neither "user" nor "assistant", or its content is no string.
+    """
+    known = turn if isinstance(turn, Mapping) else {}
+    role, content = known.get("role"), known.get("content")
+    if role not in ("user", "assistant") or not isinstance(content, str):
+        raise ConfigError(
+            "a turn of the history is an Answer, or a message whose role is 'user' or "
+            f"'assistant' and whose content is a string; got {turn!r}"
+        )
+    return {"role": role, "content": content}
+
+
+def searched(question: str, history: Sequence[Turn]) -> str:
+    """What to search for: a question behind the last ones, for "And how often?" finds nothing."""
+    asked = [turn["content"] for turn in history if turn["role"] == "user"]
+    return "\n".join([*asked[-_SEARCHED:], question])
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """How `CachedRAG` asks: chunks, then the question, under a system prompt."""
+
+    engine: Engine
+    system: str
+
+    def messages(
+        self, question: str, texts: Sequence[str], history: Sequence[Turn] = ()
+    ) -> list[Turn]:
+        """The chat, with the chunks in the user's first turn, whatever was said since.
+
+        So every prompt begins with the head that chunks were encoded behind; and a follow-up that
+        finds the same chunks as the question before it begins with that question's whole prompt.
+        An empty system prompt is no message. Where questions of the history have chunks of their
+        own, these stand there, and `texts` in the last turn.
+        """
+        turns = [*history, {"role": "user", "content": question}]
+        is_dialogue = any("chunks" in turn for turn in history)
+        first = next(turn for turn in turns if turn["role"] == "user")
+        holder = turns[-1] if is_dialogue else first
+        said: list[Turn] = [{"role": "system", "content": self.system}] if self.system else []
+        for turn in turns:
+            if turn["role"] == "user":
+                chunks = texts if turn is holder else turn.get("chunks", ())
+                content = "\n\n".join([*chunks, f"{_ASKS} {turn['content'].strip()}"])
+                said.append({"role": "user", "content": content})
+            else:
+                said.append(turn)
+        return said
+
+    def rendered(self, messages: Sequence[Turn]) -> Rendered:
+        """The chat by the model's template, or for a model without one as a page of plain text.
+
+        The page ends with "Answer:". Nothing on it becomes a control token, whatever it spells.
+        """
+        if self._has_template:
+            return self.engine.tokenization.template.render(messages)
+        said = [
+            f"{_ANSWERS} {turn['content']}" if turn["role"] == "assistant" else turn["content"]
+            for turn in messages
+        ]
+        text = "\n\n".join([*said, _ANSWERS])
+        return Rendered(text, ((0, len(text)),))
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Strings that end an answer: on a page of plain text, the next question."""
+        return () if self._has_template else (f"\n{_ASKS}",)
+
+    @property
+    def _has_template(self) -> bool:
+        return bool(getattr(self.engine.tokenization.tokenizer, "chat_template", None))
+
+    def head(self) -> Rendered:
+        """The head of every prompt: all that stands before its first chunk."""
+        mark = digest(self.system)  # which the system prompt cannot have in it
+        whole = self.rendered(self.messages("?", [mark]))
+        return whole.until(whole.text.index(mark))
+
+    def fitting(
+        self,
+        question: str,
+        hits: Sequence[Hit],
+        max_tokens: int,
+        history: Sequence[Turn] = (),
+    ) -> tuple[list[Hit], Rendered]:
+        """As many of the first chunks as fit the model's context, and the prompt with them.
+
+        Args:
+            max_tokens: tokens to leave free for the answer.
+
+        Raises:
+            ContextOverflowError: not even one chunk fits, or the prompt alone does not.
+        """
+        context = self.engine.model.context_length
+        for count in range(len(hits), min(1, len(hits)) - 1, -1):
+            texts = [hit.text for hit in hits[:count]]
+            rendered = self.rendered(self.messages(question, texts, history))
+            if self.has_room(rendered, max_tokens):
+                return list(hits[:count]), rendered
+        raise ContextOverflowError(
+            f"the question, what was said before it and one chunk exceed the model's context of "
+            f"{context} tokens less {max_tokens} for the answer; ask a shorter question, give less "
+            "history, or lower max_tokens"
+        )
+
+    def has_room(self, rendered: Rendered, max_tokens: int) -> bool:
+        """Whether the model's context has room for an answer of so many tokens."""
+        room = self.engine.model.context_length - max_tokens
+        if len(rendered.text.encode()) < room:  # a token is a byte at least, and BOS is one more
+            return True
+        return self.engine.count_tokens(rendered) <= room
 
 
 @dataclass(frozen=True, repr=False)
@@ -128,7 +253,7 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
         self._text.append(piece)
         return piece
 
-    def __aiter__(self) -> AsyncIterator[str]:
+    def __aiter__(self) -> AsyncGenerator[str, None]:
         return self.apieces()
 
     async def apieces(self) -> AsyncGenerator[str, None]:
@@ -175,3 +300,75 @@ def conversation(history: Sequence[Answer | Message]) -> list[Turn]:
         else:
             said.append(checked(turn))
     return said
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A question with the chunks that it stands behind, and its answer as far as it was taken."""
+
+    answer: Answer
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """A conversation's exchanges, in order."""
+
+    exchanges: tuple[Exchange, ...] = ()
+
+    @property
+    def turns(self) -> list[Turn]:
+        """It as messages; those of the user have the texts of their "chunks"."""
+        turns: list[Turn] = []
+        for one in self.exchanges:
+            asked = {"role": "user", "content": one.answer.question, "chunks": list(one.texts)}
+            turns += [asked, {"role": "assistant", "content": one.answer.text}]
+        return turns
+
+    @property
+    def texts(self) -> list[str]:
+        """The chunks that it has."""
+        return [text for exchange in self.exchanges for text in exchange.texts]
+
+    def and_then(self, answer: Answer, texts: Iterable[str]) -> Dialogue:
+        """A longer one, whose last exchange has those of the chunks that are new."""
+        known = set(self.texts)
+        new = tuple(text for text in texts if text not in known)
+        return Dialogue((*self.exchanges, Exchange(answer, new)))
+
+    def without(self, texts: Sequence[str]) -> Dialogue:
+        """It without these chunks."""
+        kept = Dialogue()
+        for one in self.exchanges:
+            kept = kept.and_then(one.answer, (text for text in one.texts if text not in texts))
+        return kept
+
+
+def resumed(history: Sequence[Answer | Message]) -> Dialogue:
+    """A conversation of messages or answers, to go on with.
+
+    Raises:
+        ConfigError: not each question is followed by its answer, or a message is none.
+    """
+    turns = conversation(history)
+    given = [texts for turn in history for texts in _given(turn)]
+    if [turn["role"] for turn in turns] != ["user", "assistant"] * (len(turns) // 2):
+        raise ConfigError(
+            "a chat's history is questions of the user, each followed by the assistant's answer, "
+            "such as Chat.messages gives; leave out what has no answer"
+        )
+    said = Dialogue()
+    for asked, answered, texts in zip(turns[::2], turns[1::2], given[::2], strict=True):
+        answer = Answer(answered["content"], (), Report("auto"), asked["content"])
+        said = said.and_then(answer, texts)
+    return said
+
+
+def _given(turn: Answer | Message) -> list[tuple[str, ...]]:
+    """The chunks of each message that a turn of a history stands for."""
+    if isinstance(turn, Answer):
+        return [tuple(hit.text for hit in turn.sources), ()]
+    texts = turn.get("chunks", ())
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise ConfigError("the chunks of a message are a list of texts, as Chat.messages has them")
+    return [tuple(texts)]

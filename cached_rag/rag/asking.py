@@ -1,25 +1,29 @@
-"""From a question to the stream of its answer: the nearest chunks, a prompt, the model."""
+"""From a question to the stream of its answer: the nearest chunks, a prompt, the model.
+
+A conversation's prompts only grow: each question's chunks stay in the turn that they were found
+for. So a turn's prompt begins with the whole of the turn before, answer included, whose KV is kept
+and serves as it is.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from cached_rag.backends.prompt_text import Rendered
-from cached_rag.backends.thread import on_model_thread
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.report import Clock, Report
-from cached_rag.errors import ConfigError, ModelNotFoundError, needs_extra
+from cached_rag.errors import ConfigError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.matching import ANCHOR
-from cached_rag.rag.answer import AnswerStream
-from cached_rag.rag.folder import IndexFolder
-from cached_rag.rag.hits import Hit
-from cached_rag.rag.prompts import Turn, searched
-from cached_rag.rag.settings import Reranker, Reranking, Retrieval
+from cached_rag.rag.answer import Answer, AnswerStream, Dialogue, Prompts, Turn, searched
+from cached_rag.rag.chunks import Reranker
+from cached_rag.rag.folder import IndexFolder, Reranking, Retrieval
+from cached_rag.rag.search import Hit
 
 if TYPE_CHECKING:
     from cached_rag.engine.stream import Stream
@@ -28,6 +32,11 @@ if TYPE_CHECKING:
 NOTHING_FOUND = "Nothing about this was found in the documents."
 # Below this similarity a chunk hardly concerns the question (sentence-transformers' models).
 _FAR = 0.25
+_REWRITE = (
+    "Rewrite this question so that it can be understood without our conversation. Write only the "
+    "question.\n\nQuestion: {}"
+)
+_MOST_REWRITTEN = 64
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ class Asking:
     """What questions are answered with, after what other processes may have changed."""
 
     def __init__(self, folder: IndexFolder, reranking: Reranking) -> None:
-        """Load the models, if need be; `reranking` as `loadable` gives it."""
+        """Load the models, if need be; `reranking` has a reranker that is no name."""
         folder.agree()
         self._folder, self._reranking = folder, reranking
         self.index, self.engine, self.prompts = folder.index, folder.engine, folder.prompts
@@ -210,37 +219,148 @@ def _remarks(near: Sequence[Hit], hits: Sequence[Hit]) -> list[str]:
     return []
 
 
-def loadable(reranking: Reranking, device: str | None) -> Reranking:
-    """With a function in place of a name; it loads the cross-encoder when it is first called.
+class Chat:
+    """A conversation; `CachedRAG.chat` begins one. Not for several threads at the same time.
 
-    Raises, when it is called:
-        ModelNotFoundError: there is no such model, or it is none that scores.
-        MissingPackageError: sentence-transformers is not installed.
+    Where it outgrows the model's context, its older half is forgotten, and `report.notes` of the
+    next answer says so. Chunks of documents that are deleted leave it, too. A question that fails
+    leaves it as it was.
+
+    Example:
+        chat = rag.chat()
+        print(chat.ask("How is the valve reset?"))
+        for piece in chat.stream("And how often?"):
+            print(piece, end="")
     """
-    if not isinstance(reranking.reranker, str):
-        return reranking
-    return replace(reranking, reranker=_cross_encoder(reranking.reranker, device))
 
+    def __init__(
+        self,
+        asking: Callable[[], Asking],
+        wanted: Retrieval,
+        config: GenerationConfig,
+        *,
+        condense: bool,
+        said: Dialogue,
+    ) -> None:
+        """See `CachedRAG.chat`; `said` is what was said before."""
+        self._asking, self._wanted, self._config = asking, wanted, config
+        self._condense = condense
+        self._said = said
+        self._open: Callable[[], AnswerStream | None] = lambda: None
 
-def _cross_encoder(name: str, device: str | None) -> Reranker:
+    @property
+    def history(self) -> tuple[Answer, ...]:
+        """The answers that are not forgotten, in order; each as far as it was taken.
 
-    @cache
-    def loaded() -> Any:
-        with needs_extra("rag", "reranking"):
-            from sentence_transformers import CrossEncoder
-        try:
-            return CrossEncoder(name, device=device, num_labels=1)
-        except (OSError, ValueError) as error:
-            raise ModelNotFoundError(
-                f"cannot load the reranker {name!r}: {error}. Give a cross-encoder's hub id, such "
-                "as cross-encoder/ms-marco-MiniLM-L6-v2, or its folder."
-            ) from error
+        An answer belongs to it once it ends, is closed, or the next question is asked.
+        """
+        return tuple(exchange.answer for exchange in self._said.exchanges)
 
-    def rerank(question: str, texts: list[str]) -> Sequence[float]:
-        pairs = [(question, text) for text in texts]
-        scores: Sequence[float] = on_model_thread(
-            lambda: loaded().predict(pairs, show_progress_bar=False).tolist()
+    @property
+    def messages(self) -> list[Turn]:
+        """What is not forgotten as messages, which JSON can keep and `CachedRAG.chat` goes on with.
+
+        Those of the user have the texts of their "chunks", so that prompts begin as they did.
+        """
+        return self._said.turns
+
+    def ask(self, question: str, **options: Any) -> Answer:
+        """Answer the next question.
+
+        Args:
+            options: settings of `GenerationConfig`, in place of the conversation's.
+
+        Raises:
+            ConfigError: an empty index or question, or a bad setting.
+            ContextOverflowError: the question alone does not fit the model's context.
+        """
+        stream = self.stream(question, **options)
+        for _ in stream:
+            pass
+        return stream.answer
+
+    def stream(self, question: str, **options: Any) -> AnswerStream:
+        """As `ask`, piece by piece. If the answer before it is not whole yet, it ends here."""
+        check_question(question)
+        config = self._config.replace(**options)
+        asking = self._asking()
+        if (last := self._open()) is not None:
+            last.close()
+        clock = Clock()
+        said = self._said.without(asking.index.orphans(self._said.texts))
+        text = self._searched(asking, question, said, config)
+        found = asking.look_up(text, self._wanted, clock)
+        kept = _fitting(asking.prompts, question, found.hits, said, config.max_tokens)
+        new = _new(found.hits, kept)
+        new, prompt = asking.prompts.fitting(question, new, config.max_tokens, kept.turns)
+        here = {*kept.texts, *(hit.text for hit in new)}
+        hits = [hit for hit in found.hits if hit.text in here]
+        if gone := len(said.exchanges) - len(kept.exchanges):
+            note = f"the conversation's first {gone} turns no longer fit, and were forgotten"
+            found = replace(found, notes=[*found.notes, note])
+        if here or self._wanted.answer_anyway:
+            stream = asking.begin(question, prompt, hits, found, config)
+        else:
+            stream = asking.decline(question, found)
+        texts = tuple(hit.text for hit in new)
+
+        def ended(answer: Answer) -> None:
+            self._said = kept.and_then(answer, texts)
+
+        stream.when_ended(ended)
+        self._open = weakref.ref(stream)
+        return stream
+
+    async def astream(self, question: str, **options: Any) -> AnswerStream:
+        """As `stream`, for an asynchronous loop; the search runs in a thread of its own."""
+        return await asyncio.to_thread(self.stream, question, **options)
+
+    def _searched(
+        self, asking: Asking, question: str, said: Dialogue, config: GenerationConfig
+    ) -> str:
+        """What to search for: the question as it would be asked alone, and the last ones.
+
+        The model is asked to rewrite it behind the conversation, whose KV it has.
+        """
+        turns = said.turns
+        plain = searched(question, turns)
+        if not turns or not self._condense:
+            return plain
+        prompts = asking.prompts
+        messages = prompts.messages(question, (), turns)
+        messages[-1] = {"role": "user", "content": _REWRITE.format(question.strip())}
+        prompt = prompts.rendered(messages)
+        if not prompts.has_room(prompt, _MOST_REWRITTEN):
+            return plain
+        answer = asking.engine.generate(
+            prompt,
+            GenerationConfig(
+                method=config.method, max_tokens=_MOST_REWRITTEN, stop=("\n", *prompts.stop)
+            ),
         )
-        return scores
+        rewritten = answer.text.strip()
+        # What begins with a tag is a thought, not a question.
+        return plain if not rewritten or rewritten.startswith("<") else f"{rewritten}\n{plain}"
 
-    return rerank
+
+def _new(hits: Sequence[Hit], said: Dialogue) -> list[Hit]:
+    """Those chunks that the conversation does not have yet."""
+    given = set(said.texts)
+    return [hit for hit in hits if hit.text not in given]
+
+
+def _fitting(
+    prompts: Prompts, question: str, hits: Sequence[Hit], said: Dialogue, max_tokens: int
+) -> Dialogue:
+    """What of the conversation leaves room for the question, and for as many chunks as fit alone.
+
+    The older half goes as a whole: else every further prompt would have another beginning.
+    """
+    wanted, _ = prompts.fitting(question, hits, max_tokens)
+    while said.exchanges:
+        texts = [hit.text for hit in _new(wanted, said)]
+        prompt = prompts.rendered(prompts.messages(question, texts, said.turns))
+        if prompts.has_room(prompt, max_tokens):
+            break
+        said = Dialogue(said.exchanges[(len(said.exchanges) + 1) // 2 :])
+    return said

@@ -11,21 +11,15 @@ import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cached_rag.errors import IndexMismatchError
 from cached_rag.kv.database import Database, Problem, Row, is_sound, row_sum
-from cached_rag.rag.embedding import EMBED_CHUNKS, Embeddings
-from cached_rag.rag.roots import SCHEMA as _ROOTS
-from cached_rag.rag.roots import Roots
+from cached_rag.rag.chunks import EMBED_CHUNKS, Chunk, Embeddings
+from cached_rag.rag.finding import ROOTS, Roots
 from cached_rag.rag.search import CHUNKS, SIGNED, Search
-from cached_rag.rag.settings import RECALLED
-from cached_rag.rag.splitting import Chunk
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _log = logging.getLogger(__name__)
 # How many chunks' vectors are compared with those that the embedding model makes.
@@ -33,6 +27,8 @@ _COMPARED = 3
 # Most distance between a text's vectors by one model, on other devices and in other dtypes, too; of
 # unit vectors it is a cosine of .999.
 _SAME = 0.045
+# Settings of a model that an index remembers; its KV is of another model if they change.
+RECALLED = ("backend", "dtype", "weights", "revision", "adapter")
 # Settings that an index remembers, and that may be others each time: those that decide whose KV
 # serves, and how chunks are found.
 _CHANGEABLE = (*RECALLED, "search")
@@ -52,7 +48,7 @@ CREATE TABLE IF NOT EXISTS chunks (
 CREATE INDEX IF NOT EXISTS by_source ON chunks (source);
 CREATE INDEX IF NOT EXISTS by_text ON chunks (text);
 CREATE TABLE IF NOT EXISTS unneeded (text TEXT PRIMARY KEY);
-{_ROOTS}
+{ROOTS}
 """
 
 

@@ -1,80 +1,46 @@
-"""Brings documents into an index, and sees that all their chunks have KV.
+"""Brings documents into an index, once or whenever a folder changes, and sees that chunks have KV.
 
-Each step keeps what is there already, so an interrupted run goes on where it stopped.
+Each step keeps what is there already, so an interrupted run goes on where it stopped. Folders are
+watched by the watchfiles library (extra "docs").
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import accumulate, chain
+from os.path import isdir, isfile  # unlike those of a Path, they never raise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from threading import Event
 
-from cached_rag.errors import ConfigError, DocumentError, SlowDocumentError
+import numpy as np
+from numpy.typing import NDArray
+
+from cached_rag.errors import ConfigError, DocumentError, SlowDocumentError, needs_extra
 from cached_rag.library.encode import EncodeSummary
-from cached_rag.rag.document import Document, assembled
-from cached_rag.rag.finding import look_at, stamp
+from cached_rag.rag.chunks import Chunk
+from cached_rag.rag.document import Document, DocumentLimits, assembled
+from cached_rag.rag.finding import absolute, is_below, is_hidden, is_text, join, look_at, stamp
 from cached_rag.rag.folder import IndexFolder
-from cached_rag.rag.hits import described
-from cached_rag.rag.limits import DocumentLimits
-from cached_rag.rag.progress import Say, Shown, prefilling, preparing, reading
+from cached_rag.rag.progress import IngestSummary, Say, Shown, prefilling, preparing, reading
 from cached_rag.rag.reading_process import ConfinedReader
-from cached_rag.rag.roots import absolute, is_below, is_text, join
-from cached_rag.rag.splitting import Chunk
-from cached_rag.rag.workers import (
-    IngestTask,
-    Preparation,
-    Prepare,
-    PreparedDocument,
-    content,
-    groups,
-)
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from cached_rag.rag.search import described
+from cached_rag.rag.workers import IngestTask, Preparation, Prepare, content, groups
 
 # Files that take longer to read are read behind all others.
 _PATIENCE_S = 10.0
+# How often a watch says that nothing happened.
+_TIMEOUT_MS = 1000
+# If more files change at a time, the folder is looked through once instead of once a file.
+_MOST_FILES = 8
 
-
-@dataclass(frozen=True)
-class IngestSummary:
-    """What an ingestion did.
-
-    Attributes:
-        added: number of documents that were new or had changed.
-        unchanged: number of documents that were in the index already.
-        chunks: number of chunks in the index now.
-        encoded: number of chunks that were prefilled.
-        tokens: how many tokens that were, in all passes.
-        seconds: how long all of it took: looking, reading, embedding and prefilling.
-        deleted: number of documents that were deleted.
-        skipped: (path, reason) of each file or folder that could not be read.
-        passed_over: (suffix, count) of files without a reader, most frequent first.
-        unsent: number of KVs that could not be sent to the remote store; ingesting the same again
-            sends them.
-        stored_bytes: bytes of KV that the index has on disk now.
-        missing: documents of the index whose files are gone. Answers go on citing them, unless
-            `delete_missing` deletes them.
-    """
-
-    added: int
-    unchanged: int
-    chunks: int
-    encoded: int
-    tokens: int
-    seconds: float
-    deleted: int = 0
-    skipped: tuple[tuple[str, str], ...] = ()
-    passed_over: tuple[tuple[str, int], ...] = ()
-    unsent: int = 0
-    stored_bytes: int = 0
-    missing: tuple[str, ...] = ()
+# Called with a path, and whether documents that are gone from below it are to be deleted.
+Ingest = Callable[[Path, bool], IngestSummary]
+# Kinds of change, with the paths that changed.
+Batch = Collection[tuple[object, str]]
 
 
 class Ingestion:
@@ -116,7 +82,11 @@ class Ingestion:
         with ConfinedReader(self.limits, inside or path) as reader:
             base = self._called(path, found.files, name, reader)
             files = {join(base, file.relative_to(path)): file for file in found.files}
-            unnamed = [_unnamed(files.pop(source)) for source in list(files) if not is_text(source)]
+            odd = [str(files.pop(source)) for source in list(files) if not is_text(source)]
+            unnamed = [
+                (file, f"{file!r}: its name is no text in this system's encoding; rename it")
+                for file in odd
+            ]
             known = {
                 *files,
                 *(join(base, place.relative_to(path)) for place, _ in found.unreadable),
@@ -189,9 +159,8 @@ class Ingestion:
         with reading(files.values(), is_shown=progress) as begun:
             for source, (file, say) in zip(files, begun, strict=True):
                 say("reading", 0.0)
-                try:
-                    found = _load(reader, file, _PATIENCE_S)
-                except SlowDocumentError:
+                found = _load(reader, file, _PATIENCE_S)
+                if isinstance(found, SlowDocumentError):
                     slow[source] = file
                 else:
                     yield source, found, say
@@ -215,16 +184,18 @@ class Ingestion:
                     skipped.append((str(files[left_out.source]), left_out.skipped))
                     self._drop_emptied(left_out.source, files[left_out.source])
                 taken = [document for document in batch.documents if not document.skipped]
-                added, read = added + sum(map(self._take, taken)), read + len(taken)
+                for made in taken:
+                    if made.vectors is not None:  # else the index has it as it is
+                        self._replace(made.source, made.digest, made.chunks, made.vectors)
+                        added += 1
+                read += len(taken)
                 texts = {document.source: self.index.texts(document.source) for document in taken}
                 done += EncodeSummary(batch.encoded, tokens=batch.tokens)
-                done = sum((self._finish(*part) for part in _parts(texts)), done)
+                done = sum(map(self._finish, groups(texts)), done)
                 bar.update(len(batch.documents))
                 rate = done.tokens / (time.perf_counter() - started)
                 bar.set_postfix_str(f"{rate:.0f} tokens/s")
-        stored_bytes = self.preparation.engine.library.shelf.store_bytes()
-        summary = self._summary(added, read, done, stored_bytes)
-        return replace(summary, skipped=tuple(skipped))
+        return replace(self._summary(added, read, done), skipped=tuple(skipped))
 
     def _drop_emptied(self, source: str, file: Path) -> None:
         """Delete a document whose file has been emptied; of others that cannot be read, all stays.
@@ -234,13 +205,6 @@ class Ingestion:
         with suppress(OSError):
             if file.stat().st_size == 0:
                 self._delete([source])
-
-    def _take(self, made: PreparedDocument) -> bool:
-        """Index what a worker made of a document; says whether the index had to change."""
-        if made.vectors is None:
-            return False
-        self._replace(made.source, made.digest, made.chunks, made.vectors)
-        return True
 
     def _called(
         self, path: Path, files: Sequence[Path], name: str | None, reader: ConfinedReader
@@ -299,31 +263,27 @@ class Ingestion:
             added: how many of the documents were new or had changed.
             texts: all chunks of each document, by its source.
         """
-        stored_bytes = self._held_bytes(texts)
-        if stored_bytes is not None:
-            return self._summary(added, len(texts), EncodeSummary(), stored_bytes)
-        parts = list(_parts(texts))
+        done = EncodeSummary()
+        if texts.keys().isdisjoint(self.index.pending()):
+            held = self.folder.held_bytes(set(chain.from_iterable(texts.values())))
+            if held is not None:
+                return self._summary(added, len(texts), done, held)
+        parts = list(groups(texts))
         passes = sum(len(c.ways) if c else 1 for c in self.preparation.contexts)
         register = self.preparation.engine.register
-        sizes = [passes * sum(map(register, documents)) for _, documents in parts]
-        done = EncodeSummary()
+        sizes = [passes * sum(map(register, group.values())) for group in parts]
         with prefilling(sum(sizes), is_shown=progress) as bar:
-            for (group, documents), due in zip(parts, accumulate(sizes), strict=True):
-                done += self._finish(group, documents, bar.update)
+            for group, due in zip(parts, accumulate(sizes), strict=True):
+                done += self._finish(group, bar.update)
                 bar.update(due - bar.n)  # chunks that had KV already
-        return self._summary(
-            added, len(texts), done, self.preparation.engine.library.shelf.store_bytes()
-        )
-
-    def _held_bytes(self, texts: Mapping[str, Sequence[str]]) -> int | None:
-        """Bytes of KV on disk, if that of these documents is there; None if it may not be."""
-        if texts.keys().isdisjoint(self.index.pending()):
-            return self.folder.held_bytes({text for chunks in texts.values() for text in chunks})
-        return None
+        return self._summary(added, len(texts), done)
 
     def _summary(
-        self, added: int, read: int, done: EncodeSummary, stored_bytes: int
+        self, added: int, read: int, done: EncodeSummary, stored_bytes: int | None = None
     ) -> IngestSummary:
+        """A summary; bytes of KV that are not given are asked of the engine."""
+        if stored_bytes is None:
+            stored_bytes = self.preparation.engine.library.shelf.store_bytes()
         return IngestSummary(
             added=added,
             unchanged=read - added,
@@ -337,15 +297,14 @@ class Ingestion:
 
     def _finish(
         self,
-        group: Sequence[str],
-        documents: Sequence[Sequence[str]],
+        documents: Mapping[str, Sequence[str]],
         tokens_done: Callable[[int], object] = lambda _: None,
     ) -> EncodeSummary:
         """Encode the chunks of some documents, and mark these as encoded."""
-        done = self.preparation.encode(documents, tokens_done)
+        done = self.preparation.encode([*documents.values()], tokens_done)
         # Chunks that others deleted meanwhile.
-        self.folder.forget_later(self.index.orphans([*chain.from_iterable(documents)]))
-        for source in group:
+        self.folder.forget_later(self.index.orphans([*chain.from_iterable(documents.values())]))
+        for source in documents:
             self.index.mark_encoded(source)
         return done
 
@@ -356,27 +315,82 @@ def _above(source: str) -> Iterator[str]:
 
 
 def _load(reader: ConfinedReader, file: Path, seconds: float | None) -> Document | DocumentError:
-    """A document, or why it cannot be read.
-
-    Raises:
-        SlowDocumentError: it takes more than these seconds.
-    """
+    """A document, or why it cannot be read, which is also that it takes more than these seconds."""
     try:
         return reader.load(file, seconds)
-    except SlowDocumentError:
-        raise
     except DocumentError as error:
         return error
 
 
-def _unnamed(file: Path) -> tuple[str, str]:
-    reason = f"{str(file)!r}: its name is no text in this system's encoding; rename it"
-    return str(file), reason
+def watch(
+    path: Path, ingest: Ingest, *, ignored: Path, stop: Event | None = None
+) -> Iterator[IngestSummary]:
+    """Ingest a folder, and again whatever changes in it; a summary each time. Waits in between.
+
+    Args:
+        ignored: a folder whose changes do not count: the index's own.
+        stop: ends the iteration when it is set.
+
+    Raises:
+        DocumentError: there is no such folder, or it is gone.
+        MissingPackageError: watchfiles is not installed.
+    """
+    with needs_extra("docs", "watching a folder"):
+        import watchfiles
+
+    if not isdir(path):
+        raise DocumentError(f"there is no folder at {path} to watch; files are ingested without")
+    own = ignored.resolve()
+
+    def counts(_: object, name: str) -> bool:
+        changed = Path(name)
+        below = Path(*changed.parts[len(path.parts) :])
+        return not is_hidden(below) and not changed.resolve().is_relative_to(own)
+
+    changes = watchfiles.watch(
+        path,
+        watch_filter=counts,
+        stop_event=stop,
+        rust_timeout=_TIMEOUT_MS,
+        yield_on_timeout=True,
+    )
+    summary = ingest(path, True)
+    yield summary
+    is_due = True  # what changed until the first batch, which may be empty, was not seen
+    for batch in _explained(path, changes):
+        changed = _changed(path, {Path(name) for _, name in batch})
+        # The first documents of a folder are ingested with it, which gives them their names.
+        is_due |= bool(changed) and not summary.added + summary.unchanged
+        for target in [path] if is_due else changed:
+            summary = _ingested(path, target, ingest)
+            if summary.added or summary.deleted or summary.skipped:
+                yield summary
+        is_due = False
 
 
-def _parts(
-    texts: Mapping[str, Sequence[str]],
-) -> Iterator[tuple[list[str], list[Sequence[str]]]]:
-    """Documents in groups that are encoded together, and the chunks of each."""
-    for group in groups(texts):
-        yield group, [texts[source] for source in group]
+def _explained(path: Path, changes: Iterator[Batch]) -> Iterator[Batch]:
+    try:
+        yield from changes
+    except OSError as error:
+        raise DocumentError(
+            f"{path} cannot be watched ({error}); ingest it from time to time instead"
+        ) from error
+
+
+def _ingested(folder: Path, target: Path, ingest: Ingest) -> IngestSummary:
+    try:
+        return ingest(target, target == folder)
+    except DocumentError:
+        if target == folder or not isdir(folder):
+            raise
+        return ingest(folder, True)  # a file that was there a moment ago
+
+
+def _changed(folder: Path, paths: set[Path]) -> list[Path]:
+    """What to ingest again: files that changed; or all, if many did, or one is gone or a folder."""
+    if not paths:
+        return []
+    if len(paths) > _MOST_FILES or not all(map(isfile, paths)):
+        return [folder]
+    found = {file.resolve(): file for file in look_at(folder).files}
+    return sorted(found[file] for path in paths if (file := path.resolve()) in found)

@@ -1,21 +1,28 @@
-"""Word's documents and PowerPoint's slides as HTML: headings, numbers of lists, tables, notes.
+"""Documents that are zipped XML, as HTML: Word's, PowerPoint's slides, EPUB's books.
 
-Nothing is run.
+With headings, numbers of lists, tables and notes. Nothing is run or fetched.
 """
 
 from __future__ import annotations
 
 import re
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from posixpath import dirname, join, normpath
 from typing import Any
+from urllib.parse import unquote
 
-from cached_rag.rag.archive import Archive, local, said_at, value
+from lxml import etree
+
+from cached_rag.errors import DocumentError
 from cached_rag.rag.document import Part
-from cached_rag.rag.html import numeral, numeral_kind, tree_parts
+from cached_rag.rag.html import html_parts, numeral, numeral_kind, tree_parts
 
+# A small archive may hold a large document.
+_MOST_BYTES = 200 << 20
 _WORD_TAGS = {"body": "body", "tbl": "table", "tr": "tr", "tc": "td", "br": "br", "cr": "br"}
 _SAID = {"tab": "\t", "noBreakHyphen": "-", "ptab": "\t"}
 # A box of text stands twice, once for old versions.
@@ -33,6 +40,116 @@ _TITLES = ("title", "ctrTitle")
 _HIDDEN_ON_SLIDES = ("Fallback", "extLst")
 
 
+class Archive:
+    """An archive's members.
+
+    Raises:
+        DocumentError: unpacked it is too large.
+        zipfile.BadZipFile: it is none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._zip = zipfile.ZipFile(path)
+        self.names = frozenset(self._zip.namelist())
+        size = sum(member.file_size for member in self._zip.infolist())
+        if size > _MOST_BYTES:
+            self._zip.close()
+            raise DocumentError(
+                f"{path}: unpacked it has {size} bytes, more than {_MOST_BYTES}; split the document"
+            )
+
+    def __enter__(self) -> Archive:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._zip.close()
+
+    def read(self, name: str) -> bytes:
+        """A member's bytes; KeyError if there is none of this name."""
+        return self._zip.read(name)
+
+    def xml(self, name: str) -> Any:
+        """A member as a tree, whose entities stay unread; an empty one if there is none."""
+        if name not in self.names:
+            return etree.Element("none")
+        parser = etree.XMLParser(resolve_entities=False, no_network=True, huge_tree=True)
+        return etree.fromstring(self.read(name), parser)
+
+    def titled(self, name: str = "docProps/core.xml", path: str = "{*}title") -> Part:
+        """The document's title by one of its members, as the first part of its text."""
+        title = self.xml(name).findtext(path)
+        return (f"Title: {title}" if title else "", {})
+
+    def related(self, name: str) -> dict[str, tuple[str, str]]:
+        """What a member of an Office document refers to: by its id, (kind, name)."""
+        folder, _, own = name.rpartition("/")
+        found = self.xml(join(folder, "_rels", f"{own}.rels"))
+        return {
+            one.get("Id", ""): (one.get("Type", "").rpartition("/")[2], _inside(name, one))
+            for one in found.iterchildren("{*}Relationship")
+            if one.get("TargetMode") != "External"
+        }
+
+    def first(self, name: str, kind: str) -> str:
+        """The name of the first member of a kind that a member refers to; "" if there is none."""
+        return next((to for found, to in self.related(name).values() if found == kind), "")
+
+
+def _inside(name: str, relation: Any) -> str:
+    return normpath(join("/", dirname(name), relation.get("Target", ""))).lstrip("/")
+
+
+def local(element: Any) -> str:
+    """An element's name without its namespace; "" for comments."""
+    tag = element.tag
+    return tag.rpartition("}")[2] if isinstance(tag, str) else ""
+
+
+def says(element: Any, name: str = "val") -> str:
+    """What an attribute says, of whatever namespace; "" if there is none."""
+    said = (text for key, text in element.items() if key.rpartition("}")[2] == name)
+    return next(said, "")
+
+
+def said_at(element: Any, path: str, name: str = "val") -> str:
+    """What an attribute says of the element at a path; "" if there is none."""
+    found = element.find(path)
+    return "" if found is None else says(found, name)
+
+
+def read_epub(path: Path) -> list[Part]:
+    """A book's title and pages, each page once.
+
+    Raises:
+        DocumentError: a page is missing, or in no known encoding.
+    """
+    with Archive(path) as archive:
+        container = archive.xml("META-INF/container.xml")
+        name = said_at(container, "{*}rootfiles/{*}rootfile", "full-path")
+        parts = [archive.titled(name, "{*}metadata/{*}title")]
+        for page in dict.fromkeys(_pages(archive, name)):
+            try:
+                parts += html_parts(_page_text(archive.read(page)))
+            except (KeyError, UnicodeError) as error:
+                raise DocumentError(f"{path}: its page {page} cannot be read ({error})") from error
+    return parts
+
+
+def _pages(archive: Archive, name: str) -> Iterator[str]:
+    """The names of the pages, some of which are quoted in the book's list and others are not."""
+    book = archive.xml(name)
+    names = {one.get("id"): one.get("href", "") for one in book.iterfind("{*}manifest/{*}item")}
+    for one in book.iterfind("{*}spine/{*}itemref"):
+        href = names.get(one.get("idref"), "").partition("#")[0]
+        as_written, meant = (normpath(join(dirname(name), h)) for h in (href, unquote(href)))
+        yield as_written if as_written in archive.names else meant
+
+
+def _page_text(data: bytes) -> str:
+    """A page's text, which is UTF-8 or UTF-16."""
+    return data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
+
+
 def read_docx(path: Path) -> list[Part]:
     """A document's text; deleted and hidden text is left out."""
     with Archive(path) as archive:
@@ -44,7 +161,7 @@ def read_docx(path: Path) -> list[Part]:
         for kind in _NOTES.values():
             notes = archive.xml(archive.first(name, f"{kind}s"))
             for note in notes.iterchildren("{*}" + kind):
-                if number := writer.notes.get((kind, value(note, "id"))):
+                if number := writer.notes.get((kind, says(note, "id"))):
                     writer.write(note)
                     note.text = f"[{number}] "
                     for block in note.iterchildren("p"):
@@ -57,7 +174,7 @@ class _Styles:
     """What the paragraphs' styles say: the heading's level, and the list they number."""
 
     def __init__(self, root: Any) -> None:
-        self._by_id = {value(style, "styleId"): style for style in root.iterchildren("{*}style")}
+        self._by_id = {says(style, "styleId"): style for style in root.iterchildren("{*}style")}
 
     def find(self, name: str, path: str) -> Any:
         """What a style, or one that it is based on, has at a path; None if none has."""
@@ -79,7 +196,7 @@ class _Styles:
         if found := _HEADING.fullmatch(called):
             return f"h{found[1]}"
         level = self.find(name, "{*}pPr/{*}outlineLvl")
-        return f"h{int(value(level)) + 1}" if level is not None and value(level) in "01234" else ""
+        return f"h{int(says(level)) + 1}" if level is not None and says(level) in "01234" else ""
 
 
 @dataclass(frozen=True)
@@ -96,12 +213,12 @@ class _Numbering:
 
     def __init__(self, root: Any) -> None:
         levels = {
-            value(one, "abstractNumId"): {
-                value(level, "ilvl"): _level(level) for level in one.iterchildren("{*}lvl")
+            says(one, "abstractNumId"): {
+                says(level, "ilvl"): _level(level) for level in one.iterchildren("{*}lvl")
             }
             for one in root.iterchildren("{*}abstractNum")
         }
-        self._lists = {value(one, "numId"): one for one in root.iterchildren("{*}num")}
+        self._lists = {says(one, "numId"): one for one in root.iterchildren("{*}num")}
         self._levels = levels
         self._counts: dict[str, dict[int, int]] = defaultdict(dict)
         self._begun: set[str] = set()
@@ -117,7 +234,7 @@ class _Numbering:
             self._begun.add(number)
             for one in named.iterchildren("{*}lvlOverride"):
                 if start := said_at(one, "{*}startOverride"):
-                    counts[int(value(one, "ilvl"))] = int(start) - 1
+                    counts[int(says(one, "ilvl"))] = int(start) - 1
         known = levels.get(level)
         if known is None or known.kind == "bullet":
             return "- "
@@ -160,7 +277,7 @@ class _Marker:
             if name in _HIDDEN_IN_WORD or (name == "r" and _is_hidden(element)):
                 element.set("hidden", "")
             elif name in _NOTES:
-                key = _NOTES[name], value(element, "id")
+                key = _NOTES[name], says(element, "id")
                 element.text = f"[{self.notes.setdefault(key, len(self.notes) + 1)}]"
             elif name == "p":
                 self._write_paragraph(element)
@@ -182,7 +299,7 @@ class _Marker:
 
 def _is_hidden(run: Any) -> bool:
     vanish = run.find("{*}rPr/{*}vanish")
-    return vanish is not None and value(vanish) not in _OFF
+    return vanish is not None and says(vanish) not in _OFF
 
 
 def read_pptx(path: Path) -> list[Part]:
@@ -191,7 +308,7 @@ def read_pptx(path: Path) -> list[Part]:
         parts = [archive.titled()]
         for name in _slides(archive):
             slide = archive.xml(name)
-            if value(slide, "show") not in ("0", "false"):
+            if says(slide, "show") not in ("0", "false"):
                 parts += _written(slide)
                 notes = archive.xml(archive.first(name, "notesSlide"))
                 for shape in notes.iterfind(".//{*}sp"):
@@ -239,7 +356,7 @@ def _written(root: Any) -> list[Part]:
 
 
 def _is_number(element: Any) -> bool:
-    return local(element) == "fld" and value(element, "type") == "slidenum"
+    return local(element) == "fld" and says(element, "type") == "slidenum"
 
 
 def _mark(paragraph: Any, counts: dict[tuple[Any, ...], int]) -> str:

@@ -1,4 +1,4 @@
-"""Bars on the terminal: bytes that were read, tokens that were prefilled.
+"""What is said of an ingestion: bars of what was read and prefilled, and a summary at its end.
 
 Knows tqdm; knows no document.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,41 @@ Progress = bool | Callable[[int, int], object] | None
 # How an ingestion does: bars, nothing, or calls with what is done ("reading", in bytes;
 # "prefilling", in tokens; "preparing", in documents), how much of it is, and how much there is.
 Shown = bool | Callable[[str, int, int], object]
+
+
+@dataclass(frozen=True)
+class IngestSummary:
+    """What an ingestion did.
+
+    Attributes:
+        added: number of documents that were new or had changed.
+        unchanged: number of documents that were in the index already.
+        chunks: number of chunks in the index now.
+        encoded: number of chunks that were prefilled.
+        tokens: how many tokens that were, in all passes.
+        seconds: how long all of it took: looking, reading, embedding and prefilling.
+        deleted: number of documents that were deleted.
+        skipped: (path, reason) of each file or folder that could not be read.
+        passed_over: (suffix, count) of files without a reader, most frequent first.
+        unsent: number of KVs that could not be sent to the remote store; ingesting the same again
+            sends them.
+        stored_bytes: bytes of KV that the index has on disk now.
+        missing: documents of the index whose files are gone. Answers go on citing them, unless
+            `delete_missing` deletes them.
+    """
+
+    added: int
+    unchanged: int
+    chunks: int
+    encoded: int
+    tokens: int
+    seconds: float
+    deleted: int = 0
+    skipped: tuple[tuple[str, str], ...] = ()
+    passed_over: tuple[tuple[str, int], ...] = ()
+    unsent: int = 0
+    stored_bytes: int = 0
+    missing: tuple[str, ...] = ()
 
 
 class Bar(tqdm):  # type: ignore[type-arg]

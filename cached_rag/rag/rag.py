@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -18,22 +17,17 @@ from cached_rag.backends.prompt_text import Message
 from cached_rag.config import BatchConfig, GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError, StoreError, needs_extra
 from cached_rag.options import parted
-from cached_rag.rag.answer import Answer, AnswerStream, conversation
-from cached_rag.rag.asking import Asking, find, loadable
-from cached_rag.rag.chat import Chat, resumed
-from cached_rag.rag.embedding import Embeddings
-from cached_rag.rag.finding import is_folder
-from cached_rag.rag.folder import IndexFolder
-from cached_rag.rag.hits import Hit
+from cached_rag.rag.answer import Answer, AnswerStream, conversation, resumed, searched
+from cached_rag.rag.asking import Asking, Chat, find
+from cached_rag.rag.chunks import Embeddings, cross_encoder
+from cached_rag.rag.document import DocumentLimits
+from cached_rag.rag.finding import absolute, is_folder, is_path
+from cached_rag.rag.folder import IndexConfig, IndexFolder, Reranking, Retrieval, as_kept
 from cached_rag.rag.index import DocumentIndex, IndexedDocument
-from cached_rag.rag.ingest import Ingestion, IngestSummary
-from cached_rag.rag.limits import DocumentLimits
-from cached_rag.rag.progress import Shown
-from cached_rag.rag.prompts import searched
-from cached_rag.rag.roots import absolute, is_path
-from cached_rag.rag.settings import IndexConfig, Reranking, Retrieval, as_kept
-from cached_rag.rag.watch import watch
-from cached_rag.rag.workers import IngestWorkers, Prepare, helped
+from cached_rag.rag.ingest import Ingestion, watch
+from cached_rag.rag.progress import IngestSummary, Shown
+from cached_rag.rag.search import Hit
+from cached_rag.rag.workers import IngestWorkers, helped
 
 if TYPE_CHECKING:
     from cached_rag.engine.engine import Engine
@@ -119,7 +113,9 @@ class CachedRAG:
             engine,
             None if isinstance(embedding, str) else embedding,
         )
-        reranking = loadable(Reranking(**ranking), loading["device"])
+        reranking = Reranking(**ranking)
+        if isinstance(name := reranking.reranker, str):
+            reranking = replace(reranking, reranker=cross_encoder(name, loading["device"]))
         return cls(folder, DocumentLimits(**limits), reranking)
 
     @property
@@ -226,10 +222,7 @@ class CachedRAG:
         place = absolute(path)
         is_folder(place)  # before a cluster is asked
         ingestion = Ingestion(self._folder, self._limits)
-        hired: AbstractContextManager[Prepare | None] = nullcontext()
-        if ray is not None:
-            hired = helped(ray, self._folder, place, self._limits)
-        with hired as prepare:
+        with helped(ray, self._folder, place, self._limits) as prepare:
             return ingestion.run(
                 place,
                 name=name,

@@ -16,10 +16,33 @@ from pathlib import Path
 from typing import Any
 
 from cached_rag.errors import DocumentError, MissingPackageError, needs_extra
-from cached_rag.rag.document import Document, Part, assembled, shown, with_line_feeds
-from cached_rag.rag.limits import MAX_BYTES, MAX_CHARACTERS, limited, private_copy, text_limit
-from cached_rag.rag.splitting import LANGUAGES
+from cached_rag.rag.document import (
+    MAX_BYTES,
+    MAX_CHARACTERS,
+    Document,
+    Part,
+    assembled,
+    limited,
+    private_copy,
+    shown,
+    text_limit,
+    with_line_feeds,
+)
 
+# What a file is written in, as langchain-text-splitters calls it, by the file's suffix.
+LANGUAGES = {
+    **dict.fromkeys((".c", ".h"), "c"),
+    **dict.fromkeys((".cc", ".cpp", ".cxx", ".hh", ".hpp", ".hxx"), "cpp"),
+    **dict.fromkeys((".js", ".jsx", ".mjs", ".cjs"), "js"),
+    **dict.fromkeys((".ts", ".tsx"), "ts"),
+    **dict.fromkeys((".kt", ".kts"), "kotlin"),
+    **dict.fromkeys((".ex", ".exs"), "elixir"),
+    **dict.fromkeys((".cbl", ".cob"), "cobol"),
+    **dict.fromkeys((".tex", ".latex"), "latex"),
+    **{".cs": "csharp", ".go": "go", ".hs": "haskell", ".java": "java", ".lua": "lua"},
+    **{".php": "php", ".proto": "proto", ".ps1": "powershell", ".py": "python", ".r": "r"},
+    **{".rb": "ruby", ".rs": "rust", ".scala": "scala", ".sol": "sol", ".swift": "swift"},
+}
 # Deepest nesting of Markdown; what is deeper, the parser drops. By its default it does so with the
 # tenth list in each other.
 _NESTING = 100
@@ -346,8 +369,8 @@ READERS: dict[str, Callable[[Path], str | Iterable[Part]]] = {
     ".docx": _by("office", "read_docx"),
     ".pptx": _by("office", "read_pptx"),
     ".xlsx": _by("tables", "read_xlsx"),
-    ".epub": _by("archive", "read_epub"),
-    **dict.fromkeys((".odt", ".odp", ".ods"), _by("opendocument", "read_opendocument")),
+    ".epub": _by("office", "read_epub"),
+    **dict.fromkeys((".odt", ".odp", ".ods"), _by("tables", "read_opendocument")),
     **dict.fromkeys((".rtf", ".json"), _read_by_kreuzberg),
     **dict.fromkeys(LANGUAGES, _read_code),
 }

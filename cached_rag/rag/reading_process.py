@@ -27,8 +27,7 @@ from typing import Any
 import psutil
 
 from cached_rag.errors import ConfigError, DocumentError, SlowDocumentError
-from cached_rag.rag.document import Document, shown
-from cached_rag.rag.limits import DocumentLimits, too_long
+from cached_rag.rag.document import Document, DocumentLimits, shown, too_long
 from cached_rag.rag.readers import is_built_in, load_document
 
 # How often the process is looked at.
@@ -118,7 +117,7 @@ class ConfinedReader:
         if "error" in found:
             raise DocumentError(found["error"])
         parts = tuple((begin, known) for begin, known in found["parts"])
-        return Document(str(path), found["title"], found["text"], parts, found["language"])
+        return Document(**found | {"source": str(path), "parts": parts})
 
     @property
     def _most_bytes(self) -> int:
@@ -293,9 +292,4 @@ def _read(wanted: dict[str, Any]) -> dict[str, Any]:
         found = load_document(wanted["path"], *limits, Path(wanted["inside"]))
     except DocumentError as error:
         return {"error": str(error)}
-    return {
-        "title": found.title,
-        "text": found.text,
-        "parts": found.parts,
-        "language": found.language,
-    }
+    return vars(found)

@@ -16,7 +16,7 @@ from copy import copy
 from typing import Any, ClassVar
 
 from docutils import nodes
-from docutils.core import publish_string
+from docutils.core import publish_parts
 from docutils.parsers.rst import Directive, Parser, directives, states
 from docutils.parsers.rst.directives import body, images, parts, tables, unchanged
 from docutils.utils import Reporter
@@ -56,8 +56,10 @@ def rst_to_html(source: str) -> tuple[str, str]:
     """
     header, rest = _split_header(source)
     rest = _ROLE.sub(_spell_role, rest)
-    parser, writer = _RstParser(inliner=_inliner()), _Writer()
-    return header, publish_string(rest, parser=parser, writer=writer, settings_overrides=_SETTINGS)
+    parser, writer = _RstParser(inliner=_inliner()), html5_polyglot.Writer()
+    writer.translator_class = _Translator
+    found = publish_parts(rest, parser=parser, writer=writer, settings_overrides=_SETTINGS)
+    return header, found["html_body"]
 
 
 def _split_header(source: str) -> tuple[str, str]:
@@ -249,16 +251,3 @@ class _Translator(html5_polyglot.HTMLTranslator):
 
     def visit_raw(self, node: nodes.raw) -> None:
         raise nodes.SkipNode
-
-
-class _Writer(html5_polyglot.Writer):
-    """Writes a document's body alone, without a template and a style sheet."""
-
-    def translate(self) -> None:
-        assert self.document is not None
-        visitor = _Translator(self.document)
-        self.document.walkabout(visitor)
-        self.output = "".join(visitor.html_body)
-
-    def assemble_parts(self) -> None:
-        """Does nothing: the body is the only part."""

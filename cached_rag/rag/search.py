@@ -1,30 +1,37 @@
 """Finds chunks by their vectors and their words: FAISS and BM25 in memory, from an index's file.
 
 Part numbers, error codes and names have no near meaning; a text has them or not. What another
-process writes there is found by the next search.
+process writes there is found by the next search. Filters say which chunks may be found.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import sqlite3
 import threading
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cached_rag.errors import ConfigError
 from cached_rag.kv.database import Database, Row
-from cached_rag.rag.document import Metadata, searchable
-from cached_rag.rag.hits import FIELDS, Hit, Where, judge
+from cached_rag.rag.document import Metadata, searchable, shown
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+# Characters of a title: that of a text without one is its first paragraph.
+_TITLE = 60
+# Fields that every chunk has; all others are metadata.
+FIELDS = ("source", "title", "ordinal")
+# Most characters of a value, for patterns take time quadratic in their length to be read.
+_LONGEST = 4000
 # A chunk's columns without metadata, as an earlier version had it; and those its checksum is of.
 SIGNED = "c.id, d.title, c.ordinal, c.text, c.vector, c.metadata"
 CHUNKS = "FROM chunks c JOIN documents d USING (source)"
@@ -44,6 +51,123 @@ _UNSPACED = re.compile(
 _MOST_TERMS = 500
 # How little the first places of an order count before the others; as Cormack et al. (2009).
 _RANK_OFFSET = 60
+
+
+@dataclass(frozen=True, repr=False)
+class Hit:
+    """A chunk that a search found. `str` and `repr` leave out its text, and the end of long titles.
+
+    Attributes:
+        text: the chunk's text.
+        source: its document's name in the index.
+        title: its document's title.
+        ordinal: its number in the document, from 0.
+        score: cosine similarity to the question, -1 to 1.
+        metadata: what is known of it: "page" (of a PDF, from 1, where it begins), "heading"
+            ("Install > Linux"; of several, joined by "; "), and what was said of it when it was
+            added.
+    """
+
+    text: str
+    source: str
+    title: str
+    ordinal: int
+    score: float
+    metadata: Metadata = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        return f"{self.score:.2f}  {self._name}  {self._title}"
+
+    def __repr__(self) -> str:
+        return f"<Hit {self.score:.2f} {self._name} {self._title!r}>"
+
+    @property
+    def _name(self) -> str:
+        page = f" p. {self.metadata['page']}" if "page" in self.metadata else ""
+        return f"{shown(self.source)} #{self.ordinal}{page}"
+
+    @property
+    def _title(self) -> str:
+        is_long = len(self.title) > _TITLE
+        return f"{self.title[:_TITLE].rstrip()} ..." if is_long else self.title
+
+
+# What the values of some fields have to be, by the fields' names; or a function that judges a hit.
+Where = Mapping[str, object] | Callable[[Hit], bool]
+
+
+def judge(where: Where, known: Collection[str]) -> Callable[[Hit], bool]:
+    """A filter as a function of a hit.
+
+    Args:
+        where: for each field the value it has to have: a string, in which `*`, `?` and `[...]`
+            stand for other characters ("docs/guide/*"); a number; or a collection of such values,
+            one of which has to fit (`range(3, 9)`). A chunk without the field does not fit.
+        known: names of the metadata there are.
+
+    Raises:
+        ConfigError: a field that no chunk has, or a value of another kind.
+    """
+    if callable(where):
+        return where
+    for name, wanted in where.items():
+        if name not in FIELDS and name not in known:
+            names = ", ".join([*FIELDS, *sorted(known)])
+            raise ConfigError(f"no chunk has a field {name!r} to filter by; there are: {names}")
+        if any(isinstance(value, str) and len(value) > _LONGEST for value in _several(wanted)):
+            raise ConfigError(
+                f"a filter's value has at most {_LONGEST} characters; {name!r} has more"
+            )
+        if not all(isinstance(value, str | int | float) for value in _several(wanted)):
+            raise ConfigError(
+                f"a filter's value is a string, a number, or a collection of these; {name!r} has "
+                f"{wanted!r}"
+            )
+    return lambda hit: all(_fits(_value(hit, name), wanted) for name, wanted in where.items())
+
+
+def described(metadata: Mapping[str, object]) -> Metadata:
+    """What a user says of a document, checked.
+
+    Raises:
+        ConfigError: a name that stands for something else, or a value that is no string or number.
+    """
+    for name, value in metadata.items():
+        is_plain = isinstance(value, str) or (
+            isinstance(value, int | float) and math.isfinite(value)
+        )
+        if name in (*FIELDS, "text", "score") or not is_plain:
+            raise ConfigError(
+                "metadata are strings and finite numbers, by names other than "
+                f"{', '.join(FIELDS)}, text and score; got {name!r}: {value!r}"
+            )
+    return dict(metadata)  # type: ignore[arg-type]
+
+
+def _several(wanted: object) -> Collection[object]:
+    if isinstance(wanted, range):
+        return wanted[:1]  # it may be wide, and all are numbers
+    if isinstance(wanted, Collection) and not isinstance(wanted, str | bytes | Mapping):
+        return wanted
+    return [wanted]
+
+
+def _value(hit: Hit, name: str) -> object:
+    return getattr(hit, name) if name in FIELDS else hit.metadata.get(name)
+
+
+def _fits(found: object, wanted: object) -> bool:
+    if found is None:
+        return False
+    if isinstance(wanted, str):
+        return str(found) == wanted or fnmatchcase(str(found), wanted)
+    if isinstance(wanted, range):
+        with suppress(ValueError):
+            return found in wanted or int(str(found)) in wanted
+        return False
+    if isinstance(wanted, Collection):
+        return any(_fits(found, one) for one in wanted)
+    return found == wanted or str(found) == str(wanted)
 
 
 class Search:
@@ -81,7 +205,7 @@ class Search:
 
         Args:
             vector: (dim,) float32 of unit length.
-            where: which chunks may be among them, see `hits.judge`; None for all.
+            where: which chunks may be among them, see `judge`; None for all.
             text: what the vector is of; its words are looked for.
             by: "vectors", "words", or "hybrid" for both.
 
@@ -194,8 +318,13 @@ def _by_vector(
     index: Any, vector: NDArray[np.float32], count: int, among: Sequence[int] | None
 ) -> dict[int, float]:
     """The chunks nearest to a vector with their cosines, best first."""
-    options = {} if among is None else _only(among)
-    scores, ids = index.search(vector[None], count, **options)
+    import faiss
+
+    only = None
+    if among is not None:
+        chosen = faiss.IDSelectorBatch(np.array(among, np.int64))
+        only = faiss.SearchParameters(sel=chosen)  # type: ignore[call-arg]
+    scores, ids = index.search(vector[None], count, params=only)
     return dict(zip(ids[0].tolist(), scores[0].tolist(), strict=True))
 
 
@@ -214,14 +343,6 @@ def _known(metadata: object) -> Metadata:
     except ValueError:
         return {}
     return known if isinstance(known, dict) else {}
-
-
-def _only(ids: Sequence[int]) -> dict[str, Any]:
-    """Arguments that have FAISS search among these chunks only."""
-    import faiss
-
-    chosen = faiss.IDSelectorBatch(np.array(ids, np.int64))
-    return {"params": faiss.SearchParameters(sel=chosen)}  # type: ignore[call-arg]
 
 
 class WordSearch:

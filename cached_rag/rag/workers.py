@@ -22,24 +22,15 @@ import numpy as np
 
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.config import StoreConfig
-from cached_rag.errors import (
-    ClusterError,
-    ConfigError,
-    DocumentError,
-    MissingPackageError,
-    StoreError,
-)
+from cached_rag.errors import ClusterError, ConfigError, DocumentError, StoreError, needs_extra
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import EncodeSummary
-from cached_rag.rag.document import Document
-from cached_rag.rag.embedding import EMBED_CHUNKS, Embedder, Embeddings
-from cached_rag.rag.folder import IndexFolder
-from cached_rag.rag.limits import DocumentLimits
+from cached_rag.rag.answer import Prompts
+from cached_rag.rag.chunks import EMBED_CHUNKS, Chunk, Embedder, Embeddings, Splitter
+from cached_rag.rag.document import Document, DocumentLimits
+from cached_rag.rag.folder import IndexFolder, contexts
 from cached_rag.rag.progress import Say
-from cached_rag.rag.prompts import Prompts
 from cached_rag.rag.reading_process import ConfinedReader
-from cached_rag.rag.settings import contexts
-from cached_rag.rag.splitting import Chunk, Splitter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -115,16 +106,14 @@ def content(document: Document) -> str:
     return digest(document.title, document.text, *known)
 
 
-def groups(texts: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:
-    """Sources in groups, each with chunks enough for a few batches."""
-    group: list[str] = []
-    size = 0
+def groups(texts: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Sequence[str]]]:
+    """Documents in groups, each with chunks enough for a few batches."""
+    group: dict[str, Sequence[str]] = {}
     for source, chunks in texts.items():
-        group.append(source)
-        size += len(chunks)
-        if size >= _GROUP_CHUNKS:
+        group[source] = chunks
+        if sum(map(len, group.values())) >= _GROUP_CHUNKS:
             yield group
-            group, size = [], 0
+            group = {}
     if group:
         yield group
 
@@ -272,7 +261,7 @@ class IngestWorker:
                     vectors = self.preparation.embedded(texts[task.source])
                     made = replace(made, chunks=tuple(chunks), vectors=vectors)
                 documents.append(made)
-        parts = ([texts[source] for source in group] for group in groups(texts))
+        parts = ([*group.values()] for group in groups(texts))
         done = sum(map(self.preparation.encode, parts), EncodeSummary())
         if done.unsent:
             raise StoreError(
@@ -284,15 +273,15 @@ class IngestWorker:
 
 @contextmanager
 def helped(
-    ray: str | IngestWorkers,
+    ray: str | IngestWorkers | None,
     folder: IndexFolder,
     documents: Path,
     limits: DocumentLimits,
-) -> Iterator[Prepare]:
+) -> Iterator[Prepare | None]:
     """Workers that prepare as this process would, for as long as the context lasts.
 
     Args:
-        ray: the workers, or the address of a Ray cluster.
+        ray: the workers, or the address of a Ray cluster; None for no help.
         folder: the index's.
         documents: the file or folder that is ingested.
         limits: on reading a document.
@@ -301,6 +290,9 @@ def helped(
         ConfigError: workers cannot do it by these settings.
         MissingPackageError: Ray is not installed.
     """
+    if ray is None:
+        yield None
+        return
     engine, embedder, options = folder.engine, folder.embedder, folder.load_options()
     store = _for_workers(engine.settings)
     if options["backend"] == "transformers":
@@ -332,11 +324,12 @@ def workers(address: str, **options: float) -> IngestWorkers:
         MissingPackageError: Ray is not installed, or this package is only on the path.
         ConfigError: an option is refused.
     """
-    for found in entry_points(group="cached_rag.workers", name="ray"):
-        made: IngestWorkers = found.load()(address=address, **options)
-        return made
-    missing = ImportError("its entry point is not there, as if this package were not installed")
-    raise MissingPackageError("ingestion by workers", "ray", missing)
+    found = tuple(entry_points(group="cached_rag.workers", name="ray"))
+    with needs_extra("ray", "ingestion by workers"):
+        if not found:
+            raise ModuleNotFoundError("its entry point is not there, as without an installation")
+    made: IngestWorkers = found[0].load()(address=address, **options)
+    return made
 
 
 def _for_workers(store: StoreConfig) -> StoreConfig:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # their packages are another extra's
     from numpy.typing import NDArray
 
     from cached_rag.rag.answer import AnswerStream
-    from cached_rag.rag.hits import Hit
     from cached_rag.rag.rag import CachedRAG
+    from cached_rag.rag.search import Hit
 
 PREFIX = "index:"
 # Texts that are embedded at once: answers are made in between, by the same thread.
@@ -109,8 +109,10 @@ class ServedIndex:
 
     def _prompt(self, question: str, texts: Sequence[str], history: Sequence[Message]) -> Rendered:
         """What the model is asked, with these chunks."""
-        from cached_rag.rag.answer import conversation  # an index is open, so its packages are here
-        from cached_rag.rag.prompts import Prompts
+        from cached_rag.rag.answer import (
+            Prompts,
+            conversation,  # an index is open, so its packages are here
+        )
 
         prompts = Prompts(self._rag.engine, self._rag.settings["system"])
         return prompts.rendered(prompts.messages(question, texts, conversation(history)))

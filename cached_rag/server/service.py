@@ -24,7 +24,7 @@ from cached_rag.server.tenants import Tenants
 
 if TYPE_CHECKING:  # its packages are another extra's
     from cached_rag.rag.answer import AnswerStream
-    from cached_rag.rag.hits import Hit
+    from cached_rag.rag.search import Hit
 
 _log = logging.getLogger(__name__)
 # Most chunks of a response that wait for the client to read them.

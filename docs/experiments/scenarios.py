@@ -22,7 +22,7 @@ from cached_rag.engine.report import Report
 from cached_rag.errors import ConfigError
 from cached_rag.evaluation.answers import Peer, Question, Sample, agreement
 from cached_rag.evaluation.timing import take_turns
-from cached_rag.rag.prompts import Prompts, Turn
+from cached_rag.rag.answer import Prompts, Turn
 
 _SYSTEM = "Answer the question with the help of the documents. Answer with a few words only."
 # Cold comes first: what it asks about must be new to all.

@@ -23,7 +23,7 @@ from cached_rag.engine.report import Report
 from cached_rag.errors import ConfigError
 from cached_rag.evaluation.answers import Question, Sample, Stopwatch
 from cached_rag.evaluation.timing import check_prompts_are_new
-from cached_rag.rag.prompts import Prompts
+from cached_rag.rag.answer import Prompts
 from docs.experiments.peers.vllm import Vllm
 
 _SYSTEM = "Answer the question with the help of the documents. Answer with a few words only."

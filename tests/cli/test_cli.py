@@ -23,8 +23,8 @@ from cached_rag.cli import demo
 from cached_rag.cli import main as cli
 from cached_rag.cli.terminal import plain, print_json, sooner
 from cached_rag.errors import DocumentError, StoreError
-from cached_rag.rag.embedding import Embedder
-from cached_rag.rag.settings import SYSTEM
+from cached_rag.rag.chunks import Embedder
+from cached_rag.rag.folder import SYSTEM
 from docs.experiments import __main__ as experiments
 
 run = CliRunner().invoke

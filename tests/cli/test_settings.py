@@ -16,8 +16,8 @@ from cached_rag.cli.options import FILE, OptionsOf, SettingsCommand, with_settin
 from cached_rag.config import BatchConfig, GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError
 from cached_rag.options import parted, settings_of
-from cached_rag.rag.limits import DocumentLimits
-from cached_rag.rag.settings import IndexConfig, Reranking, Retrieval
+from cached_rag.rag.document import DocumentLimits
+from cached_rag.rag.folder import IndexConfig, Reranking, Retrieval
 from cached_rag.server import ServerConfig
 
 KINDS = (

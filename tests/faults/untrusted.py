@@ -13,7 +13,7 @@ from pathlib import Path
 from faults.outcome import Outcome
 
 from cached_rag.errors import DocumentError
-from cached_rag.rag.limits import DocumentLimits
+from cached_rag.rag.document import DocumentLimits
 from cached_rag.rag.reading_process import ConfinedReader
 
 Load = Callable[[Path], str]

@@ -26,8 +26,8 @@ from cached_rag.kv.disk import DiskStore
 from cached_rag.kv.holdings import Removals
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
+from cached_rag.rag.chunks import Chunk
 from cached_rag.rag.index import DocumentIndex
-from cached_rag.rag.splitting import Chunk
 
 BEHIND, IDS = EncodedAfter((7, 8)), module(1).token_ids
 

@@ -11,7 +11,7 @@ import pytest
 
 from cached_rag import Answer, ConfigError
 from cached_rag.errors import BusyError, ContextOverflowError
-from cached_rag.rag.prompts import Prompts
+from cached_rag.rag.answer import Prompts
 
 PRINTABLE = [chr(code) for code in range(32, 127)]
 FIRST, SECOND = "copper green?", "and lighthouses?"

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cached_rag.errors import DocumentError
+from cached_rag.rag.chunks import Splitter
 from cached_rag.rag.document import Document
-from cached_rag.rag.readers import load_document
-from cached_rag.rag.splitting import LANGUAGES, Splitter
+from cached_rag.rag.readers import LANGUAGES, load_document
 
 FUNCTION = "def function_{0}(one, two):\n    three = one + two + {0}\n    return three * {0}\n"
 CLASS = "class Thing{0}:\n    def method(self):\n        return {0}\n"

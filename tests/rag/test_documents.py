@@ -11,11 +11,11 @@ from pypdf import PdfWriter
 from cached_rag import ConfigError
 from cached_rag.cli.demo import CORPUS
 from cached_rag.errors import DocumentError
+from cached_rag.rag.chunks import Chunk, Splitter
 from cached_rag.rag.document import Document
 from cached_rag.rag.finding import look_at
 from cached_rag.rag.index import DocumentIndex
 from cached_rag.rag.readers import load_document
-from cached_rag.rag.splitting import Chunk, Splitter
 
 PDF = b"""%PDF-1.4
 1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj

@@ -11,7 +11,7 @@ from test_identity import docs, ingest, rag, sources  # noqa: F401
 
 from cached_rag.errors import DocumentError
 from cached_rag.rag.finding import look_at
-from cached_rag.rag.watch import _changed
+from cached_rag.rag.ingest import _changed
 
 
 @pytest.fixture

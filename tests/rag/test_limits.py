@@ -20,7 +20,7 @@ from cached_rag.cli.main import app
 from cached_rag.cli.terminal import visible
 from cached_rag.errors import DocumentError
 from cached_rag.rag import reading_process
-from cached_rag.rag.limits import DocumentLimits
+from cached_rag.rag.document import DocumentLimits
 from cached_rag.rag.readers import READERS, load_document
 from cached_rag.rag.reading_process import ConfinedReader
 
@@ -168,7 +168,7 @@ def test_a_reader_ends_with_the_process_that_asked(tmp_path):
     code = f"""
 import os
 from pathlib import Path
-from cached_rag.rag.limits import DocumentLimits
+from cached_rag.rag.document import DocumentLimits
 from cached_rag.rag.reading_process import ConfinedReader
 reader = ConfinedReader(DocumentLimits(), Path({str(tmp_path)!r}))
 reader.load({str(tmp_path / "a.txt")!r})

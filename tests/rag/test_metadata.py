@@ -11,8 +11,8 @@ from test_documents import PDF
 
 from cached_rag import ConfigError
 from cached_rag.errors import DocumentError
+from cached_rag.rag.chunks import Splitter
 from cached_rag.rag.readers import load_document
-from cached_rag.rag.splitting import Splitter
 
 PAGE = """<h1>Copper</h1><p>turns green</p><h2>On roofs</h2><p>within years</p>
 <h3>Near the sea</h3><p>sooner</p><h2>In soil</h2><p>seldom</p>"""

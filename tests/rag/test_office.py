@@ -10,10 +10,9 @@ import zipfile
 import pytest
 
 from cached_rag.errors import DocumentError
-from cached_rag.rag import archive
+from cached_rag.rag import office
 from cached_rag.rag.finding import look_at
-from cached_rag.rag.readers import READERS, load_document
-from cached_rag.rag.splitting import LANGUAGES
+from cached_rag.rag.readers import LANGUAGES, READERS, load_document
 
 OFFICE = "http://schemas.openxmlformats.org"
 TYPES = f'<Types xmlns="{OFFICE}/package/2006/content-types"><Default Extension="rels" \
@@ -306,7 +305,7 @@ def test_entities_and_links_reach_nothing(tmp_path):
 
 
 def test_a_small_archive_that_holds_a_large_document_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(archive, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(office, "_MOST_BYTES", 1 << 20)
     write_docx(tmp_path / "a.docx", "green " * 500_000)
     assert (tmp_path / "a.docx").stat().st_size < 100_000
     with pytest.raises(DocumentError, match=r"a\.docx"):

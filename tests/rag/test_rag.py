@@ -22,7 +22,7 @@ from cached_rag.errors import (
 )
 from cached_rag.library.encode import PRIMER, primer
 from cached_rag.library.library import Library
-from cached_rag.rag.prompts import Prompts
+from cached_rag.rag.answer import Prompts
 
 
 def ingest(rag, path, **options):

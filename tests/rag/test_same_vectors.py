@@ -15,7 +15,7 @@ from transformers import BertConfig, BertModel
 
 from cached_rag import CachedRAG
 from cached_rag.errors import IndexMismatchError
-from cached_rag.rag.embedding import Embedder
+from cached_rag.rag.chunks import Embedder
 from cached_rag.rag.index import DocumentIndex
 
 TEXTS = dict(zip("abc", CHUNKS, strict=True))

@@ -10,9 +10,9 @@ from indexes import WordEmbedding
 
 from cached_rag import CachedRAG, ConfigError
 from cached_rag.errors import ModelNotFoundError
+from cached_rag.rag.chunks import Chunk
 from cached_rag.rag.index import DocumentIndex
 from cached_rag.rag.search import WordSearch, fused
-from cached_rag.rag.splitting import Chunk
 
 PARTS = {
     "a.txt": "the nozzle TX-245 is on shelf 41",

@@ -7,8 +7,8 @@ import random
 import pytest
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
+from cached_rag.rag.chunks import Splitter
 from cached_rag.rag.document import Document
-from cached_rag.rag.splitting import Splitter
 
 
 def words(text):

@@ -14,10 +14,9 @@ import psutil
 import pytest
 
 from cached_rag.errors import DocumentError
-from cached_rag.rag import limits, reading_process
-from cached_rag.rag.document import shown
+from cached_rag.rag import document, reading_process
+from cached_rag.rag.document import DocumentLimits, shown, text_limit
 from cached_rag.rag.finding import look_at
-from cached_rag.rag.limits import DocumentLimits, text_limit
 from cached_rag.rag.readers import load_document
 from cached_rag.rag.reading_process import ConfinedReader, trusted_path
 from cached_rag.rag.tables import table_to_text
@@ -100,7 +99,7 @@ def test_what_is_swapped_between_check_and_opening_is_not_read(
 
 def test_a_file_is_not_read_beyond_its_limit_if_it_grows(docs, monkeypatch):
     file = docs / "deep" / "a.txt"
-    monkeypatch.setattr(limits.stat, "S_ISREG", lambda _: file.write_text("x" * 1000) > 0)
+    monkeypatch.setattr(document.stat, "S_ISREG", lambda _: file.write_text("x" * 1000) > 0)
     with pytest.raises(DocumentError, match="exceed 100;"):
         load_document(file, max_bytes=100)
 

@@ -8,7 +8,7 @@ from threading import Event
 import pytest
 
 from cached_rag.errors import DocumentError, MissingPackageError
-from cached_rag.rag.watch import _changed, _ingested
+from cached_rag.rag.ingest import _changed, _ingested
 
 
 @pytest.fixture

