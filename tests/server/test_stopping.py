@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
 from conftest import CHUNKS, tiny_model
 from doubles import Recording, slow
+from fresh import run_fresh
 from served import GREEDY, MESSAGES, running, until
 
 from cached_rag import Engine
@@ -153,7 +151,4 @@ try:
 except KeyboardInterrupt:
     print("interrupted, closed:", engine._is_closed)
 """
-    run = [sys.executable, "-W", "ignore", "-c", code]
-    found = {"cwd": Path(__file__).parent.parent, "capture_output": True, "text": True}
-    done = subprocess.run(run, **found, check=True)
-    assert (done.stdout, done.stderr) == ("interrupted, closed: True\n", "")
+    assert run_fresh(code) == (0, "interrupted, closed: True\n", "")
