@@ -53,7 +53,7 @@ class TestChatModelIntegration(ChatModelIntegrationTests):
     @property
     def chat_model_params(self):
         if TestChatModelIntegration.engine is None:
-            TestChatModelIntegration.engine = Engine(smollm2("bfloat16"))
+            TestChatModelIntegration.engine = Engine(smollm2())
         return {"engine": TestChatModelIntegration.engine, **SPEECH}
 
     @property
