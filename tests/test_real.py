@@ -51,13 +51,13 @@ def test_full_ratio_equals_full_prefill_and_no_repair_does_not(engine):
 
 def test_generated_text_equals_generate(engine):
     prompt = messages(*chunks()[:3])
-    answer = engine.generate(prompt, method="cacheblend", recompute_ratio=1.0, max_tokens=24)
+    answer = engine.generate(prompt, method="cacheblend", recompute_ratio=1.0, max_tokens=12)
     tokenizer = engine.model.tokenizer
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
     with torch.inference_mode():
         out = engine.model.decoder.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12
         )
     assert answer.text == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 

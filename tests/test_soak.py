@@ -22,10 +22,10 @@ def test_what_is_not_deleted_is_seen(tmp_path, monkeypatch):
     with world.index(tmp_path / "index") as rag:
         rag.add_texts({"other": world.TEXTS[0]}, progress=False)
         worker = work.Worker(rag, tmp_path, "a", 0, "")
-        worker._own_document()
+        worker.own_document()
         assert worker.done.faults == []
         monkeypatch.setattr(DocumentIndex, "delete", lambda *_: [])
-        worker._own_document()
+        worker.own_document()
         assert "what was deleted is found" in worker.done.faults
         assert any(one.startswith("documents.sqlite") for one in worker.done.faults)
 
@@ -33,7 +33,7 @@ def test_what_is_not_deleted_is_seen(tmp_path, monkeypatch):
 def test_wrong_answers_are_seen(tmp_path):
     with world.index(tmp_path / "index") as rag:
         worker = work.Worker(rag, tmp_path, "a", 0, "another answer")
-        worker._exact()
+        worker.exact()
         assert worker.done.wrong == 1
 
 

@@ -115,12 +115,12 @@ def test_drafts_are_shorter_the_more_answers_share_a_pass():
 
 PROMPT = f"{CHUNKS[0]} {CHUNKS[1]} {CHUNKS[0]} {CHUNKS[2]} Say all of it again."
 SETTINGS = [
-    {"max_tokens": 30, "ignore_eos": True},
-    {"max_tokens": 30, "repetition_penalty": 1.3},
-    {"max_tokens": 30, "stop": ("e", "on")},
+    {"max_tokens": 60, "ignore_eos": True},
+    {"max_tokens": 60, "repetition_penalty": 1.3},
+    {"max_tokens": 60, "stop": ("e", "on")},
     {"max_tokens": 7, "ignore_eos": True},
-    {"max_tokens": 25, "temperature": 0.7, "seed": 3, "ignore_eos": True},
-    {"max_tokens": 25, "temperature": 2.0, "top_k": 5, "top_p": 0.9, "seed": 4},
+    {"max_tokens": 50, "temperature": 0.7, "seed": 3, "ignore_eos": True},
+    {"max_tokens": 50, "temperature": 2.0, "top_k": 5, "top_p": 0.9, "seed": 4},
 ]
 APPENDING = [model for f in sorted(FAMILIES) if (model := tiny_model(f)).can_append]
 BACKENDS = [*APPENDING, Plain(tiny_model("llama"), can_append=True)]
