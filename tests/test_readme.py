@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from conftest import CHUNKS
+from fresh import run_fresh
 from typer.testing import CliRunner
 
 from cached_rag import CachedRAG, Engine
@@ -96,9 +95,19 @@ print(*(one.report.cached_tokens for one in made))
 """
 
 
+LIBRARIES = sorted(
+    {
+        node.module
+        for script in SCRIPTS
+        for node in ast.walk(ast.parse(script))
+        if isinstance(node, ast.ImportFrom)
+    }
+)
+
+
 def run_script(folder):
-    command = [sys.executable, "-W", "ignore", "-c", RUNNER, "script.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    modules = " ".join(["transformers.models.llama.modeling_llama", *LIBRARIES])
+    done = run_fresh(RUNNER, "script.py", cwd=folder, modules=modules)
     assert done.returncode == 0, done.stderr
     *shown, counts = done.stdout.splitlines()
     return shown, list(map(int, counts.split()))

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.real
 
 @functools.cache
 def chunks():
-    return [load_document(file).text[:900].strip() for file in look_at(CORPUS).files[:4]]
+    return [load_document(file).text[:450].strip() for file in look_at(CORPUS).files[:4]]
 
 
 def messages(*texts):
@@ -51,13 +51,13 @@ def test_full_ratio_equals_full_prefill_and_no_repair_does_not(engine):
 
 def test_generated_text_equals_generate(engine):
     prompt = messages(*chunks()[:3])
-    answer = engine.generate(prompt, method="cacheblend", recompute_ratio=1.0, max_tokens=24)
+    answer = engine.generate(prompt, method="cacheblend", recompute_ratio=1.0, max_tokens=12)
     tokenizer = engine.model.tokenizer
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
     with torch.inference_mode():
         out = engine.model.decoder.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12
         )
     assert answer.text == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
@@ -89,18 +89,16 @@ def test_documents_are_asked_in_the_fastest_dtype(tmp_path):
     corpus.mkdir()
     for file in look_at(CORPUS).files:
         if file.stem in ("pep-3129", "pep-0553"):
-            (corpus / file.name).write_bytes(file.read_bytes())
+            (corpus / file.name).write_bytes(file.read_bytes()[:4000])
     with CachedRAG.open(tmp_path / "index", "smollm2-135m") as rag:
         summary = rag.ingest(corpus, progress=False)
         assert summary.added == 2
-        assert summary.encoded == summary.chunks > 10
+        assert summary.encoded == summary.chunks > 5
         question = "Which function does breakpoint() call?"
         answer = rag.ask(question, max_tokens=24)
         assert "pep-0553" in answer.sources[0].source
         assert "sys.breakpointhook()" in answer.text
         assert answer.report.cached_tokens > 0.7 * answer.report.prompt_tokens
-    with CachedRAG.open(tmp_path / "index") as again:
-        assert again.ask(question, max_tokens=24).text == answer.text
 
 
 def test_embeddings_are_unit_vectors_and_near_means_alike():

@@ -184,7 +184,7 @@ def test_where_text_may_vanish_there_is_no_reach(backend):
 
 @pytest.mark.real
 def test_a_real_tokenizer_has_a_reach_and_obeys_no_document():
-    tokenizer = smollm2("bfloat16").tokenizer
+    tokenizer = smollm2().tokenizer
     tokenization = Tokenization(tokenizer)
     for token, number in tokenization._backends.controls.items():
         assert number not in tokenization.literal(f"a {token} b{token}").ids

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from fresh import run_fresh
 
 from cached_rag.backends.thread import ModelThread, join, on_model_thread, submit
 
@@ -48,8 +47,8 @@ submit(lambda: time.sleep(60))  # is never begun
 time.sleep(0.05)
 """
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=50)
-        assert (done.returncode, done.stderr) == (0, b"")
+        done = run_fresh(code)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_who_waits_for_a_thread_on_the_model_thread_does_what_it_submits():

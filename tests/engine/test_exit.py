@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 from conftest import CHUNKS, tiny_model
+from fresh import run_fresh
 
 from cached_rag import ConfigError, Engine, StoreConfig
 from cached_rag.library.learning import Activity, WriteBack
@@ -42,13 +40,9 @@ thread.join()
 }
 
 
-def run(model, *arguments, end, **options):
+def run(model, *arguments, end):
     """A script's end state: exit code, last line of its output, all it said otherwise."""
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT + end, model, *map(str, arguments)]
-    environment = os.environ | {"TQDM_DISABLE": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=environment, **options
-    )
+    done = run_fresh(SCRIPT + end, model, *arguments, TQDM_DISABLE="1")
     return done.returncode, done.stdout.splitlines()[-1:], done.stderr
 
 

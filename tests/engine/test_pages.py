@@ -36,8 +36,7 @@ def reserved(model, **batch):
 
 
 @pytest.mark.parametrize("method", ["full", "auto", "reuse"])
-@pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("how", [{}, {"temperature": 2.0, "seed": 3}])
+@pytest.mark.parametrize(("drafts", "how"), [(False, {"temperature": 2.0, "seed": 3}), (True, {})])
 def test_an_answer_in_many_pages_is_the_same(model, pages, monkeypatch, method, drafts, how):
     options = LONG | how | {"method": method, "drafts": drafts}
     answers = []
@@ -52,12 +51,12 @@ def test_an_answer_in_many_pages_is_the_same(model, pages, monkeypatch, method, 
 
 def test_memory_grows_with_the_answer(model, pages):
     engine, used = reserved(model)
-    engine.generate("Why?", max_tokens=900, ignore_eos=True, drafts=False)
+    engine.generate("Why?", max_tokens=600, ignore_eos=True, drafts=False)
     assert used == sorted(used)
     sizes = [nbytes // model.shapes.bytes_per_token for nbytes in dict.fromkeys(used)]
     assert sizes[0] == 256  # then one page after the other, each as large as the answer before it
     assert all(1.9 * one < other + 8 for one, other in pairwise(sizes[:-1]))
-    assert 900 < sizes[-1] < 920
+    assert 600 < sizes[-1] < 620
     assert engine.scheduler.nbytes == 0
 
 
@@ -67,8 +66,10 @@ def test_most_answers_have_one_page(model):
     assert len(set(used)) == 1
 
 
-@pytest.mark.parametrize(("method", "slots"), [("full", 600), ("auto", 2 * 256 + 6)])
-@pytest.mark.parametrize("how", [{}, {"temperature": 2.0, "seed": 3}])
+@pytest.mark.parametrize(
+    ("method", "slots", "how"),
+    [("full", 600, {}), ("auto", 2 * 256 + 6, {"temperature": 2.0, "seed": 3})],
+)
 def test_the_youngest_gives_way_and_goes_on_where_it_was(model, pages, method, slots, how):
     options = how | {"method": method, "max_tokens": 240, "ignore_eos": True}
     asked = [f"{CHUNKS[n]} Why?" for n in range(3)]

@@ -69,12 +69,12 @@ def _tried(fault: str, work: Work, trials: int, folder: Path, chance: random.Ran
         if number % 25 == 0:  # else the same folder goes on from one kill to the next
             shutil.rmtree(folder, ignore_errors=True)
             world.write_documents(folder / "documents")
-        _killed(work, folder, random.Random(chance.random()), chance.uniform(0.01, 0.6))
+        killed(work, folder, random.Random(chance.random()), chance.uniform(0.01, 0.6))
         outcome.add(*judged(folder))
     return outcome
 
 
-def _killed(work: Work, folder: Path, chance: random.Random, seconds: float) -> None:
+def killed(work: Work, folder: Path, chance: random.Random, seconds: float) -> None:
     child = os.fork()
     if not child:
         try:

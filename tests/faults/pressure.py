@@ -53,11 +53,11 @@ def campaign(trials: int, folder: Path, chance: random.Random) -> list[Outcome]:
         for _ in range(trials):
             method = chance.choice(_METHODS)
             lack.at, lack.error = chance.randint(1, calls[method]), chance.choice(_ERRORS)
-            outcome.add(0, *_tried(engine, lack, method, expected[method]))
+            outcome.add(0, *tried(engine, lack, method, expected[method]))
     return [outcome]
 
 
-def _tried(
+def tried(
     engine: Engine, lack: Lack, method: str, expected: list[list[int]]
 ) -> tuple[int, list[str]]:
     lack.count = 0

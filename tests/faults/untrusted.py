@@ -27,26 +27,27 @@ def campaign(trials: int, folder: Path, chance: random.Random) -> list[Outcome]:
     """Try each of the three so many times."""
     swapped = swaps(trials, folder / "swapped", chance)
     bombs = Outcome("small files of very long texts")
-    documents = _documents(folder / "bombs")
+    documents = make_documents(folder / "bombs")
     with ConfinedReader(DocumentLimits(max_characters=LIMIT), documents) as reader:
         for _ in range(trials):
             bombs.add(*tried_bomb(documents, chance, lambda path: reader.load(path).text))
     modules = Outcome("a module in the reader's path, among the documents")
     for number in range(trials):
-        modules.add(*tried_module(_documents(folder / f"modules{number}"), chance))
+        modules.add(*tried_module(make_documents(folder / f"modules{number}"), chance))
     return [swapped, bombs, modules]
 
 
 def swaps(trials: int, folder: Path, chance: random.Random) -> Outcome:
     """Try swapped files so many times."""
-    outcome, documents = Outcome("a file swapped for a link while it is read"), _documents(folder)
+    outcome = Outcome("a file swapped for a link while it is read")
+    documents = make_documents(folder)
     with ConfinedReader(DocumentLimits(), documents) as reader:
         for _ in range(trials):
             outcome.add(*tried_swap(documents, chance, lambda path: reader.load(path).text))
     return outcome
 
 
-def _documents(folder: Path) -> Path:
+def make_documents(folder: Path) -> Path:
     """A folder of one document, beside one of a secret."""
     (folder / "docs" / "deep").mkdir(parents=True)
     (folder / "outside").mkdir()

@@ -335,7 +335,7 @@ def test_the_string_model_has_log_probabilities_too(llm):
 
 @pytest.mark.real
 def test_the_bytes_of_a_character_of_several_tokens_are_its_own():
-    with Engine(smollm2("bfloat16"), NEW_PROMPTS) as engine:
+    with Engine(smollm2(), NEW_PROMPTS) as engine:
         bound = ChatCachedRAG(engine=engine).bind(logprobs=True, grammar=Grammar.choice(["東京"]))
         answer = bound.invoke("Name a city.")
     content = answer.response_metadata["logprobs"]["content"]

@@ -36,7 +36,7 @@ sys.path.insert(0, {tests!r})
 from test_ray_ingest import Pausing, opened_at, CONFIG
 from dataclasses import replace
 with opened_at({index!r}, {model!r}, Pausing({flag!r})) as rag:
-    rag.ingest({docs!r}, progress=False, ray=replace(CONFIG, address={address!r}))
+    rag.ingest({docs!r}, progress=False, ray=replace(CONFIG, workers=1, address={address!r}))
 """
 CONFIG = RayConfig(workers=2, documents_per_task=1)
 
@@ -145,7 +145,7 @@ def test_a_killed_asker_goes_on_where_it_was(tmp_path, model_folder, docs, alone
     with opened_at(index, model_folder, WordEmbedding()) as rag:
         before = rag.documents()
         assert 3 <= len(before) <= 5  # in order, so nothing behind the one that paused
-        done = ingest(rag, docs, ray=CONFIG)
+        done = ingest(rag, docs, ray=replace(CONFIG, workers=1))
         assert (done.added, done.unchanged) == (8 - len(before), len(before))
         assert 0 < done.encoded < alone[1].encoded
         assert_same_index(rag, alone[0])
@@ -165,7 +165,7 @@ def test_workers_import_nothing_from_the_folder_that_was_the_current_one(cluster
 def test_an_error_of_a_worker_comes_as_itself(cluster):
     recipe = IngestRecipe({}, {}, StoreConfig(), None, "", "/nowhere", ("/nowhere",))
     with pytest.raises(ClusterError, match=r"a worker on .* does not see /nowhere"):
-        list(CONFIG.prepare(recipe, [IngestTask("a", "/nowhere/a.txt")]))
+        list(replace(CONFIG, workers=1).prepare(recipe, [IngestTask("a", "/nowhere/a.txt")]))
 
 
 def test_documents_that_kill_each_worker_are_given_up(cluster):

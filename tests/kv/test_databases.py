@@ -350,7 +350,7 @@ def test_nothing_of_deleted_rows_is_left_where_they_once_were(tmp_path, monkeypa
     schema = "CREATE TABLE t (text TEXT PRIMARY KEY)"
     found, chance = 0, random.Random(0)
     with closing(Database(tmp_path / "a.sqlite", schema)) as made:
-        for number in range(1500):
+        for number in range(500):
             mark = f"mark {number} "
             with made.transaction() as connection:
                 connection.execute(

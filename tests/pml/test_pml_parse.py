@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fresh import run_fresh
 
 from cached_rag import Import, Said, Schema
 from cached_rag.errors import PMLError
@@ -308,8 +307,7 @@ def test_long_schemas_are_read_in_time(tmp_path, kind):
         "try: print(len(Schema.from_file(sys.argv[1]).node.children))\n"
         "except PMLError as error: print(str(error)[-40:])\n"
     )
-    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "s.xml")]
-    done = subprocess.run(command, capture_output=True, timeout=30, check=True)
+    done = run_fresh(code, tmp_path / "s.xml", seconds=20)
     assert done.stdout.strip()
 
 

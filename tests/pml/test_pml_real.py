@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import NEW_PROMPTS, smollm2
+from cut_model import LAYERS, write_cut_gguf
 
-from cached_rag import Engine, GenerationConfig
+from cached_rag import Engine, GenerationConfig, load_model
 from cached_rag.evaluation.measure import figures, read
 from cached_rag.kv.layers import KVShapes, LayerShape
 from docs.experiments.applications import EXAMPLES
@@ -31,11 +32,10 @@ def test_ids_are_those_of_plain_tokenisation(engine, name):
         assert ids == engine.tokenization.tokenize(rendered).ids
 
 
-@pytest.mark.parametrize("name", ["learner", "trip"])
-def test_answers_at_full_recompute_are_full_prefills(engine, name):
-    prompt = EXAMPLES[name]().prompts[0]
-    whole = engine.generate(prompt, method="cacheblend", recompute_ratio=1.0, max_tokens=24)
-    assert whole.text == engine.generate(prompt, method="full", max_tokens=24).text
+def test_answers_at_full_recompute_are_full_prefills(engine):
+    prompt = EXAMPLES["trip"]().prompts[0]
+    whole = engine.generate(prompt, method="cacheblend", recompute_ratio=1.0, max_tokens=16)
+    assert whole.text == engine.generate(prompt, method="full", max_tokens=16).text
     assert whole.report.recomputed_tokens > 0.5 * whole.report.prompt_tokens
 
 
@@ -55,13 +55,17 @@ def test_what_modules_are_encoded_behind_brings_them_nearer_to_full_prefill(engi
     assert distance["schema"] < 0.7 * distance["nothing"]
 
 
-def test_code_of_several_files_is_written_from_cache(engine):
+def test_code_of_several_files_is_written_from_cache(tmp_path):
+    """With few layers, as the prompt has 5000 tokens."""
+    write_cut_gguf(tmp_path / "cut.gguf")
+    model = load_model(str(tmp_path / "cut.gguf"), dtype="float32", device="cpu")
+    engine = Engine(model, NEW_PROMPTS)
     example = EXAMPLES["code"]()
     (reused,) = bench_prompt(engine, example.prompts[0], ("reuse",), max_tokens=8, repeats=1)
     assert reused.cached_tokens > 0.97 * reused.prompt_tokens
     assert reused.text
     weight = footprint(engine)
-    assert weight.memory == weight.formula == 2 * 30 * 3 * 64 * 4
+    assert weight.memory == weight.formula == 2 * LAYERS * 3 * 64 * 4
 
 
 @pytest.mark.parametrize(

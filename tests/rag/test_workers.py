@@ -47,7 +47,7 @@ def docs(tmp_path):
     """Long documents, which are encoded each by itself, then short ones, then bad ones."""
     folder = tmp_path / "docs"
     folder.mkdir()
-    for number, lines in enumerate((90, 100, 3, 5, 4)):
+    for number, lines in enumerate((68, 74, 3, 5, 4)):
         told = "\n\n".join(f"{number}.{n} {CHUNKS[n % 3]}" for n in range(lines))
         (folder / f"{number}.txt").write_text(f"About {number}\n\n{told}")
     (folder / "3-broken.pdf").write_bytes(b"%PDF-nonsense")

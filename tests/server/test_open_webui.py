@@ -37,7 +37,7 @@ def section(number):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    engine = Engine(smollm2("bfloat16"), StoreConfig(learn="recurring"))
+    engine = Engine(smollm2(), StoreConfig(learn="recurring"))
     folder = tmp_path_factory.mktemp("index")
     with (
         CachedRAG.open(folder / "manual", engine=engine) as rag,

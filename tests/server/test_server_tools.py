@@ -223,7 +223,7 @@ def test_log_probabilities(client):
 def test_the_bytes_of_a_character_of_several_tokens_are_its_own():
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "東京"}}}
     asked = ASK | {"response_format": form, "logprobs": True, "top_logprobs": 1}
-    with Engine(smollm2("bfloat16"), NEW_PROMPTS) as engine, serving(engine) as (address, _):
+    with Engine(smollm2(), NEW_PROMPTS) as engine, serving(engine) as (address, _):
         answer = httpx.post(f"{address}/v1/chat/completions", json=asked, timeout=60).json()
     (choice,) = answer["choices"]
     spelled = b"".join(bytes(one["bytes"]) for one in choice["logprobs"]["content"])

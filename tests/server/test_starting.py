@@ -10,6 +10,7 @@ import sys
 
 import httpx
 import pytest
+from fresh import run_fresh
 from typer.testing import CliRunner
 
 from cached_rag import ConfigError
@@ -17,18 +18,13 @@ from cached_rag.backends.transformers.loading import load_model
 from cached_rag.cli.main import app
 from cached_rag.server.run import bind
 
-SERVE = [sys.executable, "-c", "from cached_rag.cli.main import main; main()", "serve"]
+SERVE = "from cached_rag.cli.main import main; main()"
 
 
 def test_a_port_in_use_is_an_error_and_nothing_is_served(model_folder):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        done = subprocess.run(
-            [*SERVE, "--model", model_folder, "--port", str(port)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        done = run_fresh(SERVE, "serve", "--model", model_folder, "--port", port)
     assert done.returncode == 1
     said = " ".join(done.stderr.split())
     assert said.startswith(f"error: cannot listen at 127.0.0.1, port {port}:")
@@ -71,7 +67,9 @@ def test_a_device_that_is_not_there_is_named_with_what_is(model_folder, device):
 
 def test_what_says_that_it_serves_can_be_asked(model_folder):
     with subprocess.Popen(
-        [*SERVE, "--model", model_folder, "--port", "0"], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", SERVE, "serve", "--model", model_folder, "--port", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
     ) as server:
         line = next(line for line in server.stderr if "serving" in line)
         address = re.search(r"http://127.0.0.1:\d+", line).group()

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
 from conftest import CHUNKS, tiny_model
 from doubles import Recording, slow
+from fresh import run_fresh
 from served import GREEDY, MESSAGES, running, until
 
 from cached_rag import Engine
@@ -140,6 +138,7 @@ def test_a_second_interrupt_ends_the_server_without_a_traceback():
 import signal
 from conftest import tiny_model
 from cached_rag import Engine
+from cached_rag.errors import ClosedError
 from cached_rag.server.app import create_app
 from cached_rag.server.run import Server, bind
 from cached_rag.server.service import Service
@@ -151,9 +150,7 @@ def interrupt():
 try:
     Server(app, 1, interrupt).run(sockets=[bind("127.0.0.1", 0)])
 except KeyboardInterrupt:
-    print("interrupted, closed:", engine._is_closed)
+    try: engine.check_open()
+    except ClosedError: print("interrupted, closed")
 """
-    run = [sys.executable, "-W", "ignore", "-c", code]
-    found = {"cwd": Path(__file__).parent.parent, "capture_output": True, "text": True}
-    done = subprocess.run(run, **found, check=True)
-    assert (done.stdout, done.stderr) == ("interrupted, closed: True\n", "")
+    assert run_fresh(code) == (0, "interrupted, closed\n", "")

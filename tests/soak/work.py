@@ -49,8 +49,8 @@ class Worker:
     def run(self, until: float) -> None:
         """Do one thing after the other."""
         things: list[Callable[[], None]] = [
-            *(self._ask, self._ask, self._exact, self._stream, self._batch, self._chat),
-            *(self._ingest, self._delete, self._prune, self._own_document, self._learn),
+            *(self._ask, self._ask, self.exact, self._stream, self._batch, self._chat),
+            *(self._ingest, self._delete, self._prune, self.own_document, self._learn),
         ]
         while time.monotonic() < until:
             thing = self._chance.choice(things)
@@ -71,7 +71,7 @@ class Worker:
         self._rag.ask(world.QUESTION, k=6, max_tokens=2, method=method)
         self.done.wrong += world.wrong_in_prompt(self._rag.engine)
 
-    def _exact(self) -> None:
+    def exact(self) -> None:
         method = self._chance.choice(_EXACT)
         answer = self._rag.engine.generate(
             world.PROMPT, method=method, max_tokens=world.sure_tokens()
@@ -115,7 +115,7 @@ class Worker:
         self._rag.engine.register(texts)
         self._rag.engine.prefetch(texts)
 
-    def _own_document(self) -> None:
+    def own_document(self) -> None:
         """A document comes, is asked for, and goes: then nothing of it is used or left."""
         number = self._chance.randrange(1 << 30)
         mark = f"{self._name} {number:x} stands"
