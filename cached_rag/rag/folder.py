@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from cached_rag.config import DEFAULT_MODEL, MOST_PRIMERS, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError, IndexMismatchError, StoreError
 from cached_rag.kv.holdings import forget, held_bytes
-from cached_rag.library.encode import Context, primer
 from cached_rag.options import check_types
 from cached_rag.rag.answer import Prompts
 from cached_rag.rag.chunks import DEFAULT_EMBEDDING, Embedder, Embeddings, Reranker
@@ -26,6 +25,7 @@ from cached_rag.rag.search import Where
 if TYPE_CHECKING:
     from cached_rag.engine.engine import Engine
     from cached_rag.kv.remote import RemoteTier
+    from cached_rag.library.encode import Context
 
 # The nearest chunks beyond these hardly concern a question, and would take minutes to read.
 MOST_CHUNKS = 100
@@ -139,6 +139,8 @@ def contexts(text: str) -> tuple[Context | None, ...]:
     Raises:
         ConfigError: a context that does not exist.
     """
+    from cached_rag.library.encode import primer  # with PyTorch, which `list` needs not
+
     kind, count = _parsed(text)
     if kind == "none":
         return (None,)
