@@ -121,7 +121,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2": ("lfm2", _SIZES | {"layer_types": ["conv", "full_attention"] * 2}),
+    "gemma3n": (
+        "gemma3n_text",
+        _SIZES
+        | {
+            **{"num_kv_shared_layers": 2, "sliding_window": _WINDOW, "head_dim": 16},
+            **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB},
+            **{"laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 4},
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
     "deepseek_v3": ("deepseek_v3", _MLA),
+    "deepseek_v2": ("deepseek_v2", _MLA | {"head_dim": 8}),
+    "gpt_oss": (
+        "gpt_oss",
+        _SIZES
+        | {"head_dim": 16, "sliding_window": _WINDOW, "pad_token_id": 0}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "llama4": (
+        "llama4_text",
+        _SIZES
+        | {"head_dim": 16, "attention_chunk_size": _WINDOW, "intermediate_size_mlp": 128}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0},
+    ),
     "longrope": ("phi3", _SIZES | {"pad_token_id": 0, "rope_parameters": _LONGROPE} | _SWITCH),
 }
 UNMOVABLE = {"gpt2"}

@@ -102,7 +102,7 @@ def relay_attention(
         found = _seen_by_all(asked, part.keys, part.values, scale, softcap)
         every = slice(None) if part.tokens is None else part.tokens
         output[every], lse[every] = merge((output[every], lse[every]), found)
-    return output.to(query.dtype)
+    return how.with_sinks(output, lse).to(query.dtype)
 
 
 def merge(first: Attended, second: Attended) -> Attended:
@@ -237,7 +237,8 @@ class Rows:
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring
     ) -> bool:
         """Whether `_attend_unmasked` is possible and the faster way."""
-        is_plain = how.softcap is None and (how.window is None or how.window > self.last)
+        has_end = how.window is not None and how.window <= self.last
+        is_plain = how.softcap is None and how.sinks is None and not has_end
         is_even = query.shape[0] == 1 and query.shape[3] == values.shape[3]
         behind = self.first > 0 and self.is_contiguous
         if not (is_plain and is_even and behind):
@@ -279,7 +280,7 @@ class Rows:
         for begin in range(0, len(self), size):
             end = min(begin + size, len(self))
             low, high = int(self.slots[begin]), int(self.slots[end - 1])
-            oldest = 0 if window is None else max(0, low - window + 1)
+            oldest = 0 if window is None else max(0, kernels.first_seen(window, low))
             keys = slice(oldest, high + 1)
             blocks.append(_Block(slice(begin, end), keys, masked=end - begin > 1))
         return blocks
@@ -295,10 +296,10 @@ class Rows:
         query = query[:, :, block.rows]
         keys, values = keys[:, :, block.keys], values[:, :, block.keys]
         window = how.window
-        if how.softcap is not None:
+        if how.softcap is not None or how.sinks is not None:
             is_masked = block.masked or block.causal
             mask = self._mask(block, window, query.dtype) if is_masked else None
-            return kernels.capped_attention(query, keys, values, mask, how.scale, how.softcap)
+            return kernels.plain_attention(query, keys, values, mask, how)
         mask = self._mask(block, window, query.dtype) if block.masked else None
         if kernels.prefers_matmul(query) and not block.causal:
             if mask is not None and window is None:  # all rows see the keys up to the first row's
@@ -330,7 +331,7 @@ class Rows:
         keys = torch.arange(block.keys.start, block.keys.stop, device=slots.device)[None]
         hidden = keys > slots
         if window is not None:
-            hidden |= keys <= slots - window
+            hidden |= keys < kernels.first_seen(window, slots)
         mask = torch.zeros(hidden.shape, dtype=dtype, device=slots.device)
         mask.masked_fill_(hidden, float("-inf"))
         most = _MASK_BYTES_KEPT_ON_GPU if self._is_on_gpu else _MASK_BYTES_KEPT
@@ -375,13 +376,16 @@ def attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend as transformers' attention functions do, whose arguments and result it has."""
     state = _ACTIVE.get()
-    if state is None and softcap is not None:
+    if state is None and (softcap is not None or s_aux is not None):
         mask = _causal_mask(query, key) if attention_mask is None else attention_mask
-        output = kernels.capped_attention(query, key, value, mask, scaling, softcap)
+        output = kernels.plain_attention(
+            query, key, value, mask, Scoring(scaling, softcap=softcap, sinks=s_aux)
+        )
         return output.transpose(1, 2).contiguous(), None
     if state is None:
         output, _ = sdpa_attention_forward(
@@ -389,7 +393,7 @@ def attention(
         )
         return output, None
     layer: int = module.layer_idx  # type: ignore[assignment]
-    how = Scoring(scaling, state.windows[layer], softcap)
+    how = Scoring(scaling, state.windows[layer], softcap, s_aux)
     state.observe(layer, query, key, how)
     output = state.rows.attend(query, key, value, how)
     return output.transpose(1, 2).contiguous(), None  # as transformers' own: some models view it

@@ -25,7 +25,7 @@ from cached_rag.backends.transformers.attention import (
 )
 from cached_rag.backends.transformers.convolution import windows_before
 from cached_rag.backends.transformers.decoder import Decoder
-from cached_rag.backends.transformers.kernels import Scoring, attend
+from cached_rag.backends.transformers.kernels import Scoring, attend, first_seen
 from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.backends.transformers.row_cache import Drift
 from cached_rag.errors import ModelError
@@ -252,12 +252,14 @@ class BatchCache(Cache):  # type: ignore[misc]
         for ahead, tokens in zip(self._batch, self._tokens, strict=True):
             if ahead.slots is not None:
                 continue
-            runs = (run.cut(ahead.end - window, ahead.end) for run in ahead.kv.every_run(ahead.end))
+            begin = first_seen(window, ahead.end - 1)
+            runs = (run.cut(begin, ahead.end) for run in ahead.kv.every_run(ahead.end))
             seen = [run for run in runs if run is not None]
             keys = _joined([(run.buffer.keys[self._layer], run) for run in seen])
             values = _joined([(run.buffer.values[self._layer], run) for run in seen])
             folded = query[tokens].view(1, keys.shape[1], -1, query.shape[-1])
-            output[tokens] = attend(folded, keys, values, factor, how.softcap)[0].flatten(1, 2)
+            found, lse = attend(folded, keys, values, factor, how.softcap)
+            output[tokens] = how.with_sinks(found.flatten(1, 2), lse.flatten(1, 2))
         return output
 
     def preceding(self, layer: int, inputs: torch.Tensor, count: int) -> torch.Tensor:

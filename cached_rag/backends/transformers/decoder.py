@@ -14,13 +14,14 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cached_rag.backends.transformers import convolution
+from cached_rag.backends.transformers.kernels import Chunks
 from cached_rag.errors import ModelError
 from cached_rag.kv.layers import KVShapes, LayerShape
 
 # Kinds of rotary scaling whose frequencies change once a sequence is longer than what follows.
 _SWITCHING, _ORIGINAL = ("longrope", "dynamic"), "original_max_position_embeddings"
 # Kinds of layers whose attention this library can compute, by transformers' names for them.
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_SLIDING, _CHUNKED, _FULL = "sliding_attention", "chunked_attention", "full_attention"
 REMEDY = "Use a plain decoder-only transformer."
 # What transformers calls a KV cache: `cache` since 5.24, `past_key_values` before.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -33,7 +34,7 @@ class DecoderLayer:
     Attributes:
         module: what computes it.
         kind: transformers' name for what it does.
-        window: how many tokens it sees, the last one included; None for all.
+        window: how many tokens it sees, the last one included, or `Chunks`; None for all.
         shape: what it keeps of a token; None for nothing of its own, as it reads another layer's.
     """
 
@@ -45,7 +46,7 @@ class DecoderLayer:
     @property
     def attends(self) -> bool:
         """Whether it has attention that this library can compute."""
-        return self.kind in (_FULL, _SLIDING)
+        return self.kind in (_FULL, _SLIDING, _CHUNKED)
 
     @property
     def is_known(self) -> bool:
@@ -64,10 +65,12 @@ def decoder_layers(model: Any, shapes: KVShapes | None = None) -> tuple[DecoderL
     """
     text, modules = model.config.get_text_config(), decoder_modules(model)
     window: int | None = getattr(text, "sliding_window", None)
+    chunk = getattr(text, "attention_chunk_size", None)
+    windows = {_SLIDING: window, _CHUNKED: Chunks(chunk) if chunk else None}
     kinds = getattr(text, "layer_types", None) or [_SLIDING if window else _FULL] * len(modules)
     kept = shapes.layers if shapes else (None,) * len(modules)
     return tuple(
-        DecoderLayer(module, kind, window if kind == _SLIDING else None, shape)
+        DecoderLayer(module, kind, windows.get(kind), shape)
         for module, kind, shape in zip(modules, kinds, kept, strict=True)
     )
 

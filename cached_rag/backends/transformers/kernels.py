@@ -24,7 +24,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -46,22 +46,51 @@ _SMALL = (torch.bfloat16, torch.float16)
 Attended = tuple[torch.Tensor, torch.Tensor]
 
 
+class Chunks(int):
+    """A window that begins anew at every multiple of its size (Llama 4's chunked attention)."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Chunks) and int(self) == int(other)
+
+    def __hash__(self) -> int:
+        return hash((Chunks, int(self)))
+
+
+Slots = TypeVar("Slots", int, torch.Tensor)
+
+
+def first_seen(window: int, slots: Slots) -> Slots:
+    """The first slot that a row at each of these slots sees; less than 0 for the first of all."""
+    if isinstance(window, Chunks):
+        return slots // int(window) * int(window)
+    return slots - window + 1
+
+
 class Scoring(NamedTuple):
     """How a layer scores the keys that a row sees.
 
     Attributes:
         scale: factor of the scores; None for 1 / sqrt(head_dim).
-        window: most keys that a row sees, its own included; None for no limit.
+        window: most keys that a row sees, its own included, or `Chunks`; None for no limit.
         softcap: bound of the scores (Gemma 2), see `capped`; None for no bound.
+        sinks: (num_heads,) one more term of each head's softmax (gpt-oss), a score that no key has;
+            None for none.
     """
 
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
     def factor(self, head_dim: int) -> float:
         """What the scores are multiplied by."""
         return float(head_dim**-0.5) if self.scale is None else self.scale
+
+    def with_sinks(self, output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """(..., num_heads, value_dim) output, whose softmax had no sinks, as if it had them."""
+        if self.sinks is None:
+            return output
+        return output * (lse - self.sinks.float()).sigmoid()[..., None].to(output.dtype)
 
 
 class _Scratch(threading.local):
@@ -144,17 +173,16 @@ def matmul_attention(
     return output.view(batch, heads, rows, -1)
 
 
-def capped_attention(
+def plain_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
-    scale: float | None,
-    softcap: float,
+    how: Scoring,
 ) -> torch.Tensor:
-    """As `matmul_attention`, with bounded scores (see `capped`); in fp32, on any device.
+    """As `matmul_attention`, with bounds of scores and sinks, in fp32, on any device.
 
-    No kernel of torch has such a bound. The keys' common part changes bounded scores, so it is not
+    No kernel of torch has these. The keys' common part changes bounded scores, so it is not
     subtracted here.
 
     Args:
@@ -162,12 +190,20 @@ def capped_attention(
     """
     groups = query.shape[1] // keys.shape[1]
     keys, values = (side.repeat_interleave(groups, 1) for side in (keys, values))
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = capped((query.float() @ keys.float().transpose(2, 3)) * factor, softcap)
+    factor = how.factor(query.shape[-1])
+    scores = capped((query.float() @ keys.float().transpose(2, 3)) * factor, how.softcap)
     if mask is not None:
         is_bool = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, -torch.inf) if is_bool else scores + mask
-    return torch.softmax(scores, dim=-1).to(values.dtype) @ values
+    return softmax(scores, how.sinks).to(values.dtype) @ values
+
+
+def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax of (..., num_heads, num_rows, num_keys) scores, with a sink a head, if there are."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
 
 
 def capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:

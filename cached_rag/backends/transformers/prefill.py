@@ -35,8 +35,9 @@ from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods.base import LayerCheck, Layout, QuestionSelector, Selector
 
-# Inputs of layers that have an entry for each row, and the dimension of the rows.
-_BY_ROW = {"hidden_states": 1, "position_ids": 1, "attention_mask": 2, "per_layer_input": 1}
+# Inputs of layers that have an entry for each row, and the dimension of the rows. (Hidden states of
+# Gemma 3n have one more dimension, before the batch.)
+_BY_ROW = {"hidden_states": -2, "position_ids": -1, "attention_mask": -2, "per_layer_input": -2}
 _BIASES = ("alibi", "position_bias")
 
 
@@ -232,9 +233,9 @@ class RowPass:
             self.kept = (~is_known).nonzero().squeeze(1)
             self.cache.rows = every.narrowed(self.kept)
             return {}
-        whole = hidden.new_empty(hidden.shape[0], len(every), hidden.shape[2])
-        whole[:, is_known] = known
-        whole[:, self.kept] = hidden
+        whole = hidden.new_empty(*hidden.shape[:-2], len(every), hidden.shape[-1])
+        whole[..., is_known, :] = known
+        whole[..., self.kept, :] = hidden
         self.kept, self.cache.rows = None, every
         return {"hidden_states": whole}
 
@@ -262,7 +263,7 @@ class RowPass:
         rows = self.cache.rows
         self.kept = keep if self.kept is None else self.kept[keep]
         self.cache.rows = rows.narrowed(keep)
-        return {"hidden_states": hidden[:, keep]}
+        return {"hidden_states": hidden.index_select(-2, keep)}
 
     def _narrowed(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The inputs with per-row tensors cut to the rows kept, where they are not yet."""
@@ -276,12 +277,14 @@ class RowPass:
         for name, dim in _BY_ROW.items():
             narrowed[name] = self._cut(inputs.get(name), dim)
         rotary = inputs.get("position_embeddings")
-        if isinstance(rotary, Sequence):
+        if isinstance(rotary, torch.Tensor):  # one of complex numbers
+            narrowed["position_embeddings"] = self._cut(rotary, 1)
+        elif isinstance(rotary, Sequence):
             narrowed["position_embeddings"] = tuple(self._cut(part, 1) for part in rotary)
         return {name: value for name, value in narrowed.items() if name in inputs}
 
     def _cut(self, tensor: torch.Tensor | None, dim: int) -> torch.Tensor | None:
-        if tensor is None or tensor.ndim <= dim or tensor.shape[dim] != self.num_entering:
+        if tensor is None or tensor.ndim < 2 or tensor.shape[dim] != self.num_entering:
             return tensor
         assert self.kept is not None
         return tensor.index_select(dim, self.kept)
@@ -289,10 +292,10 @@ class RowPass:
     def _widen(self, _: torch.nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         """Give the model's head as many rows as entered; those that were dropped are zero."""
         hidden = output[0] if isinstance(output, tuple) else output
-        if self.kept is None or hidden.shape[1] == self.num_entering:
+        if self.kept is None or hidden.shape[-2] == self.num_entering:
             return output
-        wide = hidden.new_zeros(hidden.shape[0], self.num_entering, hidden.shape[2])
-        wide[:, self.kept] = hidden
+        wide = hidden.new_zeros(*hidden.shape[:-2], self.num_entering, hidden.shape[-1])
+        wide[..., self.kept, :] = hidden
         return (wide, *output[1:]) if isinstance(output, tuple) else wide
 
 
@@ -375,7 +378,7 @@ class Repair:
         run = self._pass(rows, 1)
         run.cache.drift = self._drift()
         assert asked.first_output is not None
-        known = asked.first_output[:, torch.isin(live.nonzero()[:, 0], rows)]
+        known = asked.first_output[..., torch.isin(live.nonzero()[:, 0], rows), :]
         done = run.resume(live[rows], known)
         done.computed += chosen.computed
         done.rows = chosen.rows

@@ -138,7 +138,8 @@ def deviation(decoder: Decoder, seen: Recording) -> tuple[float, str]:
     """
     worst, where = 0.0, ""
     layers = [
-        replace(layer, window=_PROBE_WINDOW) if layer.window else layer for layer in decoder.layers
+        replace(layer, window=type(layer.window)(_PROBE_WINDOW)) if layer.window else layer
+        for layer in decoder.layers
     ]
     probe = _Probe(replace(decoder, layers=tuple(layers)), seen)
     with in_float32(decoder.network, decoder.modules), _narrow_windows(decoder.model.config):
@@ -193,18 +194,19 @@ class _Probe:
         return KVBuffer(keys, values)
 
     def _enter(self, layer: int, inputs: Inputs) -> Inputs:
-        own, arriving = self.seen.inputs[layer][:1], inputs["hidden_states"]
-        rows = self.slots[-arriving.shape[1] :]  # the last layers compute only the last row
-        if arriving.shape[1] != own.shape[1]:
-            own = own[:, rows]
+        own, arriving = _at(self.seen.inputs[layer], 0), inputs["hidden_states"]
+        rows = self.slots[-arriving.shape[-2] :]  # the last layers compute only the last row
+        if arriving.shape[-2] != own.shape[-2]:
+            own = own.index_select(-2, rows)
         if layer > 0:
-            before = self.seen.inputs[layer - 1][:1, rows]
+            before = _at(self.seen.inputs[layer - 1], 0).index_select(-2, rows)
             self.errors.append(_share(arriving - own, own, own - before))
         return {"hidden_states": own.clone()}
 
     def _leave(self, _: int, hidden: torch.Tensor) -> None:
-        rows = self.slots[-hidden.shape[1] :]
-        before, own = self.seen.inputs[-1][:1, rows], self.seen.outputs[-1][:1, rows]
+        rows = self.slots[-hidden.shape[-2] :]
+        sides = (self.seen.inputs[-1], self.seen.outputs[-1])
+        before, own = (_at(side, 0).index_select(-2, rows) for side in sides)
         self.errors.append(_share(hidden - own, own, own - before))
 
     def _kv_error(self, layer: int, buffer: KVBuffer) -> float:
@@ -214,6 +216,11 @@ class _Probe:
             if own is not None:
                 worst = max(worst, _share(ours[layer][0] - own[0], own[0], own[0]))
         return worst
+
+
+def _at(hidden: torch.Tensor, place: int) -> torch.Tensor:
+    """Hidden states of one of the two places."""
+    return hidden.narrow(-3, place, 1)
 
 
 def _share(error: torch.Tensor, whole: torch.Tensor, part: torch.Tensor) -> float:
@@ -241,10 +248,13 @@ def _recorded(decoder: Decoder, delta: int) -> Recording:
     positions = positions + torch.tensor([[0], [delta]], device=token_ids.device)
     takes_positions = "position_ids" in decoder.parameters
     try:
-        return record(
+        found = record(
             decoder.model, decoder.modules, token_ids, positions if takes_positions else None
         )
-    except (KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+        if len(found.outputs) != len(decoder.layers):
+            raise ValueError("its layers are not run once each")
+        return found
+    except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(
             f"{type(decoder.model).__name__} could not be examined ({type(error).__name__}: "
             f"{error}). {REMEDY}"
@@ -273,13 +283,15 @@ def find_rule(model: Any, seen: Recording, delta: int, tolerance: float) -> Posi
         delta: how many positions lie between the places.
         tolerance: largest error allowed of a rotated key.
     """
-    if _share(seen.given[1] - seen.given[0], seen.given[0], seen.given[0]) > TOLERANCE:
+    here, there = _at(seen.given, 0), _at(seen.given, 1)
+    if _share(there - here, here, here) > TOLERANCE:
         return PositionRule(reason=_ADDED)
     candidates = frequencies(model)
     rules: dict[str, list[LayerRule]] = {"keys": [], "values": []}
     for layer, outputs in enumerate(seen.outputs):
-        added = outputs[0] - seen.inputs[layer][0]
-        if _share(outputs[1] - outputs[0], outputs[0], added) > max(_PLACE_TOLERANCE, tolerance):
+        here, there = _at(outputs, 0), _at(outputs, 1)
+        added = here - _at(seen.inputs[layer], 0)
+        if _share(there - here, here, added) > max(_PLACE_TOLERANCE, tolerance):
             return PositionRule(reason=f"layer {layer} depends on absolute positions")
         for name, side in (("keys", seen.keys[layer]), ("values", seen.values[layer])):
             rule = None if side is None else _rule(side, delta, candidates, tolerance)
@@ -315,15 +327,15 @@ def _delta(decoder: Decoder) -> int:
 def _narrow_windows(config: Any) -> Iterator[None]:
     """Inside this context, sliding windows are shorter than the probe's tokens."""
     text = config.get_text_config()
-    window = getattr(text, "sliding_window", None)
-    is_wide = isinstance(window, int) and window > _PROBE_WINDOW
-    if is_wide:
-        text.sliding_window = _PROBE_WINDOW
+    sizes = {name: getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")}
+    wide = {name: s for name, s in sizes.items() if isinstance(s, int) and s > _PROBE_WINDOW}
+    for name in wide:
+        setattr(text, name, _PROBE_WINDOW)
     try:
         yield
     finally:
-        if is_wide:
-            text.sliding_window = window
+        for name, size in wide.items():
+            setattr(text, name, size)
 
 
 def _probe_ids(model: Any) -> torch.Tensor:

@@ -102,7 +102,7 @@ class Recording:
     """What each layer computed, one entry per layer. The two rows of a batch are the two places.
 
     Attributes:
-        inputs, outputs: (2, seq_len, hidden_size).
+        inputs, outputs: (2, seq_len, hidden_size), with one more dimension before (Gemma 3n).
         keys, values: (2, num_kv_heads, seq_len, dim), keys rotated; None of a layer that keeps
             nothing of its own.
         given: (2, seq_len, hidden_size), layer 0's own input. It is the same at both places unless
@@ -221,7 +221,7 @@ def record(
         hidden = inputs["hidden_states"]
         if index == 0:
             found.given = hidden
-        hidden = hidden[:1].expand_as(hidden).contiguous()
+        hidden = hidden.narrow(-3, 0, 1).expand_as(hidden).contiguous()
         found.inputs.append(hidden.clone())
         return {"hidden_states": hidden}
 

@@ -20,7 +20,7 @@ from transformers import Cache
 
 from cached_rag.backends.transformers.attention import Rows
 from cached_rag.backends.transformers.convolution import windows_before
-from cached_rag.backends.transformers.kernels import Scoring, capped, centre_of
+from cached_rag.backends.transformers.kernels import Scoring, capped, centre_of, first_seen, softmax
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods.base import Layout, QuestionSelector
 
@@ -182,17 +182,21 @@ def head_mean(query: torch.Tensor, keys: torch.Tensor, rows: Rows, how: Scoring)
     positions = torch.arange(first, keys.shape[1], device=slots.device)
     hidden = positions > slots[:, None]
     if window is not None:
-        hidden |= positions <= slots[:, None] - window
+        hidden |= positions < first_seen(window, slots[:, None])
     mean = query.new_zeros(count, keys.shape[1], dtype=torch.float32)
     factor = how.factor(head_dim)
     # One KV head at a time: the scores of all heads at once would not fit the cache.
-    for head_query, head_keys in zip(grouped, keys, strict=True):
-        if how.softcap is None:
+    groups = [None] * len(keys) if how.sinks is None else how.sinks.view(len(keys), -1)
+    for head_query, head_keys, sinks in zip(grouped, keys, groups, strict=True):
+        if how.softcap is None and how.sinks is None:
             head_keys = head_keys - centre_of(head_keys)
         scores = capped((head_query * factor) @ head_keys.T, how.softcap)
         scores = scores.view(-1, count, keys.shape[1])
         scores[:, :, first:].masked_fill_(hidden, float("-inf"))
-        torch.softmax(scores, dim=-1, out=scores)  # in fp32 inside, whatever the dtype
+        if sinks is None:
+            torch.softmax(scores, dim=-1, out=scores)  # in fp32 inside, whatever the dtype
+        else:
+            scores = softmax(scores, sinks)
         mean += scores.sum(dim=0, dtype=torch.float32)
     return mean / heads
 
